@@ -1,0 +1,92 @@
+"""The loop that serves every node: one machine, one inbox, and the ports behind which the world is.
+
+This is the only place outside simulation and replay that calls `machine.handle`. It runs on one
+thread; transports and work post their events into the inbox from theirs.
+"""
+
+import queue
+from typing import Protocol
+
+from diloco_jax.node import ports
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+
+
+class Machine(Protocol):
+  """What both machines have in common."""
+
+  deadline_ns: int | None
+
+  def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]: ...
+
+
+class Inbox:
+  """Events on their way to a machine, first in, first out. `post` is thread-safe."""
+
+  def __init__(self):
+    self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+
+  def post(self, event: events.Event) -> None:
+    self._queue.put(event)
+
+  def take(self, timeout_s: float | None) -> events.Event:
+    """The next event, or Wake once `timeout_s` has passed."""
+    try:
+      return self._queue.get(timeout=timeout_s)
+    except queue.Empty:
+      return events.Wake()
+
+
+class Node:
+  """Feeds a machine its events and carries out its actions until it exits."""
+
+  def __init__(
+    self,
+    machine: Machine,
+    inbox: Inbox,
+    clock: ports.Clock,
+    transport: ports.Transport,
+    work: ports.Work,
+    payloads: ports.Payloads,
+    records: ports.Records,
+  ):
+    self._machine = machine
+    self._inbox = inbox
+    self._clock = clock
+    self._transport = transport
+    self._work = work
+    self._payloads = payloads
+    self._records = records
+
+  def run(self) -> actions.Exit:
+    """Runs until the machine's Exit, which is returned; what was sent has then gone out."""
+    while True:
+      event = self._inbox.take(self._timeout_s())
+      for action in self._machine.handle(self._clock.now_ns(), event):
+        if isinstance(action, actions.Exit):
+          return action
+        self._perform(action)
+
+  def _timeout_s(self) -> float | None:
+    deadline_ns = self._machine.deadline_ns
+    if deadline_ns is None:
+      return None
+    return max(0, deadline_ns - self._clock.now_ns()) / 1e9
+
+  def _perform(self, action: actions.Action) -> None:
+    match action:
+      case actions.Send(session=session, message=message, handle=handle):
+        payload = None if handle is None else self._payloads.get(handle)
+        self._transport.send(session, message, payload)
+      case actions.Dial(session=session):
+        self._transport.dial(session)
+      case actions.Close(session=session, reason=reason):
+        self._transport.close(session, reason)
+      case actions.Drop(handle=handle):
+        self._payloads.drop(handle)
+      case actions.Report(name=name, values=values):
+        self._records.report(name, values)
+      case actions.Say(text=text):
+        self._records.say(text)
+      case _:
+        self._work.submit(action)

@@ -1,0 +1,61 @@
+"""The ports of a node: everything the machines may ask of the world.
+
+The same machine runs over gRPC, in one process, or in a simulation: only what is behind these
+three ports differs (design.md section 1).
+"""
+
+from typing import Callable, Protocol
+
+from diloco_jax.protocol import actions, events, messages
+
+Post = Callable[[events.Event], None]
+"""Puts an event into a node's inbox; may be called from any thread."""
+
+
+class Clock(Protocol):
+  """Monotonic time. Only the shell reads it; a machine is told."""
+
+  def now_ns(self) -> int: ...
+
+
+class Payloads(Protocol):
+  """Bytes that cross between transport and work, by handle. Thread-safe."""
+
+  def put(self, data: memoryview | bytes) -> int:
+    """Keeps `data` (no copy) and returns a new handle."""
+
+  def get(self, handle: int) -> memoryview | bytes: ...
+
+  def drop(self, handle: int) -> None: ...
+
+
+class Transport(Protocol):
+  """Streams to peers. Never blocks the caller; what happens comes back as events:
+
+  Connected, Disconnected (exactly once per session, also for a Dial that fails), and Received,
+  whose payload was put into Payloads once it was complete and its checksum right.
+  """
+
+  def dial(self, session: int) -> None: ...
+
+  def send(self, session: int, message: messages.Message, payload: memoryview | bytes | None) -> None:
+    """Queues a message and its payload; silently nothing if the session is gone."""
+
+  def close(self, session: int, reason: str) -> None: ...
+
+  def shutdown(self, grace_s: float) -> None:
+    """Ends every session, giving what was queued at most `grace_s` to go out."""
+
+
+class Work(Protocol):
+  """The arrays. `submit` queues an action, first in first out; its answer comes as an event."""
+
+  def submit(self, action: actions.Work) -> None: ...
+
+
+class Records(Protocol):
+  """Where facts and lines for people go. Never raises, never blocks for long."""
+
+  def report(self, name: str, values: dict) -> None: ...
+
+  def say(self, text: str) -> None: ...

@@ -1,0 +1,158 @@
+"""What a machine asks of its shell.
+
+Transport actions (Dial, Send, Close) and work actions (Step ... Save) are carried out in the order
+given; work is answered later by the event named in its docstring. Work of one machine runs first in,
+first out, so an Adopt given before a Step is finished before that step begins.
+"""
+
+import dataclasses
+from typing import Any
+
+from diloco_jax.protocol import messages
+
+
+def _action(cls):
+  return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+# --- Transport ------------------------------------------------------------------------------------
+
+
+@_action
+class Dial:
+  """Open a stream to the syncer; answered by Connected or Disconnected."""
+
+  session: int
+
+
+@_action
+class Send:
+  """Send a message on a session, with the bytes behind `handle` as its payload."""
+
+  session: int
+  message: messages.Message
+  handle: int | None = None
+
+
+@_action
+class Close:
+  """Close a session after what was sent on it has gone out."""
+
+  session: int
+  reason: str
+
+
+@_action
+class Drop:
+  """The bytes behind `handle` are needed no more (sends under way keep their own reference)."""
+
+  handle: int
+
+
+# --- Work of a learner ----------------------------------------------------------------------------
+
+
+@_action
+class Step:
+  """Run inner step number `step` + 1 at clock `step`; answered by StepDone."""
+
+  step: int
+
+
+@_action
+class Encode:
+  """Snapshot anchor - local of a fragment and encode it on the device; answered by Encoded."""
+
+  sync: int
+  fragment: int
+
+
+@_action
+class Adopt:
+  """Take the published value behind `handle` (`whole`, else a delta to the anchor) as anchor and
+  parameters; answered by AdoptDone. The handle is dropped by the shell afterwards."""
+
+  fragment: int
+  version: int
+  handle: int
+  whole: bool
+
+
+@_action
+class UseStream:
+  """Train on data stream number `stream` from now on (sent before the first Step of a life)."""
+
+  stream: int
+
+
+# --- Work of the syncer ---------------------------------------------------------------------------
+
+
+@_action
+class Participant:
+  """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps)."""
+
+  learner: str
+  incarnation: int
+  handle: int
+  tokens: int
+  steps: int
+
+
+@_action
+class Merge:
+  """Run the outer step that makes `version`; participants in the order of learner ids.
+
+  Answered by MergeDone. The participants' handles are dropped by the shell afterwards.
+  """
+
+  sync: int
+  fragment: int
+  version: int
+  participants: tuple[Participant, ...]
+
+
+@_action
+class ReadFragment:
+  """Read the whole published value of a fragment; answered by FragmentRead."""
+
+  fragment: int
+
+
+# --- Both -----------------------------------------------------------------------------------------
+
+
+@_action
+class Save:
+  """Write a checkpoint: the arrays as they are now and this machine's snapshot; SaveDone."""
+
+  step: int
+  snapshot: dict[str, Any]
+
+
+@_action
+class Report:
+  """A fact for the records: a name and its values. Changes nothing."""
+
+  name: str
+  values: dict[str, Any]
+
+
+@_action
+class Say:
+  """One line for people."""
+
+  text: str
+
+
+@_action
+class Exit:
+  """The machine has ended: exit code (0 done, 42 never retry) and the last line."""
+
+  code: int
+  text: str
+
+
+Transport = Dial | Send | Close | Drop
+Work = Step | Encode | Adopt | UseStream | Merge | ReadFragment | Save
+Action = Transport | Work | Report | Say | Exit

@@ -1,0 +1,44 @@
+"""What a learner and the syncer must share, and the words that say where they differ.
+
+An agreement is a flat JSON object: names (`model.num_layers`, `layout`) to values. It is compared at
+Join, before anything is sent that could be merged.
+"""
+
+import json
+
+SHOWN = 5
+
+
+def encode(facts: dict) -> str:
+  """Canonical text: equal facts, equal text."""
+  return json.dumps(facts, sort_keys=True, separators=(',', ':'))
+
+
+def differences(here: str, there: str) -> list[str]:
+  """Where the agreement `here` (the joining learner's) differs from `there` (the run's)."""
+  ours, theirs = _decode(here), _decode(there)
+  return [
+    f'{name} is {ours.get(name, "absent")!r} here, {theirs.get(name, "absent")!r} there'
+    for name in sorted(ours.keys() | theirs.keys())
+    if ours.get(name) != theirs.get(name)
+  ]
+
+
+def refusal(here: str, there: str) -> str:
+  """One line for the learner's user, or '' if both agree."""
+  found = differences(here, there)
+  if not found:
+    return ''
+  shown = '; '.join(found[:SHOWN]) + ('; ...' if len(found) > SHOWN else '')
+  return (
+    f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
+    'Start it with the config of the run.'
+  )
+
+
+def _decode(text: str) -> dict:
+  try:
+    facts = json.loads(text)
+  except ValueError:
+    return {'agreement': 'unreadable'}
+  return facts if isinstance(facts, dict) else {'agreement': 'unreadable'}

@@ -1,0 +1,54 @@
+"""The adaptive grace window: how long a sync may wait for more learners once it has its quorum.
+
+A sync must land within tau inner steps of its opening, or learners lose more steps to the overwrite
+than planned. Whatever of that budget the sync does not need itself is *slack*, and a part gamma of
+the slack may be spent on waiting (paper section 4)::
+
+    xi_slack = tau * xi_step - (xi_quorum + xi_sync)        0 <= xi_grace <= gamma * xi_slack
+
+    xi_step    time of one inner step
+    xi_quorum  from opening a sync to its K-th payload
+    xi_sync    from the decision to merge to the first learner that has adopted the result
+
+All three are moving averages in integers, so that every machine computes the same. No slack: merge
+at once. Which learner's step time counts is not published: we take the fastest live learner's,
+because its clock is the one that sets the pace and has the least time to spare. Until xi_sync has
+been seen once there is no grace for K > 1, and for K = 1 neither: the first sync teaches it.
+"""
+
+import dataclasses
+
+from diloco_jax.protocol import config as config_lib
+
+SHIFT = 3  # a new sample has weight 1/8
+
+
+@dataclasses.dataclass(slots=True)
+class Average:
+  """Integer exponential moving average: value += (sample - value) / 8; the first sample is taken
+  as it is, so that the average does not start at zero."""
+
+  value: int = 0
+  samples: int = 0
+
+  def add(self, sample: int) -> None:
+    if self.samples == 0:
+      self.value = sample
+    else:
+      self.value += (sample - self.value) >> SHIFT
+    self.samples += 1
+
+
+@dataclasses.dataclass(slots=True)
+class Grace:
+  """The three averages and what follows from them."""
+
+  quorum_ns: Average = dataclasses.field(default_factory=Average)
+  sync_ns: Average = dataclasses.field(default_factory=Average)
+
+  def window_ns(self, config: config_lib.ProtocolConfig, step_ns: int) -> int:
+    """How long to wait after the quorum, for a fastest learner's step of `step_ns`."""
+    if not (self.quorum_ns.samples and self.sync_ns.samples):
+      return 0
+    slack_ns = config.overlap * step_ns - (self.quorum_ns.value + self.sync_ns.value)
+    return max(0, slack_ns) * config.grace_permille // config_lib.PERMILLE

@@ -1,0 +1,487 @@
+"""The learner: trains, answers pulls and adopts what is published, all at its own step boundaries.
+
+Two things run side by side. The *connection* (docs/protocol.md draws it from CONNECTION_STATES)::
+
+    away --redial time--> dialing --Connected, Join--> joining --Offer, Confirm, Joined--> joined
+    dialing, joining, joined --Disconnected--> away
+
+and the *training*, which needs the connection only once, to start from what the run holds::
+
+    waiting --every due fragment adopted--> training --clock reached T--> trained --Finish--> ended
+
+Training never waits for the connection, except where the settings ask for it: in lock-step modes a
+learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
+
+At a step boundary, in this order: adopt what has arrived, snapshot and encode what was pulled, save
+if it is time, start the next step. The clock `step` grows by one per inner step, and adopting what
+sync t published sets it to max(step, t), so unequal learners stay aligned (design.md section 4).
+
+A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
+so a second one would count the same tokens again. A pull that comes before the learner has trained
+on the fragment waits for the next boundary.
+"""
+
+import dataclasses
+import random
+from typing import Any
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import schedule as schedule_lib
+
+CONNECTION_STATES = (
+  ('away', 'dialing', 'the pause is over'),
+  ('dialing', 'joining', 'the stream is open: Join'),
+  ('joining', 'joined', 'Offer: Confirm, then Joined'),
+  ('dialing', 'away', 'no stream'),
+  ('joining', 'away', 'refused for now, or the stream closed'),
+  ('joined', 'away', 'the stream closed, or the syncer fell silent'),
+)
+TRAINING_STATES = (
+  ('waiting', 'training', 'every due fragment is adopted'),
+  ('training', 'trained', 'the clock reached T'),
+  ('training', 'ended', 'asked to stop'),
+  ('trained', 'ended', 'Finish: every fragment is closed'),
+)
+
+UNKNOWN = messages.Held(version=-1, digest=0)
+
+
+@dataclasses.dataclass(slots=True)
+class _Anchor:
+  """The published value of one fragment as this learner holds it, and its counts when adopted."""
+
+  version: int
+  digest: int
+  steps: int = 0
+  tokens: int = 0
+  contributed: bool = False
+  next_due: int = 0  # the sync this learner waits for in lock-step modes
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+  """Who this process is. `nonce` is drawn anew by every process; `seed` jitters its redials."""
+
+  learner: str
+  nonce: int
+  agreement: str
+  host: str
+  pid: int
+  seed: int = 0
+
+
+class LearnerMachine:
+  """The learner's half of the protocol (see the top of this file)."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, identity: Identity, digests: tuple[int, ...] | None
+  ):
+    """A process that starts.
+
+    Args:
+      config: the numbers of the run.
+      identity: who it is.
+      digests: of its fragments at version 0 (its own initialisation); None: it comes back from a
+        checkpoint and takes every fragment from the syncer.
+    """
+    self._config = config
+    self._schedule = schedule_lib.Schedule(config)
+    self._identity = identity
+    self._random = random.Random(identity.seed)
+    self._state = 'away'
+    self._session = 0
+    self._redial_ns = 0
+    self._pause_ns = config.redial_ns[0]
+    self._heard_ns = 0
+    self._heartbeat_ns = 0
+    self._confirmed = False  # on this session: the lease is ours to keep
+    self._refusals = 0
+    self._incarnation = 0
+    self._training = 'waiting'
+    self.step = 0
+    self.steps = 0
+    self.tokens = 0
+    held = [UNKNOWN] * config.fragments if digests is None else [
+      messages.Held(version=0, digest=digest) for digest in digests
+    ]
+    self._anchors = [_Anchor(h.version, h.digest, next_due=self._schedule.offsets[p])
+                     for p, h in enumerate(held)]
+    self._due: set[int] = set()
+    self._pulls: dict[int, int] = {}  # fragment: sync
+    self._encoding: dict[int, messages.Contribution] = {}  # sync: what will be sent
+    self._arrivals: list[tuple[messages.Publish, int]] = []
+    self._expected: dict[tuple[int, int], tuple[int, int]] = {}  # adopted: digest, tokens
+    self._running = False
+    self._told_finished = False
+    self._saved_steps = 0
+    self._ending = ''
+    self._saving = False
+    self._exited = False
+    self._out: list[actions.Action] = []
+
+  # --- The one entry ------------------------------------------------------------------------------
+
+  def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
+    """Takes one event at time `now_ns` and returns what is to be done, in order."""
+    self._out = []
+    self._dispatch(now_ns, event)
+    self._keep_connection(now_ns)
+    if not self._running and not self._exited:
+      self._boundary()
+    return self._out
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """When a Wake is wanted."""
+    if self._exited:
+      return None
+    if self._state == 'away':
+      return self._redial_ns
+    lease = self._heard_ns + self._config.lease_ns
+    return min(lease, self._heartbeat_ns) if self._confirmed else lease
+
+  def _dispatch(self, now_ns: int, event: events.Event) -> None:
+    match event:
+      case events.StepDone():
+        self._step_done(event)
+      case events.Received(session=session, handle=handle) if session != self._session:
+        self._drop(handle)
+      case events.Received(message=message, handle=handle):
+        self._heard_ns = now_ns
+        self._receive(now_ns, message, handle)
+      case events.Connected(session=session):
+        if session == self._session:
+          self._connected(now_ns)
+      case events.Disconnected(session=session, reason=reason):
+        if session == self._session:
+          self._disconnected(now_ns, reason)
+      case events.Encoded():
+        self._encoded(event)
+      case events.AdoptDone():
+        self._adopt_done(event)
+      case events.SaveDone():
+        self._saved(event)
+      case events.Stop(reason=reason):
+        self._ending = self._ending or reason
+      case events.Wake():
+        pass
+      case _:
+        raise TypeError(f'not an event of a learner: {event}')
+
+  def _do(self, action: actions.Action) -> None:
+    self._out.append(action)
+
+  def _drop(self, handle: int | None) -> None:
+    if handle is not None:
+      self._do(actions.Drop(handle=handle))
+
+  def _send(self, message: messages.FromLearner, handle: int | None = None) -> None:
+    self._do(actions.Send(session=self._session, message=message, handle=handle))
+
+  # --- Connection ---------------------------------------------------------------------------------
+
+  def _keep_connection(self, now_ns: int) -> None:
+    """Dials when it is time, notices a silent syncer, keeps the lease."""
+    if self._exited:
+      return
+    if self._state == 'away':
+      if now_ns >= self._redial_ns and not self._ending:
+        self._session += 1
+        self._state = 'dialing'
+        self._heard_ns = now_ns
+        self._do(actions.Dial(session=self._session))
+    elif now_ns >= self._heard_ns + self._config.lease_ns:
+      self._heard_ns = now_ns  # ask once per lease; Disconnected follows
+      self._do(actions.Close(session=self._session, reason='the syncer fell silent'))
+    elif self._confirmed and now_ns >= self._heartbeat_ns:
+      self._heartbeat_ns = now_ns + self._config.heartbeat_ns
+      self._send(messages.Heartbeat())
+
+  def _connected(self, now_ns: int) -> None:
+    self._state = 'joining'
+    self._heard_ns = now_ns
+    me = self._identity
+    self._send(messages.Join(
+      protocol=messages.PROTOCOL_VERSION, learner=me.learner, nonce=me.nonce,
+      agreement=me.agreement, host=me.host, pid=me.pid,
+    ))
+
+  def _disconnected(self, now_ns: int, reason: str) -> None:
+    """Nothing of the old stream is valid any more; training goes on."""
+    joined = self._state == 'joined'
+    self._state = 'away'
+    self._confirmed = False
+    self._told_finished = False
+    self._pulls.clear()
+    for _, handle in self._arrivals:
+      self._drop(handle)
+    self._arrivals.clear()
+    first, longest = self._config.redial_ns
+    self._pause_ns = first if joined else min(longest, 2 * self._pause_ns)
+    jitter = self._random.randrange(500, 1500)  # half to one and a half of the pause
+    self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
+    if joined:
+      self._do(actions.Say(
+        text=f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
+      ))
+      self._report_state('disconnected', reason=reason)
+
+  def _receive(self, now_ns: int, message: messages.Message, handle: int | None) -> None:
+    match message:
+      case messages.Offer(incarnation=incarnation):
+        self._confirm(now_ns, incarnation)
+      case messages.Refused():
+        self._refused(now_ns, message)
+      case messages.Joined():
+        self._joined(message)
+      case messages.Pull(sync=sync, fragment=fragment):
+        self._pulls[fragment] = sync
+      case messages.Publish():
+        self._arrivals.append((message, handle))
+      case messages.Settled():
+        self._settled(message)
+      case messages.Finish():
+        self._training, self._ending = 'trained', self._ending or 'done'
+      case messages.Heartbeat():
+        pass
+      case _:
+        raise TypeError(f'not a message of a syncer: {message}')
+
+  def _confirm(self, now_ns: int, incarnation: int) -> None:
+    self._confirmed = True
+    self._heartbeat_ns = now_ns + self._config.heartbeat_ns
+    going_on = incarnation == self._incarnation
+    self._send(messages.Confirm(
+      nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
+      steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
+      held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
+    ))
+
+  def _refused(self, now_ns: int, refused: messages.Refused) -> None:
+    """Final refusals end the process before they disturb anyone; an id in use may be our own last
+    life, whose lease is still running, so that one is tried once more after the lease."""
+    self._refusals += 1
+    if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
+      self._exit(42, refused.text)
+      return
+    self._redial_ns = now_ns + refused.retry_ns
+    self._do(actions.Say(text=f'{refused.text} Trying again in {refused.retry_ns / 1e9:.1f} s.'))
+
+  def _joined(self, joined: messages.Joined) -> None:
+    self._state = 'joined'
+    self._refusals = 0
+    if joined.incarnation != self._incarnation:
+      self._begin_life(joined)
+    self.step = max(self.step, joined.step)
+    self._due = set(joined.due)
+    for fragment, anchor in enumerate(self._anchors):
+      anchor.contributed = False  # what the syncer has merged it replaces or refuses
+      anchor.next_due = self._schedule.due(fragment, joined.step)
+    if self._training == 'waiting' and not self._due:
+      self._training = 'training'
+    self._report_state('joined', due=len(self._due))
+
+  def _begin_life(self, joined: messages.Joined) -> None:
+    """Steps and tokens are counted per incarnation."""
+    self._incarnation = joined.incarnation
+    self.steps = self.tokens = self._saved_steps = 0
+    for anchor in self._anchors:
+      anchor.steps = anchor.tokens = 0
+    self._do(actions.UseStream(stream=joined.stream))
+
+  def _encoded(self, encoded: events.Encoded) -> None:
+    """The snapshot is bytes now; it is void if the stream changed meanwhile."""
+    session, message = self._encoding.pop(encoded.sync)
+    if self._state != 'joined' or session != self._session:
+      self._drop(encoded.handle)
+    elif encoded.handle is None:
+      self._send(messages.Decline(
+        sync=encoded.sync, fragment=encoded.fragment, reason=messages.Reason.BAD_VALUE,
+        tokens_to=message.tokens_to,
+      ))
+    else:
+      self._send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
+      self._drop(encoded.handle)
+
+  def _settled(self, settled: messages.Settled) -> None:
+    anchor = self._anchors[settled.fragment]
+    if settled.reason == 'cancelled':  # no version comes of it: the tokens can be sent again
+      anchor.contributed = False
+      anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
+      if self._pulls.get(settled.fragment) == settled.sync:
+        del self._pulls[settled.fragment]
+    self._do(actions.Report(name='settled', values={
+      'sync': settled.sync, 'fragment': settled.fragment, 'merged': settled.merged,
+      'reason': settled.reason,
+    }))
+
+  # --- Training -----------------------------------------------------------------------------------
+
+  def _step_done(self, done: events.StepDone) -> None:
+    self._running = False
+    self.step += 1
+    self.steps += 1
+    self.tokens += done.tokens
+    self._progress(done.step_ns)
+
+  def _progress(self, step_ns: int) -> None:
+    if self._state == 'joined':
+      finished = self.step >= self._config.total_steps
+      self._told_finished = finished
+      self._send(messages.Progress(
+        step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns, finished=finished,
+      ))
+
+  def _boundary(self) -> None:
+    """Between two steps: the only moment at which parameters are read or replaced."""
+    for publish, handle in self._arrivals:
+      self._adopt(publish, handle)
+    self._arrivals.clear()
+    if self._training == 'training' and self.step >= self._config.total_steps:
+      self._training = 'trained'
+      self._report_state('trained')
+    if self._training == 'trained' and self._state == 'joined' and not self._told_finished:
+      self._progress(0)
+    for fragment, sync in list(self._pulls.items()):
+      self._answer(fragment, sync)
+    if self._ending:
+      self._end()
+    elif self._may_step():
+      due = self._config.save_steps and self.steps - self._saved_steps >= self._config.save_steps
+      if due and not self._saving:
+        self._save()
+      self._running = True
+      self._do(actions.Step(step=self.step))
+
+  def _may_step(self) -> bool:
+    if self._training != 'training':
+      return False
+    lag = self._config.lag
+    return lag is None or self.step < min(a.next_due for a in self._anchors) + lag
+
+  def _adopt(self, publish: messages.Publish, handle: int) -> None:
+    fragment, anchor = publish.fragment, self._anchors[publish.fragment]
+    if publish.base_version is not None and publish.base_version != anchor.version:
+      self._drop(handle)
+      self._send(messages.Adopted(
+        fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
+      ))
+      return
+    self._do(actions.Adopt(
+      fragment=fragment, version=publish.version, handle=handle,
+      whole=publish.base_version is None,
+    ))
+    self._do(actions.Report(name='adopted', values={
+      'fragment': fragment, 'version': publish.version, 'sync': publish.sync, 'step': self.step,
+      'steps_between': self.steps - anchor.steps, 'whole': publish.base_version is None,
+      'staleness': publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+    }))
+    self._expected[fragment, publish.version] = (publish.digest, self.tokens)
+    self._anchors[fragment] = _Anchor(
+      publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
+      next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
+    )
+    if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
+      del self._pulls[fragment]
+    self.step = max(self.step, publish.sync)
+    self._due.discard(fragment)
+    if self._training == 'waiting' and not self._due:
+      self._training = 'training'
+
+  def _adopt_done(self, done: events.AdoptDone) -> None:
+    """Both sides must hold the same bits, or deltas would drift apart."""
+    digest, tokens = self._expected.pop((done.fragment, done.version))
+    if self._state == 'joined':
+      self._send(messages.Adopted(
+        fragment=done.fragment, version=done.version, tokens=tokens, matched=done.digest == digest,
+      ))
+
+  def _answer(self, fragment: int, sync: int) -> None:
+    """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
+    anchor = self._anchors[fragment]
+    if fragment in self._due:
+      return
+    steps = self.steps - anchor.steps
+    if anchor.contributed or steps == 0:
+      if steps == 0 and self._training != 'trained':
+        return
+      reason = 'contributed' if anchor.contributed else 'empty'
+      self._send(messages.Decline(
+        sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens
+      ))
+    else:
+      anchor.contributed = True
+      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
+      self._encoding[sync] = self._session, messages.Contribution(
+        sync=sync, fragment=fragment, version=anchor.version, steps=steps,
+        tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
+      )
+      self._do(actions.Encode(sync=sync, fragment=fragment))
+    del self._pulls[fragment]
+
+  # --- Saving and ending --------------------------------------------------------------------------
+
+  def _save(self) -> None:
+    self._saved_steps = self.steps
+    self._saving = True
+    self._do(actions.Save(step=self.step, snapshot=self.snapshot()))
+
+  def _saved(self, done: events.SaveDone) -> None:
+    self._saving = False
+    if done.error:
+      self._do(actions.Say(
+        text=f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
+        'previous checkpoint is untouched.'
+      ))
+
+  def _end(self) -> None:
+    """Save, say goodbye, exit; each once."""
+    if self._saving:
+      return
+    if self.steps > self._saved_steps:
+      self._save()
+      return
+    if self._state == 'joined':
+      self._send(messages.Leave(reason=self._ending))
+      self._do(actions.Close(session=self._session, reason=self._ending))
+    self._exit(0, f'{self._ending} at step {self.step}: {self.steps} steps, {self.tokens} tokens')
+
+  def _exit(self, code: int, text: str) -> None:
+    self._training = 'ended'
+    self._exited = True
+    self._do(actions.Exit(code=code, text=text))
+
+  # --- What others may see ------------------------------------------------------------------------
+
+  def _report_state(self, state: str, **values: Any) -> None:
+    self._do(actions.Report(name='state', values={
+      'state': state, 'incarnation': self._incarnation, 'step': self.step, **values,
+    }))
+
+  def snapshot(self) -> dict[str, Any]:
+    """What a checkpoint keeps of the protocol, as JSON types."""
+    return {
+      'learner': self._identity.learner, 'incarnation': self._incarnation, 'step': self.step,
+      'steps': self.steps, 'tokens': self.tokens,
+      'versions': [anchor.version for anchor in self._anchors],
+    }
+
+  @classmethod
+  def restore(
+    cls, config: config_lib.ProtocolConfig, identity: Identity, snapshot: dict[str, Any]
+  ) -> 'LearnerMachine':
+    """A new process that comes back from a checkpoint: it keeps the clock, takes every fragment
+    from the syncer, and counts its steps and tokens anew (they belong to its own incarnation)."""
+    machine = cls(config, identity, None)
+    machine.step = snapshot['step']
+    return machine
+
+  def check(self) -> None:
+    """Asserts what must hold between any two events."""
+    assert 0 <= self.steps <= self.tokens or not self.tokens, (self.steps, self.tokens)
+    for fragment, anchor in enumerate(self._anchors):
+      assert anchor.steps <= self.steps and anchor.tokens <= self.tokens, (fragment, anchor)
+    assert not (self._running and self._arrivals and self._training == 'waiting')

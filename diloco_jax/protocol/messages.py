@@ -1,0 +1,219 @@
+"""What a learner and the syncer say to each other.
+
+Every message is an immutable tuple of integers and short strings. Array bytes never enter a
+message: `Contribution` and `Publish` announce a *payload* by size and checksum, and the transport
+delivers the message only once the payload is complete (see `wire/` and `docs/wire_format.md`).
+
+A learner's life on the wire::
+
+    learner                         syncer
+      Join(nonce)          ->
+                           <-  Offer(incarnation)            not yet durable, holds nothing
+      Confirm(held)        ->                                from here on the id is held
+                           <-  Joined(step, stream, due)
+                           <-  Publish(full) for each due fragment
+      Progress(step)       ->                                after every inner step
+                           <-  Pull(sync, fragment)          sync t has opened
+      Contribution(...)    ->                                at the next step boundary
+                           <-  Settled(merged | reason)
+                           <-  Publish(version)
+      Adopted(version)     ->                                at the next step boundary
+                           <-  Finish()                      every fragment is closed
+      Leave(reason)        ->
+"""
+
+import dataclasses
+
+PROTOCOL_VERSION = 1
+
+
+def _message(cls):
+  return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
+
+
+@_message
+class Payload:
+  """Announces bytes that travel beside a message: their number and their CRC-32."""
+
+  size_bytes: int
+  crc32: int
+
+
+@_message
+class Held:
+  """A fragment's published value as a learner holds it: version and 64-bit digest."""
+
+  version: int
+  digest: int
+
+
+# --- From a learner -------------------------------------------------------------------------------
+
+
+@_message
+class Join:
+  """First word on a stream. `nonce` names the process; `agreement` is what both must share."""
+
+  protocol: int
+  learner: str
+  nonce: int
+  agreement: str  # canonical JSON: flat names to values
+  host: str
+  pid: int
+
+
+@_message
+class Confirm:
+  """Accepts an Offer; `held` has one entry per fragment, `steps` and `tokens` are this life's."""
+
+  nonce: int
+  incarnation: int
+  step: int
+  steps: int
+  tokens: int
+  held: tuple[Held, ...]
+
+
+@_message
+class Progress:
+  """Report after an inner step: the clock, this life's totals, and how long the step took."""
+
+  step: int
+  steps: int
+  tokens: int
+  step_ns: int
+  finished: bool
+
+
+@_message
+class Contribution:
+  """A pseudo-gradient (payload) measured from the anchor `version`.
+
+  It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
+  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`.
+  """
+
+  sync: int
+  fragment: int
+  version: int
+  steps: int
+  tokens_from: int
+  tokens_to: int
+  payload: Payload
+
+
+@_message
+class Decline:
+  """Answers a Pull without a payload; `reason` is one of `Reason` or 'empty'."""
+
+  sync: int
+  fragment: int
+  reason: str
+  tokens_to: int
+
+
+@_message
+class Adopted:
+  """The learner's anchor of `fragment` is now `version`; `matched`: the digests agree."""
+
+  fragment: int
+  version: int
+  tokens: int
+  matched: bool
+
+
+@_message
+class Heartbeat:
+  """Renews the lease while a step runs long; the syncer answers in kind."""
+
+
+@_message
+class Leave:
+  """The learner goes for good (`done`, `preempted`, ...); it contributes no more."""
+
+  reason: str
+
+
+# --- From the syncer ------------------------------------------------------------------------------
+
+
+@_message
+class Offer:
+  """An incarnation for this process, not held before Confirm."""
+
+  incarnation: int
+
+
+@_message
+class Refused:
+  """The join is refused. `retry_ns`: when to try again, None: never (exit 42)."""
+
+  code: str
+  text: str
+  retry_ns: int | None
+
+
+@_message
+class Joined:
+  """The learner is a member. It adopts `step`; `due` fragments follow before it may train."""
+
+  incarnation: int
+  step: int
+  stream: int
+  due: tuple[int, ...]
+
+
+@_message
+class Pull:
+  """Sync `sync` has opened on `fragment`: send your pseudo-gradient at the next boundary."""
+
+  sync: int
+  fragment: int
+
+
+@_message
+class Publish:
+  """A new published value (payload): a delta to `base_version`, or whole if that is None."""
+
+  sync: int
+  fragment: int
+  version: int
+  base_version: int | None
+  digest: int
+  payload: Payload
+
+
+@_message
+class Settled:
+  """What became of a contribution: merged, or discarded for `reason`."""
+
+  sync: int
+  fragment: int
+  merged: bool
+  reason: str
+
+
+@_message
+class Finish:
+  """The run is over; every fragment is closed."""
+
+
+class Reason:
+  """Why tokens are discarded. The ledger's column names."""
+
+  LATE = 'late'  # the sync had closed before the payload came
+  STALE = 'stale'  # the anchor was more than max_staleness versions old
+  OVERWRITTEN = 'overwritten'  # trained after the snapshot, then overwritten by the publish
+  BAD_VALUE = 'bad_value'  # NaN or Inf, refused by the encoder
+  LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
+  LEFT = 'left'  # the learner left before they were merged
+  END_OF_RUN = 'end_of_run'  # the run ended before they were merged
+  DUPLICATE = 'duplicate'  # covered by an earlier contribution already
+  ALL = (LATE, STALE, OVERWRITTEN, BAD_VALUE, LOST_WITH_PROCESS, LEFT, END_OF_RUN, DUPLICATE)
+
+
+FromLearner = Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Leave
+FromSyncer = (
+  Offer | Refused | Joined | Pull | Publish | Settled | Finish | Heartbeat
+)
+Message = FromLearner | FromSyncer
