@@ -1,0 +1,224 @@
+"""Codecs: how a flat fragment becomes bytes. This docstring is the byte format.
+
+The values are v[0..n), float32, n a multiple of 32. All numbers are little endian. Nothing frames
+the bytes: name and n travel in the message's header, so a payload of any other length is an error.
+
+  float32    4n bytes: the IEEE bits of each value.
+  bfloat16   2n bytes: the upper 16 of the 32 bits, rounded to nearest, ties to even.
+  int8       n/32 exponent bytes, then n element bytes (1.03 bytes per value).
+  int4       n/32 exponent bytes, then n/2 element bytes (0.53 bytes per value); byte k holds
+             element 2k in its low and element 2k+1 in its high nibble.
+
+float32 and bfloat16: zeros and subnormals are written as +0 (`canonical`), before rounding.
+
+int8 and int4 follow the OCP Microscaling layout (MX v1.0; int8 is its MXINT8, int4 the same idea
+with fewer bits). Block b = v[32b .. 32b+32) shares the scale 2^(E[b] - 127); its exponent byte
+E[b] is the biased exponent field of the block's largest |v|, so that max|v| / scale is in [1, 2).
+An element is a two's complement integer q with f fraction bits, f = 6 for int8 and 2 for int4:
+
+  q = min(max(rint(v / 2^(E - 127) * 2^f), -Q), Q)      Q = 2^(f+1) - 1: 127 and 7
+  v' = q * 2^(E - 127 - f)
+
+rint rounds ties to even. Hence |v' - v| <= 2^(E - 127 - f), half of that where q is not at +-Q.
+A block whose E would be <= f + 1 (max|v| < 2^-119 for int8, 2^-123 for int4) has E = 0 and q = 0.
+A decoder reads any E <= f + 1 as zeros and E = 255 as NaN; no encoder writes 1..f+1, 255 or q < -Q.
+
+Why this way. A product with a power of two is exact as long as nothing is subnormal, and the bound
+f + 1 guarantees that (a subnormal v beside a normal E rounds to q = 0 whether or not the machine
+flushes it). So XLA on any backend and numpy give the same bytes and the same values, and whether a
+compiler fuses `anchor + q * scale` into a multiply-add cannot matter: all holders of a published
+value hold the same bits. (Scales of max/127 differed between XLA and numpy in 5 % of the blocks.)
+
+The encoder also returns `ok`: false iff a value is NaN or Inf, or, for bfloat16, would round to
+Inf (|v| >= 2^128 - 2^119). The bytes are then unspecified and must not be sent.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from diloco_jax.numerics import codecs_numpy
+
+BLOCK = 32
+NAMES = ('float32', 'bfloat16', 'int8', 'int4')
+
+_NAN_BITS = 0x7FC00000
+_INF_BITS = 0x7F800000
+_BFLOAT16_INF_BITS = 0x7F7F8000  # the least magnitude that rounds to Inf
+
+
+class Codec(NamedTuple):
+  """A pair of pure functions between values and bytes; hashable, a static argument for jit.
+
+  Attributes:
+    name: one of NAMES.
+    encoded_size: n -> the number of bytes of n values.
+    encode: float32[n] -> (uint8[encoded_size(n)], ok).
+    decode: (uint8[encoded_size(n)], n) -> float32[n].
+  """
+
+  name: str
+  encoded_size: Callable[[int], int]
+  encode: Callable[[Any], tuple[Any, Any]]
+  decode: Callable[[Any, int], Any]
+
+
+def get(name: str) -> Codec:
+  """The codec in jax, for use inside jit.
+
+  >>> codec = get('int8')
+  >>> data, ok = codec.encode(jnp.linspace(-1, 1, 32, dtype=jnp.float32))
+  >>> data.shape, bool(ok), codec.encoded_size(32)
+  ((33,), True, 33)
+  >>> float(codec.decode(data, 32)[-1])
+  1.0
+  """
+  return _lookup(_CODECS, name)
+
+
+def get_numpy(name: str) -> Codec:
+  """The same codec in numpy: the same bytes and values, for hosts and tests without a device."""
+  return _lookup(_NUMPY_CODECS, name)
+
+
+def canonical(values: jax.Array) -> jax.Array:
+  """Float32 values with every zero and subnormal replaced by +0.
+
+  Some backends flush subnormals and some do not; a published value is canonical so that all hold
+  the same bits. The test is on the bits, because a flushing backend sees no difference.
+  """
+  bits = _bits(values)
+  return jnp.where(bits & 0x7FFFFFFF < 0x00800000, jnp.float32(0), values)
+
+
+# --- float32, bfloat16 ---------------------------------------------------------------------------
+
+
+def _encode_float32(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  values = canonical(values)
+  data = jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1)
+  return data, jnp.all(_magnitude(values) < _INF_BITS)
+
+
+def _decode_float32(data: jax.Array, n: int) -> jax.Array:
+  return jax.lax.bitcast_convert_type(data.reshape(n, 4), jnp.float32)
+
+
+def _encode_bfloat16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  values = canonical(values)
+  bits = _bits(values)
+  # Adding just under half of the dropped part, or half if the kept part is odd: ties to even.
+  upper = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
+  data = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.uint8).reshape(-1)
+  return data, jnp.all(_magnitude(values) < _BFLOAT16_INF_BITS)
+
+
+def _decode_bfloat16(data: jax.Array, n: int) -> jax.Array:
+  upper = jax.lax.bitcast_convert_type(data.reshape(n, 2), jnp.uint16)
+  return jax.lax.bitcast_convert_type(upper.astype(jnp.uint32) << 16, jnp.float32)
+
+
+# --- int8, int4 ----------------------------------------------------------------------------------
+
+
+def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+  blocks = values.reshape(-1, BLOCK)
+  exponents = jnp.max(_magnitude(blocks), axis=1) >> 23
+  inverse = jnp.where(
+    exponents > fraction_bits + 1, (254 + fraction_bits - exponents) << 23, jnp.uint32(0)
+  )
+  largest = 2 ** (fraction_bits + 1) - 1
+  scaled = blocks * _from_bits(inverse)[:, None]
+  q = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).reshape(-1)
+  elements = jax.lax.bitcast_convert_type(q, jnp.uint8)
+  if fraction_bits == 2:
+    pairs = jax.lax.bitcast_convert_type(elements.reshape(-1, 2), jnp.uint16)
+    elements = (pairs & 0x0F | pairs >> 4 & 0xF0).astype(jnp.uint8)
+  written = jnp.where(exponents > fraction_bits + 1, exponents, jnp.uint32(0)).astype(jnp.uint8)
+  ok = jnp.all(exponents < 255)
+  # As a branch, because XLA's CPU backend would compute the elements inside the concatenation,
+  # value by value, 8 times slower.
+  empty = lambda *parts: jnp.zeros(sum(part.size for part in parts), jnp.uint8)
+  return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, written, elements), ok
+
+
+def _decode_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
+  exponents = data[: n // BLOCK].astype(jnp.uint32)
+  bits = jnp.where(
+    exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0)
+  )
+  scale = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
+  q = jax.lax.bitcast_convert_type(data[n // BLOCK :], jnp.int8)
+  if fraction_bits == 2:  # shifting right keeps the sign of the high nibble
+    q = jnp.stack([q << 4 >> 4, q >> 4], axis=1)
+  return (q.reshape(-1, BLOCK).astype(jnp.float32) * scale[:, None]).reshape(n)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(values, jnp.uint32)
+
+
+def _magnitude(values: jax.Array) -> jax.Array:
+  """The bits of |v|: as integers they are ordered like the magnitudes, Inf and NaN on top."""
+  return _bits(values) & 0x7FFFFFFF
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+# --- checked, by name ----------------------------------------------------------------------------
+
+
+def _size(name: str, n: int) -> int:
+  if n % BLOCK or n < 0:
+    raise ValueError(f'codec {name}: n is {n}, not a multiple of {BLOCK}; pad the values with 0')
+  return {
+    'float32': 4 * n, 'bfloat16': 2 * n, 'int8': n // BLOCK + n, 'int4': n // BLOCK + n // 2
+  }[name]
+
+
+def _checked(name: str, encode: Callable, decode: Callable) -> Codec:
+  size = functools.partial(_size, name)
+
+  def checked_encode(values_N: Any) -> tuple[Any, Any]:
+    if values_N.ndim != 1 or values_N.dtype != 'float32':
+      raise ValueError(
+        f'codec {name}: encode takes float32[n], got {values_N.dtype}{list(values_N.shape)}'
+      )
+    size(values_N.shape[0])
+    return encode(values_N)
+
+  def checked_decode(data: Any, n: int) -> Any:
+    if data.shape != (size(n),) or data.dtype != 'uint8':
+      raise ValueError(
+        f'codec {name}: {n} values are uint8[{size(n)}], got {data.dtype}{list(data.shape)}; '
+        'the payload is truncated or of another codec or fragment'
+      )
+    return decode(data, n)
+
+  return Codec(name, size, checked_encode, checked_decode)
+
+
+def _lookup(codecs: dict[str, Codec], name: str) -> Codec:
+  if name not in codecs:
+    raise ValueError(f'codec {name!r} is not one of {NAMES}')
+  return codecs[name]
+
+
+_CODECS = {
+  'float32': _checked('float32', _encode_float32, _decode_float32),
+  'bfloat16': _checked('bfloat16', _encode_bfloat16, _decode_bfloat16),
+  'int8': _checked(
+    'int8', functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)
+  ),
+  'int4': _checked(
+    'int4', functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)
+  ),
+}
+_NUMPY_CODECS = {
+  name: _checked(name, encode, decode) for name, (encode, decode) in codecs_numpy.PAIRS.items()
+}

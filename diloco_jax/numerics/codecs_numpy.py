@@ -1,0 +1,80 @@
+"""The numpy twin of codecs.py: the same byte format (specified there), written independently.
+
+Where codecs.py works on exponent bits, this file says the same with frexp and ldexp, so that the
+test of equal bytes compares two readings of the specification and not one with itself.
+"""
+
+import functools
+
+import numpy as np
+
+_BLOCK = 32
+_TINY = np.float32(2.0**-126)  # the least normal float
+
+
+def canonical(values: np.ndarray) -> np.ndarray:
+  """Zeros and subnormals as +0."""
+  return np.where(np.abs(values) < _TINY, np.float32(0), values)
+
+
+def _encode_float32(values: np.ndarray) -> tuple[np.ndarray, bool]:
+  return canonical(values).astype('<f4').view(np.uint8), bool(np.isfinite(values).all())
+
+
+def _decode_float32(data: np.ndarray, n: int) -> np.ndarray:
+  return data.view('<f4').astype(np.float32).reshape(n)
+
+
+def _encode_bfloat16(values: np.ndarray) -> tuple[np.ndarray, bool]:
+  bits = canonical(values).view(np.uint32)
+  upper, dropped = bits >> 16, bits & 0xFFFF
+  up = (dropped > 0x8000) | ((dropped == 0x8000) & (upper % 2 == 1))
+  rounded = (upper + up).astype(np.uint32)
+  ok = np.isfinite((rounded << 16).view(np.float32)) & np.isfinite(values)
+  return rounded.astype('<u2').view(np.uint8), bool(ok.all())
+
+
+def _decode_bfloat16(data: np.ndarray, n: int) -> np.ndarray:
+  return (data.view('<u2').astype(np.uint32) << 16).view(np.float32).reshape(n)
+
+
+def _encode_int(fraction_bits: int, values: np.ndarray) -> tuple[np.ndarray, bool]:
+  ok = bool(np.isfinite(values).all())
+  blocks = np.where(np.isfinite(values), values, np.float32(0)).reshape(-1, _BLOCK)
+  largest_v = np.abs(blocks).max(axis=1)
+  exponents = np.frexp(largest_v)[1] + 126  # frexp's mantissa is in [1/2, 1)
+  exponents = np.where((exponents > fraction_bits + 1) & (largest_v > 0), exponents, 0)
+  shifts = (127 + fraction_bits - exponents)[:, None].astype(np.int32)
+  live = exponents[:, None] > 0
+  scaled = np.ldexp(np.where(live, blocks, np.float32(0)), shifts)
+  largest = 2 ** (fraction_bits + 1) - 1
+  q = np.clip(np.rint(scaled), -largest, largest).astype(np.int8).reshape(-1)
+  if fraction_bits == 2:
+    nibbles = (q & 15).astype(np.uint8)
+    elements = nibbles[0::2] + 16 * nibbles[1::2]
+  else:
+    elements = q.view(np.uint8)
+  return np.concatenate([exponents.astype(np.uint8), elements]), ok
+
+
+def _decode_int(fraction_bits: int, data: np.ndarray, n: int) -> np.ndarray:
+  exponents = data[: n // _BLOCK].astype(np.int32)
+  q = data[n // _BLOCK :].view(np.int8)
+  if fraction_bits == 2:
+    nibbles = np.stack([data[n // _BLOCK :] % 16, data[n // _BLOCK :] // 16], axis=1)
+    q = nibbles.astype(np.int8).reshape(-1)
+    q = q - 16 * (q > 7).astype(np.int8)
+  blocks = q.reshape(-1, _BLOCK).astype(np.float32)
+  live = (exponents > fraction_bits + 1)[:, None]
+  shifts = (exponents - 127 - fraction_bits)[:, None]
+  with np.errstate(over='ignore'):  # -2^128: an element below -Q, which no encoder writes
+    values = np.ldexp(np.where(live, blocks, np.float32(0)), np.where(live, shifts, 0))
+  return np.where((exponents == 255)[:, None], np.float32(np.nan), values).reshape(n)
+
+
+PAIRS = {
+  'float32': (_encode_float32, _decode_float32),
+  'bfloat16': (_encode_bfloat16, _decode_bfloat16),
+  'int8': (functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
+  'int4': (functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
+}

@@ -1,0 +1,288 @@
+"""Fragments: the P parts of the parameters that are synchronised one at a time.
+
+A layout says which rows of which leaf belong to which fragment. It is a value: made once from the
+shapes of the tree, the same on every learner (compare `digest()` at the handshake), hashable, so it
+can be a static argument of `jax.jit`.
+
+A fragment travels as one flat float32 vector of N_p values: its pieces in tree order, each padded
+with zeros to a multiple of 32. So a block of the codec never spans two tensors, and a tensor of
+tiny values does not share a scale with one of large values.
+
+Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoCo for the third):
+
+  balanced   tensors sorted by size, the largest first, each into the fragment that is smallest so
+             far (the LPT rule). Whole tensors as long as that keeps every fragment within 4/3 of
+             the mean; where it does not (LPT promises 4/3 of the *optimum*, and one big embedding
+             makes the optimum itself bad), tensors are cut by rows: first those larger than a
+             fair share into parts of at most one share, then of a half, a third ... of it. With
+             parts of at most a third of the mean m, the fragment that took its last part x while
+             it was the smallest ends at <= m + x <= 4/3 m, so the search ends unless single rows
+             are too large. Then the peak bandwidth is within 4/3 of an ideally even one.
+  layer      neighbouring layers together, the same number of layers (+-1) in each fragment.
+  strided    layer i in fragment i mod P.
+
+The last two read the order of layers from the integers in the paths: embeddings are layer 0, then
+the numbered layers, then everything else as the last layer.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 32  # values that share a scale in the integer codecs; pieces are padded to it
+KINDS = ('balanced', 'layer', 'strided')
+
+_FINEST_CUT = 12  # parts per fair share at which the search for a balanced layout gives up
+_NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
+_ANY_INDEX = re.compile(r"\['?(\d+)'?\]")
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+  """Rows [start, stop) of the leaf at `path` (jax.tree_util.keystr); `shape` is the piece's own.
+
+  A scalar leaf counts as one row and keeps its shape ().
+  """
+
+  path: str
+  start: int
+  stop: int
+  shape: tuple[int, ...]
+  label: str
+
+  @property
+  def key(self) -> str:
+    """The name of the piece in `split`: unique in a layout."""
+    return f'{self.path}[{self.start}:{self.stop}]'
+
+  @property
+  def size(self) -> int:
+    return math.prod(self.shape)
+
+  @property
+  def padded_size(self) -> int:
+    return -(-self.size // BLOCK) * BLOCK
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Layout:
+  """Which pieces belong to which fragment; equal layouts are equal values with equal digests."""
+
+  fragments: tuple[tuple[Piece, ...], ...]
+  kind: str = 'balanced'
+
+  @property
+  def num_fragments(self) -> int:
+    return len(self.fragments)
+
+  def size(self, p: int) -> int:
+    """N_p: the length of fragment p as a flat vector, padding included."""
+    return sum(piece.padded_size for piece in self.fragments[p])
+
+  def parameters(self, p: int) -> int:
+    """The number of parameters in fragment p, without padding."""
+    return sum(piece.size for piece in self.fragments[p])
+
+  def digest(self) -> str:
+    """Hex sha256 over kind, paths, rows, shapes and labels: what both sides must agree on."""
+    rows = [[dataclasses.astuple(piece) for piece in f] for f in self.fragments]
+    return hashlib.sha256(json.dumps([self.kind, rows]).encode()).hexdigest()
+
+
+def make_layout(
+  kind: str, tree: PyTree, num_fragments: int, label: Callable[[str], str]
+) -> Layout:
+  """Cuts `tree` (arrays or ShapeDtypeStructs) into `num_fragments` fragments.
+
+  Args:
+    kind: one of KINDS, see the top of this file.
+    tree: the parameters; only paths, shapes and dtypes are read.
+    num_fragments: P.
+    label: path -> the label by which merge rules are chosen (see merge.by_label).
+
+  Raises:
+    ValueError: unknown kind, a leaf that is empty or not of floats, or more fragments than the
+      tree can fill (evenly, for 'balanced').
+
+  >>> tree = {'embed': jnp.zeros((64, 8)), 'layers': [{'w': jnp.zeros((8, 8))}] * 2}
+  >>> layout = make_layout('layer', tree, 3, label=lambda path: 'rda')
+  >>> [[piece.key for piece in fragment] for fragment in layout.fragments]
+  [["['embed'][0:64]"], ["['layers'][0]['w'][0:8]"], ["['layers'][1]['w'][0:8]"]]
+  """
+  if kind not in KINDS:
+    raise ValueError(f'fragments: kind {kind!r} is not one of {KINDS}')
+  if num_fragments < 1:
+    raise ValueError(f'fragments: num_fragments is {num_fragments}; it must be at least 1')
+  leaves = _leaves(tree, label)
+  if kind == 'balanced':
+    fragments = _balanced(leaves, num_fragments)
+  else:
+    fragments = _by_layer(leaves, num_fragments, kind)
+  order = {piece.path: i for i, piece in enumerate(leaves)}
+  tree_order = lambda piece: (order[piece.path], piece.start)
+  return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments), kind)
+
+
+def gather(layout: Layout, p: int, tree: PyTree) -> jax.Array:
+  """Fragment p of `tree` as one flat vector float32[N_p], zeros in the padding."""
+  leaves = _by_path(tree)
+  return join(layout, p, {piece.key: _rows(leaves, piece) for piece in layout.fragments[p]})
+
+
+def scatter(layout: Layout, p: int, tree: PyTree, flat_N: jax.Array) -> PyTree:
+  """`tree` with fragment p replaced by `flat_N` (cast to each leaf's dtype); the rest untouched."""
+  pieces = split(layout, p, flat_N)
+  leaves = _by_path(tree)
+  for piece in layout.fragments[p]:
+    leaf = leaves[piece.path]
+    _rows(leaves, piece)  # the check of the shape
+    value = pieces[piece.key].astype(leaf.dtype)
+    whole = leaf.shape == piece.shape
+    leaves[piece.path] = value if whole else leaf.at[piece.start : piece.stop].set(value)
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves.values())
+
+
+def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
+  """Fragment p as its pieces: Piece.key -> array of Piece.shape. Drops the padding.
+
+  Leading axes before the flat one (stacked learners) are kept.
+  """
+  if flat_N.shape[-1] != layout.size(p):
+    raise ValueError(
+      f'fragments: fragment {p} has {layout.size(p)} values, the vector {flat_N.shape[-1]}; '
+      'it was made with another layout (compare layout.digest())'
+    )
+  pieces, offset = {}, 0
+  for piece in layout.fragments[p]:
+    values = flat_N[..., offset : offset + piece.size]
+    pieces[piece.key] = values.reshape(*flat_N.shape[:-1], *piece.shape)
+    offset += piece.padded_size
+  return pieces
+
+
+def join(layout: Layout, p: int, pieces: dict[str, jax.Array]) -> jax.Array:
+  """The inverse of `split`: pieces -> flat float32[N_p], zeros in the padding."""
+  parts = []
+  for piece in layout.fragments[p]:
+    values = pieces[piece.key].reshape(-1).astype(jnp.float32)
+    parts.append(values)
+    if piece.padded_size > piece.size:
+      parts.append(jnp.zeros(piece.padded_size - piece.size, jnp.float32))
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
+  """Piece.key -> label, of fragment p or (p=None) of all fragments."""
+  fragments = layout.fragments if p is None else layout.fragments[p : p + 1]
+  return {piece.key: piece.label for fragment in fragments for piece in fragment}
+
+
+# --- reading the tree --------------------------------------------------------------------------
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
+
+
+def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:
+  """Every leaf as one whole piece, in tree order."""
+  whole = []
+  for path, leaf in _by_path(tree).items():
+    shape = tuple(leaf.shape)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+      raise ValueError(f'fragments: leaf {path} is {leaf.dtype}; parameters must be floats')
+    if 0 in shape:
+      raise ValueError(f'fragments: leaf {path} of shape {shape} is empty; leave it out')
+    whole.append(Piece(path, 0, shape[0] if shape else 1, shape, label(path)))
+  if not whole:
+    raise ValueError('fragments: the tree has no leaves; pass the parameters')
+  return whole
+
+
+def _rows(leaves: dict[str, jax.Array], piece: Piece) -> jax.Array:
+  leaf = leaves.get(piece.path)
+  if leaf is None:
+    raise ValueError(f'fragments: the tree has no leaf {piece.path}; it has {sorted(leaves)}')
+  rows = leaf[piece.start : piece.stop] if leaf.ndim else leaf
+  if rows.shape != piece.shape:
+    raise ValueError(
+      f'fragments: rows {piece.start}:{piece.stop} of leaf {piece.path} have shape {rows.shape}, '
+      f'the layout says {piece.shape}; make the layout from this tree'
+    )
+  return rows
+
+
+# --- the three kinds ---------------------------------------------------------------------------
+
+
+def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
+  share = sum(leaf.padded_size for leaf in leaves) / num_fragments
+  best = None
+  for cut in range(_FINEST_CUT + 1):  # 0: whole tensors
+    pieces = [piece for leaf in leaves for piece in _cut(leaf, math.ceil(leaf.size * cut / share))]
+    fragments = _pack(pieces, num_fragments)
+    sizes = [sum(piece.padded_size for piece in f) for f in fragments]
+    if min(sizes) and 3 * num_fragments * max(sizes) <= 4 * sum(sizes):
+      return fragments
+    best = min(best or sizes, sizes, key=max)
+  raise ValueError(
+    f'fragments: {num_fragments} balanced fragments of these {len(leaves)} leaves would hold '
+    f'{min(best)} to {max(best)} values, more than 4/3 of the mean {sum(best) / num_fragments:.0f}'
+    f'; rows cannot be cut: use fewer fragments'
+  )
+
+
+def _cut(leaf: Piece, parts: int) -> list[Piece]:
+  """The leaf as `parts` pieces of nearly equal numbers of rows (at most one piece per row)."""
+  parts = max(1, min(parts, leaf.stop))
+  if parts == 1:
+    return [leaf]
+  bounds = [i * leaf.stop // parts for i in range(parts + 1)]
+  return [
+    dataclasses.replace(leaf, start=a, stop=b, shape=(b - a, *leaf.shape[1:]))
+    for a, b in zip(bounds, bounds[1:])
+  ]
+
+
+def _pack(pieces: list[Piece], num_fragments: int) -> list[list[Piece]]:
+  """Largest first into the smallest fragment; ties by path and row, so that all learners agree."""
+  fragments, sizes = [[] for _ in range(num_fragments)], [0] * num_fragments
+  for piece in sorted(pieces, key=lambda x: (-x.padded_size, x.path, x.start)):
+    smallest = sizes.index(min(sizes))
+    fragments[smallest].append(piece)
+    sizes[smallest] += piece.padded_size
+  return fragments
+
+
+def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[Piece]]:
+  layers: dict[float, list[Piece]] = {}
+  for leaf in leaves:
+    layers.setdefault(_layer(leaf.path), []).append(leaf)
+  if num_fragments > len(layers):
+    raise ValueError(
+      f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
+      "(embeddings and what has no number count as one each); use fewer, or kind 'balanced'"
+    )
+  fragments = [[] for _ in range(num_fragments)]
+  for i, number in enumerate(sorted(layers)):
+    p = i % num_fragments if kind == 'strided' else i * num_fragments // len(layers)
+    fragments[p].extend(layers[number])
+  return fragments
+
+
+def _layer(path: str) -> float:
+  """The layer's number; -1 for an embedding and infinity for the rest, which have none."""
+  found = _NAMED_LAYER.search(path) or _ANY_INDEX.search(path)
+  if found:
+    return int(found[1])
+  return -1 if 'embed' in path.lower() else math.inf

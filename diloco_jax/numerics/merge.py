@@ -1,0 +1,163 @@
+"""Merge rules: from the pseudo-gradients of M learners to one outer gradient.
+
+A merge rule is a pair of pure functions, like an optax transform:
+
+  init(params) -> state
+  merge(deltas, weights_M, state) -> (merged, state)
+
+where `deltas` has the structure of `params` with a leading axis M on every leaf. Let w be the
+weights divided by their sum. With v_m the delta of one tensor and phi(x) = x / ||x||, phi(0) = 0
+(paper, section 4):
+
+  avg   sum_m w_m v_m
+  rda   R * phi(u),   R = sum_m w_m ||v_m||,   u = sum_m w_m phi(v_m)
+
+Radial-directional averaging keeps the mean length R for every M, where avg shrinks near-orthogonal
+deltas by sqrt(M). The paper leaves two things open. Granularity: here one tensor (a piece of a
+fragment). A vanishing mean direction: u has length 1 / sqrt(M) for orthogonal deltas and 0 only
+when learners cancel; then its direction is rounding noise, which R / ||u|| would blow up to full
+length. Here ||u|| is bounded from below by `floor` = 0.01, so the result goes to 0 continuously,
+as phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
+
+Who is summed in which order must not depend on who answered first. So the rows are folded one after
+the other in the order of the axis M (learner ids), and an absent learner, a row of zeros with weight
+0, leaves every bit of the result as it is. The fold is a loop of the program and not unrolled:
+unrolled, a compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product, and which
+one it picks changes with M. In the loop every addition is accumulator + product, whoever is absent,
+and the time to compile does not grow with M.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+class MergeRule(NamedTuple):
+  """How pseudo-gradients become one outer gradient.
+
+  Attributes:
+    init: params -> state (any pytree).
+    merge: (deltas with leading axis M, weights_M float32, state) -> (merged, state).
+  """
+
+  init: Callable[[PyTree], PyTree]
+  merge: Callable[[PyTree, jax.Array, PyTree], tuple[PyTree, PyTree]]
+
+
+def avg() -> MergeRule:
+  """The weighted mean sum w v / sum w; zero if nobody has a weight.
+
+  >>> merged, _ = avg().merge({'w': jnp.eye(2)}, jnp.float32([3, 1]), ())
+  >>> merged['w'].tolist()
+  [0.75, 0.25]
+  """
+
+  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+    shares_M = _shares(weights_M)
+    return _fold(deltas, jax.tree.map(lambda _: shares_M, deltas)), state
+
+  return MergeRule(lambda params: (), merge)
+
+
+def rda(floor: float = 0.01) -> MergeRule:
+  """Radial-directional averaging per tensor (the equation is at the top of this file).
+
+  Squares are summed in float32: a delta whose norm is below about 1e-19 counts as zero.
+
+  Args:
+    floor: the least length of the mean direction u that is stretched to full length.
+
+  >>> merged, _ = rda().merge({'w': jnp.eye(2)}, jnp.float32([1, 1]), ())
+  >>> round(float(jnp.linalg.norm(merged['w'])), 6)
+  1.0
+  """
+
+  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+    shares_M = _shares(weights_M)
+    norms_M = _norms_of_rows(deltas)
+    radius = _fold(norms_M, jax.tree.map(lambda _: shares_M, deltas))
+    phi = lambda r_M: jnp.where(r_M > 0, shares_M / jnp.where(r_M > 0, r_M, 1.0), 0.0)
+    u = _fold(deltas, jax.tree.map(phi, norms_M))
+    stretch = lambda x, r, length: x * (r / jnp.maximum(length, floor))
+    return jax.tree.map(stretch, u, radius, _norms(u)), state
+
+  return MergeRule(lambda params: (), merge)
+
+
+def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:
+  """A rule per label: the paper merges embeddings by avg and everything else by rda.
+
+  Args:
+    rules: label -> rule.
+    labels: a tree of labels with the structure of the parameters. It may hold more leaves than a
+      call passes, so one rule with fragments.labels(layout) serves every fragment.
+
+  Raises:
+    ValueError: a label without a rule (at once) or a parameter without a label (in init, merge).
+
+  >>> rule = by_label({'avg': avg(), 'rda': rda()}, {'embed': 'avg', 'w': 'rda'})
+  >>> merged, _ = rule.merge({'w': jnp.eye(2)}, jnp.ones(2), rule.init({'w': jnp.ones(2)}))
+  >>> round(float(jnp.linalg.norm(merged['w'])), 6)
+  1.0
+  """
+  label_of = _by_path(labels)
+  unknown = sorted(set(label_of.values()) - set(rules))
+  if unknown:
+    raise ValueError(f'merge: no rule for labels {unknown}; rules are given for {sorted(rules)}')
+
+  def group(tree: PyTree) -> dict[str, dict[str, Any]]:
+    groups: dict[str, dict[str, Any]] = {}
+    for path, leaf in _by_path(tree).items():
+      if path not in label_of:
+        raise ValueError(f'merge: no label for {path}; labels are given for {sorted(label_of)}')
+      groups.setdefault(label_of[path], {})[path] = leaf
+    return groups
+
+  def init(params: PyTree) -> PyTree:
+    return {label: rules[label].init(part) for label, part in group(params).items()}
+
+  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+    merged, new_state = {}, {}
+    for label, part in group(deltas).items():
+      done, new_state[label] = rules[label].merge(part, weights_M, state[label])
+      merged.update(done)
+    leaves = [merged[path] for path in _by_path(deltas)]
+    return jax.tree.unflatten(jax.tree.structure(deltas), leaves), new_state
+
+  return MergeRule(init, merge)
+
+
+def _shares(weights_M: jax.Array) -> jax.Array:
+  """The weights divided by their sum; all 0 if the sum is."""
+  total = _fold(weights_M, jnp.ones_like(weights_M))
+  return weights_M / jnp.where(total > 0, total, 1.0)
+
+
+@jax.jit
+def _fold(terms: PyTree, factors_M: PyTree) -> PyTree:
+  """0 + f_0 x_0 + f_1 x_1 + ..., leaf by leaf, in this order."""
+
+  def add(totals: PyTree, row: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
+    return jax.tree.map(lambda total, x, f: total + f * x, totals, *row), None
+
+  zeros = jax.tree.map(lambda x_Mx: jnp.zeros(x_Mx.shape[1:], x_Mx.dtype), terms)
+  return jax.lax.scan(add, zeros, (terms, factors_M))[0]
+
+
+@jax.jit
+def _norms_of_rows(deltas: PyTree) -> PyTree:
+  """One row at a time, so that a norm is summed in the same order however many rows there are."""
+  return jax.lax.map(_norms, deltas)
+
+
+def _norms(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda x: jnp.sqrt(jnp.sum(x * x)), tree)
+
+
+def _by_path(tree: PyTree) -> dict[str, Any]:
+  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}

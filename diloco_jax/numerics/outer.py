@@ -1,0 +1,71 @@
+"""The outer optimizer: a merge rule, then an optax transform.
+
+The sign, once and for all: a pseudo-gradient is anchor - local, the direction in which a learner
+came from. So the merged outer gradient D is a gradient to descend, and any optax transform fits:
+
+  D = merge({Delta_m}, w);   Theta <- Theta + tx(D)
+
+With SGD and Nesterov momentum, the paper's choice (section 4): b <- mu b + D, then
+Theta <- Theta - lr (D + mu b). With avg, lr 1 and no momentum the learners are simply averaged.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from diloco_jax.numerics import merge
+
+PyTree = Any
+
+
+class OuterOptimizer(NamedTuple):
+  """What the syncer does with the pseudo-gradients of one fragment.
+
+  Attributes:
+    init: params -> state.
+    update: (deltas with leading axis M, weights_M, state, params)
+      -> (new params, new state, the merged outer gradient).
+  """
+
+  init: Callable[[PyTree], 'OuterState']
+  update: Callable[
+    [PyTree, jax.Array, 'OuterState', PyTree], tuple[PyTree, 'OuterState', PyTree]
+  ]
+
+
+class OuterState(NamedTuple):
+  """The state of the merge rule and that of the optax transform."""
+
+  rule: PyTree
+  tx: PyTree
+
+
+def outer_optimizer(rule: merge.MergeRule, tx: optax.GradientTransformation) -> OuterOptimizer:
+  """Composes a merge rule with an optax transform.
+
+  >>> import jax.numpy as jnp
+  >>> outer = outer_optimizer(merge.avg(), optax.sgd(1.0))
+  >>> anchor, locals_Mx2 = jnp.float32([1, 1]), jnp.float32([[0, 1], [2, 3]])
+  >>> deltas = anchor[None] - locals_Mx2
+  >>> outer.update(deltas, jnp.ones(2), outer.init(anchor), anchor)[0].tolist()  # the mean
+  [1.0, 2.0]
+  """
+
+  def init(params: PyTree) -> OuterState:
+    return OuterState(rule.init(params), tx.init(params))
+
+  def update(
+    deltas: PyTree, weights_M: jax.Array, state: OuterState, params: PyTree
+  ) -> tuple[PyTree, OuterState, PyTree]:
+    merged, rule_state = rule.merge(deltas, weights_M, state.rule)
+    updates, tx_state = tx.update(merged, state.tx, params)
+    return optax.apply_updates(params, updates), OuterState(rule_state, tx_state), merged
+
+  return OuterOptimizer(init, update)
+
+
+def sgd_nesterov(lr: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
+  """SGD with Nesterov momentum; the defaults are those of DiLoCo (arXiv 2311.08105)."""
+  return optax.sgd(lr, momentum, nesterov=True)

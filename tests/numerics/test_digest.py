@@ -1,0 +1,44 @@
+"""The digest: equal on both twins, different for anything that differs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.numerics import digest
+
+
+def _values(n=1000):
+  return np.random.default_rng(0).standard_normal(n).astype(np.float32)
+
+
+def test_numpy_and_xla_agree():
+  rng = np.random.default_rng(1)
+  for values in (_values(), _values(0), rng.integers(0, 2**32, 4096, np.uint32).view(np.float32)):
+    got = jax.jit(digest.digest)(values)
+    assert got.shape == (2,) and got.dtype == jnp.uint32
+    np.testing.assert_array_equal(got, digest.digest_numpy(values))
+
+
+def test_every_changed_bit_and_every_swap_changes_both_words():
+  values = _values(64)
+  base = digest.digest_numpy(values)
+  for bit in range(32):
+    changed = values.copy()
+    changed.view(np.uint32)[17] ^= np.uint32(1 << bit)
+    assert (digest.digest_numpy(changed) != base).all()
+  for i in range(63):
+    swapped = values.copy()
+    swapped[[i, i + 1]] = swapped[[i + 1, i]]
+    assert (digest.digest_numpy(swapped) != base).all()
+
+
+def test_padding_is_not_invisible():
+  """Two vectors of different length but equal values do not share a digest."""
+  assert (digest.digest_numpy(_values(32)) != digest.digest_numpy(np.pad(_values(32), (0, 32)))).any()
+
+
+def test_the_sharding_does_not_matter():
+  values = _values(64 * len(jax.devices()))
+  mesh = jax.make_mesh((len(jax.devices()),), ('x',), axis_types=(jax.sharding.AxisType.Auto,))
+  sharded = jax.device_put(values, jax.sharding.NamedSharding(mesh, jax.P('x')))
+  np.testing.assert_array_equal(jax.jit(digest.digest)(sharded), digest.digest_numpy(values))
