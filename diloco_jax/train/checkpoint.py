@@ -1,0 +1,269 @@
+"""An island's own checkpoints: asynchronous, atomic, verified on the way back.
+
+One root per island, one folder per clock, written by Orbax: the arrays first, the folder's name
+last, so a process killed in the middle leaves the checkpoint before as the newest. Beside the
+arrays lie their shapes (a restore into another model is refused in one line) and a digest of every
+bit: what does not read back as it was written is set aside, with a warning, and the one before it
+is used.
+
+  <root>/<clock>/state    parameters and optimizer state
+  <root>/<clock>/anchors  one float32 array per fragment; absent for an island that trains alone
+  <root>/<clock>/record   JSON: data cursor, the protocol's own record, shapes, digests
+
+A checkpoint is a cache of one island's progress; the truth of a run is the syncer's log.
+Orbax's Checkpointer is not thread-safe: use an instance from one thread.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+import json
+import logging
+import threading
+from typing import Any, NamedTuple
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+from orbax.checkpoint import v1 as ocp
+
+_KEPT = 2
+# Orbax numbers the operations of a process globally; saves of several islands that overlap in one
+# process (single-controller mode) have been seen to finalise each other's folders half written.
+_ONE_SAVE = threading.Semaphore(1)
+_LOG = logging.getLogger(__name__)
+
+
+class CheckpointError(RuntimeError):
+  """A save that failed, now or in the background, or a folder in which nothing reads back."""
+
+
+class Restored(NamedTuple):
+  """What `save` was given, read back and verified."""
+  step: int  # the clock at which it was saved
+  state: Any  # on the shardings asked for
+  data_state: int
+  anchors: list[jax.Array]  # float32, flat, one per fragment
+  protocol: dict[str, Any]
+
+
+class Checkpoints:
+  """The checkpoints of one island; keeps the last two.
+
+  Args:
+    root: a folder of this island alone; created if it is not there. `gs://` works with gcsfs.
+
+  Raises:
+    ValueError: the folder cannot be written.
+  """
+
+  def __init__(self, root: str):
+    self._root = epath.Path(root).resolve()
+    _require_writable(self._root)
+    self._checkpointer = ocp.training.Checkpointer(
+        self._root, context=_context(),
+        preservation_policy=ocp.training.preservation_policies.LatestN(_KEPT),
+        cleanup_tmp_directories=True)
+
+  @property
+  def steps(self) -> list[int]:
+    """Clocks of the complete checkpoints, ascending."""
+    return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+  def save(self, step: int, state: Any, data_state: int, anchors: Sequence[jax.Array] = (),
+           protocol: dict[str, Any] | None = None) -> Callable[[], None]:
+    """Starts a save; returns as soon as `state` may change or be donated again.
+
+    A save under way is waited for first. A save at a clock that has one replaces it.
+
+    Returns:
+      A function that blocks until this save is complete and raises CheckpointError if it failed;
+      any thread may call it.
+
+    Raises:
+      CheckpointError: this save cannot start, or the one before it failed.
+      TypeError: `protocol` is not JSON.
+    """
+    arrays = {'state': state} | ({'anchors': list(anchors)} if anchors else {})
+    record = {'data_state': int(data_state), 'protocol': protocol or {},
+              'shapes': _shapes(arrays), 'digests': _digests(arrays)}
+    record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
+    self.wait()  # Orbax would delete a checkpoint at the same clock under the writer's feet
+    _ONE_SAVE.acquire()
+    try:
+      # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
+      response = self._checkpointer.save_checkpointables_async(
+          int(step), arrays | {'record': record}, overwrite=True, force=True)
+    except Exception as error:
+      _ONE_SAVE.release()
+      raise self._failed('save', step, error) from error
+    done: futures.Future[None] = futures.Future()
+    threading.Thread(target=self._complete, args=(step, response, done), name='save',
+                     daemon=True).start()
+    return done.result
+
+  def _complete(self, step: int, response: Any, done: futures.Future[None]) -> None:
+    try:
+      response.result()
+    except Exception as error:
+      outcome = self._failed('save', step, error)
+    else:
+      outcome = None
+    _ONE_SAVE.release()
+    if outcome is None:
+      done.set_result(None)
+    else:
+      done.set_exception(outcome)
+
+  def restore(self, shardings: Any, anchor_sharding: jax.sharding.Sharding,
+              like: Any) -> Restored | None:
+    """Returns the newest checkpoint that verifies, or None where none was ever saved.
+
+    Args:
+      shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
+      anchor_sharding: where each anchor goes.
+      like: tree of arrays or ShapeDtypeStructs, the state this model and optimizer have.
+
+    Raises:
+      ValueError: the checkpoint is of another model or optimizer.
+      CheckpointError: there are checkpoints and none verifies.
+    """
+    self.wait()
+    steps = self.steps
+    for step in reversed(steps):
+      try:
+        return self._read(step, shardings, anchor_sharding, like)
+      except _Mismatch as mismatch:
+        raise ValueError(f'checkpoint {self._root / str(step)}: {mismatch}; restore with the '
+                         'configuration it was saved with, or choose another folder') from None
+      except Exception as error:  # whatever the storage says, the checkpoint before may be whole
+        self._set_aside(step, error)
+    if steps:
+      raise CheckpointError(f'none of the checkpoints {steps} under {self._root} reads back as it '
+                            'was written: remove the folder to start afresh')
+    return None
+
+  def wait(self) -> None:
+    """Blocks until the save under way, if any, is complete.
+
+    Raises:
+      CheckpointError: it failed.
+    """
+    try:
+      self._checkpointer.wait()
+    except Exception as error:
+      raise self._failed('save', 'under way', error) from error
+
+  def close(self) -> None:
+    """Waits, then releases the folder."""
+    self._checkpointer.close()
+
+  def _read(self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding,
+            like: Any) -> Restored:
+    load = self._checkpointer.load_checkpointables
+    record = load(step, {'record': None})['record']
+    anchor_shapes = [shape for path, (shape, _) in record['shapes'].items()
+                     if path.startswith('anchors/')]
+    arrays = {'state': jax.tree.map(_abstract, like, shardings)}
+    if anchor_shapes:
+      arrays['anchors'] = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=anchor_sharding)
+                           for shape in anchor_shapes]
+    _require_same_shapes(record['shapes'], _shapes(arrays))
+    arrays = load(step, arrays)
+    _require_same_digests(record['digests'], _digests(arrays))
+    return Restored(step, arrays['state'], record['data_state'], arrays.get('anchors', []),
+                    record['protocol'])
+
+  def _set_aside(self, step: int, error: Exception) -> None:
+    aside = self._root / f'unreadable-{step}'
+    _LOG.warning('checkpoint %s does not read back (%s): moved to %s, trying the one before',
+                 self._root / str(step), _one_line(error), aside)
+    if aside.exists():
+      aside.rmtree()
+    (self._root / str(step)).rename(aside)
+    self._checkpointer.reload()
+
+  def _failed(self, what: str, step: Any, error: Exception) -> CheckpointError:
+    return CheckpointError(f'{what} {step} under {self._root} failed: {_one_line(error)}')
+
+
+def _context() -> ocp.Context:
+  """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
+
+  Each leaf is written by one of its replicas: cutting it among them, Orbax's default, took more
+  than half of the time that `save` blocks a small island.
+  """
+  registry = ocp.handlers.local_registry()
+  registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
+  context = ocp.Context()
+  context.checkpointables.registry = registry
+  context.array.saving.use_replica_parallel = False
+  return context
+
+
+class _Mismatch(Exception):
+  """The checkpoint is whole, but of another model or optimizer."""
+
+
+def _require_writable(root: epath.Path) -> None:
+  try:
+    root.mkdir(parents=True, exist_ok=True)
+    probe = root / '.writable'
+    probe.write_text('')
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
+                     'this process may write to') from error
+
+
+def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _paths(tree: Any) -> dict[str, Any]:
+  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def _shapes(tree: Any) -> dict[str, list]:
+  return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in _paths(tree).items()}
+
+
+def _require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None:
+  for path in sorted(saved.keys() | wanted.keys()):
+    if saved.get(path) != wanted.get(path):
+      raise _Mismatch(f'{path} was saved as {saved.get(path, "absent")}, this island has '
+                      f'{wanted.get(path, "no such leaf")}')
+
+
+def _digests(tree: Any) -> dict[str, int]:
+  """One 32-bit number per leaf, computed where the leaf lies: only the numbers reach the host."""
+  return {path: int(value) for path, value in jax.device_get(_paths(_digest_leaves(tree))).items()}
+
+
+@jax.jit
+def _digest_leaves(tree: Any) -> Any:
+  return jax.tree.map(_digest_leaf, tree)
+
+
+def _digest_leaf(leaf: jax.Array) -> jax.Array:
+  """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
+
+  Every weight is odd, hence any change of one element changes the sum.
+  """
+  bits = leaf if leaf.dtype == jnp.uint32 else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+  index = jnp.zeros(leaf.shape, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(leaf.ndim)):
+    index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
+    stride *= leaf.shape[axis]
+  return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
+  for path, value in saved.items():
+    if read.get(path) != value:
+      raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
+
+
+def _one_line(error: Exception) -> str:
+  return ' '.join(str(error).split())[:200] or type(error).__name__

@@ -1,0 +1,136 @@
+"""Bytes of text: a corpus, its held-out files, and disjoint streams of windows.
+
+A corpus is a list of files, in sorted order of their relative names. One pass reads them into one
+array with a zero byte after each file. A file is held out if a hash of its relative name says so:
+the split needs no list, and adding a file moves no other. Windows overlap by one byte, so that
+every byte but the first is a target exactly once.
+
+Stream v of V is every V-th window of one seeded shuffle of all windows; a learner trains on a
+leased stream, batch i of it is a pure function of (corpus, seed, v, i), and the state of a stream
+is therefore one integer, the next index. The shuffle is drawn anew each epoch.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import glob
+import os
+import sysconfig
+import zlib
+
+import grain
+import numpy as np
+
+from diloco_jax.train import config as config_lib
+
+_HELD_OUT_OF_1000 = 30
+_SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+  """The bytes of a corpus, a zero after each file, files in order of their relative names."""
+  train_bytes: np.ndarray  # uint8
+  eval_bytes: np.ndarray  # uint8
+  digest: int  # crc32 of both parts: learners of one run must agree on it
+
+
+def load_corpus(source: str) -> Corpus:
+  """Reads 'stdlib' (Python's own sources), a directory, or a glob of text files.
+
+  Raises:
+    ValueError: nothing to read, or a file that cannot be read.
+  """
+  names = _list_files(source)
+  parts: tuple[list[bytes], list[bytes]] = [], []
+  for name, path in names:
+    try:
+      with open(path, 'rb') as file:
+        parts[_held_out(name)].append(file.read())
+    except OSError as error:
+      raise ValueError(f'corpus {source!r}: cannot read {path}: {error.strerror}; make it '
+                       'readable or leave it out') from error
+  train_bytes, eval_bytes = map(_concatenate, parts)
+  digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
+  return Corpus(train_bytes, eval_bytes, digest)
+
+
+def _list_files(source: str) -> list[tuple[str, str]]:
+  """Returns sorted (relative name, path); names use '/' so that they hash alike everywhere."""
+  if source == 'stdlib':
+    root, suffix = sysconfig.get_path('stdlib'), '.py'
+    paths = _walk(root, suffix)
+  elif os.path.isdir(source):
+    root, paths = source, _walk(source, '')
+  else:
+    paths = [p for p in glob.glob(source, recursive=True) if os.path.isfile(p)]
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
+  if not paths:
+    raise ValueError(f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
+                     'files, or a glob that matches some')
+  return sorted((os.path.relpath(p, root).replace(os.sep, '/'), p) for p in paths)
+
+
+def _walk(root: str, suffix: str) -> list[str]:
+  paths = []
+  for directory, subdirectories, files in os.walk(root):
+    subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
+    paths += [os.path.join(directory, name) for name in files if name.endswith(suffix)]
+  return paths
+
+
+def _held_out(name: str) -> bool:
+  return zlib.crc32(name.encode('utf-8', 'surrogateescape')) % 1000 < _HELD_OUT_OF_1000
+
+
+def _concatenate(files: Sequence[bytes]) -> np.ndarray:
+  return np.frombuffer(b''.join(f + b'\0' for f in files), np.uint8)
+
+
+class Windows:
+  """Random access to the windows of `length` + 1 bytes that start every `length` bytes."""
+
+  def __init__(self, values: np.ndarray, length: int):
+    self._values, self._length = values, length
+
+  def __len__(self) -> int:
+    return max(0, (len(self._values) - 1) // self._length)
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    if not 0 <= index < len(self):
+      raise IndexError(f'window {index} of {len(self)}')
+    start = int(index) * self._length
+    return self._values[start:start + self._length + 1]
+
+  def __repr__(self) -> str:
+    return f'Windows(length={self._length}, count={len(self)})'
+
+
+def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> grain.MapDataset:
+  """Returns stream `stream`: batch i is uint8[batch_size, seq_len + 1], i unbounded."""
+  if not 0 <= stream < config.streams:
+    raise ValueError(f'stream {stream} is outside [0, {config.streams}): lease an existing one or '
+                     'raise DataConfig.streams')
+  windows = Windows(corpus.train_bytes, config.seq_len)
+  need = config.streams * config.batch_size
+  if len(windows) < need:
+    raise ValueError(
+        f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
+        f'fewer than one batch of {config.batch_size} for each of {config.streams} streams '
+        f'({need}): use more text, fewer streams or a smaller batch')
+  dataset = grain.MapDataset.source(windows).seed(config.seed).shuffle()
+  dataset = dataset.slice(slice(stream, None, config.streams))
+  return dataset.batch(config.batch_size, drop_remainder=True).repeat()
+
+
+def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarray]:
+  """Returns eval_batches of uint8[eval_batch_size, seq_len + 1], spread evenly, always the same."""
+  windows = Windows(corpus.eval_bytes, config.seq_len)
+  need = config.eval_batches * config.eval_batch_size
+  if len(windows) < need:
+    raise ValueError(
+        f'corpus {config.corpus!r} has {len(windows)} held-out windows of {config.seq_len} bytes, '
+        f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text or '
+        'fewer evaluation batches')
+  picked = np.linspace(0, len(windows) - 1, need).astype(np.int64)
+  rows = np.stack([windows[i] for i in picked])
+  return list(rows.reshape(config.eval_batches, config.eval_batch_size, -1))

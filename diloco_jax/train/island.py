@@ -1,0 +1,202 @@
+"""An island: one mesh, one inner optimizer, one data stream. It trains alone, knowing no syncer.
+
+What the protocol needs is reachable from outside and nothing else: the state may be replaced
+between two steps (adopt), parameters read and donated, the data stream moved (leases), the clock
+passed in. The clock is an argument of every step; the island keeps none.
+
+  island = Island(model=ModelConfig(), optimizer=OptimizerConfig(), data=DataConfig(),
+                  mesh=MeshConfig(data=2), total_steps=1000)
+  for clock in range(1000):
+    print(island.step(clock).loss)
+
+A step blocks until the device is done: a learner's step boundary is a moment, and emulated devices
+that run ahead of their host have been seen to abort in their collectives.
+"""
+
+from collections.abc import Callable, Sequence
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco_jax.train import checkpoint
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import data as data_lib
+from diloco_jax.train import evaluate as evaluate_lib
+from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.train import optimizer as optimizer_lib
+from diloco_jax.train import step as step_lib
+
+
+class StepResult(NamedTuple):
+  """One inner step, done."""
+  loss: float  # of the batch before the update, nats per token
+  grad_norm: float  # before clipping
+  tokens: int  # predicted and trained on
+  seconds: float  # wall, batch to device included
+
+
+class Island:
+  """A learner's body.
+
+  Args:
+    model, optimizer, data, mesh: configurations; validated here, before any compile.
+    total_steps: the clock at which the learning rate has decayed.
+    devices: exactly as many as the mesh has; default: all local ones.
+    seed: of the initial parameters; the same for every learner of a run.
+    stream: the data stream to start on, in [0, data.streams).
+    checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
+    corpus: one already loaded, to share among islands of a process.
+  """
+
+  def __init__(self, *, model: config_lib.ModelConfig, optimizer: config_lib.OptimizerConfig,
+               data: config_lib.DataConfig, mesh: config_lib.MeshConfig, total_steps: int,
+               devices: Sequence[jax.Device] | None = None, seed: int = 0, stream: int = 0,
+               checkpoint_dir: str | None = None, corpus: data_lib.Corpus | None = None):
+    config_lib.validate(model, optimizer, data, mesh)
+    self._data = data
+    self.corpus = corpus or data_lib.load_corpus(data.corpus)
+    self.lease(stream)
+    self.mesh = mesh_lib.make_mesh(mesh, devices)
+    tx = optimizer_lib.make_optimizer(optimizer, total_steps)
+    self._state, self.shardings = step_lib.init_state(model, tx, self.mesh, seed)
+    self._train_step = step_lib.make_train_step(model, tx, self.mesh, self.shardings)
+    self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
+    self._eval_batches = None
+    self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
+
+  # Training.
+
+  @property
+  def tokens_per_step(self) -> int:
+    return self._data.batch_size * self._data.seq_len
+
+  def warm_up(self) -> float:
+    """Compiles the step without running it; returns seconds. Optional, once, before the first."""
+    start_ns = time.monotonic_ns()
+    batch = jax.ShapeDtypeStruct((self._data.batch_size, self._data.seq_len + 1), np.uint8)
+    clock = jax.ShapeDtypeStruct((), np.int32)
+    self._train_step = self._train_step.lower(self._state, batch, clock).compile()
+    return (time.monotonic_ns() - start_ns) / 1e9
+
+  def step(self, clock: int) -> StepResult:
+    """Trains on the next batch of the stream at the learning rate of `clock`; blocks until done."""
+    start_ns = time.monotonic_ns()
+    batch_BxL1 = mesh_lib.put_batch(self.mesh, self._stream[self._next_index])
+    clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
+    self._state, metrics = jax.block_until_ready(
+        self._train_step(self._state, batch_BxL1, clock))
+    self._next_index += 1
+    return StepResult(float(metrics['loss']), float(metrics['grad_norm']), self.tokens_per_step,
+                      (time.monotonic_ns() - start_ns) / 1e9)
+
+  def evaluate(self, params: Any = None) -> float:
+    """Held-out loss in nats per token, of the island's parameters or of others like them."""
+    if self._eval_batches is None:  # many islands of a run never evaluate
+      self._eval_batches = [mesh_lib.put_batch(self.mesh, batch)
+                            for batch in data_lib.eval_batches(self.corpus, self._data)]
+    params = self.params if params is None else self._place_params(params)
+    return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
+
+  # State, between steps.
+
+  @property
+  def state(self) -> step_lib.TrainState:
+    """Parameters and optimizer state on the mesh. The next step donates their buffers, also those
+    of arrays that were assigned: keep no reference, or keep a copy."""
+    return self._state
+
+  @state.setter
+  def state(self, state: step_lib.TrainState) -> None:
+    self._state = _place(state, self._state, self.shardings)
+
+  @property
+  def params(self) -> Any:
+    return self._state.params
+
+  @params.setter
+  def params(self, params: Any) -> None:
+    """Replaces parameters and keeps the optimizer's moments (adopt)."""
+    self._state = self._state._replace(params=self._place_params(params))
+
+  def _place_params(self, params: Any) -> Any:
+    return _place(params, self._state.params, self.shardings.params)
+
+  @property
+  def replicated(self) -> jax.sharding.NamedSharding:
+    """Where anchors and other flat arrays of this island go."""
+    return mesh_lib.replicated(self.mesh)
+
+  # Data.
+
+  @property
+  def stream(self) -> int:
+    return self._stream_index
+
+  @property
+  def data_state(self) -> int:
+    """Index of the next batch of the stream."""
+    return self._next_index
+
+  @data_state.setter
+  def data_state(self, next_index: int) -> None:
+    if next_index < 0:
+      raise ValueError(f'next index {next_index} is negative: a stream starts at 0')
+    self._next_index = int(next_index)
+
+  def lease(self, stream: int, next_index: int = 0) -> None:
+    """Moves to another stream, at its committed cursor."""
+    self._stream = data_lib.make_stream(self.corpus, self._data, stream)
+    self._stream_index = stream
+    self.data_state = next_index
+
+  # Checkpoints.
+
+  def save(self, clock: int, anchors: Sequence[jax.Array] = (),
+           protocol: dict[str, Any] | None = None) -> Callable[[], None]:
+    """Starts an asynchronous checkpoint of everything the island is; returns what waits for it."""
+    record = {'stream': self._stream_index, 'protocol': protocol or {}}
+    return self._require_checkpoints().save(clock, self._state, self._next_index, anchors, record)
+
+  def restore(self) -> checkpoint.Restored | None:
+    """Becomes what the newest verified checkpoint holds; None, and no change, if there is none."""
+    restored = self._require_checkpoints().restore(self.shardings, self.replicated, self._state)
+    if restored is None:
+      return None
+    self._state = restored.state
+    self.lease(restored.protocol['stream'], restored.data_state)
+    return restored._replace(protocol=restored.protocol['protocol'])
+
+  def wait(self) -> None:
+    """Blocks until the checkpoint under way is complete."""
+    self._require_checkpoints().wait()
+
+  def close(self) -> None:
+    if self._checkpoints:
+      self._checkpoints.close()
+
+  def _require_checkpoints(self) -> checkpoint.Checkpoints:
+    if self._checkpoints is None:
+      raise ValueError('this island has no checkpoint folder: pass checkpoint_dir')
+    return self._checkpoints
+
+
+def _place(tree: Any, like: Any, shardings: Any) -> Any:
+  """Puts every leaf where the compiled step expects it; free for those that lie there already.
+
+  Raises:
+    ValueError: the leaves are not those of this island's model and optimizer.
+  """
+  given, expected = _shapes(tree), _shapes(like)
+  for path in sorted(given.keys() | expected.keys()):
+    if given.get(path) != expected.get(path):
+      raise ValueError(f'{path} is {given.get(path, "absent")}, this island has '
+                       f'{expected.get(path, "no such leaf")}: it must come from a learner with '
+                       'the same model and optimizer')
+  return jax.tree.map(jax.device_put, tree, shardings)
+
+
+def _shapes(tree: Any) -> dict[str, tuple]:
+  return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype))
+          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

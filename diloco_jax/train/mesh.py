@@ -1,0 +1,98 @@
+"""Meshes, islands and the one table that says how tensors lie on them.
+
+A mesh has three axes: `data` splits the batch and replicates parameters, `fsdp` splits both,
+`tensor` splits heads and hidden units. Axis types are Auto: the partitioner places the
+collectives, the table below is all it is told. Meshes are passed explicitly, never set globally,
+since several islands may live in one process.
+
+The table pairs a regular expression on the end of a leaf's path ("layers/3/query") with its
+partition. Optimizer moments end in the path of their parameter, so they lie as it does; what
+matches nothing (norm scales, counters) is replicated.
+"""
+
+from collections.abc import Sequence
+import re
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import numpy as np
+
+from diloco_jax.train import config as config_lib
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH = P(('data', 'fsdp'))
+
+RULES = (
+    (r'embedding', P('tensor', 'fsdp')),  # V D
+    (r'head', P('fsdp', 'tensor')),  # D V
+    (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
+    (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
+    (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
+    (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
+)
+Rules = Sequence[tuple[str, P]]
+
+
+def make_mesh(config: config_lib.MeshConfig,
+              devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+  """Returns the mesh of one island over exactly the devices it is given (default: all local)."""
+  devices = list(jax.local_devices() if devices is None else devices)
+  if len(devices) != config.num_devices:
+    raise ValueError(
+        f'mesh data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} needs '
+        f'{config.num_devices} devices, got {len(devices)}: change the mesh, or pass '
+        f'`devices` (on a CPU, JAX_NUM_CPU_DEVICES={config.num_devices})')
+  shape = (config.data, config.fsdp, config.tensor)
+  types = (jax.sharding.AxisType.Auto,) * len(AXES)
+  return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
+
+
+def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.Device]]:
+  """Deals devices to islands: whole slices where devices have a `slice_index`, else runs of them.
+
+  A slice is what fast links join; an island that spans two would train at the slow links' pace.
+  """
+  slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
+  if len(slices) > 1 and len(slices) % num_islands:
+    raise ValueError(f'{len(slices)} slices do not make {num_islands} islands: use a number of '
+                     f'islands that divides {len(slices)}')
+  if len(devices) % num_islands:
+    raise ValueError(f'{len(devices)} devices do not make {num_islands} equal islands: use a '
+                     f'number of islands that divides {len(devices)}')
+  ordered = sorted(devices, key=lambda d: (getattr(d, 'slice_index', None) or 0, d.id))
+  size = len(devices) // num_islands
+  return [ordered[i * size:(i + 1) * size] for i in range(num_islands)]
+
+
+def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules = RULES) -> Any:
+  """Returns the NamedSharding of every leaf; `tree` holds arrays or ShapeDtypeStructs."""
+  return jax.tree_util.tree_map_with_path(
+      lambda path, leaf: _leaf_sharding(mesh, jax.tree_util.keystr(
+          path, simple=True, separator='/'), leaf.shape, rules), tree)
+
+
+def _leaf_sharding(mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...],
+                   rules: Rules) -> NamedSharding:
+  spec = next((s for pattern, s in rules if re.search(f'(^|/){pattern}$', path)), P())
+  for size, axis in zip(shape, spec, strict=bool(spec)):
+    ways = mesh.shape[axis] if axis else 1
+    if size % ways:
+      raise ValueError(f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '
+                       f'axis {axis!r}; change the model or the mesh')
+  return NamedSharding(mesh, spec)
+
+
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
+  return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+  return NamedSharding(mesh, BATCH)
+
+
+def put_batch(mesh: jax.sharding.Mesh, batch_BxL1: np.ndarray) -> jax.Array:
+  """Places a host batch; in a multi-host island every host passes the same one, keeps its rows."""
+  return jax.make_array_from_callback(
+      batch_BxL1.shape, batch_sharding(mesh), lambda index: batch_BxL1[index])

@@ -1,0 +1,159 @@
+r"""A small Gemma-like decoder as plain functions over a plain tree of parameters.
+
+  x = E[tokens] sqrt(D)
+  x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
+  logits = c tanh(norm(x) E^T / c)                       tied head and softcap c, or a head of its own
+
+Norms are RMSNorm before each block only (Gemma 2 and later also norm after it; at this size that
+buys nothing) with scale 1 + s, s starting at 0, so that weight decay would pull towards 1. Queries
+and keys are normed per head (QK-norm, Gemma 3), then turned by RoPE; N query heads share K
+key-value heads (GQA); attention is causal.
+
+Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V vocabulary.
+Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
+protocol cuts fragments between tensors and layers; activations take `config.dtype`. There is no
+scan over layers for the same reason: at these depths unrolling compiles in seconds.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco_jax.train import config as config_lib
+
+Params = dict[str, Any]
+
+_EMBED_STD = 0.02
+
+
+def init_params(config: config_lib.ModelConfig, key: jax.Array) -> Params:
+  """Draws parameters: loss at the start is close to ln V.
+
+  Projections have standard deviation 1/sqrt(fan in); those that write to the residual stream are
+  divided by sqrt(2 layers) as well (GPT-2), so that its variance does not grow with depth.
+  """
+  embed_key, head_key, layers_key = jax.random.split(key, 3)
+  params = {
+      'embedding': _normal(embed_key, (config.vocab_size, config.embed_dim), _EMBED_STD),
+      'final_norm': jnp.zeros((config.embed_dim,), jnp.float32),
+      'layers': _init_layers(config, layers_key),
+  }
+  if not config.tied_head:
+    params['head'] = _normal(head_key, (config.embed_dim, config.vocab_size), _EMBED_STD)
+  return params
+
+
+def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
+  return std * jax.random.normal(key, shape, jnp.float32)
+
+
+def _init_layers(config: config_lib.ModelConfig, key: jax.Array) -> list[Params]:
+  """One draw per kind of tensor for all layers together: a random draw is dear to compile."""
+  D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
+  H, F = config.head_dim, config.hidden_dim
+  residual = (2 * config.num_layers) ** -0.5
+  matrices = {  # shape of one layer's, standard deviation
+      'query': ((D, N, H), D**-0.5),
+      'key': ((D, K, H), D**-0.5),
+      'value': ((D, K, H), D**-0.5),
+      'out': ((N, H, D), (N * H)**-0.5 * residual),
+      'gate': ((D, F), D**-0.5),
+      'up': ((D, F), D**-0.5),
+      'down': ((F, D), F**-0.5 * residual),
+  }
+  norms = {'attention_norm': D, 'query_norm': H, 'key_norm': H, 'mlp_norm': D}
+  keys = jax.random.split(key, len(matrices))
+  drawn = {name: _normal(k, (config.num_layers, *shape), std)
+           for k, (name, (shape, std)) in zip(keys, matrices.items(), strict=True)}
+  return [{name: stacked[i] for name, stacked in drawn.items()}
+          | {name: jnp.zeros((size,), jnp.float32) for name, size in norms.items()}
+          for i in range(config.num_layers)]
+
+
+def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array,
+          sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+  """Returns float32 logits_BxLxV of the token that follows each position.
+
+  `sharding` pins the residual stream (its leading axis is the batch): without it the partitioner
+  may gather the batch instead of the split parameters.
+  """
+  dtype = jnp.dtype(config.dtype)
+  params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+  x_BxLxD = params['embedding'][tokens_BxL] * jnp.asarray(config.embed_dim**0.5, dtype)
+  sin_LxH, cos_LxH = _rope_table(config, tokens_BxL.shape[1])
+  for layer in params['layers']:
+    x_BxLxD = _pin(x_BxLxD, sharding)
+    x_BxLxD = x_BxLxD + _attention(layer, rms_norm(x_BxLxD, layer['attention_norm']),
+                                   sin_LxH, cos_LxH)
+    x_BxLxD = x_BxLxD + _geglu(layer, rms_norm(x_BxLxD, layer['mlp_norm']))
+  x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), params['final_norm'])
+  head_DxV = params['embedding'].T if config.tied_head else params['head']
+  return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap)
+
+
+def loss(config: config_lib.ModelConfig, params: Params, tokens_BxL1: jax.Array,
+         sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+  """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens."""
+  logits_BxLxV = apply(config, params, tokens_BxL1[:, :-1], sharding)
+  targets_BxL = tokens_BxL1[:, 1:]
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
+
+
+def label(path: str) -> str:
+  """The label by which merge rules are chosen, from `jax.tree_util.keystr` of a parameter.
+
+  The embedding and an untied head are merged by plain averaging (paper section 4).
+
+  >>> label("['embedding']"), label("['head']"), label("['layers'][0]['query']")
+  ('embedding', 'head', 'body')
+  """
+  return {"['embedding']": 'embedding', "['head']": 'head'}.get(path, 'body')
+
+
+def rms_norm(x_xD: jax.Array, scale_D: jax.Array) -> jax.Array:
+  """x / rms(x) * (1 + scale) over the last axis, computed in float32."""
+  x32_xD = x_xD.astype(jnp.float32)
+  inverse_x1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_xD), axis=-1, keepdims=True) + 1e-6)
+  scale_xD = jnp.expand_dims(1.0 + scale_D.astype(jnp.float32), range(x_xD.ndim - 1))
+  return (x32_xD * inverse_x1 * scale_xD).astype(x_xD.dtype)
+
+
+def _attention(layer: Params, x_BxLxD: jax.Array, sin_LxH: jax.Array,
+               cos_LxH: jax.Array) -> jax.Array:
+  query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, layer['query'])
+  key_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, layer['key'])
+  value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, layer['value'])
+  query_BxLxNxH = _rope(rms_norm(query_BxLxNxH, layer['query_norm']), sin_LxH, cos_LxH)
+  key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, layer['key_norm']), sin_LxH, cos_LxH)
+  mixed_BxLxNxH = jax.nn.dot_product_attention(
+      query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True)
+  return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, layer['out'])
+
+
+def _geglu(layer: Params, x_BxLxD: jax.Array) -> jax.Array:
+  return (jax.nn.gelu(x_BxLxD @ layer['gate']) * (x_BxLxD @ layer['up'])) @ layer['down']
+
+
+def _rope_table(config: config_lib.ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
+  """Sines and cosines of position * theta^(-2i/H), i < H/2, one float32 array [L, H/2] each."""
+  exponent_H = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+  angle_LxH = jnp.outer(jnp.arange(length, dtype=jnp.float32), config.rope_theta**-exponent_H)
+  return jnp.sin(angle_LxH), jnp.cos(angle_LxH)
+
+
+def _rope(x_BxLxNxH: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+  """Turns the pair (x_i, x_{i + H/2}) by its angle (arXiv 2104.09864)."""
+  sin_1xLx1xH, cos_1xLx1xH = (t[None, :, None, :] for t in (sin_LxH, cos_LxH))
+  a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
+  turned = (a * cos_1xLx1xH - b * sin_1xLx1xH, b * cos_1xLx1xH + a * sin_1xLx1xH)
+  return jnp.concatenate(turned, axis=-1).astype(x_BxLxNxH.dtype)
+
+
+def _softcap(logits: jax.Array, cap: float) -> jax.Array:
+  return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _pin(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

@@ -1,0 +1,60 @@
+"""The inner step: one jitted function, the same for a lone learner and for one under the syncer.
+
+Its parameters may have been overwritten between two steps by what the syncer published; it does
+not know. The state is donated, so a step allocates no second copy of parameters and moments.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.train import model as model_lib
+
+
+class TrainState(NamedTuple):
+  """What an inner step changes. Everything else (clock, counters, cursor) is integers elsewhere."""
+  params: Any  # float32
+  opt_state: Any  # moments lie as their parameters do
+
+
+def init_state(config: config_lib.ModelConfig, tx: optax.GradientTransformation,
+               mesh: jax.sharding.Mesh, seed: int) -> tuple[TrainState, TrainState]:
+  """Draws the state onto the mesh, no leaf ever whole on one device if it is split.
+
+  Returns:
+    The state, and a tree like it of NamedShardings.
+  """
+
+  def init(key: jax.Array) -> TrainState:
+    params = model_lib.init_params(config, key)
+    return TrainState(params, tx.init(params))
+
+  key = jax.random.key(seed)
+  shardings = mesh_lib.tree_shardings(mesh, jax.eval_shape(init, key))
+  return jax.jit(init, out_shardings=shardings)(key), shardings
+
+
+def make_train_step(config: config_lib.ModelConfig, tx: optax.GradientTransformationExtraArgs,
+                    mesh: jax.sharding.Mesh, shardings: TrainState) -> Callable:
+  """Returns jitted (state, batch_BxL1 uint8 or int32, step int32) -> (state, metrics).
+
+  Metrics are replicated float32 scalars: `loss` in nats and `grad_norm` before clipping.
+  """
+  batch_sharding, scalar = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
+
+  def train_step(state: TrainState, batch_BxL1: jax.Array, step: jax.Array):
+    loss, grads = jax.value_and_grad(
+        lambda params: model_lib.loss(config, params, batch_BxL1.astype(jnp.int32),
+                                      batch_sharding))(state.params)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, step=step)
+    params = optax.apply_updates(state.params, updates)
+    metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads)}
+    return TrainState(params, opt_state), metrics
+
+  return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, batch_sharding, scalar),
+                 out_shardings=(shardings, scalar))

@@ -1,0 +1,52 @@
+"""Wrong configurations do not start, and say which two values disagree and what to do."""
+
+from absl import flags
+from ml_collections import config_flags
+import pytest
+
+from diloco_jax.train import config as config_lib
+
+
+@pytest.mark.parametrize('config, words', [
+    (config_lib.ModelConfig(num_heads=4, num_kv_heads=3), ['4', '3', 'multiple']),
+    (config_lib.ModelConfig(head_dim=31), ['31', 'use 32']),
+    (config_lib.ModelConfig(dtype='float16'), ['float16', 'float32', 'bfloat16']),
+    (config_lib.ModelConfig(num_layers=0), ['num_layers', '0', 'more than 0']),
+    (config_lib.ModelConfig(logit_softcap=-1.0), ['-1.0', 'use 0']),
+    (config_lib.OptimizerConfig(name='sgd'), ['sgd', 'adamw']),
+    (config_lib.OptimizerConfig(b1=1.0), ['b1', '1.0', '[0, 1)']),
+    (config_lib.OptimizerConfig(end_lr_ratio=2.0), ['2.0', '[0, 1]', '0.003']),
+    (config_lib.OptimizerConfig(clip_norm=-1.0), ['clip_norm', '-1.0', 'use 0']),
+    (config_lib.DataConfig(corpus=''), ['stdlib', 'directory']),
+    (config_lib.DataConfig(streams=0), ['streams', '0']),
+    (config_lib.DataConfig(seed=-1), ['-1', '4294967296']),
+    (config_lib.MeshConfig(fsdp=0), ['fsdp', '0']),
+])
+def test_each_part_refuses_what_cannot_work(config, words):
+  with pytest.raises(ValueError) as error:
+    config.validate()
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def test_parts_must_fit_together():
+  parts = dict(model=config_lib.ModelConfig(), optimizer=config_lib.OptimizerConfig(),
+               data=config_lib.DataConfig(), mesh=config_lib.MeshConfig(data=2))
+  config_lib.validate(**parts)
+  with pytest.raises(ValueError, match='batch_size 7 does not split 2 ways'):
+    config_lib.validate(**parts | {'data': config_lib.DataConfig(batch_size=7)})
+  with pytest.raises(ValueError, match='vocab_size 100 .* at least 256'):
+    config_lib.validate(**parts | {'model': config_lib.ModelConfig(vocab_size=100)})
+
+
+@pytest.mark.parametrize('config, argument, expected', [
+    (config_lib.ModelConfig(), '--config.num_layers=8', ('num_layers', 8)),
+    (config_lib.OptimizerConfig(), '--config.learning_rate=0.5', ('learning_rate', 0.5)),
+    (config_lib.DataConfig(), '--config.corpus=/texts', ('corpus', '/texts')),
+    (config_lib.MeshConfig(), '--config.data=4', ('data', 4)),
+])
+def test_flags_override_fields(config, argument, expected):
+  values = flags.FlagValues()
+  holder = config_flags.DEFINE_config_dataclass('config', config, flag_values=values,
+                                                sys_argv=['main', argument])
+  values(['main', argument])
+  assert getattr(holder.value, expected[0]) == expected[1]

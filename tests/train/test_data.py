@@ -1,0 +1,117 @@
+"""Every window belongs to one stream, every batch is a function of its index."""
+
+import math
+
+import numpy as np
+import pytest
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import data as data_lib
+
+
+def _rows(stream, num_batches: int) -> list[bytes]:
+  return [row.tobytes() for i in range(num_batches) for row in stream[i]]
+
+
+@pytest.fixture(name='numbered')
+def _numbered() -> data_lib.Corpus:
+  """A corpus whose windows are all different: big-endian 16-bit counters."""
+  values = np.arange(4096, dtype='>u2').view(np.uint8)
+  return data_lib.Corpus(values, values[:2048], 0)
+
+
+def test_one_epoch_of_all_streams_is_every_window_once(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=4)
+  windows = data_lib.Windows(numbered.train_bytes, 16)
+  each = math.ceil(len(windows) / 4)
+  rows = [row for v in range(4)
+          for row in _rows(data_lib.make_stream(numbered, config, v), each)]
+  lengths = [len(range(v, len(windows), 4)) for v in range(4)]
+  first_epoch = [row for v in range(4) for row in rows[v * each:v * each + lengths[v]]]
+  assert sorted(first_epoch) == sorted(w.tobytes() for w in windows)
+
+
+def test_every_byte_but_the_first_is_a_target_once(numbered):
+  windows = data_lib.Windows(numbered.train_bytes, 16)
+  targets = np.concatenate([window[1:] for window in windows])
+  np.testing.assert_array_equal(targets, numbered.train_bytes[1:len(targets) + 1])
+  assert len(numbered.train_bytes) - len(targets) <= 16
+
+
+def test_a_batch_is_a_function_of_its_index(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, streams=4, seed=5)
+  stream = data_lib.make_stream(numbered, config, 2)
+  forward = [stream[i] for i in range(6)]
+  again = data_lib.make_stream(numbered, config, 2)
+  for i in reversed(range(6)):
+    np.testing.assert_array_equal(again[i], forward[i])
+  config.seed = 6
+  assert not np.array_equal(data_lib.make_stream(numbered, config, 2)[0], forward[0])
+  assert forward[0].shape == (4, 17) and forward[0].dtype == np.uint8
+
+
+def test_epochs_are_shuffled_anew(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, streams=4)
+  stream = data_lib.make_stream(numbered, config, 0)
+  per_epoch = len(data_lib.Windows(numbered.train_bytes, 16)) // 4 // 4
+  assert not np.array_equal(stream[0], stream[per_epoch])
+
+
+def test_held_out_files_are_in_no_stream(tmp_path):
+  for i in range(300):
+    (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
+  corpus = data_lib.load_corpus(str(tmp_path))
+  train, held_out = corpus.train_bytes.tobytes(), corpus.eval_bytes.tobytes()
+  in_train = {i for i in range(300) if f'<{i}>'.encode() in train}
+  in_eval = {i for i in range(300) if f'<{i}>'.encode() in held_out}
+  assert in_train | in_eval == set(range(300)) and not in_train & in_eval
+  assert 1 <= len(in_eval) <= 25
+  assert train.count(0) == len(in_train)
+
+
+def test_a_glob_reads_what_a_directory_reads(tmp_path):
+  folder = tmp_path / 'deep'
+  folder.mkdir()
+  for i in range(50):
+    (folder / f'{i}.txt').write_text(str(i))
+  as_directory = data_lib.load_corpus(str(folder))
+  as_glob = data_lib.load_corpus(str(folder / '*.txt'))
+  assert as_directory.digest == as_glob.digest
+  (folder / '7.txt').write_text('another')
+  assert data_lib.load_corpus(str(folder)).digest != as_glob.digest
+
+
+def test_the_standard_library_is_enough_text():
+  corpus = data_lib.load_corpus('stdlib')
+  assert len(corpus.train_bytes) > 10_000_000
+  assert 0.01 < len(corpus.eval_bytes) / len(corpus.train_bytes) < 0.1
+  config = config_lib.DataConfig()
+  assert len(data_lib.eval_batches(corpus, config)) == config.eval_batches
+
+
+def test_evaluation_batches_are_always_the_same(numbered):
+  config = config_lib.DataConfig(seq_len=16, eval_batches=3, eval_batch_size=4)
+  first, second = (data_lib.eval_batches(numbered, config) for _ in range(2))
+  np.testing.assert_array_equal(first, second)
+  assert np.shape(first) == (3, 4, 17)
+  assert len({row.tobytes() for batch in first for row in batch}) == 12
+
+
+def test_nothing_to_read_is_one_clear_line(tmp_path):
+  with pytest.raises(ValueError, match='has no files: use .stdlib.'):
+    data_lib.load_corpus(str(tmp_path))
+  with pytest.raises(ValueError, match='has no files'):
+    data_lib.load_corpus(str(tmp_path / 'nowhere' / '*.txt'))
+  (tmp_path / 'gone.txt').symlink_to(tmp_path / 'nowhere')
+  with pytest.raises(ValueError, match='cannot read .*gone.txt: No such file'):
+    data_lib.load_corpus(str(tmp_path))
+
+
+def test_too_little_text_says_how_much_is_needed(numbered):
+  config = config_lib.DataConfig(seq_len=128, batch_size=32, streams=16)
+  with pytest.raises(ValueError, match=r'has 63 training windows .* \(512\)'):
+    data_lib.make_stream(numbered, config, 0)
+  with pytest.raises(ValueError, match='has 15 held-out windows .* 8 x 32 = 256'):
+    data_lib.eval_batches(numbered, config)
+  with pytest.raises(ValueError, match=r'stream 16 is outside \[0, 16\)'):
+    data_lib.make_stream(numbered, config, 16)

@@ -1,0 +1,119 @@
+"""An island trains alone, stops and goes on bit for bit, and lets its state be replaced."""
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.train import config as config_lib
+
+
+def _host(tree):
+  return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
+
+
+def _assert_same(one, other):
+  jax.tree.map(np.testing.assert_array_equal, _host(one), _host(other))
+
+
+def test_learns_alone(make_island):
+  island = make_island(config_lib.MeshConfig(data=2))
+  assert island.warm_up() > 0
+  start = island.evaluate()
+  results = [island.step(clock) for clock in range(40)]
+  assert results[0].tokens == island.tokens_per_step == 4 * 16
+  assert all(r.seconds > 0 and np.isfinite(r.grad_norm) for r in results)
+  assert island.evaluate() < start - 1.5
+  assert island.data_state == 40
+
+
+def test_goes_on_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
+  island = make_island(checkpoint_dir=str(tmp_path), stream=1)
+  for clock in range(3):
+    island.step(clock)
+  anchors = [jax.device_put(np.arange(64, dtype=np.float32), island.replicated)]
+  island.save(3, anchors, {'versions': [1, 2]})
+  expected = [island.step(clock) for clock in range(3, 6)]
+  island.wait()
+
+  other = make_island(checkpoint_dir=str(tmp_path), seed=9)
+  restored = other.restore()
+  assert (restored.step, restored.data_state, restored.protocol) == (3, 3, {'versions': [1, 2]})
+  _assert_same(restored.anchors, anchors)
+  assert (other.stream, other.data_state) == (1, 3)
+  again = [other.step(clock) for clock in range(3, 6)]
+  assert [r[:3] for r in again] == [r[:3] for r in expected]
+  _assert_same(other.state, island.state)
+
+
+def test_nothing_saved_changes_nothing(make_island, tmp_path):
+  island = make_island(checkpoint_dir=str(tmp_path))
+  before = _host(island.state)
+  assert island.restore() is None
+  _assert_same(island.state, before)
+
+
+def test_parameters_are_replaced_and_moments_kept(make_island):
+  """Adopt: the fragment is overwritten, the inner moments stay (paper section 3)."""
+  island = make_island(config_lib.MeshConfig(fsdp=2))
+  island.step(0)
+  moments = _host(island.state.opt_state)
+  adopted = jax.tree.map(lambda leaf: leaf + np.float32(1), _host(island.params))
+  island.params = adopted
+  _assert_same(island.params, adopted)
+  _assert_same(island.state.opt_state, moments)
+  assert island.params['embedding'].sharding == island.shardings.params['embedding']
+  kept = _host(adopted)
+  island.step(1)
+  _assert_same(adopted, kept)  # the caller's own arrays on the host are not donated
+
+
+def test_donated_state_continues_as_the_donor(make_island):
+  """Recovery from a donor: model and inner optimizer state, onto other devices (paper section 6)."""
+  donor, joiner = make_island(), make_island(first_device=4, seed=7)
+  donor.step(0)
+  joiner.state = _host(donor.state)
+  joiner.lease(donor.stream, donor.data_state)
+  assert joiner.step(1)[:3] == donor.step(1)[:3]
+  _assert_same(joiner.state, donor.state)
+
+
+def test_a_state_of_another_shape_is_refused(make_island):
+  island = make_island()
+  params = _host(island.params)
+  params['embedding'] = params['embedding'][:, :8]
+  with pytest.raises(ValueError, match=r"embedding.*\(256, 8\).*\(256, 16\)"):
+    island.params = params
+  del params['embedding']
+  with pytest.raises(ValueError, match='embedding'):
+    island.params = params
+
+
+def test_evaluates_parameters_of_others(make_island):
+  island = make_island()
+  start = island.evaluate()
+  initial = _host(island.params)
+  for clock in range(5):
+    island.step(clock)
+  assert island.evaluate() < start
+  assert island.evaluate(initial) == start
+
+
+def test_a_lease_moves_the_stream(make_island):
+  island, other = make_island(stream=0), make_island(stream=2)
+  island.lease(2, next_index=5)
+  other.data_state = 5
+  assert island.step(0)[:3] == other.step(0)[:3]
+  with pytest.raises(ValueError, match='-1 is negative'):
+    island.data_state = -1
+
+
+def test_a_step_is_the_same_every_time(make_island):
+  first, second = (make_island(config_lib.MeshConfig(data=2), first_device=d) for d in (0, 2))
+  for clock in range(3):
+    assert first.step(clock)[:3] == second.step(clock)[:3]
+  _assert_same(first.state, second.state)
+
+
+def test_without_a_folder_saving_is_refused(make_island):
+  with pytest.raises(ValueError, match='pass checkpoint_dir'):
+    make_island().save(0)

@@ -1,0 +1,85 @@
+"""Tensors lie as the table says, and where they lie does not change what is computed."""
+
+from typing import NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.train import optimizer as optimizer_lib
+from diloco_jax.train import step as step_lib
+
+
+class Device(NamedTuple):
+  """What `islands` reads of a device."""
+  id: int
+  slice_index: int
+
+
+def _one_step(model, optimizer, mesh_config, batch):
+  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:mesh_config.num_devices])
+  tx = optimizer_lib.make_optimizer(optimizer, 100)
+  state, shardings = step_lib.init_state(model, tx, mesh, seed=0)
+  train_step = step_lib.make_train_step(model, tx, mesh, shardings)
+  clock = jax.device_put(np.int32(0), mesh_lib.replicated(mesh))
+  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), clock))
+
+
+def test_sharded_step_equals_the_unsharded_one(model, optimizer):
+  batch = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.uint8)
+  state, metrics = _one_step(model, optimizer, config_lib.MeshConfig(), batch)
+  sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
+  sharded_state, sharded_metrics = _one_step(model, optimizer, sharded_mesh, batch)
+  for name in metrics:
+    np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
+  # Adam divides by sqrt(v): where a gradient is almost zero its rounding is all there is, so the
+  # gradients' moments are compared, not the parameters.
+  for one, other in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state),
+                        strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+  layer = sharded_state.params['layers'][0]
+  assert {s.data.shape for s in layer['query'].addressable_shards} == {(8, 2, 8)}  # D/2 N/2 H
+  assert {s.data.shape for s in layer['down'].addressable_shards} == {(16, 8)}  # F/2 D/2
+  assert {s.data.shape for s in layer['query_norm'].addressable_shards} == {(8,)}
+  moments = sharded_state.opt_state[1].mu['layers'][0]
+  assert moments['query'].sharding == layer['query'].sharding
+
+
+def test_mesh_takes_exactly_its_devices():
+  config = config_lib.MeshConfig(data=2, tensor=2)
+  mesh = mesh_lib.make_mesh(config, jax.devices()[4:8])
+  assert mesh.shape == {'data': 2, 'fsdp': 1, 'tensor': 2}
+  assert set(mesh.devices.flat) == set(jax.devices()[4:8])
+  with pytest.raises(ValueError, match='needs 4 devices, got 3: .*JAX_NUM_CPU_DEVICES=4'):
+    mesh_lib.make_mesh(config, jax.devices()[:3])
+
+
+def test_a_tensor_that_does_not_split_is_named():
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
+  tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}
+  with pytest.raises(ValueError, match=r"layers/0/key .*: 2 does not split 4 ways .*'tensor'"):
+    mesh_lib.tree_shardings(mesh, tree)
+
+
+def test_what_no_rule_names_is_replicated():
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2), jax.devices()[:2])
+  tree = {'count': jax.ShapeDtypeStruct((), np.int32), 'norm': jax.ShapeDtypeStruct((3,), np.int32)}
+  assert {s.spec for s in jax.tree.leaves(mesh_lib.tree_shardings(mesh, tree))} == {P()}
+
+
+def test_islands_are_runs_of_devices_without_slices():
+  assert mesh_lib.islands(jax.devices()[:8], 4) == [jax.devices()[i:i + 2] for i in (0, 2, 4, 6)]
+  with pytest.raises(ValueError, match='8 devices do not make 3 equal islands'):
+    mesh_lib.islands(jax.devices()[:8], 3)
+
+
+def test_islands_are_whole_slices():
+  devices = [Device(id=i, slice_index=i % 4) for i in range(8)]
+  dealt = mesh_lib.islands(devices, 2)
+  assert [{d.slice_index for d in island} for island in dealt] == [{0, 1}, {2, 3}]
+  with pytest.raises(ValueError, match='4 slices do not make 8 islands'):
+    mesh_lib.islands(devices, 8)

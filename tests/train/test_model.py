@@ -1,0 +1,86 @@
+"""What the decoder promises, whatever its size."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import model as model_lib
+
+
+def _draw(model: config_lib.ModelConfig, batch: int = 2, length: int = 12):
+  params = jax.jit(lambda key: model_lib.init_params(model, key))(jax.random.key(0))
+  tokens = np.random.default_rng(0).integers(0, 256, (batch, length)).astype(np.int32)
+  return params, jnp.asarray(tokens)
+
+
+def _apply(model: config_lib.ModelConfig, params, tokens):
+  return jax.jit(lambda p, t: model_lib.apply(model, p, t))(params, tokens)
+
+
+@pytest.mark.parametrize('tied_head', [True, False])
+def test_starts_at_the_loss_of_a_uniform_guess(model, tied_head):
+  model.tied_head = tied_head
+  params, tokens = _draw(model, batch=16, length=33)
+  loss = jax.jit(lambda p: model_lib.loss(model, p, tokens))(params)
+  assert abs(float(loss) - math.log(256)) < 0.1
+  assert ('head' in params) == (not tied_head)
+
+
+def test_a_token_changes_nothing_before_it(model):
+  params, tokens = _draw(model)
+  before = _apply(model, params, tokens)
+  after = _apply(model, params, tokens.at[:, 7].add(1))
+  np.testing.assert_array_equal(before[:, :7], after[:, :7])
+  assert not np.array_equal(before[:, 7:], after[:, 7:])
+
+
+def test_every_parameter_is_float32_and_learns(model):
+  model.tied_head = False
+  params, tokens = _draw(model)
+  grads = jax.jit(jax.grad(lambda p: model_lib.loss(model, p, tokens)))(params)
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    assert grad.dtype == jnp.float32, path
+    assert float(jnp.max(jnp.abs(grad))) > 0, path
+
+
+def test_bfloat16_activations_stay_close(model):
+  params, tokens = _draw(model)
+  exact = _apply(model, params, tokens)
+  model.dtype = 'bfloat16'
+  rough = _apply(model, params, tokens)
+  assert rough.dtype == jnp.float32
+  np.testing.assert_allclose(rough, exact, atol=0.05)
+
+
+def test_logits_stay_below_the_softcap(model):
+  model.logit_softcap = 2.0
+  params, tokens = _draw(model)
+  params['final_norm'] = params['final_norm'] + 1e4
+  logits = _apply(model, params, tokens)
+  assert 1.9 < float(jnp.max(jnp.abs(logits))) <= 2.0
+
+
+def test_rope_scores_depend_on_distance_only(model):
+  rng = np.random.default_rng(0)
+  query_H, key_H = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
+  sin_LxH, cos_LxH = model_lib._rope_table(model, 10)
+  turn = lambda v_H: model_lib._rope(
+      jnp.broadcast_to(v_H[None, None, None, :], (1, 10, 1, 8)), sin_LxH, cos_LxH)[0, :, 0]
+  score_LxL = turn(query_H) @ turn(key_H).T
+  for offset in range(-9, 10):
+    diagonal = jnp.diagonal(score_LxL, offset)
+    np.testing.assert_allclose(diagonal, jnp.full_like(diagonal, diagonal[0]), atol=1e-5)
+  assert float(jnp.std(score_LxL[0])) > 0.1
+
+
+def test_layers_are_leaves_of_their_own(model):
+  params, _ = _draw(model)
+  paths = {jax.tree_util.keystr(path): leaf.shape
+           for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  assert paths["['layers'][1]['query']"] == (16, 4, 8)
+  assert paths["['layers'][1]['key']"] == (16, 2, 8)
+  assert {model_lib.label(path) for path in paths} == {'embedding', 'body'}
