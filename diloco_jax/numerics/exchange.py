@@ -17,8 +17,8 @@ are exact (see codecs.py), one addition is rounded alike everywhere, and the res
 canonical (no subnormals, no -0). The digest proves it. A learner of another version gets A_{v+1}
 whole: the float32 codec is lossless for canonical values.
 
-Give `layout`, `p`, the codecs, `outer` and `alpha` to jax.jit as static arguments. Only bytes, flags
-and digests need to cross to the host.
+Give `layout`, `p`, the codecs, `outer` and `alpha` to jax.jit as static arguments. Only bytes,
+flags and digests need to cross to the host.
 """
 
 from typing import Any, NamedTuple
@@ -135,16 +135,13 @@ def outer_step(
   data, ok = codec_down.encode(new_master_N - published_N)
   new_published_N = codecs.canonical(published_N + codec_down.decode(data, n))
   ok &= jnp.all(jnp.isfinite(new_published_N)) & jnp.any(weights_M > 0)
-  ok &= jnp.all(jnp.stack([_finite(leaf) for leaf in jax.tree.leaves(new_state)] or [ok]))
+  for leaf in jax.tree.leaves(new_state):
+    ok &= jnp.all(jnp.isfinite(leaf))
 
   old = (master_N, published_N, opt_state)
   new = (new_master_N, new_published_N, new_state)
   kept = jax.tree.map(lambda new_leaf, old_leaf: jnp.where(ok, new_leaf, old_leaf), new, old)
   return OuterResult(*kept, data, digest_lib.digest(kept[1]), ok, _global_norm(merged))
-
-
-def _finite(leaf: jax.Array) -> jax.Array:
-  return jnp.all(jnp.isfinite(leaf))
 
 
 def _global_norm(tree: PyTree) -> jax.Array:

@@ -19,12 +19,12 @@ when learners cancel; then its direction is rounding noise, which R / ||u|| woul
 length. Here ||u|| is bounded from below by `floor` = 0.01, so the result goes to 0 continuously,
 as phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 
-Who is summed in which order must not depend on who answered first. So the rows are folded one after
-the other in the order of the axis M (learner ids), and an absent learner, a row of zeros with weight
-0, leaves every bit of the result as it is. The fold is a loop of the program and not unrolled:
-unrolled, a compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product, and which
-one it picks changes with M. In the loop every addition is accumulator + product, whoever is absent,
-and the time to compile does not grow with M.
+Who is summed in which order must not depend on who answered first. So the rows are folded one
+after the other in the order of the axis M (learner ids), and an absent learner, a row of zeros with
+weight 0, leaves every bit of the result as it is. The fold is a loop of the program and not
+unrolled: unrolled, a compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product,
+and which one it picks changes with M. In the loop every addition is accumulator + product, whoever
+is absent, and the time to compile does not grow with M.
 """
 
 from collections.abc import Callable, Mapping
@@ -139,13 +139,14 @@ def _shares(weights_M: jax.Array) -> jax.Array:
 
 @jax.jit
 def _fold(terms: PyTree, factors_M: PyTree) -> PyTree:
-  """0 + f_0 x_0 + f_1 x_1 + ..., leaf by leaf, in this order."""
+  """0 + f_0 x_0 + f_1 x_1 + ..., leaf by leaf, in this order; factors are never negative."""
 
   def add(totals: PyTree, row: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
     return jax.tree.map(lambda total, x, f: total + f * x, totals, *row), None
 
-  zeros = jax.tree.map(lambda x_Mx: jnp.zeros(x_Mx.shape[1:], x_Mx.dtype), terms)
-  return jax.lax.scan(add, zeros, (terms, factors_M))[0]
+  # A zero the compiler cannot see: it removes `0 +` from a loop of one round, and so leaves a -0.
+  zero = lambda x_Mx, f_M: jnp.full(x_Mx.shape[1:], jnp.minimum(f_M[0], 0.0), x_Mx.dtype)
+  return jax.lax.scan(add, jax.tree.map(zero, terms, factors_M), (terms, factors_M))[0]
 
 
 @jax.jit

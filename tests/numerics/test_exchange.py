@@ -38,7 +38,8 @@ def _layout():
 def _outer(lr=0.7, momentum=0.9, rule='by_label'):
   rules = {'avg': merge.avg(), 'rda': merge.rda()}
   chosen = merge.by_label(rules, fragments.labels(_layout())) if rule == 'by_label' else rules[rule]
-  return outer.outer_optimizer(chosen, outer.sgd_nesterov(lr, momentum) if momentum else optax.sgd(lr))
+  tx = outer.sgd_nesterov(lr, momentum) if momentum else optax.sgd(lr)
+  return outer.outer_optimizer(chosen, tx)
 
 
 _pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1, 2))
@@ -69,8 +70,9 @@ def _payloads(codec, p, anchor_N, learners, scale=0.01):
   return jnp.stack(rows)
 
 
-@pytest.mark.parametrize('name', codecs.NAMES)
-@pytest.mark.parametrize('p', range(_P))
+@pytest.mark.parametrize(
+  'name, p', [('float32', 0), ('bfloat16', 1), ('int8', 0), ('int8', 1), ('int4', 1)]
+)
 def test_learner_and_syncer_hold_the_same_bits_version_after_version(name, p):
   codec, outer_opt, master_N, published_N, state = _start(p, name)
   params, anchor_N = _tree(), published_N
@@ -122,8 +124,11 @@ def test_what_the_codec_loses_stays_in_the_master_and_comes_later(name):
 
 
 def test_averaging_losslessly_with_rate_one_is_the_mean_of_the_learners():
-  codec, outer_opt, master_N, published_N, state = _start(0, 'float32', lr=1.0, momentum=0, rule='avg')
-  locals_MxN = jnp.stack([published_N + 0.01 * fragments.gather(_layout(), 0, _tree(m)) for m in (7, 8)])
+  codec, outer_opt, master_N, published_N, state = _start(
+    0, 'float32', lr=1.0, momentum=0, rule='avg'
+  )
+  moved = [0.01 * fragments.gather(_layout(), 0, _tree(m)) for m in (7, 8)]
+  locals_MxN = jnp.stack([published_N + step_N for step_N in moved])
   payloads = jnp.stack([codec.encode(published_N - local_N)[0] for local_N in locals_MxN])
   result = _outer_step(
     _layout(), 0, outer_opt, codec, codec, master_N, published_N, state, payloads, jnp.ones(2)
@@ -131,7 +136,7 @@ def test_averaging_losslessly_with_rate_one_is_the_mean_of_the_learners():
   np.testing.assert_allclose(result.published_N, jnp.mean(locals_MxN, 0), atol=1e-6)
 
 
-@pytest.mark.parametrize('present, learners', [([0, 1, 2], 4), ([1, 2, 5], 6)])
+@pytest.mark.parametrize('present, learners', [([0, 1, 2], 4), ([1, 2, 4], 5)])
 def test_absent_learners_change_no_bit_of_the_outer_step(present, learners):
   codec, outer_opt, master_N, published_N, state = _start(1)
   payloads, weights = _payloads(codec, 1, published_N, 3), jnp.float32([3, 1, 2])
@@ -173,6 +178,17 @@ def test_a_bad_outer_step_leaves_everything_as_it_was(case):
   assert not result.ok
   jax.tree.map(np.testing.assert_array_equal, result[:3], (master_N, published_N, state))
   assert result.digest.tolist() == digest.digest_numpy(np.asarray(published_N)).tolist()
+
+
+def test_an_outer_optimizer_with_a_schedule_counts_its_steps():
+  codec, _, master_N, published_N, _ = _start(0)
+  outer_opt = outer.outer_optimizer(merge.avg(), optax.sgd(optax.linear_schedule(1.0, 0.5, 10)))
+  state = exchange.init_outer(_layout(), 0, outer_opt, master_N)
+  payloads = _payloads(codec, 0, published_N, 2)
+  result = _outer_step(
+    _layout(), 0, outer_opt, codec, codec, master_N, published_N, state, payloads, jnp.ones(2)
+  )
+  assert result.ok and [int(x) for x in jax.tree.leaves(result.opt_state)] == [1]
 
 
 def test_a_learner_that_diverged_does_not_get_an_ok_payload():
