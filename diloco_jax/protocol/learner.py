@@ -18,9 +18,10 @@ sync t published sets it to max(step, t), so unequal learners stay aligned (desi
 
 A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
 so a second one would count the same tokens again. A pull that comes before the learner has trained
-on the fragment waits for the next boundary.
+on the fragment waits for the next boundary, and is declined if no step may come before it.
 """
 
+import collections
 import dataclasses
 import random
 from typing import Any
@@ -57,7 +58,8 @@ class _Anchor:
   digest: int
   steps: int = 0
   tokens: int = 0
-  contributed: bool = False
+  contributed: int = 0  # the sync that this learner's payload went to, 0: none yet
+  sound: bool = True  # False: the bits adopted are not those that were published
   next_due: int = 0  # the sync this learner waits for in lock-step modes
 
 
@@ -100,6 +102,7 @@ class LearnerMachine:
     self._confirmed = False  # on this session: the lease is ours to keep
     self._refusals = 0
     self._incarnation = 0
+    self._stream: int | None = None
     self._training = 'waiting'
     self.step = 0
     self.steps = 0
@@ -111,11 +114,13 @@ class LearnerMachine:
                      for p, h in enumerate(held)]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
-    self._encoding: dict[int, messages.Contribution] = {}  # sync: what will be sent
+    # Work under way, in the order in which it will be answered, with the session it began on: a
+    # stream may break and the same sync or version come again meanwhile.
+    self._encoding: collections.deque[tuple[int, messages.Contribution]] = collections.deque()
+    self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
-    self._expected: dict[tuple[int, int], tuple[int, int]] = {}  # adopted: digest, tokens
     self._running = False
-    self._told_finished = False
+    self._told_step = -1  # the last one reported on this session
     self._saved_steps = 0
     self._ending = ''
     self._saving = False
@@ -139,7 +144,7 @@ class LearnerMachine:
     if self._exited:
       return None
     if self._state == 'away':
-      return self._redial_ns
+      return None if self._ending else self._redial_ns
     lease = self._heard_ns + self._config.lease_ns
     return min(lease, self._heartbeat_ns) if self._confirmed else lease
 
@@ -195,6 +200,7 @@ class LearnerMachine:
         self._do(actions.Dial(session=self._session))
     elif now_ns >= self._heard_ns + self._config.lease_ns:
       self._heard_ns = now_ns  # ask once per lease; Disconnected follows
+      self._confirmed = False
       self._do(actions.Close(session=self._session, reason='the syncer fell silent'))
     elif self._confirmed and now_ns >= self._heartbeat_ns:
       self._heartbeat_ns = now_ns + self._config.heartbeat_ns
@@ -214,7 +220,7 @@ class LearnerMachine:
     joined = self._state == 'joined'
     self._state = 'away'
     self._confirmed = False
-    self._told_finished = False
+    self._told_step = -1
     self._pulls.clear()
     for _, handle in self._arrivals:
       self._drop(handle)
@@ -257,7 +263,10 @@ class LearnerMachine:
     self._send(messages.Confirm(
       nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
       steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
-      held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
+      held=tuple(
+        messages.Held(version=a.version, digest=a.digest) if a.sound else UNKNOWN
+        for a in self._anchors
+      ),
     ))
 
   def _refused(self, now_ns: int, refused: messages.Refused) -> None:
@@ -275,14 +284,25 @@ class LearnerMachine:
     self._refusals = 0
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
+    if joined.stream != self._stream:
+      self._stream = joined.stream
+      self._do(actions.UseStream(stream=joined.stream))
     self.step = max(self.step, joined.step)
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
-      anchor.contributed = False  # what the syncer has merged it replaces or refuses
-      anchor.next_due = self._schedule.due(fragment, joined.step)
+      self._renew(fragment, anchor, joined.step)
     if self._training == 'waiting' and not self._due:
       self._training = 'training'
     self._report_state('joined', due=len(self._due))
+
+  def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
+    """A new stream begins: what was sent before and is not merged will be asked for again."""
+    anchor.contributed = 0
+    due = self._schedule.due(fragment, clock)
+    # Syncs may close out of order: of a fragment that is up to date, one after `clock` may be.
+    anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
+    if not anchor.sound and fragment not in self._due:
+      self._tell_adopted(fragment, anchor)
 
   def _begin_life(self, joined: messages.Joined) -> None:
     """Steps and tokens are counted per incarnation."""
@@ -290,11 +310,11 @@ class LearnerMachine:
     self.steps = self.tokens = self._saved_steps = 0
     for anchor in self._anchors:
       anchor.steps = anchor.tokens = 0
-    self._do(actions.UseStream(stream=joined.stream))
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """The snapshot is bytes now; it is void if the stream changed meanwhile."""
-    session, message = self._encoding.pop(encoded.sync)
+    session, message = self._encoding.popleft()
+    assert (message.sync, message.fragment) == (encoded.sync, encoded.fragment), (message, encoded)
     if self._state != 'joined' or session != self._session:
       self._drop(encoded.handle)
     elif encoded.handle is None:
@@ -309,7 +329,8 @@ class LearnerMachine:
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
     if settled.reason == 'cancelled':  # no version comes of it: the tokens can be sent again
-      anchor.contributed = False
+      if anchor.contributed == settled.sync:
+        anchor.contributed = 0
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       if self._pulls.get(settled.fragment) == settled.sync:
         del self._pulls[settled.fragment]
@@ -329,10 +350,10 @@ class LearnerMachine:
 
   def _progress(self, step_ns: int) -> None:
     if self._state == 'joined':
-      finished = self.step >= self._config.total_steps
-      self._told_finished = finished
+      self._told_step = self.step
       self._send(messages.Progress(
-        step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns, finished=finished,
+        step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns,
+        finished=self.step >= self._config.total_steps,
       ))
 
   def _boundary(self) -> None:
@@ -343,8 +364,6 @@ class LearnerMachine:
     if self._training == 'training' and self.step >= self._config.total_steps:
       self._training = 'trained'
       self._report_state('trained')
-    if self._training == 'trained' and self._state == 'joined' and not self._told_finished:
-      self._progress(0)
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
     if self._ending:
@@ -355,6 +374,8 @@ class LearnerMachine:
         self._save()
       self._running = True
       self._do(actions.Step(step=self.step))
+    elif self._told_step != self.step:
+      self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
 
   def _may_step(self) -> bool:
     if self._training != 'training':
@@ -379,11 +400,11 @@ class LearnerMachine:
       'steps_between': self.steps - anchor.steps, 'whole': publish.base_version is None,
       'staleness': publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
     }))
-    self._expected[fragment, publish.version] = (publish.digest, self.tokens)
     self._anchors[fragment] = _Anchor(
       publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
       next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
     )
+    self._adopting.append((self._session, self._anchors[fragment]))
     if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
       del self._pulls[fragment]
     self.step = max(self.step, publish.sync)
@@ -393,11 +414,17 @@ class LearnerMachine:
 
   def _adopt_done(self, done: events.AdoptDone) -> None:
     """Both sides must hold the same bits, or deltas would drift apart."""
-    digest, tokens = self._expected.pop((done.fragment, done.version))
-    if self._state == 'joined':
-      self._send(messages.Adopted(
-        fragment=done.fragment, version=done.version, tokens=tokens, matched=done.digest == digest,
-      ))
+    session, anchor = self._adopting.popleft()
+    assert anchor.version == done.version, (anchor, done)
+    anchor.sound = done.digest == anchor.digest
+    current = session == self._session or not anchor.sound and anchor is self._anchors[done.fragment]
+    if self._state == 'joined' and current:
+      self._tell_adopted(done.fragment, anchor)
+
+  def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:
+    self._send(messages.Adopted(
+      fragment=fragment, version=anchor.version, tokens=anchor.tokens, matched=anchor.sound,
+    ))
 
   def _answer(self, fragment: int, sync: int) -> None:
     """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
@@ -406,19 +433,19 @@ class LearnerMachine:
       return
     steps = self.steps - anchor.steps
     if anchor.contributed or steps == 0:
-      if steps == 0 and self._training != 'trained':
+      if steps == 0 and self._may_step():
         return
       reason = 'contributed' if anchor.contributed else 'empty'
       self._send(messages.Decline(
         sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens
       ))
     else:
-      anchor.contributed = True
+      anchor.contributed = sync
       nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
-      self._encoding[sync] = self._session, messages.Contribution(
+      self._encoding.append((self._session, messages.Contribution(
         sync=sync, fragment=fragment, version=anchor.version, steps=steps,
         tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
-      )
+      )))
       self._do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
 
@@ -473,11 +500,14 @@ class LearnerMachine:
   def restore(
     cls, config: config_lib.ProtocolConfig, identity: Identity, snapshot: dict[str, Any]
   ) -> 'LearnerMachine':
-    """A new process that comes back from a checkpoint: it keeps the clock, takes every fragment
-    from the syncer, and counts its steps and tokens anew (they belong to its own incarnation)."""
-    machine = cls(config, identity, None)
-    machine.step = snapshot['step']
-    return machine
+    """A new process that comes back from a checkpoint: it takes the clock and every fragment from
+    the syncer, and counts its steps and tokens anew (they belong to its own incarnation).
+
+    The clock of the checkpoint may be ahead of the syncer's; with it, a lock-step learner would
+    wait for a sync that waits for its first step.
+    """
+    assert snapshot['learner'] == identity.learner, (snapshot['learner'], identity.learner)
+    return cls(config, identity, None)
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""

@@ -37,6 +37,7 @@ class Member:
   heard_ns: int = 0
   step: int = 0
   finished: bool = False
+  left: bool = False  # it said goodbye
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
   sent: list[int | None] = dataclasses.field(default_factory=list)
   due: set[int] = dataclasses.field(default_factory=set)
@@ -95,7 +96,7 @@ class Members:
       if member.nonce is not None:
         member.replaced.append(member.nonce)
       member.step, member.finished, member.step_ns = 0, False, grace_lib.Average()
-    member.nonce, member.incarnation = nonce, incarnation
+    member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.heard_ns = session, now_ns
     self.by_session[session] = member
     return member
@@ -112,7 +113,7 @@ class Members:
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
   def snapshot(self) -> list:
-    fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'replaced')
+    fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'left', 'replaced')
     return [{f: getattr(m, f) for f in fields} for _, m in sorted(self.by_id.items())]
 
   @classmethod

@@ -80,7 +80,7 @@ class SyncerMachine:
     self._payload_bytes = payload_bytes
     self._members = members_lib.Members(config)
     self._offered: dict[int, _Offered] = {}
-    self._waiting_room: list[tuple[members_lib.Member, tuple[messages.Held, ...]]] = []
+    self._waiting_room: dict[int, tuple[messages.Held, ...]] = {}  # session: what it holds
     self._started = False
     self._start_ns: int | None = None
     self._ledger = ledger_lib.Ledger(config.fragments)
@@ -98,9 +98,11 @@ class SyncerMachine:
     self._counts = {'synced': 0, 'cancelled': 0, 'repaired': 0, 'skipped': 0}
     self._unsaved = 0
     self._saving = False
+    self._last_save = False  # of this process: begun after the books were closed
     self._stopping = ''
     self._finished = False
     self._exiting = False
+    self._exited = False
     self._linger_ns: int | None = None
     self._sweep_ns = 0
     self._out: list[actions.Action] = []
@@ -111,15 +113,19 @@ class SyncerMachine:
     """Takes one event at time `now_ns` and returns what is to be done, in order."""
     self._out = []
     self._dispatch(now_ns, event)
-    if now_ns >= self._sweep_ns:
+    if now_ns >= self._sweep_ns and not self._exited:
       self._sweep(now_ns)
     self._advance(now_ns)
     return self._out
 
   @property
-  def deadline_ns(self) -> int:
+  def deadline_ns(self) -> int | None:
     """When a Wake is wanted."""
-    times = [g.deadline_ns for g in self._gathers.values() if g.deadline_ns is not None]
+    if self._exiting:
+      return None if self._exited else self._sweep_ns
+    times = [] if self._holds_back else [
+      g.deadline_ns for g in self._gathers.values() if g.deadline_ns is not None
+    ]
     if self._linger_ns is not None:
       times.append(self._linger_ns)
     if self._waiting_room:
@@ -167,11 +173,12 @@ class SyncerMachine:
         self._join(now_ns, session, message)
       case messages.Confirm():
         self._confirm(now_ns, session, message)
-      case _ if member is None:
-        # Replaced, timed out, or it never joined: it speaks for nobody.
+      case _ if member is None or self._exiting or self._impossible(member, message):
+        # It speaks for nobody (replaced, timed out, never joined), it makes no sense, or the books
+        # are closed and what comes now is for the next syncer.
         if handle is not None:
           self._do(actions.Drop(handle=handle))
-        self._do(actions.Close(session=session, reason='not a member'))
+        self._do(actions.Close(session=session, reason='not a member, or not a possible message'))
       case messages.Progress():
         self._progress(member, message)
       case messages.Contribution():
@@ -187,9 +194,22 @@ class SyncerMachine:
       case _:
         raise TypeError(f'not a message of a learner: {message}')
 
+  def _impossible(self, member: members_lib.Member, message: messages.FromLearner) -> bool:
+    """Whether no learner of this run would say this: nothing about fragments before Joined, nothing
+    about fragments that do not exist, no tokens that run backwards."""
+    if isinstance(message, messages.Heartbeat | messages.Leave):
+      return False
+    if not member.sent:
+      return True
+    if isinstance(message, messages.Contribution) and (
+      message.steps < 1 or message.tokens_from > message.tokens_to
+    ):
+      return True
+    return getattr(message, 'fragment', 0) >= self._config.fragments
+
   def _join(self, now_ns: int, session: int, join: messages.Join) -> None:
-    if session in self._members.by_session:
-      return  # repeated on a session that is a member already
+    if session in self._members.by_session or self._exiting:
+      return  # repeated on a session that is a member already, or too late
     refused = self._refusal(now_ns, join)
     if refused is not None:
       self._refuse(session, refused)
@@ -247,10 +267,11 @@ class SyncerMachine:
 
   def _confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> None:
     offered = self._offered.pop(session, None)
-    if session in self._members.by_session:
+    if session in self._members.by_session or self._exiting:
       return
-    if offered is None or (offered.join.nonce, offered.incarnation) != (
-      confirm.nonce, confirm.incarnation,
+    if offered is None or (
+      (offered.join.nonce, offered.incarnation, self._config.fragments)
+      != (confirm.nonce, confirm.incarnation, len(confirm.held))
     ):
       self._do(actions.Close(session=session, reason='confirmed what was not offered'))
       return
@@ -283,9 +304,11 @@ class SyncerMachine:
     )
     member.host, member.pid = join.host, join.pid
     member.step = max(member.step, confirm.step)
-    self._account(member).train(confirm.steps, confirm.tokens)
+    account = self._account(member)
+    account.closed = False  # a process that outlived the end of a run comes back to it
+    account.train(confirm.steps, confirm.tokens)
     member.sent = []
-    self._waiting_room.append((member, confirm.held))
+    self._waiting_room[session] = confirm.held
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
@@ -297,9 +320,8 @@ class SyncerMachine:
       self._started = expected or now_ns >= self._start_ns
     if not self._started:
       return
-    for member, held in self._waiting_room:
-      if member.live and not member.sent:
-        self._welcome(member, held)
+    for session, held in self._waiting_room.items():
+      self._welcome(self._members.by_session[session], held)
     self._waiting_room.clear()
 
   def _welcome(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
@@ -317,6 +339,7 @@ class SyncerMachine:
         due=tuple(sorted(member.due)),
       ),
     )
+    self._tell_cancelled(member, clock)
     for fragment in sorted(member.due):
       self._read(fragment)
     self._report_member(member, 'joined', due=len(member.due), step=clock)
@@ -324,6 +347,13 @@ class SyncerMachine:
       self._send(member.session, messages.Finish())
     elif member.caught_up:
       self._caught_up(member)
+
+  def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
+    """Syncs after `clock` of which no version came: a lock-step learner shall not wait for them."""
+    for fragment, last in enumerate(self._last_sync):
+      sync = self._schedule.due(fragment, self._opened) - self._config.period
+      if sync > clock and sync != last and sync not in self._gathers:
+        self._settle(member.session, sync, fragment, CANCELLED)
 
   def _caught_up(self, member: members_lib.Member) -> None:
     """It holds published values only: it counts, and may still join the syncs that are open."""
@@ -404,6 +434,12 @@ class SyncerMachine:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, handle: int
   ) -> None:
     gather = self._gathers.get(message.sync)
+    if gather is None and message.sync > self._last_sync[message.fragment]:
+      # It was cancelled while this was under way: no version replaces the learner's anchor, so
+      # these tokens stay unsettled and are sent again.
+      self._do(actions.Drop(handle=handle))
+      self._settle(member.session, message.sync, message.fragment, CANCELLED)
+      return
     age = self._versions[message.fragment] - message.version
     reason = ''
     if message.payload.size_bytes != self._payload_bytes[message.fragment]:
@@ -421,7 +457,9 @@ class SyncerMachine:
       self._discard(member, message, handle, reason)
       if gather is not None:
         gather.waiting.discard(member.learner)
-      if reason == Reason.STALE:
+      # A range that starts before what is settled, from an anchor that is not about to be replaced,
+      # would be refused again and again: only a fresh anchor puts it right.
+      if reason == Reason.STALE or (reason != Reason.LATE and age == 0):
         self._resend_whole(member, message.fragment)
       return
     gather.waiting.discard(member.learner)
@@ -472,9 +510,14 @@ class SyncerMachine:
   # --- Opening and closing syncs ------------------------------------------------------------------
 
   def _advance(self, now_ns: int) -> None:
+    if self._exiting:
+      return
     self._welcome_all(now_ns)
+    if self._save_due and not self._holds_back:
+      self._save()
     for gather in list(self._gathers.values()):
-      self._decide(now_ns, gather)
+      if not self._holds_back:
+        self._decide(now_ns, gather)
     while self._may_open():
       self._open(now_ns)
     self._end(now_ns)
@@ -552,19 +595,24 @@ class SyncerMachine:
     }))
 
   def _cancel(self, gather: quorum_lib.Gather, why: str) -> None:
-    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again."""
-    if not gather.merging:
-      for _, handle in gather.payloads.values():
-        self._do(actions.Drop(handle=handle))
-    for learner in sorted(gather.asked):
-      member = self._members.by_id[learner]
-      if member.live:
+    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
+
+    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
+    self._drop_payloads(gather)
+    for member in self._members.live():
+      if member.sent:
         self._settle(member.session, gather.sync, gather.fragment, CANCELLED)
     del self._gathers[gather.sync]
     self._counts['cancelled'] += 1
     self._do(actions.Report(name='cancelled', values={
       'sync': gather.sync, 'fragment': gather.fragment, 'why': why,
     }))
+
+  def _drop_payloads(self, gather: quorum_lib.Gather) -> None:
+    if not gather.merging:  # else they are the shell's already
+      for _, handle in gather.payloads.values():
+        self._do(actions.Drop(handle=handle))
+      gather.payloads.clear()
 
   # --- Publish ------------------------------------------------------------------------------------
 
@@ -578,6 +626,7 @@ class SyncerMachine:
         )
       self._do(actions.Say(text=f'Outer step {done.sync} refused: {done.failed}'))
       self._cancel(gather, done.failed)
+      self._replace(gather)
       return
     del self._gathers[done.sync]
     fragment = done.fragment
@@ -595,6 +644,14 @@ class SyncerMachine:
         self._send(member.session, publish, done.handle)
         member.sent[fragment] = base + 1
     self._do(actions.Drop(handle=done.handle))
+
+  def _replace(self, gather: quorum_lib.Gather) -> None:
+    """An outer step failed, its participants' tokens are discarded: they need a fresh anchor, or
+    their next range would start among those tokens and be refused as a duplicate for ever."""
+    for learner in sorted(gather.asked):
+      member = self._members.by_id[learner]
+      if member.live and member.sent:
+        self._resend_whole(member, gather.fragment)
 
   def _publish_message(
     self, fragment: int, base: int | None, payload: messages.Payload
@@ -626,6 +683,7 @@ class SyncerMachine:
   def _lose(self, session: int, reason: str) -> None:
     """The learner is not live any more. Others go on without noticing."""
     member = self._members.release(session)
+    self._waiting_room.pop(session, None)
     self._contributors.discard(member.learner)
     self._ready.discard(member.learner)
     for gather in self._gathers.values():
@@ -638,6 +696,7 @@ class SyncerMachine:
     """It contributes no more; its account is closed."""
     session = member.session
     self._lose(session, f'left: {reason}')
+    member.left = True
     self._account(member).close(Reason.END_OF_RUN if self._finished else Reason.LEFT)
     self._do(actions.Close(session=session, reason='left'))
 
@@ -660,21 +719,33 @@ class SyncerMachine:
       self._linger_ns = now_ns + self._config.lease_ns
       for member in self._members.live():
         self._send(member.session, messages.Finish())
-    over = self._finished and (not self._members.by_session or now_ns >= self._linger_ns)
+    # Whoever is away but has not left is given a lease to come back and hear that it is over.
+    gone = all(member.left for member in self._members.by_id.values())
+    over = self._finished and (gone or now_ns >= self._linger_ns)
     if over:
       for account in self._ledger.accounts.values():
         account.close(Reason.END_OF_RUN)
     if over or self._stopping:
       self._exiting = True
-      self._linger_ns = None
+      for gather in self._gathers.values():
+        self._drop_payloads(gather)
       self._report_ledger()
       if not self._saving:
         self._save()
-    elif self._config.save_syncs and self._unsaved >= self._config.save_syncs and not self._saving:
-      self._save()
+
+  @property
+  def _save_due(self) -> bool:
+    every = self._config.save_syncs
+    return bool(every) and self._unsaved >= every and not self._saving
+
+  @property
+  def _holds_back(self) -> bool:
+    """A save waits for the merges under way, and lets no other begin before it: a busy syncer would
+    never be between two of them."""
+    return self._save_due and any(gather.merging for gather in self._gathers.values())
 
   def _save(self) -> None:
-    self._saving, self._unsaved = True, 0
+    self._saving, self._unsaved, self._last_save = True, 0, self._exiting
     self._do(actions.Save(step=self._opened, snapshot=self.snapshot()))
 
   def _saved(self, done: events.SaveDone) -> None:
@@ -683,9 +754,10 @@ class SyncerMachine:
       self._do(actions.Say(text=f'checkpoint of step {done.step} failed: {done.error}'))
     if not self._exiting:
       return
-    if self._unsaved:
+    if not self._last_save:
       self._save()
       return
+    self._exited = True
     what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
     self._do(actions.Exit(
       code=0, text=f'syncer done at sync {self._opened}, {self._counts["synced"]} outer steps: {what}'

@@ -16,6 +16,7 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
+import contextlib
 import json
 import logging
 import threading
@@ -63,6 +64,7 @@ class Checkpoints:
         self._root, context=_context(),
         preservation_policy=ocp.training.preservation_policies.LatestN(_KEPT),
         cleanup_tmp_directories=True)
+    self._under_way: futures.Future[None] | None = None
 
   @property
   def steps(self) -> list[int]:
@@ -76,18 +78,18 @@ class Checkpoints:
     A save under way is waited for first. A save at a clock that has one replaces it.
 
     Returns:
-      A function that blocks until this save is complete and raises CheckpointError if it failed;
-      any thread may call it.
+      A function that blocks until this save is complete and raises CheckpointError if it failed.
+      It may be called from another thread, or not at all: `wait` and `close` do the same.
 
     Raises:
-      CheckpointError: this save cannot start, or the one before it failed.
+      CheckpointError: this save cannot start.
       TypeError: `protocol` is not JSON.
     """
     arrays = {'state': state} | ({'anchors': list(anchors)} if anchors else {})
     record = {'data_state': int(data_state), 'protocol': protocol or {},
               'shapes': _shapes(arrays), 'digests': _digests(arrays)}
     record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
-    self.wait()  # Orbax would delete a checkpoint at the same clock under the writer's feet
+    self._wait_or_warn()  # Orbax would delete a checkpoint of this clock under the writer's feet
     _ONE_SAVE.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
@@ -95,24 +97,11 @@ class Checkpoints:
           int(step), arrays | {'record': record}, overwrite=True, force=True)
     except Exception as error:
       _ONE_SAVE.release()
-      raise self._failed('save', step, error) from error
-    done: futures.Future[None] = futures.Future()
+      raise self._failed(step, error) from error
+    done = self._under_way = futures.Future()
     threading.Thread(target=self._complete, args=(step, response, done), name='save',
                      daemon=True).start()
     return done.result
-
-  def _complete(self, step: int, response: Any, done: futures.Future[None]) -> None:
-    try:
-      response.result()
-    except Exception as error:
-      outcome = self._failed('save', step, error)
-    else:
-      outcome = None
-    _ONE_SAVE.release()
-    if outcome is None:
-      done.set_result(None)
-    else:
-      done.set_exception(outcome)
 
   def restore(self, shardings: Any, anchor_sharding: jax.sharding.Sharding,
               like: Any) -> Restored | None:
@@ -127,7 +116,7 @@ class Checkpoints:
       ValueError: the checkpoint is of another model or optimizer.
       CheckpointError: there are checkpoints and none verifies.
     """
-    self.wait()
+    self._wait_or_warn()
     steps = self.steps
     for step in reversed(steps):
       try:
@@ -148,14 +137,42 @@ class Checkpoints:
     Raises:
       CheckpointError: it failed.
     """
+    done, self._under_way = self._under_way, None
     try:
-      self._checkpointer.wait()
-    except Exception as error:
-      raise self._failed('save', 'under way', error) from error
+      if done:
+        done.result()
+    except CheckpointError:
+      with contextlib.suppress(Exception):
+        self._checkpointer.wait()  # Orbax raises it once more in every thread that waits
+      raise
 
   def close(self) -> None:
-    """Waits, then releases the folder."""
-    self._checkpointer.close()
+    """Waits, as `wait` does, and releases the folder."""
+    try:
+      self.wait()
+    finally:
+      self._checkpointer.close()
+
+  def _complete(self, step: int, response: Any, done: futures.Future[None]) -> None:
+    """Runs in a thread of its own, so that the next save may start even if nobody waits."""
+    try:
+      response.result()
+    except Exception as error:
+      failure = self._failed(step, error)
+    else:
+      failure = None
+    _ONE_SAVE.release()
+    if failure is None:
+      done.set_result(None)
+    else:
+      done.set_exception(failure)
+
+  def _wait_or_warn(self) -> None:
+    """A save that failed is no reason not to try the next one."""
+    try:
+      self.wait()
+    except CheckpointError as error:
+      _LOG.warning('%s', error)
 
   def _read(self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding,
             like: Any) -> Restored:
@@ -182,8 +199,9 @@ class Checkpoints:
     (self._root / str(step)).rename(aside)
     self._checkpointer.reload()
 
-  def _failed(self, what: str, step: Any, error: Exception) -> CheckpointError:
-    return CheckpointError(f'{what} {step} under {self._root} failed: {_one_line(error)}')
+  def _failed(self, step: int, error: Exception) -> CheckpointError:
+    return CheckpointError(f'saving {self._root / str(step)} failed: {_one_line(error)}; the '
+                           'checkpoint before it is still there')
 
 
 def _context() -> ocp.Context:

@@ -92,7 +92,11 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, BATCH)
 
 
+def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Places a host array; in a multi-host island each host passes all of it and keeps its part."""
+  return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
+
+
 def put_batch(mesh: jax.sharding.Mesh, batch_BxL1: np.ndarray) -> jax.Array:
-  """Places a host batch; in a multi-host island every host passes the same one, keeps its rows."""
-  return jax.make_array_from_callback(
-      batch_BxL1.shape, batch_sharding(mesh), lambda index: batch_BxL1[index])
+  """Places a host batch, its rows split over `data` and `fsdp`."""
+  return put(batch_BxL1, batch_sharding(mesh))

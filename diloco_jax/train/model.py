@@ -2,14 +2,14 @@ r"""A small Gemma-like decoder as plain functions over a plain tree of parameter
 
   x = E[tokens] sqrt(D)
   x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
-  logits = c tanh(norm(x) E^T / c)                       tied head and softcap c, or a head of its own
+  logits = c tanh(norm(x) E^T / c)                       softcap c; E^T, or a head of its own
 
 Norms are RMSNorm before each block only (Gemma 2 and later also norm after it; at this size that
 buys nothing) with scale 1 + s, s starting at 0, so that weight decay would pull towards 1. Queries
 and keys are normed per head (QK-norm, Gemma 3), then turned by RoPE; N query heads share K
 key-value heads (GQA); attention is causal.
 
-Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V vocabulary.
+Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
 Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
 protocol cuts fragments between tensors and layers; activations take `config.dtype`. There is no
 scan over layers for the same reason: at these depths unrolling compiles in seconds.
@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from diloco_jax.train import config as config_lib
@@ -28,48 +29,47 @@ Params = dict[str, Any]
 _EMBED_STD = 0.02
 
 
-def init_params(config: config_lib.ModelConfig, key: jax.Array) -> Params:
-  """Draws parameters: loss at the start is close to ln V.
+def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
+  """Draws parameters on the host, as numpy float32: loss at the start is close to ln V.
 
   Projections have standard deviation 1/sqrt(fan in); those that write to the residual stream are
   divided by sqrt(2 layers) as well (GPT-2), so that its variance does not grow with depth.
+
+  On the host, because learners on unlike devices and meshes, and a syncer without any, then start
+  from the same bits; and because nothing has to be compiled for it.
   """
-  embed_key, head_key, layers_key = jax.random.split(key, 3)
+  rng = np.random.default_rng(seed)
   params = {
-      'embedding': _normal(embed_key, (config.vocab_size, config.embed_dim), _EMBED_STD),
-      'final_norm': jnp.zeros((config.embed_dim,), jnp.float32),
-      'layers': _init_layers(config, layers_key),
+      'embedding': _normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD),
+      'final_norm': np.zeros((config.embed_dim,), np.float32),
+      'layers': [_init_layer(config, rng) for _ in range(config.num_layers)],
   }
   if not config.tied_head:
-    params['head'] = _normal(head_key, (config.embed_dim, config.vocab_size), _EMBED_STD)
+    params['head'] = _normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
   return params
 
 
-def _normal(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-  return std * jax.random.normal(key, shape, jnp.float32)
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> np.ndarray:
+  return rng.standard_normal(shape, np.float32) * np.float32(std)
 
 
-def _init_layers(config: config_lib.ModelConfig, key: jax.Array) -> list[Params]:
-  """One draw per kind of tensor for all layers together: a random draw is dear to compile."""
+def _init_layer(config: config_lib.ModelConfig, rng: np.random.Generator) -> Params:
   D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
   H, F = config.head_dim, config.hidden_dim
   residual = (2 * config.num_layers) ** -0.5
-  matrices = {  # shape of one layer's, standard deviation
-      'query': ((D, N, H), D**-0.5),
-      'key': ((D, K, H), D**-0.5),
-      'value': ((D, K, H), D**-0.5),
-      'out': ((N, H, D), (N * H)**-0.5 * residual),
-      'gate': ((D, F), D**-0.5),
-      'up': ((D, F), D**-0.5),
-      'down': ((F, D), F**-0.5 * residual),
+  return {
+      'attention_norm': np.zeros((D,), np.float32),
+      'query': _normal(rng, (D, N, H), D**-0.5),
+      'key': _normal(rng, (D, K, H), D**-0.5),
+      'value': _normal(rng, (D, K, H), D**-0.5),
+      'query_norm': np.zeros((H,), np.float32),
+      'key_norm': np.zeros((H,), np.float32),
+      'out': _normal(rng, (N, H, D), (N * H)**-0.5 * residual),
+      'mlp_norm': np.zeros((D,), np.float32),
+      'gate': _normal(rng, (D, F), D**-0.5),
+      'up': _normal(rng, (D, F), D**-0.5),
+      'down': _normal(rng, (F, D), F**-0.5 * residual),
   }
-  norms = {'attention_norm': D, 'query_norm': H, 'key_norm': H, 'mlp_norm': D}
-  keys = jax.random.split(key, len(matrices))
-  drawn = {name: _normal(k, (config.num_layers, *shape), std)
-           for k, (name, (shape, std)) in zip(keys, matrices.items(), strict=True)}
-  return [{name: stacked[i] for name, stacked in drawn.items()}
-          | {name: jnp.zeros((size,), jnp.float32) for name, size in norms.items()}
-          for i in range(config.num_layers)]
 
 
 def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array,
@@ -127,8 +127,9 @@ def _attention(layer: Params, x_BxLxD: jax.Array, sin_LxH: jax.Array,
   value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, layer['value'])
   query_BxLxNxH = _rope(rms_norm(query_BxLxNxH, layer['query_norm']), sin_LxH, cos_LxH)
   key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, layer['key_norm']), sin_LxH, cos_LxH)
-  mixed_BxLxNxH = jax.nn.dot_product_attention(
-      query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True)
+  with jax.numpy_dtype_promotion('standard'):  # JAX's own attention promotes bfloat16 logits
+    mixed_BxLxNxH = jax.nn.dot_product_attention(
+        query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True)
   return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, layer['out'])
 
 

@@ -24,19 +24,17 @@ class TrainState(NamedTuple):
 
 def init_state(config: config_lib.ModelConfig, tx: optax.GradientTransformation,
                mesh: jax.sharding.Mesh, seed: int) -> tuple[TrainState, TrainState]:
-  """Draws the state onto the mesh, no leaf ever whole on one device if it is split.
+  """Puts fresh parameters and moments onto the mesh, no leaf whole on a device if it is split.
 
   Returns:
     The state, and a tree like it of NamedShardings.
   """
-
-  def init(key: jax.Array) -> TrainState:
-    params = model_lib.init_params(config, key)
-    return TrainState(params, tx.init(params))
-
-  key = jax.random.key(seed)
-  shardings = mesh_lib.tree_shardings(mesh, jax.eval_shape(init, key))
-  return jax.jit(init, out_shardings=shardings)(key), shardings
+  params = model_lib.init_params(config, seed)
+  abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(tree)), params)
+  shardings = mesh_lib.tree_shardings(mesh, abstract)
+  params = jax.tree.map(mesh_lib.put, params, shardings.params)
+  opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
+  return TrainState(params, opt_state), shardings
 
 
 def make_train_step(config: config_lib.ModelConfig, tx: optax.GradientTransformationExtraArgs,

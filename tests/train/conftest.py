@@ -48,6 +48,7 @@ def _make_island(model, optimizer, data, corpus):
            **kwargs) -> island_lib.Island:
     mesh = mesh or config_lib.MeshConfig()
     devices = jax.devices()[first_device:first_device + mesh.num_devices]
+    model.num_layers = 1  # a second layer tells nothing more about islands, and is to be compiled
     settings = dict(model=model, optimizer=optimizer, data=data, mesh=mesh, total_steps=100,
                     devices=devices, corpus=corpus)
     built.append(island_lib.Island(**settings | kwargs))

@@ -1,5 +1,6 @@
 """What the decoder promises, whatever its size."""
 
+import doctest
 import math
 
 import jax
@@ -12,7 +13,7 @@ from diloco_jax.train import model as model_lib
 
 
 def _draw(model: config_lib.ModelConfig, batch: int = 2, length: int = 12):
-  params = jax.jit(lambda key: model_lib.init_params(model, key))(jax.random.key(0))
+  params = jax.tree.map(jnp.asarray, model_lib.init_params(model, seed=0))
   tokens = np.random.default_rng(0).integers(0, 256, (batch, length)).astype(np.int32)
   return params, jnp.asarray(tokens)
 
@@ -84,3 +85,13 @@ def test_layers_are_leaves_of_their_own(model):
   assert paths["['layers'][1]['query']"] == (16, 4, 8)
   assert paths["['layers'][1]['key']"] == (16, 2, 8)
   assert {model_lib.label(path) for path in paths} == {'embedding', 'body'}
+
+
+def test_examples_in_docstrings():
+  assert doctest.testmod(model_lib) == (0, 1)
+
+
+def test_initial_parameters_are_a_function_of_the_seed(model):
+  one, same, other = (model_lib.init_params(model, seed) for seed in (3, 3, 4))
+  jax.tree.map(np.testing.assert_array_equal, one, same)
+  assert not np.array_equal(one['embedding'], other['embedding'])

@@ -1,0 +1,1 @@
+"""The shells around the machines: sockets, threads, wall clocks, files and processes."""

@@ -1,0 +1,104 @@
+"""One learner: its node put together from ports, run to its end.
+
+Two threads besides those of the transport: the caller's runs the steps (work), another one the
+machine, so that heartbeats, pulls and publishes are handled while a step runs.
+"""
+
+import dataclasses
+import os
+import pathlib
+import random
+import secrets
+import threading
+from typing import Sequence
+
+import jax
+
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import learner
+from diloco_jax.runtime import assembly
+from diloco_jax.runtime import clock
+from diloco_jax.runtime import learner_work
+from diloco_jax.runtime import payloads as payloads_lib
+from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import syncer_process
+from diloco_jax.train import data
+from diloco_jax.train import island as island_lib
+
+NONCE_BITS = 63
+
+
+@dataclasses.dataclass
+class _Ended:
+  """What the machine's thread leaves behind."""
+
+  exit: actions.Exit | None = None
+  error: BaseException | None = None
+
+
+def make_island(
+  assembled: assembly.Assembly, workdir: pathlib.Path, learner_id: str,
+  devices: Sequence[jax.Device], corpus: data.Corpus | None = None,
+) -> island_lib.Island:
+  """The island of a learner, with its checkpoints under WORKDIR/islands/ID."""
+  config = assembled.config
+  return island_lib.Island(
+    model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
+    total_steps=config.train.steps, devices=devices, seed=config.train.seed,
+    checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'), corpus=corpus,
+  )
+
+
+def run(
+  assembled: assembly.Assembly,
+  island: island_lib.Island,
+  learner_id: str,
+  inbox: loop.Inbox,
+  make_transport: syncer_process.MakeTransport,
+  records: records_lib.Recorder,
+) -> actions.Exit:
+  """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
+
+  A checkpoint of the island is continued: its inner optimizer, data position and clock; the
+  fragments come from the syncer.
+  """
+  restored = island.restore()
+  payloads = payloads_lib.PayloadStore()
+  work = learner_work.LearnerWork(
+    assembled, island, inbox.post, payloads, records, restored=restored is not None
+  )
+  nonce = secrets.randbits(NONCE_BITS)
+  identity = assembly.identity(
+    assembled, learner_id, nonce, os.getpid(), random.Random(f'{learner_id} {nonce}').getrandbits(32)
+  )
+  if restored is None:
+    machine = learner.LearnerMachine(assembled.protocol, identity, work.exchange.digests())
+  else:
+    machine = learner.LearnerMachine.restore(assembled.protocol, identity, restored.protocol)
+    records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
+  island.warm_up()
+  work.exchange.warm_up()
+  transport = make_transport(inbox.post, payloads)
+  node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
+  ended = _Ended()
+  thread = threading.Thread(target=_run_node, args=(node, work, ended), name='node', daemon=True)
+  thread.start()
+  try:
+    work.run()
+    thread.join()
+  finally:
+    transport.shutdown(syncer_process.SHUTDOWN_S)
+    island.close()
+  if ended.error is not None:
+    raise ended.error
+  return ended.exit
+
+
+def _run_node(node: loop.Node, work: learner_work.LearnerWork, ended: _Ended) -> None:
+  try:
+    ended.exit = node.run()
+  except BaseException as error:  # raised again by the step thread, which must end too
+    ended.error = error
+  finally:
+    work.stop()

@@ -1,0 +1,194 @@
+"""A whole run on this machine: its folder, its programs and their environment, its end.
+
+    WORKDIR/config.json        the config, as it was started
+    WORKDIR/records/           facts of every process        (runtime/records.py)
+    WORKDIR/logs/              what every process said
+    WORKDIR/tensorboard/       curves
+    WORKDIR/syncer/, islands/  checkpoints
+    WORKDIR/report/            summary.json, timeline.png    (runtime/report.py)
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Mapping, Sequence
+
+from diloco_jax.protocol import agreement
+from diloco_jax.runtime import chaos
+from diloco_jax.runtime import config as config_lib
+from diloco_jax.runtime import launch
+from diloco_jax.runtime import live
+from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import report
+from diloco_jax.runtime import supervisor as supervisor_lib
+from diloco_jax.runtime import view as view_lib
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+_CONFIG = 'config.json'
+SUPERVISOR = 'supervisor'
+ADDRESS = 'syncer/address'
+
+# glibc gives freed pages back and takes fresh ones, page fault by page fault; for buffers that come
+# and go with every fragment that costs more than the arithmetic. 32 MiB is the largest threshold
+# that it accepts.
+_MALLOC = {
+  'MALLOC_MMAP_THRESHOLD_': str(32 << 20),
+  'MALLOC_TRIM_THRESHOLD_': str(1 << 30),
+  'MALLOC_TOP_PAD_': str(16 << 20),
+}
+
+
+def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
+                 resume: bool) -> pathlib.Path:
+  """Makes the folder of a run, or finds the one to go on with. Raises ValueError."""
+  if workdir is None:
+    if resume:
+      raise ValueError('--resume needs --workdir=DIR, the run to go on with')
+    workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
+  workdir = workdir.absolute()
+  if resume:
+    _check_same_run(config, workdir)
+  elif workdir.is_dir() and any(workdir.iterdir()):
+    raise ValueError(f'{workdir} holds a run already: go on with it (--resume), or choose another '
+                     '--workdir')
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / ADDRESS).unlink(missing_ok=True)  # of a run that has ended
+    (workdir / _CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+  except OSError as error:
+    raise ValueError(
+      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
+    ) from None
+  return workdir
+
+
+def _check_same_run(config: config_lib.Config, workdir: pathlib.Path) -> None:
+  path = workdir / _CONFIG
+  if not path.is_file():
+    raise ValueError(f'there is no run in {workdir} to go on with; leave --resume out to start one')
+  before = config_lib.Config.from_dict(json.loads(path.read_text())).agreement()
+  found = agreement.differences(
+    agreement.encode(config.agreement()), agreement.encode(before)
+  )
+  if found:
+    raise ValueError(f'the run in {workdir} was started with another config: {"; ".join(found)}; '
+                     'start it with its own, or choose another --workdir')
+
+
+def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+  """The environment of a process with so many emulated devices; what the user has set stays."""
+  cache = _ROOT / '.cache' / 'jax'
+  ours = {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    'TF_CPP_MIN_LOG_LEVEL': '2',
+    'GRPC_VERBOSITY': 'ERROR',
+    **_MALLOC,
+  }
+  path = os.pathsep.join(filter(None, [str(_ROOT), base.get('PYTHONPATH', '')]))
+  return {**ours, **base, 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1',
+          'PYTHONPATH': path}
+
+
+def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+             alone: bool) -> list[supervisor_lib.Program]:
+  """The programs of a run; `alone`: one learner and no syncer."""
+  common = [*config_flags, f'--workdir={workdir}']
+  # Learners read the address at every dial, so nobody waits for the syncer's start, and one that is
+  # started again may listen on another port.
+  address = 'none' if alone else f'file:{workdir / ADDRESS}'
+
+  def learner(name: str) -> supervisor_lib.Program:
+    return supervisor_lib.Program(
+      name=name, environment=environment(config.mesh.num_devices),
+      command=[sys.executable, '-m', 'experiments.learner', *common, f'--learner_id={name}',
+               f'--syncer={address}'],
+    )
+
+  names = config_lib.learner_ids(config.sync.learners)
+  if alone:
+    return [learner(names[0])]
+  syncer = supervisor_lib.Program(
+    name=supervisor_lib.SYNCER, environment=environment(1),
+    command=[sys.executable, '-m', 'experiments.syncer', *common, '--port=0'],
+  )
+  return [syncer, *(learner(name) for name in names)]
+
+
+def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+        alone: bool = False, single: bool = False) -> int:
+  """Runs to the end, writes the report, prints the summary; the exit code."""
+  print(f'run {config.name} in {workdir}', flush=True)
+  started_s = time.monotonic()
+  if single:
+    if config.chaos.enabled and config.chaos.kills:
+      print('no chaos: with --controller=single there is no process to kill', flush=True)
+    code, text, interrupted = _run_single(config, workdir)
+    fates = {}
+  else:
+    outcome = _run_processes(config, workdir, config_flags, alone)
+    code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
+  if code == launch.NEVER_RETRY:
+    raise launch.NeverRetry(text)
+  summary = report.write(config, workdir, fates, time.monotonic() - started_s,
+                         plot=not interrupted)
+  print(report.text(summary, workdir))
+  if code:
+    print(f'{text}; go on with: --resume --workdir={workdir}', file=sys.stderr)
+  return code
+
+
+def _run_processes(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+                   alone: bool) -> supervisor_lib.Outcome:
+  names = config_lib.learner_ids(1 if alone else config.sync.learners)
+  display = live.make()
+  recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
+  supervisor = supervisor_lib.Supervisor(
+    programs(config, workdir, config_flags, alone), workdir,
+    view_lib.RunView(names, config.train.steps, syncer=not alone), recorder,
+    kills=() if alone else chaos.plan(config.chaos, names),
+    listen=display.listen, tick=display.tick,
+  )
+  try:
+    return asyncio.run(_in_loop(supervisor))
+  finally:
+    display.close()
+    recorder.close()
+
+
+async def _in_loop(supervisor: supervisor_lib.Supervisor) -> supervisor_lib.Outcome:
+  return await supervisor.run()
+
+
+def _run_single(config: config_lib.Config, workdir: pathlib.Path) -> tuple[int, str, bool]:
+  """All nodes in this process; the exit code, one line, and whether somebody interrupted."""
+  os.environ.update(environment(config.mesh.num_devices * config.sync.learners))
+  from diloco_jax.runtime import single_controller  # pylint: disable=g-import-not-at-top  # jax
+
+  with launch.never_retry():
+    controller = single_controller.SingleController(
+      config, workdir, lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
+    )
+  interrupts = []
+
+  def interrupt(number: int, frame) -> None:
+    del number, frame
+    interrupts.append(time.monotonic())
+    if len(interrupts) > 1:
+      os._exit(launch.INTERRUPTED)  # threads in the middle of a step do not listen
+    controller.stop('interrupted')
+
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, interrupt)
+  controller.start()
+  exits = controller.join()
+  if interrupts:
+    return launch.INTERRUPTED, 'interrupted', True
+  worst = max(exits.values(), key=lambda item: item.code)
+  return worst.code, worst.text, False

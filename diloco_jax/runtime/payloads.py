@@ -1,0 +1,44 @@
+"""Where array bytes wait between transport and work, each under an integer handle.
+
+Machines see handles only. Nothing is copied: what is put must not be changed afterwards.
+"""
+
+import threading
+
+Buffer = memoryview | bytes
+
+
+class PayloadStore:
+  """The port `node.ports.Payloads` as a dictionary; safe to use from any thread."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._kept: dict[int, Buffer] = {}
+    self._last = 0
+
+  def put(self, data: Buffer) -> int:
+    """Keeps `data` (no copy) and returns a new handle."""
+    with self._lock:
+      self._last += 1
+      self._kept[self._last] = data
+      return self._last
+
+  def get(self, handle: int) -> Buffer:
+    with self._lock:
+      self._check(handle)
+      return self._kept[handle]
+
+  def drop(self, handle: int) -> None:
+    with self._lock:
+      self._check(handle)
+      del self._kept[handle]
+
+  def __len__(self) -> int:
+    with self._lock:
+      return len(self._kept)
+
+  def _check(self, handle: int) -> None:
+    # A second drop is a bug in the caller's book-keeping: it hides here no longer than one call.
+    if handle not in self._kept:
+      raise KeyError(f'no payload under handle {handle}: of {self._last} put, {len(self._kept)} '
+                     'are kept; it was dropped already or never put')

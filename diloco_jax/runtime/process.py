@@ -1,0 +1,159 @@
+"""The processes of a run: from flags to a node on gRPC, and from its end to an exit code.
+
+What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a folder
+that cannot be written, a config that does not fit the model, a checkpoint of another model.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import threading
+from typing import Callable, Iterator
+
+import jax
+
+from diloco_jax.node import link
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import members
+from diloco_jax.runtime import alone
+from diloco_jax.runtime import assembly
+from diloco_jax.runtime import config as config_lib
+from diloco_jax.runtime import grpc_client
+from diloco_jax.runtime import grpc_server
+from diloco_jax.runtime import launch
+from diloco_jax.runtime import learner_process
+from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import syncer_process
+
+FILE = 'file:'
+SPARE_SESSIONS = 8
+
+
+def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int:
+  """Runs the syncer process; the exit code."""
+  _prepare_jax(1)
+  folder, records = _open(workdir, 'syncer')
+  with launch.never_retry(ValueError):
+    assembled = assembly.assemble(config)
+  inbox = loop.Inbox()
+  limits = link.Limits(
+    max_payload_bytes=assembled.max_payload_bytes,
+    max_open_transfers=_open_transfers(config),
+    max_sessions=config.sync.learners + SPARE_SESSIONS,
+  )
+
+  def listen(post, payloads):
+    with launch.never_retry(ValueError, OSError):
+      transport = grpc_server.GrpcSyncerTransport(f'{host}:{port}', post, payloads, limits)
+      _write_address(folder, f'{host}:{transport.port}')
+    records.say(f'syncer listens on {host}:{transport.port}')
+    return transport
+
+  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry(ValueError):
+    result = syncer_process.run(assembled, folder, inbox, listen, records)
+  return _end(result, records)
+
+
+def learner(config: config_lib.Config, workdir: str, learner_id: str, address: str) -> int:
+  """Runs a learner process; the exit code."""
+  if not members.ID.fullmatch(learner_id):
+    raise launch.NeverRetry(
+      f'--learner_id={learner_id!r}: use up to 63 of a-z 0-9 _ -, a letter or digit first'
+    )
+  _prepare_jax(config.mesh.num_devices)
+  folder, records = _open(workdir, learner_id)
+  with launch.never_retry(ValueError):
+    assembled = assembly.assemble(config)
+    devices = jax.local_devices()
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
+  if address == 'none':
+    stopped = threading.Event()
+    with _stops(lambda reason: stopped.set()), launch.never_retry(ValueError):
+      return _end(alone.run(config, island, records, stopped.is_set), records)
+  inbox = loop.Inbox()
+  limits = link.Limits(
+    max_payload_bytes=assembled.max_payload_bytes, max_open_transfers=_open_transfers(config)
+  )
+
+  def connect(post, payloads):
+    return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
+
+  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry(ValueError):
+    result = learner_process.run(assembled, island, learner_id, inbox, connect, records)
+  return _end(result, records)
+
+
+def _open_transfers(config: config_lib.Config) -> int:
+  """A joiner gets every fragment at once, and new versions on top; their announcements may be read
+  later than their bytes, since the two travel on streams of their own."""
+  return 2 * config.sync.fragments + SPARE_SESSIONS
+
+
+def _prepare_jax(devices: int) -> None:
+  """Emulated devices as the mesh needs them, and no free-running dispatch on CPU: data-parallel
+  steps on emulated devices have been seen to abort when the host ran ahead of them."""
+  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
+    jax.config.update('jax_num_cpu_devices', devices)
+  jax.config.update('jax_cpu_enable_async_dispatch', False)
+
+
+def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+  folder = pathlib.Path(workdir).absolute()
+  try:
+    return folder, records_lib.Recorder(folder, name)
+  except OSError as error:
+    raise launch.NeverRetry(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a folder '
+      'that this user may write to.'
+    ) from error
+
+
+def _write_address(folder: pathlib.Path, address: str) -> None:
+  """Atomically, so that nobody reads half of it."""
+  path = folder / 'syncer' / 'address'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_suffix('.new')
+  temporary.write_text(address + '\n')
+  temporary.replace(path)
+
+
+def _resolver(address: str) -> Callable[[], str]:
+  if not address.startswith(FILE):
+    with launch.never_retry(ValueError):
+      grpc_client.grpc_session.check_loopback(address)
+    return lambda: address
+  path = pathlib.Path(address.removeprefix(FILE))
+  return lambda: path.read_text().strip()
+
+
+@contextlib.contextmanager
+def _stops(stop: Callable[[str], None]) -> Iterator[None]:
+  """SIGTERM and Ctrl-C end the process in an orderly way; a second one ends it at once."""
+  seen = []
+
+  def handle(number: int, frame: object) -> None:
+    del frame
+    if seen:
+      os._exit(128 + number)
+    seen.append(number)
+    stop(f'stopped by {signal.Signals(number).name}')
+
+  before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
+  records.report('exit', {'code': result.code, 'text': result.text})
+  if result.code == launch.NEVER_RETRY:
+    records.close()
+    raise launch.NeverRetry(result.text)
+  records.say(result.text)
+  records.close()
+  return result.code

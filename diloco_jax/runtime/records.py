@@ -1,0 +1,155 @@
+"""What a process writes down: facts as JSON lines, curves for TensorBoard, lines for people.
+
+One file per process, WORKDIR/records/NAME.jsonl, one fact per line and flushed per line, so that
+a process killed at any moment leaves at most one torn line, which readers skip. A later life of
+the process appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name": ..., values}.
+The supervisor, the live table and the report read these files and nothing else.
+
+Writing never stops training: if the disk is full it is said once and training goes on.
+"""
+
+import json
+import math
+import os
+import pathlib
+import sys
+import threading
+import time
+from typing import Any, Iterator
+
+RECORDS = 'records'
+TENSORBOARD = 'tensorboard'
+
+
+class Recorder:
+  """Records of one process (node.ports.Records). Thread-safe; never raises on a failing disk."""
+
+  def __init__(self, workdir: str | os.PathLike, process: str, tensorboard: bool = True,
+               prefix: str = ''):
+    """Args:
+
+      workdir: the run's folder; it is made if need be (OSError if that fails).
+      process: the name of the process, for example 'l0' or 'syncer'.
+      tensorboard: also write curves (tensorboardX, its own thread and queue).
+      prefix: of every line for people, where several nodes share an output.
+    """
+    self._process = process
+    self._prefix = prefix
+    self._lock = threading.Lock()
+    self._failed = False
+    path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    self._file = open(path, 'ab', buffering=0)
+    if self._file.tell():
+      self._file.write(b'\n')  # ends a line that a killed predecessor left torn; blanks are skipped
+    self._writer = _tensorboard(pathlib.Path(workdir) / TENSORBOARD / process, tensorboard)
+
+  def report(self, name: str, values: dict[str, Any]) -> None:
+    """Appends one fact."""
+    fact = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': name, **values}
+    line = json.dumps(fact, default=_plain).encode() + b'\n'
+    with self._lock:
+      self._guard(lambda: self._file.write(line))
+
+  def scalars(self, step: int, values: dict[str, float]) -> None:
+    """Adds points to the curves `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
+    with self._lock:
+      if self._writer is not None:
+        for key, value in values.items():
+          self._guard(lambda key=key, value=value: self._writer.add_scalar(key, value, step))
+
+  def say(self, text: str) -> None:
+    """One line for people, on standard output."""
+    self._guard(lambda: print(self._prefix + text, flush=True))
+
+  def completed(self, step: int, seconds: float, tokens: int, loss: float) -> None:
+    """The log line of an interval, as MaxText writes it: `seconds` per step, `tokens` of a step."""
+    rate = tokens / seconds if seconds > 0 else math.nan
+    self.say(f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, '
+             f'loss: {loss:.3f}')
+
+  def close(self) -> None:
+    """Flushes everything to disk."""
+    with self._lock:
+      self._guard(self._file.close)
+      if self._writer is not None:
+        self._guard(self._writer.close)
+        self._writer = None
+
+  def _guard(self, write) -> None:
+    """Runs `write`; a failing disk is reported once and then tolerated."""
+    try:
+      write()
+    except (OSError, ValueError) as error:  # ValueError: the file is closed
+      if not self._failed:
+        self._failed = True
+        try:
+          print(f'[{self._process}] records are incomplete from here on: {error}',
+                file=sys.stderr, flush=True)
+        except OSError:
+          pass  # nobody reads us any more
+
+
+def _tensorboard(folder: pathlib.Path, wanted: bool):
+  if not wanted:
+    return None
+  import tensorboardX  # pylint: disable=g-import-not-at-top  # 0.4 s that a reader does not pay
+  return tensorboardX.SummaryWriter(str(folder), flush_secs=5, max_queue=1000)
+
+
+def _plain(value: Any) -> Any:
+  """JSON for what json does not know: numpy and jax scalars, tuples of them, paths."""
+  if hasattr(value, 'item') and getattr(value, 'ndim', 0) == 0:
+    return value.item()
+  if hasattr(value, 'tolist'):
+    return value.tolist()
+  return str(value)
+
+
+class Tail:
+  """Reads the records of one file as they grow; a torn or damaged line is skipped.
+
+  Each `read` returns the facts that became complete since the last one.
+  """
+
+  def __init__(self, path: str | os.PathLike):
+    self._path = pathlib.Path(path)
+    self._offset = 0
+    self.skipped = 0
+
+  def read(self) -> list[dict[str, Any]]:
+    try:
+      with open(self._path, 'rb') as file:
+        file.seek(self._offset)
+        data = file.read()
+    except FileNotFoundError:
+      return []
+    whole = data[:data.rfind(b'\n') + 1]
+    self._offset += len(whole)
+    return list(self._facts(whole))
+
+  def _facts(self, data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+      if line.strip():
+        try:
+          fact = json.loads(line)
+        except ValueError:
+          fact = None
+        if isinstance(fact, dict) and 'name' in fact:
+          yield fact
+        else:
+          self.skipped += 1
+
+
+class TailAll:
+  """Tails every file of WORKDIR/records: (process, fact) in the order of the monotonic clock."""
+
+  def __init__(self, workdir: str | os.PathLike):
+    self._folder = pathlib.Path(workdir) / RECORDS
+    self._tails: dict[str, Tail] = {}
+
+  def read(self) -> list[tuple[str, dict[str, Any]]]:
+    for path in sorted(self._folder.glob('*.jsonl')):
+      self._tails.setdefault(path.stem, Tail(path))
+    rows = [(name, fact) for name, tail in self._tails.items() for fact in tail.read()]
+    return sorted(rows, key=lambda row: row[1].get('time', 0.0))

@@ -1,0 +1,299 @@
+"""Starts the processes of a local run, restarts what falls, kills by plan, leaves nothing behind.
+
+The life of a program under the supervisor::
+
+    waiting --the run begins--> running
+    running --exit 0--> done
+    running --exit 42--> refused              never retried; the others go on
+    running --anything else--> down --back-off--> running
+    running --killed by the chaos plan--> down --the plan's pause--> running
+    down --MAX_SHORT_LIVES short lives in a row--> failed
+
+The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
+still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
+later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once.
+
+It knows nothing of jax: it starts programs, and reads their records (runtime/view.py).
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import random
+import signal
+import time
+from typing import Callable, Mapping, Sequence
+
+from diloco_jax.runtime import chaos as chaos_lib
+from diloco_jax.runtime import children
+from diloco_jax.runtime import launch
+from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import view as view_lib
+
+SYNCER = 'syncer'
+FINISH_S = 30.0
+STOP_S = 8.0
+TICK_S = 0.25
+SHORT_LIFE_S = 20.0
+MAX_SHORT_LIVES = 5
+_BACKOFF_S = (0.5, 30.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+  """A program to keep running."""
+
+  name: str
+  command: Sequence[str]
+  environment: Mapping[str, str]
+
+
+@dataclasses.dataclass(slots=True)
+class Fate:
+  """What became of a program: its state (top of this file), lives and time without a process."""
+
+  state: str = 'waiting'
+  starts: int = 0
+  kills: int = 0
+  last_error: str = ''
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """How a run ended: the exit code to give, one line, and each program's fate."""
+
+  code: int
+  text: str
+  fates: dict[str, Fate]
+  interrupted: bool
+
+
+def backoff_s(failures: int, draw: random.Random) -> float:
+  """Pause before a restart after so many failures in a row: doubling, capped, half of it random."""
+  longest = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** (failures - 1))
+  return longest * (0.5 + 0.5 * draw.random())
+
+
+class Supervisor:
+  """Runs programs to their end. `listen` gets every line of output, `tick` the view, regularly."""
+
+  def __init__(
+    self,
+    programs: Sequence[Program],
+    workdir: pathlib.Path,
+    view: view_lib.RunView,
+    recorder: records_lib.Recorder,
+    kills: Sequence[chaos_lib.Kill] = (),
+    listen: children.Listen = lambda name, line: None,
+    tick: Callable[[view_lib.RunView], None] = lambda view: None,
+    finish_s: float = FINISH_S,
+    stop_s: float = STOP_S,
+  ):
+    self._programs = {program.name: program for program in programs}
+    self._learners = [name for name in self._programs if name != SYNCER]
+    self._workdir = workdir
+    self._view = view
+    self._recorder = recorder
+    self._kills = list(kills)
+    self._listen, self._tick = listen, tick
+    self._finish_s, self._stop_s = finish_s, stop_s
+    self._tails = records_lib.TailAll(workdir)
+    self._running: dict[str, children.Child] = {}
+    self._pauses: dict[str, float] = {}  # victims of the plan: how long they stay down
+    self._draw = random.Random()
+    self._stopping = asyncio.Event()
+    self._interrupts = 0
+    self.fates = {name: Fate() for name in self._programs}
+
+  async def run(self) -> Outcome:
+    """Returns when every process is gone."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      loop.add_signal_handler(number, self._interrupt)
+    keepers = [asyncio.create_task(self._keep(program)) for program in self._programs.values()]
+    watcher = asyncio.create_task(self._watch())
+    try:
+      await self._until_over(keepers)
+      await self._end(keepers)
+    finally:
+      for child in list(self._running.values()):
+        child.kill()
+      watcher.cancel()
+      await asyncio.gather(watcher, return_exceptions=True)
+    for keeper in keepers:
+      keeper.result()
+    self._look()
+    return self._outcome()
+
+  # --- One program --------------------------------------------------------------------------------
+
+  async def _keep(self, program: Program) -> None:
+    """Runs a program, life after life, until its fate is sealed or the run stops."""
+    failures = 0
+    while not self._stopping.is_set():
+      code, lived_s = await self._live(program)
+      if code in (0, launch.NEVER_RETRY) or self._stopping.is_set():
+        self._seal(program.name, code)
+        return
+      failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
+      pause_s = self._pauses.pop(program.name, None)
+      if pause_s is None:
+        if failures >= MAX_SHORT_LIVES:
+          self._note(program.name, 'failed', f'gave up after {failures} short lives in a row')
+          return
+        pause_s = backoff_s(failures, self._draw)
+        self._note(program.name, 'down', f'{_ended(code)}; restart in {pause_s:.1f} s')
+      else:
+        failures = 0
+      await self._pause(pause_s)
+
+  async def _live(self, program: Program) -> tuple[int, float]:
+    """One life: its exit code and how long it lasted."""
+    name, fate = program.name, self.fates[program.name]
+    child = await children.start(
+      name, program.command, program.environment,
+      self._workdir / 'logs' / f'{name}.log', self._listen,
+    )
+    self._running[name] = child
+    fate.starts += 1
+    self._note(name, 'starting', f'started again (life {fate.starts})' if fate.starts > 1 else '',
+               pid=child.pid)
+    if self._stopping.is_set():
+      child.terminate()
+    try:
+      code = await child.wait()
+    finally:
+      del self._running[name]
+    fate.last_error = child.last_error or fate.last_error
+    self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
+    return code, time.monotonic() - child.started_s
+
+  def _seal(self, name: str, code: int) -> None:
+    if code == launch.NEVER_RETRY:
+      self._note(name, 'refused', self.fates[name].last_error or 'ended with exit code 42')
+    else:
+      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _ended(code))
+
+  def _note(self, name: str, state: str, text: str, **values) -> None:
+    """A new state of a program, for the records and the view."""
+    self.fates[name].state = state
+    fact = {'name': 'process', 'child': name, 'state': state, 'text': text, **values}
+    self._view.update('supervisor', fact)
+    del fact['name']
+    self._recorder.report('process', fact)
+    if text:
+      self._listen('local', f'{name}: {text}')
+
+  async def _pause(self, seconds: float) -> bool:
+    """Waits, but not beyond the end of the run; True: it is ending."""
+    try:
+      await asyncio.wait_for(self._stopping.wait(), seconds)
+    except TimeoutError:
+      pass
+    return self._stopping.is_set()
+
+  # --- The run ------------------------------------------------------------------------------------
+
+  async def _watch(self) -> None:
+    """Follows the records, carries out the chaos plan, refreshes the display."""
+    while True:
+      self._look()
+      self._tick(self._view)
+      await asyncio.sleep(TICK_S)
+
+  def _look(self) -> None:
+    for process, fact in self._tails.read():
+      if process != 'supervisor':
+        self._view.update(process, fact)
+    due, self._kills = chaos_lib.due(self._kills, self._view.progress)
+    for kill in due:
+      self._kill(kill)
+
+  def _kill(self, kill: chaos_lib.Kill) -> None:
+    child = self._running.get(kill.victim)
+    if child is None or self._stopping.is_set():
+      return  # it is down already, or everything is ending
+    self._pauses[kill.victim] = kill.down_s
+    self.fates[kill.victim].kills += 1
+    self._note(kill.victim, 'down', f'killed by the chaos plan, back in {kill.down_s:g} s',
+               progress=self._view.progress)
+    child.kill()
+
+  async def _until_over(self, keepers: list[asyncio.Task]) -> None:
+    """Until the syncer's fate is sealed, or no learner is left, or somebody interrupts."""
+    by_name = dict(zip(self._programs, keepers))
+    stop = asyncio.create_task(self._stopping.wait())
+    learners = asyncio.gather(*(by_name[name] for name in self._learners))
+    ends = {stop, asyncio.ensure_future(learners)}
+    if SYNCER in by_name:
+      ends.add(by_name[SYNCER])
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+
+  async def _end(self, keepers: list[asyncio.Task]) -> None:
+    """Everybody ends: by himself, asked, or killed."""
+    natural = self._is_natural_end()
+    self._stopping.set()  # no new lives
+    if natural:
+      await self._wait(self._finish_s, interrupts=0)
+    for child in list(self._running.values()):
+      child.terminate()
+    await self._wait(self._stop_s, interrupts=1)
+    for name, child in list(self._running.items()):
+      self._listen('local', f'{name}: does not end, killed')
+      child.kill()
+    await asyncio.wait(keepers)
+
+  def _is_natural_end(self) -> bool:
+    """Nobody interrupted, and somebody came to the end of the run: the others deserve patience."""
+    return not self._interrupts and any(fate.state == 'done' for fate in self.fates.values())
+
+  async def _wait(self, seconds: float, interrupts: int) -> None:
+    """Until no process is left, `seconds` have passed, or there were more interrupts than that."""
+    deadline_s = time.monotonic() + seconds
+    while self._running and time.monotonic() < deadline_s and self._interrupts <= interrupts:
+      await asyncio.sleep(0.05)
+
+  def _interrupt(self) -> None:
+    self._interrupts += 1
+    if self._interrupts == 1:
+      self._listen('local', 'stopping (again: kill at once)')
+      self._stopping.set()
+    else:
+      for child in list(self._running.values()):
+        child.kill()
+
+  def _outcome(self) -> Outcome:
+    syncer = self.fates.get(SYNCER)
+    learners = [self.fates[name] for name in self._learners]
+    return Outcome(**_verdict(syncer, learners, self._interrupts > 0), fates=self.fates,
+                   interrupted=self._interrupts > 0)
+
+
+def _verdict(syncer: Fate | None, learners: list[Fate], interrupted: bool) -> dict:
+  """(exit code, one line) of a run from the fates of its programs."""
+  if interrupted:
+    return {'code': launch.INTERRUPTED, 'text': 'interrupted'}
+  if syncer is not None and syncer.state == 'refused':
+    return {'code': launch.NEVER_RETRY, 'text': syncer.last_error or 'the syncer refused to start'}
+  if learners and all(fate.state == 'refused' for fate in learners):
+    return {'code': launch.NEVER_RETRY, 'text': learners[0].last_error or 'no learner could start'}
+  if syncer is not None and syncer.state != 'done':
+    return {'code': 1, 'text': f'the syncer {syncer.state} (its log says why)'}
+  if not any(fate.state == 'done' for fate in learners):
+    return {'code': 1, 'text': 'no learner came to its end (their logs say why)'}
+  return {'code': 0, 'text': 'done'}
+
+
+def _ended(code: int) -> str:
+  """An exit code in words.
+
+  >>> _ended(-9), _ended(3)
+  ('killed by SIGKILL', 'ended with exit code 3')
+  """
+  if code >= 0:
+    return f'ended with exit code {code}'
+  try:
+    return f'killed by {signal.Signals(-code).name}'
+  except ValueError:
+    return f'killed by signal {-code}'

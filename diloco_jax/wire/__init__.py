@@ -1,0 +1,1 @@
+"""The wire: protobuf control messages and raw payload chunks (docs/wire_format.md)."""

@@ -1,0 +1,1 @@
+"""Programs and config files. Nothing imports them but tests and notebooks."""

@@ -1,0 +1,146 @@
+"""A byte-level language model on the text of Python's own standard library.
+
+What it shows: four learners, each a JAX mesh of two devices, train one model over gRPC; one of them
+is killed on the way and comes back, and the others do not notice. Then the same experiment with
+other meanings of "training together", each a few lines away from the next.
+
+    ./scripts/train.sh                                                         # cpu: the demo
+    ./scripts/train.sh --config=experiments/configs/stdlib_lm.py:diloco
+    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:cpu --syncer=none \
+      --learner_id=l0 --workdir=runs/alone                                     # 1/4 of the tokens
+    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:data_parallel \
+      --syncer=none --learner_id=l0 --workdir=runs/data_parallel               # all the tokens
+
+In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.get_config('tiny')`.
+
+| variant | what it is |
+|---|---|
+| cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=2, K=1, int8, one learner killed |
+| tiny | the same in seconds, for tests: M=3, P=H=4 |
+| decoupled | cpu without the chaos |
+| streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
+| diloco | DiLoCo: K=M, one fragment, nobody trains while it is in flight |
+| data_parallel | one learner with the batch of all four, to compare with |
+| v5p_v6e | the real thing: four TPU v5p and four v6e learners, M=8, P=H=24, a 1B model |
+"""
+
+from typing import Callable
+
+from diloco_jax.runtime import config as config_lib
+from diloco_jax.train import config as train_config
+
+
+def cpu() -> config_lib.Config:
+  """Sized for two cores."""
+  learners, steps = 4, 300
+  return config_lib.Config(
+    name='cpu',
+    model=train_config.ModelConfig(
+      num_layers=4, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256,
+    ),
+    optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
+    data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
+    mesh=train_config.MeshConfig(data=2),
+    sync=config_lib.SyncConfig(
+      learners=learners, quorum=1, fragments=12, period=12, overlap=2,
+      codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.6,
+      checkpoint_every_syncs=60,
+    ),
+    train=config_lib.TrainConfig(steps=steps, log_every=20, eval_every=60,
+                                 checkpoint_every_steps=60),
+    chaos=config_lib.ChaosConfig(enabled=True, kills=[config_lib.KillConfig()]),
+  )
+
+
+def tiny() -> config_lib.Config:
+  """A few seconds; for tests."""
+  config = cpu()
+  config.model = train_config.ModelConfig(
+    num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, hidden_dim=64,
+  )
+  config.optimizer.warmup_steps = 4
+  config.data = train_config.DataConfig(
+    seq_len=32, batch_size=4, streams=16, eval_batches=1, eval_batch_size=8,
+  )
+  config.sync.learners, config.sync.fragments, config.sync.period = 3, 4, 4
+  config.sync.checkpoint_every_syncs = 8
+  config.train = config_lib.TrainConfig(steps=24, log_every=4, eval_every=8,
+                                        checkpoint_every_steps=8)
+  config.chaos.enabled = False
+  return config
+
+
+def decoupled() -> config_lib.Config:
+  """Nobody waits for anybody."""
+  config = cpu()
+  config.chaos.enabled = False
+  return config
+
+
+def streaming() -> config_lib.Config:
+  """Everybody waits for the slowest, but not before tau steps have hidden the network."""
+  config = decoupled()
+  config.sync.quorum = config.sync.learners
+  config.sync.max_lag = config.sync.overlap
+  return config
+
+
+def diloco() -> config_lib.Config:
+  """Everything at once every H steps, and nobody trains meanwhile."""
+  config = streaming()
+  config.sync.fragments = 1
+  config.sync.overlap = config.sync.max_lag = 0
+  return config
+
+
+def data_parallel() -> config_lib.Config:
+  """One learner that sees all the tokens."""
+  config = decoupled()
+  config.data.batch_size *= config.sync.learners
+  config.sync.learners = config.sync.quorum = config.data.streams = 1
+  return config
+
+
+def v5p_v6e() -> config_lib.Config:
+  """Eight TPU slices of two kinds, unequally fast, far apart. Nothing here is sized for a CPU.
+
+  The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads and 1 key head of
+  256): 0.70B parameters, of which next to nothing is embedding. A learner is a slice of 64 chips;
+  one sync moves 1/24 of the parameters as int8, 30 MB each way.
+  """
+  learners = 8
+  return config_lib.Config(
+    name='v5p_v6e',
+    model=train_config.ModelConfig(
+      num_layers=26, embed_dim=1152, num_heads=4, num_kv_heads=1, head_dim=256, hidden_dim=6912,
+      dtype='bfloat16',
+    ),
+    optimizer=train_config.OptimizerConfig(learning_rate=1e-3, warmup_steps=1_000),
+    data=train_config.DataConfig(
+      corpus='/data/text', seq_len=4096, batch_size=128, streams=64, eval_batches=8,
+      eval_batch_size=64,
+    ),
+    mesh=train_config.MeshConfig(fsdp=64),
+    sync=config_lib.SyncConfig(
+      learners=learners, quorum=1, fragments=24, period=24, overlap=2,
+      codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.9,
+      lease_s=60.0, heartbeat_s=10.0, checkpoint_every_syncs=240,
+    ),
+    train=config_lib.TrainConfig(steps=100_000, log_every=20, eval_every=2_400,
+                                 checkpoint_every_steps=1_000),
+  )
+
+
+VARIANTS: dict[str, Callable[[], config_lib.Config]] = {
+  make.__name__: make
+  for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel, v5p_v6e)
+}
+
+
+def get_config(variant: str = 'cpu') -> config_lib.Config:
+  """The config of a variant; ValueError lists them all if there is no such variant."""
+  if variant not in VARIANTS:
+    raise ValueError(f'there is no variant {variant!r}; use one of: {", ".join(VARIANTS)}')
+  config = VARIANTS[variant]()
+  config.name = variant
+  return config

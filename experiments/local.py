@@ -1,0 +1,51 @@
+"""Runs an experiment on this machine: one syncer and its learners, each a process of its own.
+
+    python -m experiments.local                                  # the demo, stdlib_lm.py:cpu
+    python -m experiments.local --config=experiments/configs/stdlib_lm.py:tiny --chaos=off
+    python -m experiments.local --resume --workdir=runs/cpu-20260101-120000
+    python -m experiments.local --controller=single              # all in one process
+
+Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
+timeline.png, WORKDIR/logs what each process said, WORKDIR/tensorboard the curves.
+"""
+
+import pathlib
+
+from absl import flags
+
+from diloco_jax.runtime import launch
+from diloco_jax.runtime import local
+
+_DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
+
+launch.define_config()
+_WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
+_RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
+_CONTROLLER = flags.DEFINE_enum(
+  'controller', 'processes', ['processes', 'single'],
+  'a process for each learner, or one that drives them all',
+)
+_SYNCER = flags.DEFINE_enum(
+  'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
+)
+_CHAOS = flags.DEFINE_enum(
+  'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
+)
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  config = launch.config()
+  if _CHAOS.value != 'config':
+    config.chaos.enabled = _CHAOS.value == 'on'
+  with launch.never_retry():
+    workdir = local.open_workdir(config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None,
+                                 resume=_RESUME.value)
+  return local.run(
+    config, workdir, config_flags=launch.config_flags_of_this_process(),
+    alone=_SYNCER.value == 'none', single=_CONTROLLER.value == 'single',
+  )
+
+
+if __name__ == '__main__':
+  launch.run_main(main, default_config=_DEFAULT_CONFIG)

@@ -1,0 +1,30 @@
+"""The syncer of a run, as a process.
+
+    python -m experiments.syncer --config=experiments/configs/stdlib_lm.py:cpu \
+      --workdir=runs/by_hand --port=7070
+
+It listens on 127.0.0.1 and writes HOST:PORT to WORKDIR/syncer/address once it does; learners may be
+started with `--syncer=file:WORKDIR/syncer/address` before that. Exit codes: 0 done, 42 never retry,
+anything else retry.
+"""
+
+from absl import flags
+
+from diloco_jax.runtime import launch
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; loopback only.')
+_PORT = flags.DEFINE_integer('port', 0, 'Port to listen on; 0: the kernel chooses.')
+launch.define_config()
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  config = launch.config()
+  from diloco_jax.runtime import process  # after the config is known to be good: imports jax
+
+  return process.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value)
+
+
+if __name__ == '__main__':
+  launch.run_main(main)

@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Generates diloco_jax/wire/sync_pb2.py and .pyi from diloco_jax/wire/diloco/v1/sync.proto.
+#
+# With an OLD grpcio-tools on purpose: generated code demands at least the protobuf that made it, so
+# stubs of 1.73 (protobuf 6.31) import with protobuf 6.31 to 7.x, those of the newest only with it.
+# Run it after every change of the proto and check the result in; nobody needs it to train.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+
+"${PYTHON:-python3}" -m venv "$work/venv"
+"$work/venv/bin/pip" install --quiet 'grpcio-tools==1.73.1'
+"$work/venv/bin/python" -m grpc_tools.protoc \
+  --proto_path="$root/diloco_jax/wire" --python_out="$work" --pyi_out="$work" \
+  diloco/v1/sync.proto
+cp "$work/diloco/v1/sync_pb2.py" "$work/diloco/v1/sync_pb2.pyi" "$root/diloco_jax/wire/"

@@ -1,0 +1,44 @@
+# Sourced by the other scripts: goes to the repo's root and makes sure that .venv there holds what
+# requirements.lock pins. Sets $python. The lock is copied into .venv last, as the mark of a
+# finished set-up, so that the second run costs nothing and an interrupted one is taken up again.
+#   PYTHON=/path/to/python3.12 ./scripts/train.sh      chooses the interpreter (3.11 or newer)
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+python="$root/.venv/bin/python"
+
+fail() { echo "error: $*" >&2; exit 42; }
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; }
+
+find_python() {
+  local found=()
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if is_new_enough "$candidate"; then echo "$candidate"; return; fi
+    found+=("$candidate ($("$candidate" --version 2>/dev/null || echo 'not found'))")
+  done
+  fail "Python 3.11 or newer is needed and none of these is: ${found[*]};" \
+    "install one, or name it: PYTHON=/path/to/python3.12 $0"
+}
+
+set_up() {
+  if ! is_new_enough "$python"; then
+    local base; base="$(find_python)" || exit 42
+    "$base" -m venv --clear .venv \
+      || fail "$base cannot make a virtual environment; on Debian: apt install python3-venv"
+  fi
+  echo "setting up .venv (once; a minute or two)" >&2
+  "$python" -m pip install --quiet --disable-pip-version-check -r requirements.lock >&2 \
+    || fail "pip could not install requirements.lock (see above); run $0 again to take it up"
+  cp requirements.lock .venv/requirements.installed
+}
+
+is_set_up() { [ -x "$python" ] && cmp -s requirements.lock .venv/requirements.installed; }
+
+if ! is_set_up; then
+  if command -v flock >/dev/null; then
+    mkdir -p .cache; exec 9>.cache/setup.lock; flock 9   # two at once must not both install
+  fi
+  is_set_up || set_up
+  exec 9>&- || true
+fi

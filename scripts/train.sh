@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Trains the demo on this machine: one syncer, four learners, one of them killed on the way.
+#   ./scripts/train.sh [--workdir=DIR] [--config=experiments/configs/stdlib_lm.py:tiny] \
+#     [--config.sync.quorum=2 ...]
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+exec "$python" -m experiments.local "$@"

@@ -1,0 +1,21 @@
+"""The settings under which every test runs: eight emulated devices, and no silent conversions.
+
+Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
+a broadcast nobody wrote into an error. Asynchronous dispatch is off because free-running emulated
+devices can miss their rendezvous on a small machine.
+"""
+
+import os
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('MPLBACKEND', 'Agg')
+
+from absl import flags
+import jax
+
+jax.config.update('jax_num_cpu_devices', 8)
+jax.config.update('jax_cpu_enable_async_dispatch', False)
+jax.config.update('jax_numpy_dtype_promotion', 'strict')
+jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+flags.FLAGS.mark_as_parsed()  # grain reads absl flags

@@ -1,0 +1,168 @@
+"""The loop: events in, actions out to the right port, in order, until Exit."""
+
+import queue
+import threading
+from typing import Any
+
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events, learner, messages, syncer
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.runtime import clock, inprocess
+from diloco_jax.runtime import payloads as payloads_lib
+
+DEADLINE_S = 30
+AGREEMENT = '{}'
+PAYLOAD = bytes(range(64))
+ANNOUNCED = messages.Payload(size_bytes=len(PAYLOAD), crc32=0)
+
+
+class Ports:
+  """Clock, transport, work and records in one, which write down what they are asked."""
+
+  def __init__(self):
+    self.asked: list[Any] = []
+    self.time_ns = 0
+
+  def now_ns(self) -> int:
+    return self.time_ns
+
+  def dial(self, session: int) -> None:
+    self.asked.append(('dial', session))
+
+  def send(self, session: int, message: Any, payload: Any) -> None:
+    self.asked.append(('send', session, message, payload))
+
+  def close(self, session: int, reason: str) -> None:
+    self.asked.append(('close', session, reason))
+
+  def submit(self, action: Any) -> None:
+    self.asked.append(('work', action))
+
+  def report(self, name: str, values: dict) -> None:
+    self.asked.append(('report', name, values))
+
+  def say(self, text: str) -> None:
+    self.asked.append(('say', text))
+
+
+class Script:
+  """A machine that answers each event with what its script says."""
+
+  deadline_ns: int | None = None
+
+  def __init__(self, *answers: list[actions.Action]):
+    self._answers = list(answers)
+    self.seen: list[tuple[int, events.Event]] = []
+
+  def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
+    self.seen.append((now_ns, event))
+    return self._answers.pop(0)
+
+
+def run(machine: Any, ports: Ports, *posted: events.Event, payloads: Any = None) -> actions.Exit:
+  inbox = loop.Inbox()
+  for event in posted:
+    inbox.post(event)
+  return loop.Node(machine, inbox, ports, ports, ports, payloads, ports).run()
+
+
+def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
+  payloads, ports = payloads_lib.PayloadStore(), Ports()
+  handle = payloads.put(PAYLOAD)
+  step, end = actions.Step(step=3), actions.Exit(code=0, text='done')
+  machine = Script([
+    actions.Dial(session=1),
+    actions.Send(session=1, message=messages.Heartbeat()),
+    actions.Send(session=1, message=messages.Leave(reason='x'), handle=handle),
+    actions.Drop(handle=handle),
+    step,
+    actions.Report(name='state', values={'a': 1}),
+    actions.Say(text='hello'),
+    actions.Close(session=1, reason='over'),
+  ], [end, actions.Say(text='never said')])
+  assert run(machine, ports, events.Stop(reason='a'), events.Stop(reason='b'),
+             payloads=payloads) == end
+  assert ports.asked == [
+    ('dial', 1), ('send', 1, messages.Heartbeat(), None),
+    ('send', 1, messages.Leave(reason='x'), PAYLOAD), ('work', step),
+    ('report', 'state', {'a': 1}), ('say', 'hello'), ('close', 1, 'over'),
+  ]
+  assert [event.reason for _, event in machine.seen] == ['a', 'b']
+
+
+def test_the_deadline_wakes_the_machine():
+  ports, machine = Ports(), Script([actions.Exit(code=0, text='woken')])
+  ports.time_ns, machine.deadline_ns = 5_000_000, 7_000_000
+  assert run(machine, ports).text == 'woken'
+  assert machine.seen == [(5_000_000, events.Wake())]
+
+
+def test_a_deadline_in_the_past_wakes_at_once_but_after_what_has_come():
+  ports, machine = Ports(), Script([], [actions.Exit(code=0, text='')])
+  ports.time_ns, machine.deadline_ns = 9, 3
+  run(machine, ports, events.Stop(reason='first'))
+  assert [type(event) for _, event in machine.seen] == [events.Stop, events.Wake]
+
+
+class Answers:
+  """Work that is done at once: every value is 7, every payload the same bytes."""
+
+  def __init__(self, post: Any, payloads: payloads_lib.PayloadStore):
+    self._post, self._payloads = post, payloads
+    self.steps = 0
+
+  def submit(self, action: actions.Work) -> None:
+    match action:
+      case actions.Step():
+        self.steps += 1
+        self._post(events.StepDone(tokens=5, step_ns=1))
+      case actions.Encode(sync=sync, fragment=p):
+        self._post(events.Encoded(
+          sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED))
+      case actions.Adopt(fragment=p, version=version, handle=handle):
+        self._payloads.drop(handle)
+        self._post(events.AdoptDone(fragment=p, version=version, digest=7))
+      case actions.Merge(sync=sync, fragment=p, participants=participants):
+        for one in participants:
+          self._payloads.drop(one.handle)
+        self._post(events.MergeDone(
+          sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED, digest=7))
+      case actions.Save(step=step):
+        self._post(events.SaveDone(step=step))
+
+
+class Quiet:
+  """Records that keep the last ledger."""
+
+  ledger: dict | None = None
+
+  def report(self, name: str, values: dict) -> None:
+    if name == 'ledger':
+      self.ledger = values
+
+  def say(self, text: str) -> None:
+    pass
+
+
+def test_a_run_over_real_threads_and_transports_ends():
+  config = config_lib.ProtocolConfig(
+    learners=2, fragments=2, period=2, overlap=0, quorum=2, total_steps=6)
+  hub, exits, records = inprocess.InProcessHub(), queue.SimpleQueue(), Quiet()
+  works: list[Answers] = []
+
+  def serve(machine: Any, make_transport: Any) -> None:
+    inbox, payloads = loop.Inbox(), payloads_lib.PayloadStore()
+    transport, work = make_transport(inbox.post, payloads), Answers(inbox.post, payloads)
+    works.append(work)
+    node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
+    inbox.post(events.Wake())
+    threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
+
+  serve(syncer.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)
+  for n in range(2):
+    identity = learner.Identity(
+      learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n)
+    serve(learner.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
+  assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
+  assert [work.steps for work in works] == [0, 6, 6]
+  assert records.ledger['merged'] == records.ledger['trained'] * 2 == 120
