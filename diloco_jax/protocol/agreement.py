@@ -7,6 +7,7 @@ Join, before anything is sent that could be merged.
 import json
 
 SHOWN = 5
+LONGEST = 80
 
 
 def encode(facts: dict) -> str:
@@ -18,7 +19,7 @@ def differences(here: str, there: str) -> list[str]:
   """Where the agreement `here` (the joining learner's) differs from `there` (the run's)."""
   ours, theirs = _decode(here), _decode(there)
   return [
-    f'{name} is {ours.get(name, "absent")!r} here, {theirs.get(name, "absent")!r} there'
+    f'{name} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
     for name in sorted(ours.keys() | theirs.keys())
     if ours.get(name) != theirs.get(name)
   ]
@@ -34,6 +35,11 @@ def refusal(here: str, there: str) -> str:
     f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
     'Start it with the config of the run.'
   )
+
+
+def _shown(facts: dict, name: str) -> str:
+  text = repr(facts.get(name, 'absent'))
+  return text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
 
 
 def _decode(text: str) -> dict:

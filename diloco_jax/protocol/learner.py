@@ -43,7 +43,8 @@ CONNECTION_STATES = (
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted'),
   ('training', 'trained', 'the clock reached T'),
-  ('training', 'ended', 'asked to stop'),
+  ('waiting', 'ended', 'refused for good, or asked to stop'),
+  ('training', 'ended', 'asked to stop, or fenced'),
   ('trained', 'ended', 'Finish: every fragment is closed'),
 )
 
@@ -263,10 +264,7 @@ class LearnerMachine:
     self._send(messages.Confirm(
       nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
       steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
-      held=tuple(
-        messages.Held(version=a.version, digest=a.digest) if a.sound else UNKNOWN
-        for a in self._anchors
-      ),
+      held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
     ))
 
   def _refused(self, now_ns: int, refused: messages.Refused) -> None:

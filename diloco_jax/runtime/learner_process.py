@@ -77,8 +77,8 @@ def run(
   else:
     machine = learner.LearnerMachine.restore(assembled.protocol, identity, restored.protocol)
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
+  work.exchange.compile_ahead()
   island.warm_up()
-  work.exchange.warm_up()
   transport = make_transport(inbox.post, payloads)
   node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
   ended = _Ended()

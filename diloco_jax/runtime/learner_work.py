@@ -7,10 +7,11 @@ on the device and inside jit. The *egress thread* waits for the few results that
 a copy, a checksum or the network.
 """
 
+from concurrent import futures
 import functools
 import queue
 import threading
-from typing import Callable
+from typing import Any, Callable
 
 import jax
 import jax.numpy as jnp
@@ -36,54 +37,78 @@ WHOLE = codecs.get('float32')
 
 
 class Exchange:
-  """The anchors of an island and the jitted functions that exchange its fragments."""
+  """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
+
+  `compile_ahead` compiles them beside the first steps, in the order in which syncs will want them;
+  who needs one that is not there yet waits for that one only.
+  """
 
   def __init__(self, assembled: assembly.Assembly, island: island_lib.Island):
     self._island = island
-    self._layout, sync = assembled.layout, assembled.config.sync
-    count = self._layout.num_fragments
-    place, shardings = island.replicated, island.shardings.params
-    self._codec_down = assembled.codec_down
+    self._layout = assembled.layout
+    self._codec_up = assembled.codec_up
+    self._codecs_down = {False: assembled.codec_down, True: WHOLE}
+    self._alpha = assembled.config.sync.alpha
+    self._compiled: dict[tuple, futures.Future] = {}
+    self._lock = threading.Lock()
+    gather = jax.jit(
+      lambda p, params: codecs.canonical(fragments.gather(self._layout, p, params)),
+      static_argnums=0, out_shardings=island.replicated,
+    )
+    self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
 
-    def adopt(p: int, codec: codecs.Codec, params, anchor_N, data):
-      start_N = jnp.zeros_like(anchor_N) if codec is WHOLE else anchor_N
+  def compile_ahead(self) -> None:
+    """Compiles what every sync needs, on a thread of its own."""
+    threading.Thread(target=self._compile_all, name='compile', daemon=True).start()
+
+  def _compile_all(self) -> None:
+    for p in range(self._layout.num_fragments):
+      self._get(self._lower_encode, p)
+      self._get(self._lower_adopt, p, False)
+
+  def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
+    """The compiled function; whoever asks first compiles it, everybody else waits."""
+    with self._lock:
+      known = self._compiled.get((lower.__name__, *key))
+      if known is None:
+        mine = self._compiled[lower.__name__, *key] = futures.Future()
+    if known is not None:
+      return known.result()
+    try:
+      mine.set_result(lower(*key).compile())
+    except BaseException as error:
+      mine.set_exception(error)
+      raise
+    return mine.result()
+
+  def _lower_encode(self, p: int) -> jax.stages.Lowered:
+    encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
+    return jax.jit(encode, out_shardings=self._island.replicated).lower(
+      *self._abstract(p)
+    )
+
+  def _lower_adopt(self, p: int, whole: bool) -> jax.stages.Lowered:
+    codec = self._codecs_down[whole]
+
+    def adopt(params, anchor_N, data):
+      start_N = jnp.zeros_like(anchor_N) if whole else anchor_N
       published_N, digest = exchange.apply_delta(codec, start_N, data)
-      params, anchor_N = exchange.adopt(self._layout, p, params, anchor_N, published_N, sync.alpha)
+      params, anchor_N = exchange.adopt(self._layout, p, params, anchor_N, published_N, self._alpha)
       return params, anchor_N, digest
 
-    def jit_adopt(p: int, codec: codecs.Codec):
-      return jax.jit(
-        functools.partial(adopt, p, codec), donate_argnums=(0, 1),
-        out_shardings=(shardings, place, place),
-      )
-
-    self._encode = [
-      jax.jit(
-        functools.partial(exchange.pseudo_gradient, self._layout, p, assembled.codec_up),
-        out_shardings=place,
-      )
-      for p in range(count)
-    ]
-    self._adopt = {
-      (p, is_whole): jit_adopt(p, WHOLE if is_whole else assembled.codec_down)
-      for p in range(count) for is_whole in (False, True)
-    }
-    self.anchors = [self._initial(p) for p in range(count)]
-
-  def _initial(self, p: int) -> jax.Array:
+    place = self._island.replicated
+    size_bytes = codec.encoded_size(self._layout.size(p))
     return jax.jit(
-      lambda params: codecs.canonical(fragments.gather(self._layout, p, params)),
-      out_shardings=self._island.replicated,
-    )(self._island.params)
+      adopt, donate_argnums=(0, 1), out_shardings=(self._island.shardings.params, place, place),
+    ).lower(*self._abstract(p), jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place))
 
-  def warm_up(self) -> None:
-    """Compiles what every sync needs before the first step, so that none waits for a compiler."""
-    params = self._island.params
-    for p, anchor_N in enumerate(self.anchors):
-      self._encode[p] = self._encode[p].lower(params, anchor_N).compile()
-      size = self._codec_down.encoded_size(anchor_N.shape[0])
-      data = jax.ShapeDtypeStruct((size,), np.uint8)
-      self._adopt[p, False] = self._adopt[p, False].lower(params, anchor_N, data).compile()
+  def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    params = jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      self._island.params, self._island.shardings.params,
+    )
+    size = self._layout.size(p)
+    return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
 
   def digests(self) -> tuple[int, ...]:
     """Of the anchors as they are now."""
@@ -92,15 +117,14 @@ class Exchange:
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """(bytes of the pseudo-gradient, ok) of fragment p, on the device."""
-    return self._encode[p](self._island.params, self.anchors[p])
+    return self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
 
   def adopt(self, p: int, data: memoryview | bytes, whole: bool) -> jax.Array:
     """Replaces anchor and parameters of fragment p; the digest of the new anchor."""
-    data = np.frombuffer(data, np.uint8)
-    params, self.anchors[p], digest = self._adopt[p, whole](
+    data = jax.device_put(np.frombuffer(data, np.uint8), self._island.replicated)
+    self._island.params, self.anchors[p], digest = self._get(self._lower_adopt, p, whole)(
       self._island.params, self.anchors[p], data
     )
-    self._island.params = params
     return digest
 
 

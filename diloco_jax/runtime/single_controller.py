@@ -5,6 +5,8 @@ CPU). Machines, work and jitted steps are those of separate processes; only the 
 For tests, notebooks and `experiments/local.py --controller=single`.
 """
 
+import contextlib
+import functools
 import pathlib
 import threading
 from typing import Callable
@@ -71,29 +73,28 @@ class SingleController:
       listening.set()
       return transport
 
-    def run_syncer() -> actions.Exit:
+    def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       return syncer_process.run(
-        self._assembled, self._workdir, self._inboxes['syncer'], make_syncer_transport,
-        self._make_recorder('syncer'),
+        self._assembled, self._workdir, self._inboxes['syncer'], make_syncer_transport, recorder,
       )
 
-    def run_learner(name: str) -> actions.Exit:
+    def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
       island = learner_process.make_island(
         self._assembled, self._workdir, name, self._islands[name], corpus
       )
       return learner_process.run(
-        self._assembled, island, name, self._inboxes[name], self._hub.learner_transport,
-        self._make_recorder(name),
+        self._assembled, island, name, self._inboxes[name], self._hub.learner_transport, recorder,
       )
 
     self._start('syncer', run_syncer)
     for name in self._islands:
-      self._start(name, lambda name=name: run_learner(name))
+      self._start(name, functools.partial(run_learner, name))
 
-  def _start(self, name: str, run: Callable[[], actions.Exit]) -> None:
+  def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
     def guarded() -> None:
       try:
-        self._exits[name] = run()
+        with contextlib.closing(self._make_recorder(name)) as recorder:
+          self._exits[name] = run(recorder)
       except BaseException as error:  # kept for `join`, which raises it where somebody looks
         self._exits[name] = error
         self.stop(f'{name} failed')

@@ -91,7 +91,6 @@ def run(
     work = syncer_work.SyncerWork(
       assembled, theta, inbox.post, payloads, records, checkpoints, evaluation
     )
-    theta.warm_up(work.width(1))
     work.start()
     node = loop.Node(
       machine, inbox, clock.Monotonic(), transport, work, payloads,

@@ -79,12 +79,11 @@ class Theta:
     self.outer_states[p] = result.opt_state
     return result
 
-  def warm_up(self, width: int) -> None:
-    """Compiles the outer steps, for `width` participants, on empty contributions (which change
-    nothing), so that the first syncs do not wait for it."""
-    for p, size in enumerate(self._assembled.payload_bytes):
-      none = np.zeros(width, np.int32)
-      self.outer_step(p, np.zeros((width, size), np.uint8), none, none)
+  def warm_up(self, p: int, width: int) -> None:
+    """Compiles the outer step of fragment p for `width` participants, by an empty contribution:
+    nobody has a weight, so nothing changes."""
+    none = np.zeros(width, np.int32)
+    self.outer_step(p, np.zeros((width, self._assembled.payload_bytes[p]), np.uint8), none, none)
 
   def params(self) -> Any:
     """The published model as a parameter tree, in buffers of its own."""
@@ -178,6 +177,10 @@ class SyncerWork:
     self.error: BaseException | None = None
 
   def start(self) -> None:
+    """Compiles the outer steps, so that no sync waits for a compiler (nor teaches the grace window
+    a time that no later sync needs), then takes work."""
+    for p in range(self._assembled.layout.num_fragments):
+      self._theta.warm_up(p, self.width(1))
     self._thread.start()
 
   def submit(self, action: actions.Work) -> None:

@@ -149,11 +149,13 @@ def test_a_run_over_real_threads_and_transports_ends():
     learners=2, fragments=2, period=2, overlap=0, quorum=2, total_steps=6)
   hub, exits, records = inprocess.InProcessHub(), queue.SimpleQueue(), Quiet()
   works: list[Answers] = []
+  stores: list[payloads_lib.PayloadStore] = []
 
   def serve(machine: Any, make_transport: Any) -> None:
     inbox, payloads = loop.Inbox(), payloads_lib.PayloadStore()
     transport, work = make_transport(inbox.post, payloads), Answers(inbox.post, payloads)
     works.append(work)
+    stores.append(payloads)
     node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
     inbox.post(events.Wake())
     threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
@@ -164,5 +166,6 @@ def test_a_run_over_real_threads_and_transports_ends():
       learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n)
     serve(learner.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
   assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
+  assert [len(store) for store in stores] == [0, 0, 0], 'every payload was dropped'
   assert [work.steps for work in works] == [0, 6, 6]
   assert records.ledger['merged'] == records.ledger['trained'] * 2 == 120

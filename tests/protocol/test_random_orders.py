@@ -30,7 +30,7 @@ def configs(draw: st.DrawFn) -> config_lib.ProtocolConfig:
     max_lag=draw(st.none() | st.integers(0, period - 1)),
     max_staleness=draw(st.integers(0, 2)),
     grace_permille=draw(st.sampled_from([0, 500, 999])),
-    total_steps=draw(st.integers(1, 24)),
+    total_steps=draw(st.integers(1, 24) | st.integers(60, 90)),
     start_wait_ms=draw(st.sampled_from([0, 300])),
     save_steps=draw(st.sampled_from([0, 3])),
     save_syncs=draw(st.sampled_from([0, 1, 4])),
@@ -91,19 +91,25 @@ def fault(world: world_lib.World, kind: str, which: int, times: list[int]) -> No
 
 
 def calm(world: world_lib.World) -> None:
-  """Heals everything, as a supervisor would: whoever is down is started again."""
+  """Heals everything, as a supervisor would: whoever is down is started again; links are good."""
   world.syncer.thaw()
   world.syncer.fail = False
   for process in list(world.learners.values()):
     process.thaw()
     if process.stalled is not None and process.alive:
       world.heal(process.name)
-    process.step_ns = min(process.step_ns, 100 * MS)
+    set_pace(process, [1, 1, 1, 1, 90])
   if not world.syncer.alive and world.syncer.exit is None:
     world.start_syncer()
   for which in range(world.config.learners):
     if world.syncer.alive and f'l{which}' not in world.learners:
       world.start(f'l{which}')
+
+
+def steps_left(world: world_lib.World) -> int:
+  """How many steps of the clock nobody has made."""
+  steps = [process.machine.step for process in world.learners.values()]
+  return world.config.total_steps - max([world.syncer.machine.clock, *steps])
 
 
 def finish(world: world_lib.World) -> None:
@@ -130,6 +136,7 @@ def check_books(world: world_lib.World) -> None:
   total = ledger['merged'] + sum(ledger['discarded'].values()) + ledger['unsettled']
   assert ledger['fragments'] * ledger['trained'] == total, ledger
   assert ledger['unsettled'] == 0, ledger
+  assert world.flipped or not ledger['repaired'], 'a delta went to a learner of another version'
   assert ledger['merged'] == sum(world.oracle.merged.values()), (ledger, world.oracle)
   for name, row in ledger['learners'].items():
     trained = sum(p.tokens for p in world.ended if p.name.rstrip('*') == name)
@@ -145,7 +152,12 @@ def run_plan(config: config_lib.ProtocolConfig, times: list, plan: list, watch: 
     world.run(world.now + wait * MS)
     fault(world, kind, which, times[which])
   calm(world)
+  left, before = steps_left(world), list(world.oracle.versions)
   finish(world)
+  # Liveness L2 and L6: every fragment is merged again. 20 steps are two leases: everybody is back.
+  if left >= 20 + 4 * config.period:
+    after = world.oracle.versions
+    assert all(b > a for a, b in zip(before, after)), (before, after, world.ledger())
   check_books(world)
   return world
 

@@ -1,10 +1,13 @@
 """Sentences of the paper and of the design, one test each; the sentence and its source stand first."""
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import actions, events, grace, ledger, messages, quorum, schedule, syncer
+from diloco_jax.protocol import (
+  actions, events, grace, learner, ledger, messages, quorum, schedule, syncer,
+)
 from tests.protocol import world as world_lib
 
 MS = world_lib.MS
@@ -351,6 +354,176 @@ def test_tokens_of_a_killed_process_are_lost_with_it():
   assert discarded(tape) == {'lost_with_process': 40}
 
 
+def test_a_repeated_contribution_counts_once():
+  # Reliability I1: each contribution at most once.
+  machine, session = joined(learners=2, quorum=2)
+  machine.handle(1, received(2, join(learner='l1', nonce=8)))
+  machine.handle(1, received(2, confirm(nonce=8)))
+  for number in (1, 2):
+    machine.handle(2, received(number, progress(2)))
+  machine.handle(3, received(session, contribution(), handle=1))
+  again = machine.handle(3, received(session, contribution(), handle=2))
+  assert again == [actions.Drop(handle=2)]
+  out = machine.handle(3, received(2, contribution(), handle=3))
+  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  assert [one.handle for one in merge.participants] == [1, 3]
+
+
+def test_tokens_of_a_cancelled_sync_stay_to_be_sent_again():
+  # messages.Settled: of a cancelled sync no version comes, so nothing would replace the anchor.
+  machine, session = joined()
+  advance(machine, session, step=2)
+  machine.handle(3, received(session, messages.Decline(
+    sync=2, fragment=0, reason='contributed', tokens_to=20)))
+  machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was under way
+  advance(machine, session, step=4)
+  out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), handle=2))
+  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  assert merge.participants[0].tokens == 40
+  machine.check()
+
+
+def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
+  # Ledger: ranges never overlap, so no token counts twice; and it must not be refused for ever.
+  machine, session = joined()
+  advance(machine, session, step=2)
+  machine.handle(2, received(session, messages.Decline(
+    sync=2, fragment=0, reason='bad_value', tokens_to=20)))
+  machine.handle(3, events.FragmentRead(
+    fragment=0, version=0, handle=8, digest=77, payload=messages.Payload(size_bytes=4, crc32=0)))
+  advance(machine, session, step=4)
+  out = machine.handle(4, received(session, contribution(sync=4, tokens_to=40), handle=2))
+  assert actions.ReadFragment(fragment=0) in out and actions.Drop(handle=2) in out
+  assert not any(isinstance(a, actions.Merge) for a in out)
+  machine.check()
+
+
+def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
+  # Design section 4: "the ledger adds up, always", also across a restart of a finished run.
+  tape = Tape(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=4)
+  tape.start('l0').run(250)
+  tape.world.partition('l0')
+  process = tape.world.learners['l0']
+  tape.world.syncer.machine._finished = True  # a run that was closed without this learner
+  tape.world.syncer.machine._linger_ns = tape.world.now
+  tape.run(2000)
+  assert tape.world.syncer.exit is not None
+  tape.world.start_syncer()
+  tape.world.heal('l0')
+  tape.run(20_000)
+  assert process.exit is not None and tape.world.syncer.exit is not None
+  assert tape.world.ledger()['trained'] == 40
+
+
+def test_a_new_life_starts_anew():
+  # Members: another process under the id has made no step yet.
+  machine, session = joined(learners=2, quorum=2)
+  machine.handle(2, received(session, progress(8)))
+  machine.handle(3, events.Disconnected(session=session, reason='gone'))
+  machine.handle(4, received(5, join(nonce=9)))
+  machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
+  member = machine.snapshot()['members'][0]
+  assert (member['incarnation'], member['step'], member['replaced']) == (2, 0, [7])
+
+
+# --- A learner alone, message by message ----------------------------------------------------------
+
+
+def new_learner(**settings: Any) -> Any:
+  config = world_lib.protocol_config(**{
+    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0,
+    'total_steps': 20, **settings})
+  identity = learner.Identity(
+    learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1)
+  return learner.LearnerMachine(config, identity, (50, 51))
+
+
+def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
+  machine.handle(now_ms * MS, events.Wake())
+  machine.handle(now_ms * MS, events.Connected(session=session))
+  machine.handle(now_ms * MS, received(session, messages.Offer(incarnation=1)))
+  return machine.handle(now_ms * MS, received(session, messages.Joined(
+    incarnation=1, step=clock, stream=0, due=due)))
+
+
+def train(machine: Any, now_ms: int) -> list:
+  return machine.handle(now_ms * MS, events.StepDone(tokens=10, step_ns=MS))
+
+
+def encoded(sync: int, fragment: int, handle: int) -> events.Encoded:
+  return events.Encoded(sync=sync, fragment=fragment, handle=handle,
+                        payload=messages.Payload(size_bytes=64, crc32=0))
+
+
+def publish(sync: int, fragment: int, version: int) -> messages.Publish:
+  return messages.Publish(
+    sync=sync, fragment=fragment, version=version, base_version=version - 1, digest=60,
+    payload=messages.Payload(size_bytes=64, crc32=0))
+
+
+def contents(out: list, kind: type) -> list:
+  return [a.message for a in out if isinstance(a, actions.Send) and isinstance(a.message, kind)]
+
+
+def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
+  # The syncer dropped what the old stream brought and asks again; the first snapshot is void.
+  machine = new_learner()
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  assert any(isinstance(a, actions.Encode) for a in train(machine, 10))
+  machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
+  connect(machine, 2, 100)
+  machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0)))
+  assert any(isinstance(a, actions.Encode) for a in train(machine, 110))
+  first = machine.handle(111 * MS, encoded(2, 0, handle=1))
+  assert first == [actions.Drop(handle=1)]
+  second = machine.handle(112 * MS, encoded(2, 0, handle=2))
+  assert [m.tokens_to for m in contents(second, messages.Contribution)] == [20]
+
+
+def test_bits_that_went_wrong_while_the_stream_was_away_are_told_later():
+  # Design section 4: "a learner whose published value differs is repaired and counted".
+  machine = new_learner()
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, publish(2, 0, version=1), handle=4))
+  assert any(isinstance(a, actions.Adopt) for a in train(machine, 10))
+  machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
+  machine.handle(12 * MS, events.AdoptDone(fragment=0, version=1, digest=61))
+  told = contents(connect(machine, 2, 100), messages.Adopted)
+  assert [(m.fragment, m.version, m.matched) for m in told] == [(0, 1, False)]
+
+
+def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted_already():
+  # Syncs may close out of order; after a reconnect the clock is that of the oldest open one.
+  machine = new_learner(max_lag=1)
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, received(1, publish(4, 1, version=1), handle=4))
+  train(machine, 20)
+  machine.handle(21 * MS, events.Disconnected(session=1, reason='cut'))
+  connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is open still, sync 4 is done
+  machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
+  out = machine.handle(102 * MS, received(2, messages.Heartbeat()))
+  assert any(isinstance(a, actions.Step) for a in out) or machine._running
+
+
+def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
+  # Once per anchor, but a sync of which nothing came does not use the anchor up.
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  train(machine, 10)
+  machine.handle(11 * MS, encoded(2, 0, handle=1))
+  for cancelled, answer in ((6, messages.Decline), (2, messages.Contribution)):
+    machine.handle(12 * MS, received(1, messages.Settled(
+      sync=cancelled, fragment=0, merged=False, reason='cancelled')))
+    machine.handle(13 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+    out = train(machine, 20)
+    if any(isinstance(a, actions.Encode) for a in out):
+      out = machine.handle(21 * MS, encoded(10, 0, handle=2))
+    assert contents(out, answer), (cancelled, out)
+
+
 # --- Schedule and quorum: pure parts against naive versions ---------------------------------------
 
 
@@ -377,6 +550,30 @@ def test_kth_step_is_the_naive_one():
     for k in range(1, 6):
       naive = max((s for s in range(11) if sum(x >= s for x in steps) >= k), default=0)
       assert quorum.kth_step(steps, k) == naive
+
+
+@pytest.mark.parametrize('payloads, waiting, live, closing, verdict', [
+  (0, 2, 2, False, 'wait'),  # nobody has answered
+  (1, 1, 2, False, 'wait'),  # the quorum is not there yet
+  (2, 0, 2, False, 'merge'),  # all have answered
+  (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
+  (1, 0, 1, False, 'wait'),  # with K = M one may come back
+  (1, 0, 1, True, 'cancel'),  # but after the last step nobody is waited for
+])
+def test_quorum_decisions(payloads: int, waiting: int, live: int, closing: bool, verdict: str):
+  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0)
+  gather.payloads = {f'l{n}': None for n in range(payloads)}
+  gather.waiting = {f'w{n}' for n in range(waiting)}
+  assert quorum.decide(gather, 5, 2, live, closing)[0] == verdict
+
+
+def test_grace_decisions():
+  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
+  gather.quorum_at_ns, gather.grace_ns = 100, 50
+  assert quorum.decide(gather, 149, 1, 2, False)[0] == 'wait'
+  assert quorum.decide(gather, 150, 1, 2, False)[0] == 'merge'
+  gather.merging = True
+  assert quorum.decide(gather, 999, 1, 2, False) == ('wait', 'merging')
 
 
 @pytest.mark.parametrize('field, value, words', [

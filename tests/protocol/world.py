@@ -174,6 +174,15 @@ class Process:
       deliver()
 
 
+def check_moves(table: Any, before: str, after: str) -> None:
+  """The table (of which the documents are drawn) leads from one state to the other, if need be
+  over others: one event may cause several moves."""
+  reached = {before}
+  for _ in table:
+    reached |= {target for source, target, _ in table if source in reached}
+  assert after in reached, (before, after)
+
+
 class Learner(Process):
   """A learner's process; times in ns may be changed while it runs."""
 
@@ -216,7 +225,10 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
+    before = self.machine._state, self.machine._training
     super()._handle(event)
+    check_moves(learner.CONNECTION_STATES, before[0], self.machine._state)
+    check_moves(learner.TRAINING_STATES, before[1], self.machine._training)
 
   def _encode(self, sync: int, fragment: int) -> None:
     self._boundary()
@@ -239,6 +251,7 @@ class Learner(Process):
     self.values[fragment] = published.value if fits else -1
     if fragment in self.flips:
       self.flips.discard(fragment)
+      self.world.flipped += 1
       self.values[fragment] = -1
     self.adopted[fragment] = (self.tokens, self.steps)
     self.answer(self.adopt_ns, events.AdoptDone(
@@ -326,6 +339,7 @@ class World:
     self.saved: tuple[dict, Oracle] | None = None
     self.checkpoints: dict[str, dict] = {}
     self.rolled_back = False
+    self.flipped = 0  # adoptions that went wrong
     self.learners: dict[str, Learner] = {}
     self.ended: list[Process] = []
     self.sessions: dict[tuple[str, int], Session] = {}  # by (process name, its session number)
