@@ -415,8 +415,9 @@ class LearnerMachine:
     session, anchor = self._adopting.popleft()
     assert anchor.version == done.version, (anchor, done)
     anchor.sound = done.digest == anchor.digest
-    current = session == self._session or not anchor.sound and anchor is self._anchors[done.fragment]
-    if self._state == 'joined' and current:
+    # What an old stream began is settled by the join since, but wrong bits must be told.
+    wrong = not anchor.sound and anchor is self._anchors[done.fragment]
+    if self._state == 'joined' and (session == self._session or wrong):
       self._tell_adopted(done.fragment, anchor)
 
   def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:

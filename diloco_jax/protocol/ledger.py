@@ -41,6 +41,7 @@ class Account:
 
   def overwrite(self, fragment: int, upto: int) -> None:
     """The learner adopted a new value at token count `upto`: what is unsettled before is lost."""
+    self.trained = max(self.trained, upto)
     if upto > self.cursors[fragment]:
       self._discard(upto - self.cursors[fragment], Reason.OVERWRITTEN)
       self.cursors[fragment] = upto

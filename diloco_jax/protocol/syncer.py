@@ -21,6 +21,7 @@ verdict: if the process comes back it sends those tokens again, if another takes
 ends they are settled as lost.
 """
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -553,6 +554,16 @@ class SyncerMachine:
     if periods > 0:
       self._counts['skipped'] += periods * self._config.fragments
       self._next += periods * self._config.period
+      self._tell_skipped()
+
+  def _tell_skipped(self) -> None:
+    """A lock-step learner shall not wait for a sync that was left out."""
+    if self._config.lag is None:
+      return
+    for member in self._members.live():
+      for fragment in range(self._config.fragments if member.sent else 0):
+        due = self._schedule.due(fragment, self._next - 1)
+        self._settle(member.session, due - self._config.period, fragment, CANCELLED)
 
   def _decide(self, now_ns: int, gather: quorum_lib.Gather) -> None:
     closing = gather.sync > self._config.total_steps
@@ -791,6 +802,7 @@ class SyncerMachine:
     snapshot: dict[str, Any],
   ) -> 'SyncerMachine':
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves."""
+    snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._versions = list(snapshot['versions'])
     machine._last_sync = list(snapshot['last_sync'])

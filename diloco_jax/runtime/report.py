@@ -28,6 +28,8 @@ _REASONS = {
   'unsettled': 'not yet settled when the records end',
 }
 
+KILL_WINDOW_S = 10
+
 
 def write(config: config_lib.Config, workdir: pathlib.Path,
           fates: Mapping[str, supervisor_lib.Fate], wall_seconds: float,
@@ -74,6 +76,11 @@ def summarize(config: config_lib.Config, history: history_lib.History,
       name: _learner(name, learner, history, ledger, fates)
       for name, learner in history.learners.items()
     },
+    'kills': [
+      _kill(history, name, life.ended_s)
+      for name, learner in history.learners.items()
+      for life in learner.lives if life.ended == 'killed'
+    ],
     'wire_bytes_up': history.wire.bytes_up,
     'wire_bytes_down': history.wire.bytes_down,
     'wire_bytes_data_parallel': ledger.get('wire_bytes_data_parallel', 0),
@@ -95,6 +102,21 @@ def _learner(name: str, learner: history_lib.Learner, history: history_lib.Histo
     'fate': fate.state,
     'error': fate.last_error,
     'step_seconds_median': _median([step.seconds for step in learner.steps]),
+  }
+
+
+def _kill(history: history_lib.History, victim: str, at_s: float) -> dict[str, Any]:
+  """What a kill did to the others: the median time of their steps in the 10 s before and after."""
+  def median(start_s: float, end_s: float) -> float | None:
+    return _median([
+      step.seconds for name, learner in history.learners.items() if name != victim
+      for step in learner.steps if start_s <= step.at_s < end_s
+    ])
+
+  return {
+    'learner': victim, 'at_seconds': round(at_s, 3),
+    'survivors_step_seconds_before': median(at_s - KILL_WINDOW_S, at_s),
+    'survivors_step_seconds_after': median(at_s, at_s + KILL_WINDOW_S),
   }
 
 
@@ -129,7 +151,7 @@ def _median(values: list[float]) -> float | None:
 def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   """The summary for people."""
   lines = ['', f'{summary["name"]}: {summary["wall_seconds"]:.0f} s', *_loss_lines(summary)]
-  lines += ['', *_learner_lines(summary)]
+  lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   lines += ['', f'report       {workdir / "report"} (timeline.png, summary.json)',
@@ -156,6 +178,21 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     if summary['outer_steps']:
       words += f', {row["contributions_merged"]} contributions merged'
     lines.append(words + _fate_words(row))
+  return lines
+
+
+def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
+  lines = []
+  for kill in summary['kills']:
+    before, after = kill['survivors_step_seconds_before'], kill['survivors_step_seconds_after']
+    if before and after:
+      lines.append(
+        f'when {kill["learner"]} was killed: the others\' median step took {before:.3f} s in the '
+        f'{KILL_WINDOW_S} s before, {after:.3f} s in the {KILL_WINDOW_S} s after'
+      )
+  between = summary['inner_steps_between_syncs_mean']
+  if between:
+    lines.append(f'inner steps between two syncs of a fragment: {between:.1f} on average')
   return lines
 
 

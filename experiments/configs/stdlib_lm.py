@@ -32,14 +32,14 @@ from diloco_jax.train import config as train_config
 
 def cpu() -> config_lib.Config:
   """Sized for two cores."""
-  learners, steps = 4, 600
+  learners, steps = 4, 300
   return config_lib.Config(
     name='cpu',
     model=train_config.ModelConfig(
       num_layers=2, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256,
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
-    data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
+    data=train_config.DataConfig(seq_len=128, batch_size=16, streams=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
     sync=config_lib.SyncConfig(
       learners=learners, quorum=1, fragments=12, period=12, overlap=2,

@@ -6,7 +6,8 @@ import pathlib
 from diloco_jax.protocol import messages
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-SPEC = importlib.util.spec_from_file_location('protocol_diagram', ROOT / 'scripts/protocol_diagram.py')
+SCRIPT = ROOT / 'scripts' / 'protocol_diagram.py'
+SPEC = importlib.util.spec_from_file_location('protocol_diagram', SCRIPT)
 protocol_diagram = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(protocol_diagram)
 

@@ -11,6 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import config as config_lib
+from tests.protocol import processes
 from tests.protocol import world as world_lib
 
 MS = world_lib.MS
@@ -38,16 +39,17 @@ def configs(draw: st.DrawFn) -> config_lib.ProtocolConfig:
 
 
 FAULTS = ('cut', 'kill', 'revive', 'freeze', 'thaw', 'partition', 'heal', 'nan', 'flip', 'stop',
-          'second', 'fail merge', 'freeze syncer', 'thaw syncer', 'slow')
+          'second', 'fail merge', 'freeze syncer', 'thaw syncer', 'slow', 'kill syncer', 'restart syncer')
 PLANS = st.lists(
   st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(0, 400)), max_size=25)
 TIMES = st.lists(st.sampled_from([0, 1, 7, 40, 150, 700]), min_size=5, max_size=5)
 
 
-def set_pace(process: world_lib.Learner, times: list[int]) -> None:
+def set_pace(process: processes.Learner, times: list[int]) -> None:
   up, down, bulk, encode, step = times
-  process.up_ns, process.down_ns, process.bulk_ns = min(up, 200) * MS, min(down, 200) * MS, bulk * MS
-  process.encode_ns = process.adopt_ns = encode * MS
+  process.up_ns, process.down_ns = min(up, 200) * MS, min(down, 200) * MS  # well within a lease
+  process.bulk_ns = bulk * MS
+  process.encode_ns = process.adopt_ns = min(encode, 150) * MS
   process.step_ns = (step + 10) * MS
 
 
@@ -60,6 +62,10 @@ def fault(world: world_lib.World, kind: str, which: int, times: list[int]) -> No
       set_pace(world.start(name, restored=which % 2 == 0), times)
     case 'freeze syncer' if world.syncer.alive:
       world.syncer.freeze()
+    case 'kill syncer' if world.syncer.alive:
+      world.end(world.syncer)
+    case 'restart syncer' if not world.syncer.alive and world.syncer.exit is None:
+      world.start_syncer()
     case 'thaw syncer':
       world.syncer.thaw()
     case 'fail merge':
@@ -163,7 +169,7 @@ def run_plan(config: config_lib.ProtocolConfig, times: list, plan: list, watch: 
 
 
 @hypothesis.settings(
-  max_examples=150, deadline=None, derandomize=True, database=None, print_blob=False,
+  max_examples=250, deadline=None, derandomize=True, database=None, print_blob=False,
   suppress_health_check=list(hypothesis.HealthCheck))
 @hypothesis.given(configs(), st.lists(TIMES, min_size=5, max_size=5), PLANS)
 def test_every_order_keeps_the_promises(config, times, plan):

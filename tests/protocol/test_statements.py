@@ -1,4 +1,4 @@
-"""Sentences of the paper and of the design, one test each; the sentence and its source stand first."""
+"""Sentences of the paper and of the design, one test each; sentence and source stand first."""
 
 import dataclasses
 from typing import Any
@@ -120,7 +120,8 @@ def test_at_most_tau_syncs_are_in_flight_and_never_two_of_one_fragment():
 
 
 def test_max_lag_bounds_how_far_a_learner_runs_ahead():
-  # Design section 4: "max_lag lets a learner run at most so many steps ahead of the sync it waits for".
+  # Design section 4: "max_lag lets a learner run at most so many steps ahead of the sync it
+  # waits for".
   for max_lag in (0, 1, 2):
     tape = Tape(
       learners=2, fragments=1, period=4, overlap=1, quorum=2, max_lag=max_lag, total_steps=12)
@@ -143,7 +144,8 @@ def test_a_syncs_step_is_adopted_as_the_clock():
 
 
 def test_grace_formula():
-  # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync), 0 <= xi_grace <= gamma * xi_slack.
+  # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync),
+  # 0 <= xi_grace <= gamma * xi_slack.
   config = world_lib.protocol_config(
     learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750)
   window = grace.Grace()
@@ -167,7 +169,8 @@ def test_averages_are_exponential_moving_averages():
 
 
 def test_the_grace_window_ends_in_time():
-  # Design section 4: "When K payloads are there, the grace window runs; then what has arrived is merged".
+  # Design section 4: "When K payloads are there, the grace window runs; then what has arrived is
+  # merged".
   tape = Tape(learners=2, fragments=1, period=4, overlap=3, quorum=1, total_steps=24)
   tape.start('l0').start('l1', step_ms=100)
   tape.world.learners['l1'].encode_ns = 2000 * MS
@@ -222,7 +225,8 @@ def test_participants_are_in_id_order_whatever_the_arrival(slow: str):
 
 @pytest.mark.parametrize('staleness, reason', [(0, 'stale'), (1, '')])
 def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str):
-  # Design section 4: "counts with its own displacement if it is at most max_staleness versions old".
+  # Design section 4: "counts with its own displacement if it is at most max_staleness versions
+  # old".
   machine, session = joined(max_staleness=staleness, learners=2, quorum=1)
   advance(machine, session, step=2)
   machine.handle(2, received(session, contribution(sync=2), handle=1))
@@ -230,7 +234,7 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
   advance(machine, session, step=4)
   old = contribution(sync=4, tokens_from=20, tokens_to=40)
   out = machine.handle(5, received(session, old, handle=2))
-  settled = [a.message.reason for a in out if isinstance(getattr(a, 'message', None), messages.Settled)]
+  settled = [m.reason for m in contents(out, messages.Settled)]
   assert settled[:1] == ([reason] if reason else [])
   assert any(isinstance(a, actions.Merge) for a in out) == (not reason)
   assert any(isinstance(a, actions.ReadFragment) for a in out) == bool(reason)
@@ -323,8 +327,9 @@ def test_a_frozen_process_loses_its_lease():
   tape.start('l0', 'l1').run(500)
   tape.world.learners['l1'].freeze()
   tape.run(2000)
-  lost = [a for _, _, a in tape.of(actions.Report) if a.name == 'member' and a.values['state'] == 'lost']
-  assert [a.values['reason'] for a in lost] == ['lease expired']
+  members = [a.values for _, _, a in tape.of(actions.Report) if a.name == 'member']
+  lost = [values['reason'] for values in members if values['state'] == 'lost']
+  assert lost == ['lease expired']
   assert max(tape.opened()) >= 17
 
 
@@ -356,13 +361,9 @@ def test_tokens_of_a_killed_process_are_lost_with_it():
 
 def test_a_repeated_contribution_counts_once():
   # Reliability I1: each contribution at most once.
-  machine, session = joined(learners=2, quorum=2)
-  machine.handle(1, received(2, join(learner='l1', nonce=8)))
-  machine.handle(1, received(2, confirm(nonce=8)))
-  for number in (1, 2):
-    machine.handle(2, received(number, progress(2)))
-  machine.handle(3, received(session, contribution(), handle=1))
-  again = machine.handle(3, received(session, contribution(), handle=2))
+  machine = two_learners(quorum=2)
+  machine.handle(3, received(1, contribution(), handle=1))
+  again = machine.handle(3, received(1, contribution(), handle=2))
   assert again == [actions.Drop(handle=2)]
   out = machine.handle(3, received(2, contribution(), handle=3))
   merge, = [a for a in out if isinstance(a, actions.Merge)]
@@ -413,6 +414,63 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
   tape.run(20_000)
   assert process.exit is not None and tape.world.syncer.exit is not None
   assert tape.world.ledger()['trained'] == 40
+
+
+def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
+  # Ledger: what a learner trained before it adopts is overwritten, so it cannot be merged too.
+  machine = two_learners(quorum=2)
+  machine.handle(3, received(1, contribution(), handle=1))
+  out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))
+  assert actions.Drop(handle=1) in out
+  out = machine.handle(3, received(2, contribution(), handle=3))
+  assert not any(isinstance(a, actions.Merge) for a in out)
+  machine.check()
+
+
+def test_a_delta_goes_only_to_who_holds_the_version_before():
+  # Design section 4: "a learner of another version gets the whole fragment".
+  machine = two_learners(quorum=1)
+  machine.handle(3, received(1, contribution(), handle=1))
+  machine.handle(3, received(2, contribution(), handle=2))
+  machine.handle(3, received(2, adopted()))  # it does not match: the whole is on its way
+  out = machine.handle(4, merge_done(2))
+  to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
+  assert to == [1]
+  out = machine.handle(5, events.FragmentRead(
+    fragment=0, version=1, handle=8, digest=78, payload=messages.Payload(size_bytes=4, crc32=0)))
+  whole, = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
+  assert (whole.session, whole.message.base_version) == (2, None)
+
+
+def test_who_joins_hears_of_syncs_that_were_cancelled():
+  # Joined gives the clock of the oldest open sync; a lock-step learner would wait for later ones.
+  machine = new_machine(learners=3, fragments=2, period=3, overlap=2)
+  machine.handle(0, received(1, join()))
+  machine.handle(0, received(1, confirm(fragments=2)))
+  machine.handle(1, received(1, progress(3)))
+  machine.handle(2, received(1, messages.Decline(
+    sync=3, fragment=1, reason='contributed', tokens_to=0)))
+  machine.handle(3, received(2, join(learner='l1', nonce=8)))
+  out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
+  told = [a.message for a in out if isinstance(a, actions.Send)]
+  assert isinstance(told[0], messages.Joined) and told[0].step == 0
+  assert messages.Settled(sync=3, fragment=1, merged=False, reason='cancelled') in told
+
+
+def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are():
+  # Config start_wait_ns. A process that died in the waiting room speaks for nobody after it.
+  machine = new_machine(learners=2, start_wait_ms=300)
+  machine.handle(0, received(1, join()))
+  assert not [a for a in machine.handle(0, received(1, confirm())) if isinstance(a, actions.Send)]
+  machine.handle(1, events.Disconnected(session=1, reason='gone'))
+  machine.handle(2, received(2, join(nonce=9)))
+  late = dataclasses.replace(
+    confirm(nonce=9), incarnation=2, held=(messages.Held(version=-1, digest=0),))
+  machine.handle(2, received(2, late))
+  assert machine.deadline_ns <= 300 * MS
+  out = machine.handle(300 * MS, events.Wake())
+  told = [a.message for a in out if isinstance(a, actions.Send)]
+  assert told == [messages.Joined(incarnation=2, step=0, stream=0, due=(0,))]
 
 
 def test_a_new_life_starts_anew():
@@ -495,16 +553,26 @@ def test_bits_that_went_wrong_while_the_stream_was_away_are_told_later():
 
 def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted_already():
   # Syncs may close out of order; after a reconnect the clock is that of the oldest open one.
-  machine = new_learner(max_lag=1)
+  machine = new_learner(max_lag=0)
   connect(machine, 1, 0)
   train(machine, 10)
   machine.handle(11 * MS, received(1, publish(4, 1, version=1), handle=4))
   train(machine, 20)
   machine.handle(21 * MS, events.Disconnected(session=1, reason='cut'))
   connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is open still, sync 4 is done
-  machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
-  out = machine.handle(102 * MS, received(2, messages.Heartbeat()))
-  assert any(isinstance(a, actions.Step) for a in out) or machine._running
+  out = machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
+  assert any(isinstance(a, actions.Step) for a in out)
+
+
+def test_a_pull_that_no_step_can_precede_is_declined():
+  # Both would wait for the other: the learner for the sync (max_lag), the sync for its payload.
+  machine = new_learner()
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, received(1, publish(6, 0, version=1), handle=4))
+  assert not any(isinstance(a, actions.Step) for a in train(machine, 20)), 'it waits for sync 4'
+  out = machine.handle(21 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+  assert [m.reason for m in contents(out, messages.Decline)] == ['empty']
 
 
 def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
@@ -586,7 +654,8 @@ def test_grace_decisions():
 ])
 def test_impossible_configs_do_not_start(field: str, value: int, words: str):
   # Style section 4: "Make wrong configurations impossible to start", both values and the remedy.
-  settings = {'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 1, 'total_steps': 8}
+  settings = {
+    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 1, 'total_steps': 8}
   with pytest.raises(ValueError, match=words):
     world_lib.protocol_config(**{**settings, field: value})
 
@@ -595,7 +664,7 @@ def test_impossible_configs_do_not_start(field: str, value: int, words: str):
 
 
 def test_an_event_costs_the_same_with_many_learners():
-  # Design section 1: the same machines at millions of chips; O(1) per event but for syncs and sweeps.
+  # Design section 1: the same machines at millions of chips: O(1) but for syncs and sweeps.
   machine = new_machine(learners=300, quorum=300)
   for n in range(300):
     machine.handle(0, received(n, join(learner=f'l{n}', nonce=n)))
@@ -644,8 +713,11 @@ def test_a_snapshot_restores_the_machine():
 
 def new_machine(**settings: Any) -> Any:
   config = world_lib.protocol_config(**{
-    'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8, **settings})
-  return syncer.SyncerMachine(config, world_lib.AGREEMENT, (77,), (world_lib.PAYLOAD_BYTES,))
+    'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8,
+    **settings})
+  count = config.fragments
+  return syncer.SyncerMachine(
+    config, world_lib.AGREEMENT, (77,) * count, (world_lib.PAYLOAD_BYTES,) * count)
 
 
 def joined(**settings: Any) -> tuple[Any, int]:
@@ -654,6 +726,16 @@ def joined(**settings: Any) -> tuple[Any, int]:
   out = machine.handle(1, received(1, confirm()))
   assert any(isinstance(getattr(a, 'message', None), messages.Joined) for a in out)
   return machine, 1
+
+
+def two_learners(quorum: int) -> Any:
+  """A syncer with l0 on session 1 and l1 on session 2, and sync 2 open."""
+  machine, _ = joined(learners=2, quorum=quorum)
+  machine.handle(1, received(2, join(learner='l1', nonce=8)))
+  machine.handle(1, received(2, confirm(nonce=8)))
+  for number in (1, 2):
+    machine.handle(2, received(number, progress(2)))
+  return machine
 
 
 def advance(machine: Any, session: int, step: int) -> None:
@@ -670,9 +752,9 @@ def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
                        agreement=world_lib.AGREEMENT, host='host', pid=1)
 
 
-def confirm(nonce: int = 7) -> messages.Confirm:
+def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
   return messages.Confirm(nonce=nonce, incarnation=1, step=0, steps=0, tokens=0,
-                          held=(messages.Held(version=0, digest=77),))
+                          held=(messages.Held(version=0, digest=77),) * fragments)
 
 
 def progress(step: int) -> messages.Progress:

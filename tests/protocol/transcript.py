@@ -19,6 +19,7 @@ and reports, of which most say what another line says.
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
+from tests.protocol import processes
 from tests.protocol import world as world_lib
 
 MS = world_lib.MS
@@ -146,12 +147,12 @@ class Script:
       name, agreement, restored='restored' in how, second='second' in how)
     self._set(process, options)
 
-  def _set(self, process: world_lib.Process, options: dict[str, str]) -> None:
+  def _set(self, process: processes.Process, options: dict[str, str]) -> None:
     for name, value in options.items():
       assert hasattr(process, f'{name}_ns'), name
       setattr(process, f'{name}_ns', int(value) * MS)
 
-  def _process(self, name: str) -> world_lib.Process:
+  def _process(self, name: str) -> processes.Process:
     return self._world.syncer if name == 'syncer' else self._world.learners[name]
 
   def _pass(self, duration_ms: int, quiet: bool) -> None:
