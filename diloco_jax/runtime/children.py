@@ -97,11 +97,12 @@ class Child:
 
 
 async def start(name: str, command: Sequence[str], environment: Mapping[str, str],
-                log: pathlib.Path, listen: Listen) -> Child:
-  """Starts a child. OSError if that fails."""
+                log: pathlib.Path, listen: Listen, cpus: Sequence[int] = ()) -> Child:
+  """Starts a child, on `cpus` only if any are given. OSError if that fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
   process = await asyncio.create_subprocess_exec(
-    sys.executable, '-I', '-S', str(_TETHER), str(os.getpid()), *command,
+    sys.executable, '-I', '-S', str(_TETHER), str(os.getpid()),
+    ','.join(map(str, cpus)) or 'all', *command,
     env=dict(environment), start_new_session=True, stdin=asyncio.subprocess.DEVNULL,
     stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
   )

@@ -96,6 +96,34 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
           'PYTHONPATH': path}
 
 
+def available_cpus() -> list[int]:
+  """The CPUs that this process may use; none where the system does not tell."""
+  if not hasattr(os, 'sched_getaffinity'):
+    return []
+  return sorted(os.sched_getaffinity(0))
+
+
+def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
+  """Which CPUs each learner gets: an island has hardware of its own.
+
+  Left to themselves, four learners of two emulated devices on two cores take turns as the scheduler
+  likes, and some steps take four times as long as others.
+
+  >>> share_cpus(4, [0, 1])
+  [[0], [1], [0], [1]]
+  >>> share_cpus(2, [0, 1, 2, 3])
+  [[0, 1], [2, 3]]
+  """
+  if not cpus:
+    return [()] * learners
+  if learners >= len(cpus):
+    return [[cpus[index % len(cpus)]] for index in range(learners)]
+  return [
+    list(cpus[index * len(cpus) // learners : (index + 1) * len(cpus) // learners])
+    for index in range(learners)
+  ]
+
+
 def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
              alone: bool) -> list[supervisor_lib.Program]:
   """The programs of a run; `alone`: one learner and no syncer."""
@@ -104,14 +132,16 @@ def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Seq
   # started again may listen on another port.
   address = 'none' if alone else f'file:{workdir / ADDRESS}'
 
+  names = config_lib.learner_ids(1 if alone else config.sync.learners)
+  shares = dict(zip(names, share_cpus(len(names), available_cpus())))
+
   def learner(name: str) -> supervisor_lib.Program:
     return supervisor_lib.Program(
-      name=name, environment=environment(config.mesh.num_devices),
+      name=name, environment=environment(config.mesh.num_devices), cpus=shares[name],
       command=[sys.executable, '-m', 'experiments.learner', *common, f'--learner_id={name}',
                f'--syncer={address}'],
     )
 
-  names = config_lib.learner_ids(config.sync.learners)
   if alone:
     return [learner(names[0])]
   syncer = supervisor_lib.Program(

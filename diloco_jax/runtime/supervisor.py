@@ -41,11 +41,12 @@ _BACKOFF_S = (0.5, 30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-  """A program to keep running."""
+  """A program to keep running; `cpus`: where it may run, () for everywhere."""
 
   name: str
   command: Sequence[str]
   environment: Mapping[str, str]
+  cpus: Sequence[int] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -152,7 +153,7 @@ class Supervisor:
     name, fate = program.name, self.fates[program.name]
     child = await children.start(
       name, program.command, program.environment,
-      self._workdir / 'logs' / f'{name}.log', self._listen,
+      self._workdir / 'logs' / f'{name}.log', self._listen, program.cpus,
     )
     self._running[name] = child
     fate.starts += 1

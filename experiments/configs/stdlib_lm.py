@@ -32,22 +32,22 @@ from diloco_jax.train import config as train_config
 
 def cpu() -> config_lib.Config:
   """Sized for two cores."""
-  learners, steps = 4, 300
+  learners, steps = 4, 850
   return config_lib.Config(
     name='cpu',
     model=train_config.ModelConfig(
       num_layers=2, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256,
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
-    data=train_config.DataConfig(seq_len=128, batch_size=16, streams=16, eval_batches=4),
+    data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
     sync=config_lib.SyncConfig(
       learners=learners, quorum=1, fragments=12, period=12, overlap=2,
       codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.6,
       checkpoint_every_syncs=60,
     ),
-    train=config_lib.TrainConfig(steps=steps, log_every=20, eval_every=60,
-                                 checkpoint_every_steps=60),
+    train=config_lib.TrainConfig(steps=steps, log_every=50, eval_every=100,
+                                 checkpoint_every_steps=100),
     chaos=config_lib.ChaosConfig(enabled=True, kills=[config_lib.KillConfig()]),
   )
 
@@ -73,6 +73,7 @@ def tiny() -> config_lib.Config:
 def decoupled() -> config_lib.Config:
   """Nobody waits for anybody."""
   config = cpu()
+  config.train.steps = 1000
   config.chaos.enabled = False
   return config
 
