@@ -38,7 +38,9 @@ class Transport(Protocol):
 
   def dial(self, session: int) -> None: ...
 
-  def send(self, session: int, message: messages.Message, payload: memoryview | bytes | None) -> None:
+  def send(
+    self, session: int, message: messages.Message, payload: memoryview | bytes | None
+  ) -> None:
     """Queues a message and its payload; silently nothing if the session is gone."""
 
   def close(self, session: int, reason: str) -> None: ...

@@ -57,6 +57,7 @@ def avg() -> MergeRule:
   """
 
   def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+    deltas, weights_M = _two_rows(deltas, weights_M)
     shares_M = _shares(weights_M)
     return _fold(deltas, jax.tree.map(lambda _: shares_M, deltas)), state
 
@@ -77,6 +78,7 @@ def rda(floor: float = 0.01) -> MergeRule:
   """
 
   def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
+    deltas, weights_M = _two_rows(deltas, weights_M)
     shares_M = _shares(weights_M)
     norms_M = _norms_of_rows(deltas)
     radius = _fold(norms_M, jax.tree.map(lambda _: shares_M, deltas))
@@ -135,6 +137,15 @@ def _shares(weights_M: jax.Array) -> jax.Array:
   """The weights divided by their sum; all 0 if the sum is."""
   total = _fold(weights_M, jnp.ones_like(weights_M))
   return weights_M / jnp.where(total > 0, total, 1.0)
+
+
+def _two_rows(deltas: PyTree, weights_M: jax.Array) -> tuple[PyTree, jax.Array]:
+  """A lone learner gets an absent one beside it: a loop of one round would be unrolled, and with
+  other fused operations its last bits would differ (seen with jax 0.12)."""
+  if weights_M.shape[0] > 1:
+    return deltas, weights_M
+  absent = lambda x_Mx: jnp.concatenate([x_Mx, jnp.zeros_like(x_Mx)])
+  return jax.tree.map(absent, deltas), absent(weights_M)
 
 
 @jax.jit

@@ -7,7 +7,6 @@ machine, so that heartbeats, pulls and publishes are handled while a step runs.
 import dataclasses
 import os
 import pathlib
-import random
 import secrets
 import threading
 from typing import Sequence
@@ -27,6 +26,22 @@ from diloco_jax.train import data
 from diloco_jax.train import island as island_lib
 
 NONCE_BITS = 63
+
+
+class LearnerRecords:
+  """The learner's records, with curves of what it adopts (node.ports.Records)."""
+
+  def __init__(self, records: records_lib.Recorder):
+    self._records = records
+    self.say = records.say
+
+  def report(self, name: str, values: dict) -> None:
+    self._records.report(name, values)
+    if name == 'adopted' and not values['whole']:
+      self._records.scalars(values['step'], {
+        'diloco/inner_steps_between_syncs': values['steps_between'],
+        'diloco/staleness': values['staleness'],
+      })
 
 
 @dataclasses.dataclass
@@ -68,9 +83,9 @@ def run(
   work = learner_work.LearnerWork(
     assembled, island, inbox.post, payloads, records, restored=restored is not None
   )
-  nonce = secrets.randbits(NONCE_BITS)
   identity = assembly.identity(
-    assembled, learner_id, nonce, os.getpid(), random.Random(f'{learner_id} {nonce}').getrandbits(32)
+    assembled, learner_id, nonce=secrets.randbits(NONCE_BITS), pid=os.getpid(),
+    seed=secrets.randbits(32),
   )
   if restored is None:
     machine = learner.LearnerMachine(assembled.protocol, identity, work.exchange.digests())
@@ -80,7 +95,9 @@ def run(
   work.exchange.compile_ahead()
   island.warm_up()
   transport = make_transport(inbox.post, payloads)
-  node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
+  node = loop.Node(
+    machine, inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records)
+  )
   ended = _Ended()
   thread = threading.Thread(target=_run_node, args=(node, work, ended), name='node', daemon=True)
   thread.start()

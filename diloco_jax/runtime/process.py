@@ -1,7 +1,7 @@
 """The processes of a run: from flags to a node on gRPC, and from its end to an exit code.
 
-What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a folder
-that cannot be written, a config that does not fit the model, a checkpoint of another model.
+What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a
+folder that cannot be written, a config that does not fit the model, a checkpoint of another model.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
     records.say(f'syncer listens on {host}:{transport.port}')
     return transport
 
-  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry(ValueError):
+  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry():
     result = syncer_process.run(assembled, folder, inbox, listen, records)
   return _end(result, records)
 
@@ -81,7 +81,7 @@ def learner(config: config_lib.Config, workdir: str, learner_id: str, address: s
   def connect(post, payloads):
     return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
 
-  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry(ValueError):
+  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry():
     result = learner_process.run(assembled, island, learner_id, inbox, connect, records)
   return _end(result, records)
 
@@ -106,8 +106,8 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
     raise launch.NeverRetry(
-      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a folder '
-      'that this user may write to.'
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a '
+      'folder that this user may write to.'
     ) from error
 
 

@@ -1,8 +1,8 @@
 """The work of the syncer: outer steps, whole fragments, saves and held-out loss, on the CPU.
 
 Theta, the published values and the outer optimizer's state live here, a flat float32 vector per
-fragment. One *work thread* changes them, first in first out, so a save or a whole fragment sees what
-every merge before it has made. The *evaluation thread* works on copies and delays nobody.
+fragment. One *work thread* changes them, first in first out, so a save or a whole fragment sees
+what every merge before it has made. The *evaluation thread* works on copies and delays nobody.
 """
 
 import functools
@@ -211,7 +211,7 @@ class SyncerWork:
         raise TypeError(f'not the work of a syncer: {action}')
 
   def _merge(self, merge: actions.Merge) -> None:
-    """Stacks the payloads, padded with absent learners to a fixed width so that it compiles once."""
+    """Stacks the payloads, padded with absent learners to a fixed width: it compiles once."""
     p, participants = merge.fragment, merge.participants
     width = self.width(len(participants))
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)

@@ -5,7 +5,8 @@
 Asks the kernel (Linux, prctl(2)) to kill this process when its parent dies, however that happens,
 and then becomes COMMAND by execve, which keeps the request. Asking here, in a process of its own,
 rather than between fork and exec of the parent, keeps the parent free of preexec functions.
-CPUS (`0,1`, or `all`) is where COMMAND may run. Elsewhere than on Linux it only becomes COMMAND. Standard library only; it starts in milliseconds.
+CPUS (`0,1`, or `all`) is where COMMAND may run. Elsewhere than on Linux it only becomes COMMAND.
+Standard library only; it starts in milliseconds.
 """
 
 import os
