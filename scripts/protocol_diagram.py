@@ -10,6 +10,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from diloco_jax.protocol import connection
 from diloco_jax.protocol import learner
 from diloco_jax.protocol import syncer
 
@@ -18,7 +19,8 @@ BEGIN = '<!-- states: written by scripts/protocol_diagram.py -->'
 END = '<!-- end of states -->'
 TABLES = (
   ('A sync (`protocol/syncer.py`, SYNC_STATES)', syncer.SYNC_STATES),
-  ("A learner's connection (`protocol/learner.py`, CONNECTION_STATES)", learner.CONNECTION_STATES),
+  ("A learner's connection (`protocol/connection.py`, CONNECTION_STATES)",
+   connection.CONNECTION_STATES),
   ("A learner's training (`protocol/learner.py`, TRAINING_STATES)", learner.TRAINING_STATES),
 )
 

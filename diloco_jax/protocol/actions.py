@@ -1,8 +1,8 @@
 """What a machine asks of its shell.
 
 Transport actions (Dial, Send, Close) and work actions (Step ... Save) are carried out in the order
-given; work is answered later by the event named in its docstring. Work of one machine runs first in,
-first out, so an Adopt given before a Step is finished before that step begins.
+given; work is answered later by the event named in its docstring. Work of one machine runs first
+in, first out, so an Adopt given before a Step is finished before that step begins.
 """
 
 import dataclasses

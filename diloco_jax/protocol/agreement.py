@@ -1,7 +1,7 @@
 """What a learner and the syncer must share, and the words that say where they differ.
 
-An agreement is a flat JSON object: names (`model.num_layers`, `layout`) to values. It is compared at
-Join, before anything is sent that could be merged.
+An agreement is a flat JSON object: names (`model.num_layers`, `layout`) to values. It is compared
+at Join, before anything is sent that could be merged.
 """
 
 import json

@@ -41,10 +41,24 @@ class Average:
 
 @dataclasses.dataclass(slots=True)
 class Grace:
-  """The three averages and what follows from them."""
+  """The averages of a syncer and what follows from them (xi_step is kept per learner)."""
 
   quorum_ns: Average = dataclasses.field(default_factory=Average)
   sync_ns: Average = dataclasses.field(default_factory=Average)
+  _merging: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+  def merge_began(self, fragment: int, version: int, now_ns: int) -> None:
+    self._merging[fragment] = (version, now_ns)
+
+  def merge_failed(self, fragment: int) -> None:
+    self._merging.pop(fragment, None)
+
+  def adopted(self, fragment: int, version: int, now_ns: int) -> None:
+    """A learner holds this version; the first one to do so ends its sync."""
+    merging, began_ns = self._merging.get(fragment, (None, 0))
+    if merging == version:
+      self.sync_ns.add(now_ns - began_ns)
+      del self._merging[fragment]
 
   def window_ns(self, config: config_lib.ProtocolConfig, step_ns: int) -> int:
     """How long to wait after the quorum, for a fastest learner's step of `step_ns`."""

@@ -1,11 +1,8 @@
 """The learner: trains, answers pulls and adopts what is published, all at its own step boundaries.
 
-Two things run side by side. The *connection* (docs/protocol.md draws it from CONNECTION_STATES)::
-
-    away --redial time--> dialing --Connected, Join--> joining --Offer, Confirm, Joined--> joined
-    dialing, joining, joined --Disconnected--> away
-
-and the *training*, which needs the connection only once, to start from what the run holds::
+Two things run side by side: the *connection* (connection.py), and the *training*, which needs the
+connection only once, to start from what the run holds (docs/protocol.md draws it from
+TRAINING_STATES)::
 
     waiting --every due fragment adopted--> training --clock reached T--> trained --Finish--> ended
 
@@ -23,23 +20,16 @@ on the fragment waits for the next boundary, and is declined if no step may come
 
 import collections
 import dataclasses
-import random
 from typing import Any
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import connection as connection_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import outbox
 from diloco_jax.protocol import schedule as schedule_lib
 
-CONNECTION_STATES = (
-  ('away', 'dialing', 'the pause is over'),
-  ('dialing', 'joining', 'the stream is open: Join'),
-  ('joining', 'joined', 'Offer: Confirm, then Joined'),
-  ('dialing', 'away', 'no stream'),
-  ('joining', 'away', 'refused for now, or the stream closed'),
-  ('joined', 'away', 'the stream closed, or the syncer fell silent'),
-)
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted'),
   ('training', 'trained', 'the clock reached T'),
@@ -48,6 +38,7 @@ TRAINING_STATES = (
   ('trained', 'ended', 'Finish: every fragment is closed'),
 )
 
+Identity = connection_lib.Identity
 UNKNOWN = messages.Held(version=-1, digest=0)
 
 
@@ -62,18 +53,6 @@ class _Anchor:
   contributed: int = 0  # the sync that this learner's payload went to, 0: none yet
   sound: bool = True  # False: the bits adopted are not those that were published
   next_due: int = 0  # the sync this learner waits for in lock-step modes
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-  """Who this process is. `nonce` is drawn anew by every process; `seed` jitters its redials."""
-
-  learner: str
-  nonce: int
-  agreement: str
-  host: str
-  pid: int
-  seed: int = 0
 
 
 class LearnerMachine:
@@ -93,15 +72,8 @@ class LearnerMachine:
     self._config = config
     self._schedule = schedule_lib.Schedule(config)
     self._identity = identity
-    self._random = random.Random(identity.seed)
-    self._state = 'away'
-    self._session = 0
-    self._redial_ns = 0
-    self._pause_ns = config.redial_ns[0]
-    self._heard_ns = 0
-    self._heartbeat_ns = 0
-    self._confirmed = False  # on this session: the lease is ours to keep
-    self._refusals = 0
+    self._out = outbox.Outbox()
+    self._connection = connection_lib.Connection(config, identity, self._out)
     self._incarnation = 0
     self._stream: int | None = None
     self._training = 'waiting'
@@ -126,43 +98,37 @@ class LearnerMachine:
     self._ending = ''
     self._saving = False
     self._exited = False
-    self._out: list[actions.Action] = []
 
   # --- The one entry ------------------------------------------------------------------------------
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Takes one event at time `now_ns` and returns what is to be done, in order."""
-    self._out = []
     self._dispatch(now_ns, event)
-    self._keep_connection(now_ns)
+    if not self._exited:
+      self._connection.keep(now_ns, bool(self._ending))
     if not self._running and not self._exited:
       self._boundary()
-    return self._out
+    return self._out.take()
 
   @property
   def deadline_ns(self) -> int | None:
     """When a Wake is wanted."""
-    if self._exited:
-      return None
-    if self._state == 'away':
-      return None if self._ending else self._redial_ns
-    lease = self._heard_ns + self._config.lease_ns
-    return min(lease, self._heartbeat_ns) if self._confirmed else lease
+    return None if self._exited else self._connection.deadline_ns(bool(self._ending))
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
       case events.StepDone():
         self._step_done(event)
-      case events.Received(session=session, handle=handle) if session != self._session:
-        self._drop(handle)
+      case events.Received(session=session, handle=handle) if session != self._connection.session:
+        self._out.drop(handle)
       case events.Received(message=message, handle=handle):
-        self._heard_ns = now_ns
+        self._connection.heard(now_ns)
         self._receive(now_ns, message, handle)
       case events.Connected(session=session):
-        if session == self._session:
-          self._connected(now_ns)
+        if session == self._connection.session:
+          self._connection.connected(now_ns)
       case events.Disconnected(session=session, reason=reason):
-        if session == self._session:
+        if session == self._connection.session:
           self._disconnected(now_ns, reason)
       case events.Encoded():
         self._encoded(event)
@@ -177,63 +143,18 @@ class LearnerMachine:
       case _:
         raise TypeError(f'not an event of a learner: {event}')
 
-  def _do(self, action: actions.Action) -> None:
-    self._out.append(action)
-
-  def _drop(self, handle: int | None) -> None:
-    if handle is not None:
-      self._do(actions.Drop(handle=handle))
-
-  def _send(self, message: messages.FromLearner, handle: int | None = None) -> None:
-    self._do(actions.Send(session=self._session, message=message, handle=handle))
-
   # --- Connection ---------------------------------------------------------------------------------
-
-  def _keep_connection(self, now_ns: int) -> None:
-    """Dials when it is time, notices a silent syncer, keeps the lease."""
-    if self._exited:
-      return
-    if self._state == 'away':
-      if now_ns >= self._redial_ns and not self._ending:
-        self._session += 1
-        self._state = 'dialing'
-        self._heard_ns = now_ns
-        self._do(actions.Dial(session=self._session))
-    elif now_ns >= self._heard_ns + self._config.lease_ns:
-      self._heard_ns = now_ns  # ask once per lease; Disconnected follows
-      self._confirmed = False
-      self._do(actions.Close(session=self._session, reason='the syncer fell silent'))
-    elif self._confirmed and now_ns >= self._heartbeat_ns:
-      self._heartbeat_ns = now_ns + self._config.heartbeat_ns
-      self._send(messages.Heartbeat())
-
-  def _connected(self, now_ns: int) -> None:
-    self._state = 'joining'
-    self._heard_ns = now_ns
-    me = self._identity
-    self._send(messages.Join(
-      protocol=messages.PROTOCOL_VERSION, learner=me.learner, nonce=me.nonce,
-      agreement=me.agreement, host=me.host, pid=me.pid,
-    ))
 
   def _disconnected(self, now_ns: int, reason: str) -> None:
     """Nothing of the old stream is valid any more; training goes on."""
-    joined = self._state == 'joined'
-    self._state = 'away'
-    self._confirmed = False
+    joined = self._connection.joined
     self._told_step = -1
     self._pulls.clear()
     for _, handle in self._arrivals:
-      self._drop(handle)
+      self._out.drop(handle)
     self._arrivals.clear()
-    first, longest = self._config.redial_ns
-    self._pause_ns = first if joined else min(longest, 2 * self._pause_ns)
-    jitter = self._random.randrange(500, 1500)  # half to one and a half of the pause
-    self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
+    self._connection.disconnected(now_ns, reason)
     if joined:
-      self._do(actions.Say(
-        text=f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
-      ))
       self._report_state('disconnected', reason=reason)
 
   def _receive(self, now_ns: int, message: messages.Message, handle: int | None) -> None:
@@ -241,7 +162,8 @@ class LearnerMachine:
       case messages.Offer(incarnation=incarnation):
         self._confirm(now_ns, incarnation)
       case messages.Refused():
-        self._refused(now_ns, message)
+        if self._connection.refused(now_ns, message):
+          self._exit(42, message.text)
       case messages.Joined():
         self._joined(message)
       case messages.Pull(sync=sync, fragment=fragment):
@@ -258,33 +180,20 @@ class LearnerMachine:
         raise TypeError(f'not a message of a syncer: {message}')
 
   def _confirm(self, now_ns: int, incarnation: int) -> None:
-    self._confirmed = True
-    self._heartbeat_ns = now_ns + self._config.heartbeat_ns
     going_on = incarnation == self._incarnation
-    self._send(messages.Confirm(
+    self._connection.confirm(now_ns, messages.Confirm(
       nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
       steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
       held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
     ))
 
-  def _refused(self, now_ns: int, refused: messages.Refused) -> None:
-    """Final refusals end the process before they disturb anyone; an id in use may be our own last
-    life, whose lease is still running, so that one is tried once more after the lease."""
-    self._refusals += 1
-    if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
-      self._exit(42, refused.text)
-      return
-    self._redial_ns = now_ns + refused.retry_ns
-    self._do(actions.Say(text=f'{refused.text} Trying again in {refused.retry_ns / 1e9:.1f} s.'))
-
   def _joined(self, joined: messages.Joined) -> None:
-    self._state = 'joined'
-    self._refusals = 0
+    self._connection.welcomed()
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
     if joined.stream != self._stream:
       self._stream = joined.stream
-      self._do(actions.UseStream(stream=joined.stream))
+      self._out.do(actions.UseStream(stream=joined.stream))
     self.step = max(self.step, joined.step)
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
@@ -313,29 +222,29 @@ class LearnerMachine:
     """The snapshot is bytes now; it is void if the stream changed meanwhile."""
     session, message = self._encoding.popleft()
     assert (message.sync, message.fragment) == (encoded.sync, encoded.fragment), (message, encoded)
-    if self._state != 'joined' or session != self._session:
-      self._drop(encoded.handle)
+    if not self._connection.joined or session != self._connection.session:
+      self._out.drop(encoded.handle)
     elif encoded.handle is None:
-      self._send(messages.Decline(
+      self._connection.send(messages.Decline(
         sync=encoded.sync, fragment=encoded.fragment, reason=messages.Reason.BAD_VALUE,
         tokens_to=message.tokens_to,
       ))
     else:
-      self._send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
-      self._drop(encoded.handle)
+      self._connection.send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
+      self._out.drop(encoded.handle)
 
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
-    if settled.reason == 'cancelled':  # no version comes of it: the tokens can be sent again
+    if settled.reason == messages.CANCELLED:  # no version comes of it: the tokens can be sent again
       if anchor.contributed == settled.sync:
         anchor.contributed = 0
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       if self._pulls.get(settled.fragment) == settled.sync:
         del self._pulls[settled.fragment]
-    self._do(actions.Report(name='settled', values={
-      'sync': settled.sync, 'fragment': settled.fragment, 'merged': settled.merged,
-      'reason': settled.reason,
-    }))
+    self._out.report(
+      'settled', sync=settled.sync, fragment=settled.fragment, merged=settled.merged,
+      reason=settled.reason,
+    )
 
   # --- Training -----------------------------------------------------------------------------------
 
@@ -347,9 +256,9 @@ class LearnerMachine:
     self._progress(done.step_ns)
 
   def _progress(self, step_ns: int) -> None:
-    if self._state == 'joined':
+    if self._connection.joined:
       self._told_step = self.step
-      self._send(messages.Progress(
+      self._connection.send(messages.Progress(
         step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns,
         finished=self.step >= self._config.total_steps,
       ))
@@ -371,7 +280,7 @@ class LearnerMachine:
       if due and not self._saving:
         self._save()
       self._running = True
-      self._do(actions.Step(step=self.step))
+      self._out.do(actions.Step(step=self.step))
     elif self._told_step != self.step:
       self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
 
@@ -384,25 +293,25 @@ class LearnerMachine:
   def _adopt(self, publish: messages.Publish, handle: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
     if publish.base_version is not None and publish.base_version != anchor.version:
-      self._drop(handle)
-      self._send(messages.Adopted(
+      self._out.drop(handle)
+      self._connection.send(messages.Adopted(
         fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
       ))
       return
-    self._do(actions.Adopt(
+    self._out.do(actions.Adopt(
       fragment=fragment, version=publish.version, handle=handle,
       whole=publish.base_version is None,
     ))
-    self._do(actions.Report(name='adopted', values={
-      'fragment': fragment, 'version': publish.version, 'sync': publish.sync, 'step': self.step,
-      'steps_between': self.steps - anchor.steps, 'whole': publish.base_version is None,
-      'staleness': publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
-    }))
+    self._out.report(
+      'adopted', fragment=fragment, version=publish.version, sync=publish.sync, step=self.step,
+      steps_between=self.steps - anchor.steps, whole=publish.base_version is None,
+      staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+    )
     self._anchors[fragment] = _Anchor(
       publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
       next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
     )
-    self._adopting.append((self._session, self._anchors[fragment]))
+    self._adopting.append((self._connection.session, self._anchors[fragment]))
     if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
       del self._pulls[fragment]
     self.step = max(self.step, publish.sync)
@@ -417,11 +326,11 @@ class LearnerMachine:
     anchor.sound = done.digest == anchor.digest
     # What an old stream began is settled by the join since, but wrong bits must be told.
     wrong = not anchor.sound and anchor is self._anchors[done.fragment]
-    if self._state == 'joined' and (session == self._session or wrong):
+    if self._connection.joined and (session == self._connection.session or wrong):
       self._tell_adopted(done.fragment, anchor)
 
   def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:
-    self._send(messages.Adopted(
+    self._connection.send(messages.Adopted(
       fragment=fragment, version=anchor.version, tokens=anchor.tokens, matched=anchor.sound,
     ))
 
@@ -435,17 +344,17 @@ class LearnerMachine:
       if steps == 0 and self._may_step():
         return
       reason = 'contributed' if anchor.contributed else 'empty'
-      self._send(messages.Decline(
+      self._connection.send(messages.Decline(
         sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens
       ))
     else:
       anchor.contributed = sync
       nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
-      self._encoding.append((self._session, messages.Contribution(
+      self._encoding.append((self._connection.session, messages.Contribution(
         sync=sync, fragment=fragment, version=anchor.version, steps=steps,
         tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
       )))
-      self._do(actions.Encode(sync=sync, fragment=fragment))
+      self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
 
   # --- Saving and ending --------------------------------------------------------------------------
@@ -453,15 +362,15 @@ class LearnerMachine:
   def _save(self) -> None:
     self._saved_steps = self.steps
     self._saving = True
-    self._do(actions.Save(step=self.step, snapshot=self.snapshot()))
+    self._out.do(actions.Save(step=self.step, snapshot=self.snapshot()))
 
   def _saved(self, done: events.SaveDone) -> None:
     self._saving = False
     if done.error:
-      self._do(actions.Say(
-        text=f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
+      self._out.say(
+        f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
         'previous checkpoint is untouched.'
-      ))
+      )
 
   def _end(self) -> None:
     """Save, say goodbye, exit; each once."""
@@ -470,22 +379,22 @@ class LearnerMachine:
     if self.steps > self._saved_steps:
       self._save()
       return
-    if self._state == 'joined':
-      self._send(messages.Leave(reason=self._ending))
-      self._do(actions.Close(session=self._session, reason=self._ending))
+    if self._connection.joined:
+      self._connection.send(messages.Leave(reason=self._ending))
+      self._out.close(self._connection.session, self._ending)
     self._exit(0, f'{self._ending} at step {self.step}: {self.steps} steps, {self.tokens} tokens')
 
   def _exit(self, code: int, text: str) -> None:
     self._training = 'ended'
     self._exited = True
-    self._do(actions.Exit(code=code, text=text))
+    self._out.do(actions.Exit(code=code, text=text))
 
   # --- What others may see ------------------------------------------------------------------------
 
   def _report_state(self, state: str, **values: Any) -> None:
-    self._do(actions.Report(name='state', values={
-      'state': state, 'incarnation': self._incarnation, 'step': self.step, **values,
-    }))
+    self._out.report(
+      'state', state=state, incarnation=self._incarnation, step=self.step, **values
+    )
 
   def snapshot(self) -> dict[str, Any]:
     """What a checkpoint keeps of the protocol, as JSON types."""

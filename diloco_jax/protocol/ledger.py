@@ -14,6 +14,7 @@ Hence always, per incarnation::
 
 import dataclasses
 
+from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import messages
 
 Reason = messages.Reason
@@ -97,6 +98,15 @@ class Ledger:
       self.accounts[key] = Account(cursors=[0] * self._fragments)
     return self.accounts[key]
 
+  def of(self, member: members_lib.Member) -> Account:
+    """The account of the life that a learner id has now."""
+    return self.open(member.learner, member.incarnation)
+
+  def close_all(self, reason: str) -> None:
+    """The run is over."""
+    for account in self.accounts.values():
+      account.close(reason)
+
   def totals(self) -> dict:
     """Sums over all accounts: tokens trained, and fragment-tokens merged, discarded, unsettled."""
     discarded: dict[str, int] = {}
@@ -126,15 +136,16 @@ class Ledger:
       row['discarded'] += sum(account.discarded.values())
     return rows
 
+  def check(self) -> None:
+    for account in self.accounts.values():
+      account.check()
+
   def snapshot(self) -> list:
     return [
       [learner, incarnation, dataclasses.asdict(account)]
       for (learner, incarnation), account in sorted(self.accounts.items())
     ]
 
-  @classmethod
-  def restore(cls, fragments: int, rows: list) -> 'Ledger':
-    ledger = cls(fragments)
+  def load(self, rows: list) -> None:
     for learner, incarnation, fields in rows:
-      ledger.accounts[learner, incarnation] = Account(**fields)
-    return ledger
+      self.accounts[learner, incarnation] = Account(**fields)

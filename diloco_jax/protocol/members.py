@@ -9,8 +9,8 @@ Joining takes two phases (Join, Offer, Confirm, Joined), because a Join may be o
 a Confirm that names the offered incarnation takes the id, and repeating either with the holder's
 nonce changes nothing. While the holder is live, other processes are refused. A process that comes
 back with the nonce of the last holder (its stream broke, or it slept past its lease) goes on in the
-same incarnation; any other process starts the next one, and what the last one left unsettled is lost
-with it.
+same incarnation; any other process starts the next one, and what the last one left unsettled is
+lost with it. admission.py tells how.
 """
 
 import dataclasses
@@ -116,9 +116,7 @@ class Members:
     fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'left', 'replaced')
     return [{f: getattr(m, f) for f in fields} for _, m in sorted(self.by_id.items())]
 
-  @classmethod
-  def restore(cls, config: config_lib.ProtocolConfig, rows: list) -> 'Members':
-    members = cls(config)
+  def load(self, rows: list) -> None:
+    """Everybody of a snapshot, not live."""
     for row in rows:
-      members.by_id[row['learner']] = Member(**row)
-    return members
+      self.by_id[row['learner']] = Member(**row)

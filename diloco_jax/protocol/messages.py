@@ -25,6 +25,7 @@ A learner's life on the wire::
 import dataclasses
 
 PROTOCOL_VERSION = 1
+CANCELLED = 'cancelled'  # Settled: no version comes of this sync, its tokens can be sent again
 
 
 def _message(cls):

@@ -1,9 +1,7 @@
-"""When a sync opens and when it has waited enough: pure decisions, each with its reason in words.
+"""When an open sync has waited enough: a pure decision with its reason in words.
 
-*Pace*: sync t opens once K live learners have reported a step >= t, so the K-th fastest learner sets
-the pace: a fast network cannot shrink H, and when the fastest learner dies the next one carries on.
-
-*Gather*: with K payloads there, the grace window runs; what has arrived when it ends is merged.
+With K payloads there, the grace window runs; what has arrived when it ends is merged. A payload
+that is withdrawn before may take the quorum with it; the window starts anew once K are there again.
 """
 
 import dataclasses
@@ -34,10 +32,29 @@ class Gather:
       return None
     return self.quorum_at_ns + self.grace_ns
 
+  def withdraw(self, learner: str, quorum: int) -> int | None:
+    """Takes a learner's payload out again; its handle, if it was there and is not being merged."""
+    if self.merging or learner not in self.payloads:
+      return None
+    _, handle = self.payloads.pop(learner)
+    if len(self.payloads) < quorum:
+      self.quorum_at_ns = None
+    return handle
 
-def kth_step(steps: list[int], quorum: int) -> int:
-  """The step that K of these learners have reached (0 if there are fewer than K)."""
-  return sorted(steps, reverse=True)[quorum - 1] if len(steps) >= quorum else 0
+  def abandon(self) -> list[int]:
+    """Takes all payloads out; their handles. Those being merged are the shell's already."""
+    if self.merging:
+      return []
+    handles = [handle for _, handle in self.payloads.values()]
+    self.payloads.clear()
+    return handles
+
+  def check(self, live: set[str], quorum: int) -> None:
+    """Asserts that a merge has its quorum, and that only the live are waited for."""
+    if self.merging:
+      assert len(self.participants) >= quorum, self
+    else:
+      assert self.payloads.keys() | self.waiting <= live, (self, live)
 
 
 def decide(gather: Gather, now_ns: int, quorum: int, live: int, closing: bool) -> tuple[str, str]:

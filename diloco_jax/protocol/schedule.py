@@ -45,3 +45,7 @@ class Schedule:
     if after < offset:
       return offset
     return after + self.period - (after - offset) % self.period
+
+  def last_due(self, fragment: int, upto: int) -> int:
+    """The last due time of `fragment` that is not after step `upto` (not positive: none was)."""
+    return self.due(fragment, upto) - self.period

@@ -1,8 +1,8 @@
 """The processes of the small world (world.py): scripted work around one machine, and true books.
 
 A process believes nothing that its machine says. It records what was really trained, snapshot,
-merged and adopted (`Oracle`), calls `check()` after every event, and tracks payload handles, so that
-a leak or a double drop fails.
+merged and adopted (`Oracle`), calls `check()` after every event, and tracks payload handles, so
+that a leak or a double drop fails.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import itertools
 import json
 from typing import Any, Callable
 
-from diloco_jax.protocol import actions, events, learner, messages
+from diloco_jax.protocol import actions, connection, events, learner, messages
 
 MS = 1_000_000
 PAYLOAD_BYTES = 64
@@ -210,9 +210,9 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
-    before = self.machine._state, self.machine._training
+    before = self.machine._connection.state, self.machine._training
     super()._handle(event)
-    check_moves(learner.CONNECTION_STATES, before[0], self.machine._state)
+    check_moves(connection.CONNECTION_STATES, before[0], self.machine._connection.state)
     check_moves(learner.TRAINING_STATES, before[1], self.machine._training)
 
   def _encode(self, sync: int, fragment: int) -> None:

@@ -39,7 +39,8 @@ def configs(draw: st.DrawFn) -> config_lib.ProtocolConfig:
 
 
 FAULTS = ('cut', 'kill', 'revive', 'freeze', 'thaw', 'partition', 'heal', 'nan', 'flip', 'stop',
-          'second', 'fail merge', 'freeze syncer', 'thaw syncer', 'slow', 'kill syncer', 'restart syncer')
+          'second', 'fail merge', 'freeze syncer', 'thaw syncer', 'slow', 'kill syncer',
+          'restart syncer')
 PLANS = st.lists(
   st.tuples(st.sampled_from(FAULTS), st.integers(0, 4), st.integers(0, 400)), max_size=25)
 TIMES = st.lists(st.sampled_from([0, 1, 7, 40, 150, 700]), min_size=5, max_size=5)

@@ -117,30 +117,39 @@ def _of_run(workdir: pathlib.Path) -> list[psutil.Process]:
 def test_a_killed_learner_comes_back_and_is_merged_again(start, tmp_path):
   workdir = tmp_path / 'run'
   program = start(
-    'experiments.local', CONFIG, f'--workdir={workdir}', '--config.train.steps=2500',
-    '--config.train.log_every=500', '--config.train.eval_every=0', '--config.chaos.enabled=true',
-    '--config.chaos.kills[0].at_fraction=0.1', '--config.chaos.kills[0].down_s=0.2',
+    'experiments.local', CONFIG, f'--workdir={workdir}', '--config.train.steps=1000000',
+    '--config.train.log_every=100', '--config.train.eval_every=0', '--config.chaos.enabled=true',
+    '--config.chaos.kills[0].at_fraction=0.0001', '--config.chaos.kills[0].down_s=0.2',
     '--config.chaos.kills[0].victim=l1',
   )
-  assert program.end() == 0, program.lines
-  summary = json.loads((workdir / 'report' / 'summary.json').read_text())
+  program.wait_for('started again (life 2)')
+  program.wait_for('[l1] completed step')  # it has trained again
+  program.process.send_signal(signal.SIGINT)
+  assert program.end() == 130, program.lines
+  assert not _of_run(workdir)
 
+  summary = json.loads((workdir / 'report' / 'summary.json').read_text())
   victim = summary['learners']['l1']
-  assert victim['incarnations'] == 2 and victim['seconds_down'] > 0
-  assert summary['eval_loss_end'] < summary['eval_loss_start'] - 1
+  assert victim['incarnations'] == 2 and victim['kills'] == 1 and victim['seconds_down'] > 0
+  assert all(summary['learners'][name]['incarnations'] == 1 for name in ('l0', 'l2'))
   discarded = sum(summary['tokens_discarded'].values())
   assert summary['tokens_trained'] == summary['tokens_merged'] + discarded
   assert summary['wire_bytes_up'] > 0 and summary['wire_bytes_down'] > 0
-  assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
   facts = _facts(workdir, 'syncer')
-  back = next(
-    i for i, fact in enumerate(facts)
-    if fact['name'] == 'member' and fact.get('incarnation') == 2 and fact['state'] == 'joined'
+  lost = _index(facts, 'lost')
+  back = _index(facts, 'joined', after=lost)
+  synced = [(i, fact['participants']) for i, fact in enumerate(facts) if fact['name'] == 'synced']
+  assert any(lost < i < back for i, _ in synced)  # nobody waited for it
+  assert any('l1' in participants for i, participants in synced if i > back)
+
+
+def _index(facts: list[dict], state: str, after: int = 0) -> int:
+  """Where l1 first reached a state of membership."""
+  return next(
+    i for i, fact in enumerate(facts[after:], after)
+    if fact['name'] == 'member' and fact['learner'] == 'l1' and fact['state'] == state
   )
-  later = [fact for fact in facts[back:] if fact['name'] == 'synced']
-  assert any('l1' in fact['participants'] for fact in later)
-  assert not _of_run(workdir)
 
 
 def test_ctrl_c_ends_everything_and_resume_goes_on(start, tmp_path):

@@ -1,0 +1,42 @@
+"""What a machine asks for while it handles one event, in the order in which it decides.
+
+A machine is made of parts with a theory each. They share one outbox, so that their decisions reach
+the shell in the order in which they were taken, whichever part took them.
+"""
+
+from typing import Any
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import messages
+
+
+class Outbox:
+  """A list that is emptied once per event."""
+
+  def __init__(self):
+    self._actions: list[actions.Action] = []
+
+  def take(self) -> list[actions.Action]:
+    """All that was asked for since the last call."""
+    taken, self._actions = self._actions, []
+    return taken
+
+  def do(self, action: actions.Action) -> None:
+    self._actions.append(action)
+
+  def send(self, session: int, message: messages.Message, handle: int | None = None) -> None:
+    self.do(actions.Send(session=session, message=message, handle=handle))
+
+  def close(self, session: int, reason: str) -> None:
+    self.do(actions.Close(session=session, reason=reason))
+
+  def drop(self, handle: int | None) -> None:
+    """Lets go of a payload, if there is one."""
+    if handle is not None:
+      self.do(actions.Drop(handle=handle))
+
+  def say(self, text: str) -> None:
+    self.do(actions.Say(text=text))
+
+  def report(self, name: str, /, **values: Any) -> None:
+    self.do(actions.Report(name=name, values=values))

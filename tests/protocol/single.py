@@ -1,0 +1,119 @@
+"""One machine alone, fed message by message."""
+
+from typing import Any
+
+from diloco_jax.protocol import actions, events, learner, messages, syncer
+from tests.protocol import world as world_lib
+
+MS = world_lib.MS
+
+
+# --- A syncer and what its learners say -----------------------------------------------------------
+
+
+def new_machine(**settings: Any) -> Any:
+  config = world_lib.protocol_config(**{
+    'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8,
+    **settings})
+  count = config.fragments
+  return syncer.SyncerMachine(
+    config, world_lib.AGREEMENT, (77,) * count, (world_lib.PAYLOAD_BYTES,) * count)
+
+
+def joined(**settings: Any) -> tuple[Any, int]:
+  machine = new_machine(**settings)
+  machine.handle(0, received(1, join()))
+  out = machine.handle(1, received(1, confirm()))
+  assert any(isinstance(getattr(a, 'message', None), messages.Joined) for a in out)
+  return machine, 1
+
+
+def two_learners(quorum: int) -> Any:
+  """A syncer with l0 on session 1 and l1 on session 2, and sync 2 open."""
+  machine, _ = joined(learners=2, quorum=quorum)
+  machine.handle(1, received(2, join(learner='l1', nonce=8)))
+  machine.handle(1, received(2, confirm(nonce=8)))
+  for number in (1, 2):
+    machine.handle(2, received(number, progress(2)))
+  return machine
+
+
+def advance(machine: Any, session: int, step: int) -> None:
+  out = machine.handle(2, received(session, progress(step)))
+  assert any(isinstance(getattr(a, 'message', None), messages.Pull) for a in out), out
+
+
+def received(session: int, message: Any, handle: int | None = None) -> events.Received:
+  return events.Received(session=session, message=message, handle=handle)
+
+
+def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
+  return messages.Join(protocol=messages.PROTOCOL_VERSION, learner=learner, nonce=nonce,
+                       agreement=world_lib.AGREEMENT, host='host', pid=1)
+
+
+def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
+  return messages.Confirm(nonce=nonce, incarnation=1, step=0, steps=0, tokens=0,
+                          held=(messages.Held(version=0, digest=77),) * fragments)
+
+
+def progress(step: int) -> messages.Progress:
+  return messages.Progress(step=step, steps=step, tokens=10 * step, step_ns=1, finished=False)
+
+
+def contribution(sync: int = 2, tokens_from: int = 0, tokens_to: int = 20) -> messages.Contribution:
+  return messages.Contribution(
+    sync=sync, fragment=0, version=0, steps=2, tokens_from=tokens_from, tokens_to=tokens_to,
+    payload=messages.Payload(size_bytes=world_lib.PAYLOAD_BYTES, crc32=0))
+
+
+def adopted() -> messages.Adopted:
+  return messages.Adopted(fragment=0, version=0, tokens=0, matched=False)
+
+
+def decline() -> messages.Decline:
+  return messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=10)
+
+
+def merge_done(sync: int) -> events.MergeDone:
+  return events.MergeDone(sync=sync, fragment=0, handle=50, digest=78,
+                          payload=messages.Payload(size_bytes=64, crc32=0))
+
+
+# --- A learner and what its syncer says -----------------------------------------------------------
+
+
+def new_learner(**settings: Any) -> Any:
+  config = world_lib.protocol_config(**{
+    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0,
+    'total_steps': 20, **settings})
+  identity = learner.Identity(
+    learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1)
+  return learner.LearnerMachine(config, identity, (50, 51))
+
+
+def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
+  machine.handle(now_ms * MS, events.Wake())
+  machine.handle(now_ms * MS, events.Connected(session=session))
+  machine.handle(now_ms * MS, received(session, messages.Offer(incarnation=1)))
+  return machine.handle(now_ms * MS, received(session, messages.Joined(
+    incarnation=1, step=clock, stream=0, due=due)))
+
+
+def train(machine: Any, now_ms: int) -> list:
+  return machine.handle(now_ms * MS, events.StepDone(tokens=10, step_ns=MS))
+
+
+def encoded(sync: int, fragment: int, handle: int) -> events.Encoded:
+  return events.Encoded(sync=sync, fragment=fragment, handle=handle,
+                        payload=messages.Payload(size_bytes=64, crc32=0))
+
+
+def publish(sync: int, fragment: int, version: int) -> messages.Publish:
+  return messages.Publish(
+    sync=sync, fragment=fragment, version=version, base_version=version - 1, digest=60,
+    payload=messages.Payload(size_bytes=64, crc32=0))
+
+
+def contents(out: list, kind: type) -> list:
+  return [a.message for a in out if isinstance(a, actions.Send) and isinstance(a.message, kind)]

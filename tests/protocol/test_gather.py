@@ -1,0 +1,152 @@
+"""Gathering, the grace window, merging and publishing.
+
+Each test opens with the sentence that it checks and its source.
+"""
+
+import pytest
+
+from diloco_jax.protocol import actions, events, grace, messages, quorum
+from tests.protocol import world as world_lib
+from tests.protocol.single import (
+  adopted, advance, contents, contribution, joined, merge_done, received, two_learners,
+)
+from tests.protocol.tape import Tape, discarded
+
+MS = world_lib.MS
+
+
+def test_grace_formula():
+  # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync),
+  # 0 <= xi_grace <= gamma * xi_slack.
+  config = world_lib.protocol_config(
+    learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750)
+  window = grace.Grace()
+  assert window.window_ns(config, 100) == 0, 'nothing is known yet'
+  window.quorum_ns.add(30)
+  window.sync_ns.add(50)
+  assert window.window_ns(config, 100) == (2 * 100 - 30 - 50) * 750 // 1000
+  assert window.window_ns(config, 40) == 0, 'no slack: merge at once'
+
+
+def test_averages_are_exponential_moving_averages():
+  # Paper section 4: "All three xi are exponential moving averages".
+  average = grace.Average()
+  average.add(800)
+  assert average.value == 800
+  average.add(0)
+  assert average.value == 700
+  for _ in range(100):
+    average.add(1600)
+  assert 1590 <= average.value <= 1600
+
+
+def test_the_grace_window_ends_in_time():
+  # Design section 4: "When K payloads are there, the grace window runs; then what has arrived is
+  # merged".
+  tape = Tape(learners=2, fragments=1, period=4, overlap=3, quorum=1, total_steps=24)
+  tape.start('l0').start('l1', step_ms=100)
+  tape.world.learners['l1'].encode_ns = 2000 * MS
+  tape.run(2200)
+  merges = [action for _, _, action in tape.of(actions.Report) if action.name == 'synced']
+  graces = [report.values['grace_ns'] for report in merges]
+  assert graces[0] == 0 and graces[1] > 0, graces
+  answers = dict(
+    (message.sync, time) for time, message in tape.sent(messages.Contribution, 'l0'))
+  for time, _, report in tape.of(actions.Report):
+    if report.name == 'synced':
+      waited = time - answers[report.values['sync']]
+      assert waited <= report.values['grace_ns'] + 10 * MS
+
+
+def test_a_payload_after_the_merge_is_late():
+  # Design section 4: "A late payload is discarded with its reason".
+  tape = Tape(learners=2, fragments=1, period=4, overlap=1, quorum=1, total_steps=8)
+  tape.start('l0', 'l1')
+  tape.world.learners['l1'].encode_ns = 60 * MS
+  tape.run(20_000)
+  assert discarded(tape)['late'] == 50
+  settled = [m.reason for _, m in tape.sent(messages.Settled) if not m.merged]
+  assert 'late' in settled
+
+
+def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption():
+  # Paper section 2: c_steps, c_tokens = "steps and tokens since it last received fragment p".
+  tape = Tape(learners=1, fragments=2, period=4, overlap=1, quorum=1, total_steps=20)
+  tape.start('l0').run(20_000)
+  adopted: dict[int, int] = {}
+  for _, name, action in tape.entries:
+    if isinstance(action, actions.Send) and isinstance(action.message, messages.Adopted):
+      adopted[action.message.fragment] = action.message.tokens
+    if isinstance(action, actions.Send) and isinstance(action.message, messages.Contribution):
+      message = action.message
+      assert message.tokens_from == adopted.get(message.fragment, 0)
+      assert message.tokens_to - message.tokens_from == 10 * message.steps
+      assert message.steps >= 1
+
+
+@pytest.mark.parametrize('slow', ['l0', 'l1', 'l2'])
+def test_participants_are_in_id_order_whatever_the_arrival(slow: str):
+  # Design section 4: "folded in the order of learner ids, never of arrival".
+  tape = Tape(learners=3, fragments=1, period=2, overlap=1, quorum=3, total_steps=6)
+  tape.start('l2', 'l0', 'l1')
+  tape.world.learners[slow].up_ns = 60 * MS
+  tape.run(20_000)
+  merges = [[one.learner for one in m.participants] for _, _, m in tape.of(actions.Merge)]
+  assert merges and all(names == ['l0', 'l1', 'l2'] for names in merges)
+
+
+@pytest.mark.parametrize('staleness, reason', [(0, 'stale'), (1, '')])
+def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str):
+  # Design section 4: "counts with its own displacement if it is at most max_staleness versions
+  # old".
+  machine, session = joined(max_staleness=staleness, learners=2, quorum=1)
+  advance(machine, session, step=2)
+  machine.handle(2, received(session, contribution(sync=2), handle=1))
+  machine.handle(3, merge_done(2))
+  advance(machine, session, step=4)
+  old = contribution(sync=4, tokens_from=20, tokens_to=40)
+  out = machine.handle(5, received(session, old, handle=2))
+  settled = [m.reason for m in contents(out, messages.Settled)]
+  assert settled[:1] == ([reason] if reason else [])
+  assert any(isinstance(a, actions.Merge) for a in out) == (not reason)
+  assert any(isinstance(a, actions.ReadFragment) for a in out) == bool(reason)
+  machine.check()
+
+
+@pytest.mark.parametrize('payloads, waiting, live, closing, verdict', [
+  (0, 2, 2, False, 'wait'),  # nobody has answered
+  (1, 1, 2, False, 'wait'),  # the quorum is not there yet
+  (2, 0, 2, False, 'merge'),  # all have answered
+  (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
+  (1, 0, 1, False, 'wait'),  # with K = M one may come back
+  (1, 0, 1, True, 'cancel'),  # but after the last step nobody is waited for
+])
+def test_quorum_decisions(payloads: int, waiting: int, live: int, closing: bool, verdict: str):
+  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0)
+  gather.payloads = {f'l{n}': None for n in range(payloads)}
+  gather.waiting = {f'w{n}' for n in range(waiting)}
+  assert quorum.decide(gather, 5, 2, live, closing)[0] == verdict
+
+
+def test_grace_decisions():
+  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
+  gather.quorum_at_ns, gather.grace_ns = 100, 50
+  assert quorum.decide(gather, 149, 1, 2, False)[0] == 'wait'
+  assert quorum.decide(gather, 150, 1, 2, False)[0] == 'merge'
+  gather.merging = True
+  assert quorum.decide(gather, 999, 1, 2, False) == ('wait', 'merging')
+
+
+def test_a_delta_goes_only_to_who_holds_the_version_before():
+  # Design section 4: "a learner of another version gets the whole fragment".
+  machine = two_learners(quorum=1)
+  machine.handle(3, received(1, contribution(), handle=1))
+  machine.handle(3, received(2, contribution(), handle=2))
+  machine.handle(3, received(2, adopted()))  # it does not match: the whole is on its way
+  out = machine.handle(4, merge_done(2))
+  to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
+  assert to == [1]
+  out = machine.handle(5, events.FragmentRead(
+    fragment=0, version=1, handle=8, digest=78, payload=messages.Payload(size_bytes=4, crc32=0)))
+  whole, = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
+  assert (whole.session, whole.message.base_version) == (2, None)

@@ -1,0 +1,76 @@
+"""A learner alone, message by message. Each test opens with the sentence and its source."""
+
+from diloco_jax.protocol import actions, events, messages
+from tests.protocol import world as world_lib
+from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
+
+MS = world_lib.MS
+
+
+def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
+  # The syncer dropped what the old stream brought and asks again; the first snapshot is void.
+  machine = new_learner()
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  assert any(isinstance(a, actions.Encode) for a in train(machine, 10))
+  machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
+  connect(machine, 2, 100)
+  machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0)))
+  assert any(isinstance(a, actions.Encode) for a in train(machine, 110))
+  first = machine.handle(111 * MS, encoded(2, 0, handle=1))
+  assert first == [actions.Drop(handle=1)]
+  second = machine.handle(112 * MS, encoded(2, 0, handle=2))
+  assert [m.tokens_to for m in contents(second, messages.Contribution)] == [20]
+
+
+def test_bits_that_went_wrong_while_the_stream_was_away_are_told_later():
+  # Design section 4: "a learner whose published value differs is repaired and counted".
+  machine = new_learner()
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, publish(2, 0, version=1), handle=4))
+  assert any(isinstance(a, actions.Adopt) for a in train(machine, 10))
+  machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
+  machine.handle(12 * MS, events.AdoptDone(fragment=0, version=1, digest=61))
+  told = contents(connect(machine, 2, 100), messages.Adopted)
+  assert [(m.fragment, m.version, m.matched) for m in told] == [(0, 1, False)]
+
+
+def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted_already():
+  # Syncs may close out of order; after a reconnect the clock is that of the oldest open one.
+  machine = new_learner(max_lag=0)
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, received(1, publish(4, 1, version=1), handle=4))
+  train(machine, 20)
+  machine.handle(21 * MS, events.Disconnected(session=1, reason='cut'))
+  connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is open still, sync 4 is done
+  out = machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
+  assert any(isinstance(a, actions.Step) for a in out)
+
+
+def test_a_pull_that_no_step_can_precede_is_declined():
+  # Both would wait for the other: the learner for the sync (max_lag), the sync for its payload.
+  machine = new_learner()
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, received(1, publish(6, 0, version=1), handle=4))
+  assert not any(isinstance(a, actions.Step) for a in train(machine, 20)), 'it waits for sync 4'
+  out = machine.handle(21 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+  assert [m.reason for m in contents(out, messages.Decline)] == ['empty']
+
+
+def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
+  # Once per anchor, but a sync of which nothing came does not use the anchor up.
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  train(machine, 10)
+  machine.handle(11 * MS, encoded(2, 0, handle=1))
+  for cancelled, answer in ((6, messages.Decline), (2, messages.Contribution)):
+    machine.handle(12 * MS, received(1, messages.Settled(
+      sync=cancelled, fragment=0, merged=False, reason='cancelled')))
+    machine.handle(13 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+    out = train(machine, 20)
+    if any(isinstance(a, actions.Encode) for a in out):
+      out = machine.handle(21 * MS, encoded(10, 0, handle=2))
+    assert contents(out, answer), (cancelled, out)

@@ -1,0 +1,101 @@
+"""Every token is merged or discarded with a reason, once.
+
+Each test opens with the sentence that it checks and its source.
+"""
+
+import dataclasses
+
+from diloco_jax.protocol import actions, events, ledger, messages
+from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
+from tests.protocol.tape import Tape, discarded
+
+
+def test_the_ledger_settles_ranges_once():
+  # Design section 4: "Every token trained is merged or discarded with a reason".
+  account = ledger.Ledger(2).open('l0', 1)
+  account.train(10, 100)
+  assert account.settle(0, 20, 50, '')
+  account.check()
+  assert (account.merged, account.discarded) == (30, {'overwritten': 20})
+  assert not account.settle(0, 40, 60, ''), 'it overlaps what is settled'
+  assert account.merged == 30 and account.discarded['duplicate'] == 10
+  account.close('left')
+  account.check()
+  assert account.merged + sum(account.discarded.values()) == 2 * 100
+
+
+def test_tokens_of_a_killed_process_are_lost_with_it():
+  # Reliability fault 1: "counted lost_with_process".
+  tape = Tape(learners=1, fragments=1, period=10, overlap=1, quorum=1, total_steps=40)
+  tape.start('l0').run(450)
+  tape.world.end(tape.world.learners['l0'])
+  tape.start('l0').run(900)
+  assert discarded(tape) == {'lost_with_process': 40}
+
+
+def test_a_repeated_contribution_counts_once():
+  # Reliability I1: each contribution at most once.
+  machine = two_learners(quorum=2)
+  machine.handle(3, received(1, contribution(), handle=1))
+  again = machine.handle(3, received(1, contribution(), handle=2))
+  assert again == [actions.Drop(handle=2)]
+  out = machine.handle(3, received(2, contribution(), handle=3))
+  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  assert [one.handle for one in merge.participants] == [1, 3]
+
+
+def test_tokens_of_a_cancelled_sync_stay_to_be_sent_again():
+  # messages.Settled: of a cancelled sync no version comes, so nothing would replace the anchor.
+  machine, session = joined()
+  advance(machine, session, step=2)
+  machine.handle(3, received(session, messages.Decline(
+    sync=2, fragment=0, reason='contributed', tokens_to=20)))
+  machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was under way
+  advance(machine, session, step=4)
+  out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), handle=2))
+  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  assert merge.participants[0].tokens == 40
+  machine.check()
+
+
+def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
+  # Ledger: ranges never overlap, so no token counts twice; and it must not be refused for ever.
+  machine, session = joined()
+  advance(machine, session, step=2)
+  machine.handle(2, received(session, messages.Decline(
+    sync=2, fragment=0, reason='bad_value', tokens_to=20)))
+  machine.handle(3, events.FragmentRead(
+    fragment=0, version=0, handle=8, digest=77, payload=messages.Payload(size_bytes=4, crc32=0)))
+  advance(machine, session, step=4)
+  out = machine.handle(4, received(session, contribution(sync=4, tokens_to=40), handle=2))
+  assert actions.ReadFragment(fragment=0) in out and actions.Drop(handle=2) in out
+  assert not any(isinstance(a, actions.Merge) for a in out)
+  machine.check()
+
+
+def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
+  # Design section 4: "the ledger adds up, always", also across a restart of a finished run.
+  tape = Tape(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=4)
+  tape.start('l0').run(250)
+  tape.world.partition('l0')
+  process = tape.world.learners['l0']
+  tape.world.syncer.machine._finished = True  # a run that was closed without this learner
+  tape.world.syncer.machine._linger_ns = tape.world.now
+  tape.run(2000)
+  assert tape.world.syncer.exit is not None
+  tape.world.start_syncer()
+  tape.world.heal('l0')
+  tape.run(20_000)
+  assert process.exit is not None and tape.world.syncer.exit is not None
+  assert tape.world.ledger()['trained'] == 40
+
+
+def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
+  # Ledger: what a learner trained before it adopts is overwritten, so it cannot be merged too.
+  machine = two_learners(quorum=2)
+  machine.handle(3, received(1, contribution(), handle=1))
+  out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))
+  assert actions.Drop(handle=1) in out
+  out = machine.handle(3, received(2, contribution(), handle=3))
+  assert not any(isinstance(a, actions.Merge) for a in out)
+  machine.check()

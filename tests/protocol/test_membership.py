@@ -1,0 +1,146 @@
+"""Joining, lives and leases. Each test opens with the sentence and its source."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol import actions, events, messages
+from tests.protocol import world as world_lib
+from tests.protocol.single import (
+  adopted, confirm, contribution, decline, join, joined, new_machine, progress, received,
+)
+from tests.protocol.tape import Tape
+
+MS = world_lib.MS
+
+
+def test_a_repeated_join_or_confirm_changes_nothing():
+  # Reliability section 2.1: "A Join or Confirm repeated with the holder's nonce is idempotent".
+  machine, session = joined()
+  before = machine.snapshot()
+  assert machine.handle(2, received(session, join())) == []
+  assert machine.handle(2, received(session, confirm())) == []
+  assert machine.snapshot() == before
+  machine.check()
+
+
+def test_an_offer_holds_nothing():
+  # Reliability section 2.1: Offer is "not durable"; the id is held from Confirm on.
+  machine = new_machine()
+  machine.handle(0, received(1, join(nonce=7)))
+  out = machine.handle(0, received(2, join(nonce=8)))
+  assert [a.message for a in out if isinstance(a, actions.Send)] == [messages.Offer(incarnation=1)]
+  machine.handle(1, received(2, confirm(nonce=8)))
+  out = machine.handle(2, received(1, confirm(nonce=7)))
+  refused = [a.message for a in out if isinstance(a, actions.Send)]
+  assert [message.code for message in refused] == ['ID_IN_USE']
+  machine.check()
+
+
+def test_nothing_before_joined_touches_the_run():
+  # Reliability I19: nothing is accepted from a peer before Joined except Join, Confirm and Leave.
+  machine = new_machine(start_wait_ms=1000, learners=2)
+  before = machine.snapshot()
+  for session in (1, 2):
+    for message in (contribution(), progress(9), adopted(), decline()):
+      handle = 5 if isinstance(message, messages.Contribution) else None
+      out = machine.handle(0, received(session, message, handle))
+      assert any(isinstance(a, actions.Close) for a in out)
+      assert [a.handle for a in out if isinstance(a, actions.Drop)] == ([5] if handle else [])
+    assert machine.snapshot() == before
+    machine.check()
+    if session == 1:  # the second waits in the room between Confirm and Joined
+      machine.handle(0, received(2, join()))
+      machine.handle(0, received(2, confirm()))
+      before = machine.snapshot()
+
+
+@pytest.mark.parametrize('message', [
+  messages.Contribution(sync=2, fragment=9, version=0, steps=1, tokens_from=0, tokens_to=10,
+                        payload=messages.Payload(size_bytes=64, crc32=0)),
+  messages.Contribution(sync=2, fragment=0, version=0, steps=1, tokens_from=10, tokens_to=0,
+                        payload=messages.Payload(size_bytes=64, crc32=0)),
+  messages.Adopted(fragment=1, version=0, tokens=0, matched=False),
+  messages.Decline(sync=2, fragment=1, reason='bad_value', tokens_to=0),
+])
+def test_impossible_messages_close_the_stream_and_change_nothing(message: Any):
+  # Reliability T7: compared with what was joined before anything is done with it.
+  machine, session = joined()
+  before = machine.snapshot()
+  handle = 3 if isinstance(message, messages.Contribution) else None
+  out = machine.handle(2, received(session, message, handle))
+  assert isinstance(out[-1], actions.Close)
+  assert machine.snapshot() == before
+  machine.check()
+
+
+def test_a_live_holder_is_never_displaced():
+  # Reliability I13.
+  machine, session = joined()
+  out = machine.handle(2, received(9, join(nonce=99)))
+  assert [a.message.code for a in out if isinstance(a, actions.Send)] == ['ID_IN_USE']
+  assert isinstance(out[-1], actions.Close) and out[-1].session == 9
+
+
+def test_incarnations_count_the_processes_of_an_id():
+  # Reliability I12: for each learner 1, 2, 3, ...
+  tape = Tape(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=40)
+  for life in range(1, 4):
+    tape.start('l0').run(tape.world.now // MS + 300)
+    assert tape.sent(messages.Joined)[-1][1].incarnation == life
+    tape.world.end(tape.world.learners['l0'])
+
+
+def test_a_frozen_process_loses_its_lease():
+  # Reliability fault 5: the lease expires, the quorum goes on.
+  tape = Tape(learners=2, fragments=1, period=2, overlap=1, quorum=1, total_steps=60)
+  tape.start('l0', 'l1').run(500)
+  tape.world.learners['l1'].freeze()
+  tape.run(2000)
+  members = [a.values for _, _, a in tape.of(actions.Report) if a.name == 'member']
+  lost = [values['reason'] for values in members if values['state'] == 'lost']
+  assert lost == ['lease expired']
+  assert max(tape.opened()) >= 17
+
+
+def test_who_joins_hears_of_syncs_that_were_cancelled():
+  # Joined gives the clock of the oldest open sync; a lock-step learner would wait for later ones.
+  machine = new_machine(learners=3, fragments=2, period=3, overlap=2)
+  machine.handle(0, received(1, join()))
+  machine.handle(0, received(1, confirm(fragments=2)))
+  machine.handle(1, received(1, progress(3)))
+  machine.handle(2, received(1, messages.Decline(
+    sync=3, fragment=1, reason='contributed', tokens_to=0)))
+  machine.handle(3, received(2, join(learner='l1', nonce=8)))
+  out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
+  told = [a.message for a in out if isinstance(a, actions.Send)]
+  assert isinstance(told[0], messages.Joined) and told[0].step == 0
+  assert messages.Settled(sync=3, fragment=1, merged=False, reason='cancelled') in told
+
+
+def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are():
+  # Config start_wait_ns. A process that died in the waiting room speaks for nobody after it.
+  machine = new_machine(learners=2, start_wait_ms=300)
+  machine.handle(0, received(1, join()))
+  assert not [a for a in machine.handle(0, received(1, confirm())) if isinstance(a, actions.Send)]
+  machine.handle(1, events.Disconnected(session=1, reason='gone'))
+  machine.handle(2, received(2, join(nonce=9)))
+  late = dataclasses.replace(
+    confirm(nonce=9), incarnation=2, held=(messages.Held(version=-1, digest=0),))
+  machine.handle(2, received(2, late))
+  assert machine.deadline_ns <= 300 * MS
+  out = machine.handle(300 * MS, events.Wake())
+  told = [a.message for a in out if isinstance(a, actions.Send)]
+  assert told == [messages.Joined(incarnation=2, step=0, stream=0, due=(0,))]
+
+
+def test_a_new_life_starts_anew():
+  # Members: another process under the id has made no step yet.
+  machine, session = joined(learners=2, quorum=2)
+  machine.handle(2, received(session, progress(8)))
+  machine.handle(3, events.Disconnected(session=session, reason='gone'))
+  machine.handle(4, received(5, join(nonce=9)))
+  machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
+  member = machine.snapshot()['members'][0]
+  assert (member['incarnation'], member['step'], member['replaced']) == (2, 0, [7])
