@@ -18,6 +18,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import learner
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import clock
+from diloco_jax.runtime import compile_cache
 from diloco_jax.runtime import learner_work
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
@@ -72,11 +73,12 @@ def run(
   inbox: loop.Inbox,
   make_transport: syncer_process.MakeTransport,
   records: records_lib.Recorder,
+  alone_here: bool = True,
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
   A checkpoint of the island is continued: its inner optimizer, data position and clock; the
-  fragments come from the syncer.
+  fragments come from the syncer. `alone_here`: it has the process for itself.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
@@ -92,8 +94,13 @@ def run(
   else:
     machine = learner.LearnerMachine.restore(assembled.protocol, identity, restored.protocol)
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
-  work.exchange.compile_ahead()
-  island.warm_up()
+  if alone_here:
+    with compile_cache.turn():
+      island.warm_up()
+      work.exchange.compile_all()
+  else:  # islands of one process compile for devices of their own: nothing to share
+    threading.Thread(target=work.exchange.compile_all, name='compile', daemon=True).start()
+    island.warm_up()
   transport = make_transport(inbox.post, payloads)
   node = loop.Node(
     machine, inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records)

@@ -39,8 +39,8 @@ WHOLE = codecs.get('float32')
 class Exchange:
   """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
 
-  `compile_ahead` compiles them beside the first steps, in the order in which syncs will want them;
-  who needs one that is not there yet waits for that one only.
+  `compile_all` compiles what every sync needs, in the order in which syncs will want it; who needs
+  a function that is not there yet waits for that one only.
   """
 
   def __init__(self, assembled: assembly.Assembly, island: island_lib.Island):
@@ -57,11 +57,7 @@ class Exchange:
     )
     self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
 
-  def compile_ahead(self) -> None:
-    """Compiles what every sync needs, on a thread of its own."""
-    threading.Thread(target=self._compile_all, name='compile', daemon=True).start()
-
-  def _compile_all(self) -> None:
+  def compile_all(self) -> None:
     for p in range(self._layout.num_fragments):
       self._get(self._lower_encode, p)
       self._get(self._lower_adopt, p, False)

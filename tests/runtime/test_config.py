@@ -45,9 +45,9 @@ def test_the_modes_are_settings_of_one_machine():
 
 
 def test_data_parallel_sees_the_tokens_of_all_learners():
-  cpu, baseline = stdlib_lm.get_config('decoupled'), stdlib_lm.get_config('data_parallel')
-  assert baseline.data.batch_size == cpu.data.batch_size * cpu.sync.learners
-  assert baseline.train.steps == cpu.train.steps
+  together, baseline = stdlib_lm.get_config('decoupled'), stdlib_lm.get_config('data_parallel')
+  assert baseline.data.batch_size == together.data.batch_size * together.sync.learners
+  assert baseline.train.steps == together.train.steps
 
 
 def test_variants_share_nothing():
