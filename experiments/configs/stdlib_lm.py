@@ -6,14 +6,15 @@ other meanings of "training together", each a few lines away from the next.
 
     ./scripts/train.sh                                                         # cpu: the demo
     ./scripts/train.sh --config=experiments/configs/stdlib_lm.py:diloco
-    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:cpu --syncer=none \
-      --learner_id=l0 --workdir=runs/alone                                     # 1/4 of the tokens
-    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:data_parallel \
-      --syncer=none --learner_id=l0 --workdir=runs/data_parallel               # all the tokens
+    C=experiments/configs/stdlib_lm.py
+    python -m experiments.learner --config=$C:decoupled --syncer=none --learner_id=l0 \
+      --workdir=runs/alone                                                     # 1/4 of the tokens
+    python -m experiments.learner --config=$C:data_parallel --syncer=none --learner_id=l0 \
+      --workdir=runs/data_parallel                                             # all the tokens
 
-On two cores, measured 2026-11-21: cpu 93 s, held-out loss 5.49 -> 1.56 nats per byte; decoupled about
-120 s, 1.50 to 1.51 over three seeds; one learner alone 30 s, 1.61 to 1.62; data_parallel about 130 s,
-1.45. README.md has the table, docs/log.md how the settings were found.
+On two cores, measured 2026-11-21: cpu 93 s, held-out loss 5.49 -> 1.56 nats per byte; decoupled
+about 120 s, 1.50 to 1.51 over three seeds; one learner alone 30 s, 1.61 to 1.62; data_parallel
+about 130 s, 1.45. README.md has the table, docs/log.md how the settings were found.
 
 In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.get_config('tiny')`.
 
