@@ -73,12 +73,12 @@ def run(
   inbox: loop.Inbox,
   make_transport: syncer_process.MakeTransport,
   records: records_lib.Recorder,
-  alone_here: bool = True,
+  own_process: bool = True,
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
   A checkpoint of the island is continued: its inner optimizer, data position and clock; the
-  fragments come from the syncer. `alone_here`: it has the process for itself.
+  fragments come from the syncer. `own_process`: no other island shares it.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
@@ -94,7 +94,7 @@ def run(
   else:
     machine = learner.LearnerMachine.restore(assembled.protocol, identity, restored.protocol)
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
-  if alone_here:
+  if own_process:
     with compile_cache.turn():
       island.warm_up()
       work.exchange.compile_all()

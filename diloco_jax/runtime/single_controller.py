@@ -84,7 +84,7 @@ class SingleController:
       )
       return learner_process.run(
         self._assembled, island, name, self._inboxes[name], self._hub.learner_transport, recorder,
-        alone_here=False,
+        own_process=False,
       )
 
     self._start('syncer', run_syncer)
