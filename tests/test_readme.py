@@ -25,7 +25,8 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
   }
   assert set(facts) == {'syncer', 'l0', 'l1', 'l2'}
   ledger = [fact for fact in facts['syncer'] if fact['name'] == 'ledger'][-1]
-  assert all(row['merged'] > 0 for row in ledger['learners'].values())
+  # With K = 1 nobody waits, so how much of each learner is merged is the scheduler's affair.
+  assert ledger['merged'] > 0 and all(row['tokens'] > 0 for row in ledger['learners'].values())
   assert ledger['trained'] * ledger['fragments'] == (
     ledger['merged'] + sum(ledger['discarded'].values())
   )
