@@ -2,6 +2,10 @@
 
 This is the only place outside simulation and replay that calls `machine.handle`. It runs on one
 thread; transports and work post their events into the inbox from theirs.
+
+Every turn is on the tape before its first action is carried out, so whatever the world sees of a
+machine can be replayed, also after a kill at any moment. A machine that raises ends its process:
+its state can no longer be trusted, and the tape is the bug report.
 """
 
 import queue
@@ -18,6 +22,10 @@ class Machine(Protocol):
   deadline_ns: int | None
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]: ...
+
+
+class MachineCrash(Exception):
+  """A machine raised: on what, and where the tape is that replays it."""
 
 
 class Inbox:
@@ -49,6 +57,7 @@ class Node:
     work: ports.Work,
     payloads: ports.Payloads,
     records: ports.Records,
+    tape: ports.Tape | None = None,
   ):
     self._machine = machine
     self._inbox = inbox
@@ -57,15 +66,32 @@ class Node:
     self._work = work
     self._payloads = payloads
     self._records = records
+    self._tape = tape
 
   def run(self) -> actions.Exit:
-    """Runs until the machine's Exit, which is returned; what was sent has then gone out."""
+    """Runs until the machine's Exit, which is returned; what was sent has then gone out.
+
+    Raises:
+      MachineCrash: the machine raised; the exception is its cause.
+    """
     while True:
       event = self._inbox.take(self._timeout_s())
-      for action in self._machine.handle(self._clock.now_ns(), event):
+      for action in self._turn(self._clock.now_ns(), event):
         if isinstance(action, actions.Exit):
           return action
         self._perform(action)
+
+  def _turn(self, now_ns: int, event: events.Event) -> list[actions.Action]:
+    try:
+      asked = self._machine.handle(now_ns, event)
+    except Exception as error:
+      where = self._tape.crash(now_ns, event, error) if self._tape else 'No tape was kept.'
+      raise MachineCrash(
+        f'the machine raised {type(error).__name__}: {error}, on {event}. {where}'
+      ) from error
+    if self._tape is not None:
+      self._tape.record(now_ns, event, asked)
+    return asked
 
   def _timeout_s(self) -> float | None:
     deadline_ns = self._machine.deadline_ns

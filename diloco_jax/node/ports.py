@@ -1,10 +1,10 @@
 """The ports of a node: everything the machines may ask of the world.
 
 The same machine runs over gRPC, in one process, or in a simulation: only what is behind these
-three ports differs (design.md section 1).
+ports differs (design.md section 1).
 """
 
-from typing import Callable, Protocol
+from typing import Callable, Protocol, Sequence
 
 from diloco_jax.protocol import actions, events, messages
 
@@ -61,3 +61,15 @@ class Records(Protocol):
   def report(self, name: str, values: dict) -> None: ...
 
   def say(self, text: str) -> None: ...
+
+
+class Tape(Protocol):
+  """Where every turn of the machine is written (protocol/tape.py). Never raises."""
+
+  def record(
+    self, now_ns: int, event: events.Event, actions: Sequence[actions.Action]
+  ) -> None:
+    """A turn was taken; returns once a kill of the process cannot undo the line."""
+
+  def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
+    """The machine raised; returns the words that tell where the tape is and how to replay it."""

@@ -15,7 +15,7 @@ import jax
 
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions
-from diloco_jax.protocol import learner
+from diloco_jax.protocol import tape as tape_lib
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import clock
 from diloco_jax.runtime import compile_cache
@@ -23,6 +23,7 @@ from diloco_jax.runtime import learner_work
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.runtime import syncer_process
+from diloco_jax.runtime import tapes
 from diloco_jax.train import data
 from diloco_jax.train import island as island_lib
 
@@ -69,6 +70,7 @@ def make_island(
 def run(
   assembled: assembly.Assembly,
   island: island_lib.Island,
+  workdir: pathlib.Path,
   learner_id: str,
   inbox: loop.Inbox,
   make_transport: syncer_process.MakeTransport,
@@ -78,7 +80,7 @@ def run(
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
   A checkpoint of the island is continued: its inner optimizer, data position and clock; the
-  fragments come from the syncer. `own_process`: no other island shares it.
+  fragments come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
@@ -89,10 +91,12 @@ def run(
     assembled, learner_id, nonce=secrets.randbits(NONCE_BITS), pid=os.getpid(),
     seed=secrets.randbits(32),
   )
-  if restored is None:
-    machine = learner.LearnerMachine(assembled.protocol, identity, work.exchange.digests())
-  else:
-    machine = learner.LearnerMachine.restore(assembled.protocol, identity, restored.protocol)
+  start = tape_lib.Start(
+    role='learner', node=learner_id, config=assembled.protocol, identity=identity,
+    digests=work.exchange.digests() if restored is None else None,
+    snapshot=None if restored is None else restored.protocol,
+  )
+  if restored is not None:
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
   if own_process:
     with compile_cache.turn():
@@ -102,11 +106,14 @@ def run(
     threading.Thread(target=work.exchange.compile_all, name='compile', daemon=True).start()
     island.warm_up()
   transport = make_transport(inbox.post, payloads)
+  tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
   node = loop.Node(
-    machine, inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records)
+    start.make(), inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records), tape
   )
   ended = _Ended()
-  thread = threading.Thread(target=_run_node, args=(node, work, ended), name='node', daemon=True)
+  thread = threading.Thread(
+    target=_run_node, args=(node, work, tape, ended), name='node', daemon=True
+  )
   thread.start()
   try:
     work.run()
@@ -119,10 +126,13 @@ def run(
   return ended.exit
 
 
-def _run_node(node: loop.Node, work: learner_work.LearnerWork, ended: _Ended) -> None:
+def _run_node(
+  node: loop.Node, work: learner_work.LearnerWork, tape: tapes.Tape, ended: _Ended
+) -> None:
   try:
     ended.exit = node.run()
   except BaseException as error:  # raised again by the step thread, which must end too
     ended.error = error
   finally:
     work.stop()
+    tape.close()

@@ -82,7 +82,7 @@ def learner(config: config_lib.Config, workdir: str, learner_id: str, address: s
     return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
 
   with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry():
-    result = learner_process.run(assembled, island, learner_id, inbox, connect, records)
+    result = learner_process.run(assembled, island, folder, learner_id, inbox, connect, records)
   return _end(result, records)
 
 

@@ -83,8 +83,8 @@ class SingleController:
         self._assembled, self._workdir, name, self._islands[name], corpus
       )
       return learner_process.run(
-        self._assembled, island, name, self._inboxes[name], self._hub.learner_transport, recorder,
-        own_process=False,
+        self._assembled, island, self._workdir, name, self._inboxes[name],
+        self._hub.learner_transport, recorder, own_process=False,
       )
 
     self._start('syncer', run_syncer)

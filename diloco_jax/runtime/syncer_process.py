@@ -12,12 +12,13 @@ import jax
 from diloco_jax.node import loop
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions
-from diloco_jax.protocol import syncer
+from diloco_jax.protocol import tape as tape_lib
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import clock
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.runtime import syncer_work
+from diloco_jax.runtime import tapes
 from diloco_jax.runtime import traffic as traffic_lib
 from diloco_jax.train import checkpoint
 
@@ -71,7 +72,7 @@ def run(
 
   Args:
     assembled: the run.
-    workdir: where its checkpoints are; a checkpoint there is continued.
+    workdir: where its checkpoints and tapes are; a checkpoint there is continued.
     inbox: where Stop may be posted from outside.
     make_transport: called first, so that learners find somebody who listens; their words wait in
       the inbox until the machine is there.
@@ -82,10 +83,13 @@ def run(
   """
   payloads = payloads_lib.PayloadStore()
   transport = make_transport(inbox.post, payloads)
+  tape = None
   try:
     theta = syncer_work.Theta(assembled)
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
-    machine = _machine(assembled, theta, checkpoints, records)
+    start = _start(assembled, theta, checkpoints, records)
+    tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+    machine = start.make()
     evaluation = syncer_work.Evaluation(assembled, theta, records)
     evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
@@ -94,7 +98,7 @@ def run(
     work.start()
     node = loop.Node(
       machine, inbox, clock.Monotonic(), transport, work, payloads,
-      SyncerRecords(records, transport.traffic, assembled),
+      SyncerRecords(records, transport.traffic, assembled), tape,
     )
     result = node.run()
     work.stop()
@@ -106,21 +110,26 @@ def run(
     return result
   finally:
     transport.shutdown(SHUTDOWN_S)
+    if tape is not None:
+      tape.close()
 
 
-def _machine(
+def _start(
   assembled: assembly.Assembly, theta: syncer_work.Theta, checkpoints: checkpoint.Checkpoints,
   records: records_lib.Recorder,
-) -> syncer.SyncerMachine:
-  """A machine at version 0, or where the newest checkpoint left it."""
-  protocol, sizes = assembled.protocol, assembled.payload_bytes
+) -> tape_lib.Start:
+  """What the machine is made of: version 0, or where the newest checkpoint left it."""
   place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   like = theta.arrays()
   restored = checkpoints.restore(jax.tree.map(lambda _: place, like), place, like)
   if restored is None:
-    digests = tuple(theta.digest(p) for p in range(protocol.fragments))
-    return syncer.SyncerMachine(protocol, assembled.agreement, digests, sizes)
-  snapshot = restored.protocol
-  theta.restore(restored.state, snapshot['versions'])
-  records.say(f'syncer goes on from its checkpoint of sync {restored.step}')
-  return syncer.SyncerMachine.restore(protocol, assembled.agreement, sizes, snapshot)
+    digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
+    snapshot = None
+  else:
+    digests, snapshot = None, restored.protocol
+    theta.restore(restored.state, snapshot['versions'])
+    records.say(f'syncer goes on from its checkpoint of sync {restored.step}')
+  return tape_lib.Start(
+    role='syncer', node='syncer', config=assembled.protocol, agreement=assembled.agreement,
+    payload_bytes=assembled.payload_bytes, digests=digests, snapshot=snapshot,
+  )

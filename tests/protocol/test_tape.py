@@ -1,0 +1,416 @@
+"""Tapes: the codec is total and strict, damage is found, a divergence is told with its context."""
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import pathlib
+import types
+import typing
+from typing import Any, Iterator
+
+import pytest
+
+from diloco_jax.protocol import actions, connection, events, learner, messages, syncer, tape
+from diloco_jax.protocol import config as config_lib
+
+GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
+MACHINES = (syncer.SyncerMachine, learner.LearnerMachine)
+PARTS = {messages.Payload, messages.Held, actions.Participant}  # of others, never sent alone
+
+
+def config(**settings: Any) -> config_lib.ProtocolConfig:
+  return config_lib.ProtocolConfig(**{
+    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'total_steps': 20,
+    **settings})
+
+
+def start(**settings: Any) -> tape.Start:
+  return tape.Start(**{
+    'role': 'learner', 'node': 'l0', 'config': config(), 'digests': (5, 2**64 - 1),
+    'identity': connection.Identity(learner='l0', nonce=1, agreement='{}', host='h', pid=1),
+    **settings})
+
+
+def received(message: messages.Message) -> events.Received:
+  return events.Received(session=1, message=message)
+
+
+EVENTS = (
+  events.Wake(), events.Connected(session=1), received(messages.Offer(incarnation=1)),
+  received(messages.Joined(incarnation=1, step=0, stream=0, due=())),
+  *[events.StepDone(tokens=5, step_ns=9)] * 3, events.Stop(reason='enough'),
+  events.StepDone(tokens=5, step_ns=9), events.SaveDone(step=4),
+)
+
+
+def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]:
+  """The tape of a learner's short life; a new segment before each of those turns."""
+  writer = tape.Writer(start(), 'digest', 'commit', {'python': '3'})
+  machine, lines = start().make(), [writer.header()]
+  for time, event in enumerate(EVENTS):
+    if time in segments:
+      lines.append(writer.header())
+    lines.append(writer.turn(time, event, machine.handle(time, event)))
+  if crash:
+    wrong = events.MergeDone(sync=1, fragment=0, handle=None, payload=None, digest=1)
+    with pytest.raises(TypeError) as raised:
+      start().make().handle(99, wrong)
+    lines[-1:] = [tape_line_after(lines[-2], 'Crash', index=len(EVENTS) - 1, now_ns=99,
+                                  event=json.loads(tape.encode(wrong)),
+                                  error=tape.words(raised.value))]
+  return lines
+
+
+# --- The chain as docs/simulator.md and tape.py describe it, written a second time ----------------
+
+
+def hash_of(line: bytes) -> str:
+  return json.loads(line)['hash']
+
+
+def tape_line_after(previous: bytes, kind: str, **fields: Any) -> bytes:
+  return sealed(hash_of(previous), {'kind': kind, **fields})
+
+
+def sealed(previous: str, data: dict) -> bytes:
+  body = json.dumps(data, separators=(',', ':'))[:-1]
+  digest = hashlib.sha256((previous + body).encode()).hexdigest()
+  return f'{body},"hash":"{digest}"}}\n'.encode()
+
+
+def edited(lines: list[bytes], number: int, edit: Any) -> list[bytes]:
+  """The tape with one line edited and every hash from there on made right again."""
+  out = list(lines)
+  for index in range(number, len(lines)):
+    data = json.loads(lines[index])
+    del data['hash']
+    if index == number:
+      edit(data)
+    out[index] = sealed(hash_of(out[index - 1]) if index else tape.GENESIS, data)
+  return out
+
+
+# --- Codec ----------------------------------------------------------------------------------------
+
+
+def classes(module: types.ModuleType) -> list[type]:
+  """The dataclasses of a module, in its order."""
+  return [cls for cls in vars(module).values()
+          if inspect.isclass(cls) and dataclasses.is_dataclass(cls)
+          and cls.__module__ == module.__name__]
+
+
+EVERY_CLASS = [
+  *classes(events), *classes(actions), *classes(messages), config_lib.ProtocolConfig,
+  connection.Identity, tape.Start, tape.Header, tape.Record, tape.Crash,
+]
+SAMPLES = {
+  int: [0, -(2**80)], bool: [True, False], str: ['', 'a"\\\n\u00fc\U0001f600\ud800,"hash":'],
+  Any: [{'a': [1, None, 'b']}], types.NoneType: [None],
+  dict[str, Any]: [{'z': {'b': 1}, 'a': [True, 2.5]}],
+}
+
+
+def samples(hint: Any) -> list[Any]:
+  """Values of a type; of a dataclass as many as it takes to show every choice of every field."""
+  if hint in SAMPLES:
+    return SAMPLES[hint]
+  if hint is config_lib.ProtocolConfig:
+    return [config(), config(max_lag=0)]
+  if dataclasses.is_dataclass(hint):
+    hints = typing.get_type_hints(hint)
+    of_field = {field.name: samples(hints[field.name]) for field in dataclasses.fields(hint)}
+    count = max((len(values) for values in of_field.values()), default=1)
+    return [hint(**{name: values[n % len(values)] for name, values in of_field.items()})
+            for n in range(count)]
+  arguments = typing.get_args(hint)
+  if typing.get_origin(hint) is tuple:
+    return [(), tuple(samples(arguments[0]))] if arguments[1:] == (...,) else [
+      tuple(samples(argument)[0] for argument in arguments)]
+  return [value for argument in arguments for value in samples(argument)]
+
+
+@pytest.mark.parametrize('cls', EVERY_CLASS, ids=lambda cls: cls.__name__)
+def test_every_class_comes_back_as_it_went(cls: type):
+  for value in samples(cls):
+    text = tape.encode(value)
+    assert tape.decode(cls, json.loads(text)) == value
+    assert tape.encode(tape.decode(cls, json.loads(text))) == text
+
+
+@pytest.mark.parametrize('module, union', [
+  (events, events.Event), (actions, actions.Action), (messages, messages.Message),
+])
+def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleType, union: Any):
+  assert set(classes(module)) - PARTS == set(typing.get_args(union))
+  for cls in typing.get_args(union):
+    for value in samples(cls):
+      assert type(tape.decode(union, json.loads(tape.encode(value)))) is cls
+
+
+@pytest.mark.parametrize('data, words', [
+  ({'kind': 'Dance'}, "the kind of value is 'Dance', it must be one of Connected, "),
+  ({'session': 1}, 'the kind of value is None'),
+  ({'kind': ['Wake']}, "is ['Wake']"),
+  ('Wake', "value is 'Wake', it must be one of Connected"),
+  ({'kind': 'Stop'}, 'value.Stop has the fields -, here it has reason'),
+  ({'kind': 'Stop', 'reason': 'x', 'why': 'y'}, 'has the fields reason, why, here it has reason'),
+  ({'kind': 'Stop', 'reason': 1}, 'value.Stop.reason is 1, it must be of type str'),
+  ({'kind': 'StepDone', 'tokens': True, 'step_ns': 1}, 'tokens is True, it must be of type int'),
+  ({'kind': 'StepDone', 'tokens': 1.0, 'step_ns': 1}, 'tokens is 1.0, it must be of type int'),
+  ({'kind': 'Received', 'session': 1, 'handle': 'x', 'message': {'kind': 'Finish'}},
+   "value.Received.handle is 'x', it must be of type int"),
+  ({'kind': 'Received', 'session': 1, 'handle': None, 'message': {'kind': 'Wake'}},
+   "the kind of value.Received.message is 'Wake', it must be one of Join, "),
+  ({'kind': 'Received', 'session': 1, 'handle': None,
+    'message': {'kind': 'Joined', 'incarnation': 1, 'step': 0, 'stream': 0, 'due': 3}},
+   'message.Joined.due is 3, it must be a list'),
+])
+def test_what_this_code_does_not_know_is_an_error_with_both_values(data: Any, words: str):
+  with pytest.raises(tape.TapeError) as error:
+    tape.decode(events.Event, data)
+  assert words in str(error.value)
+
+
+def test_a_config_that_cannot_be_is_an_error():
+  data = json.loads(tape.encode(config()))
+  for name, value, words in (('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
+                             ('redial_ns', [1], 'redial_ns has 1 items, it must have 2')):
+    with pytest.raises(tape.TapeError, match=words):
+      tape.decode(config_lib.ProtocolConfig, {**data, name: value})
+
+
+@pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j])
+def test_what_json_cannot_hold_is_not_put_on_a_tape(value: Any):
+  with pytest.raises(tape.TapeError, match='cannot be put on a tape'):
+    tape.encode(actions.Report(name='x', values={'a': value}))
+
+
+def test_only_strings_are_keys_that_come_back():
+  with pytest.raises(tape.TapeError, match='cannot be put on a tape: keys must be str'):
+    tape.encode(actions.Report(name='x', values={(1, 2): 3}))
+
+
+@pytest.mark.parametrize('name', ['syncer', 'learner'])
+def test_snapshots_are_plain_json(name: str):
+  """A start that goes through a tape must make the same machine: no int keys, no tuples."""
+  with open(GOLDEN / f'{name}.jsonl', 'rb') as file:
+    reader = tape.Reader(file)
+    machine = reader.header.start.make()
+    for turn in reader:
+      machine.handle(turn.now_ns, turn.event)
+  assert json.loads(tape.encode(machine.snapshot())) == machine.snapshot()
+
+
+# --- Start ----------------------------------------------------------------------------------------
+
+
+def starts() -> Iterator[tape.Start]:
+  of_syncer = start(role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8),
+                    identity=None)
+  for one in (start(), of_syncer):
+    yield one
+    yield dataclasses.replace(one, digests=None, snapshot=one.make().snapshot())
+
+
+def test_a_start_makes_the_machine_of_its_role():
+  made = [type(one.make()) for one in starts()]
+  assert made == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
+  assert [one.make().snapshot()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
+
+
+def test_a_role_that_is_none():
+  with pytest.raises(ValueError, match="role is 'donor', it must be"):
+    start(role='donor').make()
+
+
+# --- Reading what is whole, cut off, or damaged ---------------------------------------------------
+
+
+def test_a_whole_tape_is_identical():
+  lines = recorded()
+  result = tape.replay(lines)
+  assert result.text() == f'identical: {len(EVENTS)} events, hash {hash_of(lines[-1])}'
+  assert (result.end, result.header.commit, result.header.segment) == ('exit', 'commit', 0)
+
+
+def test_the_reader_gives_the_turns():
+  turns = list(tape.Reader(recorded()))
+  assert [(turn.index, turn.now_ns) for turn in turns] == [(n, n) for n in range(len(EVENTS))]
+  assert tuple(turn.event for turn in turns) == EVENTS
+
+
+def test_segments_are_one_tape():
+  whole, cut = tape.replay(recorded()), tape.replay(recorded(segments=(0, 3, 7)))
+  assert (cut.identical, cut.events, cut.end) == (True, whole.events, 'exit')
+  assert cut.hash != whole.hash  # headers are in the chain
+
+
+@pytest.mark.parametrize('left, words', [
+  (slice(2, None), 'segment 1 comes where segment 0 is due'),
+  (slice(6, None), 'the first line is no header'),
+])
+def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
+  lines = recorded(segments=(1, 7))
+  with pytest.raises(tape.TapeError, match=f'line 1: {words}'):
+    # A line that is no header and follows nothing has no right hash either: made right here.
+    rest = lines[left]
+    tape.replay([sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]]
+                if 'first' in words else rest)
+
+
+def without_hash(line: bytes) -> dict:
+  data = json.loads(line)
+  del data['hash']
+  return data
+
+
+def test_a_segment_that_is_missing_or_follows_something_else():
+  lines = recorded(segments=(3, 7))
+  second = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 1)
+  third = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 2)
+  with pytest.raises(tape.TapeError, match='segment 2 comes where segment 1 is due'):
+    tape.replay(lines[:second] + lines[third:])
+  with pytest.raises(tape.TapeError, match='lines are missing between them'):
+    tape.replay(lines[:second - 1] + lines[second:])
+  other = edited(lines, second, lambda data: data['start']['identity'].update(seed=9))
+  with pytest.raises(tape.TapeError, match='segment 1 is of a machine with another start'):
+    tape.replay(other)
+
+
+def test_every_line_changed_left_out_or_moved_is_found():
+  lines = recorded(segments=(5,))
+  for n, line in enumerate(lines):
+    for at in (1, len(line) // 2, line.rindex(b'"hash":"') + 9):
+      changed = line[:at] + (b'0' if line[at:at + 1] != b'0' else b'1') + line[at + 1:]
+      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
+        tape.replay([*lines[:n], changed, *lines[n + 1:]])
+    if n + 1 < len(lines):  # without its last line a tape is a shorter tape
+      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
+        tape.replay([*lines[:n], *lines[n + 1:]])
+      with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
+        tape.replay([*lines[:n], lines[n + 1], line, *lines[n + 2:]])
+    with pytest.raises(tape.TapeError, match=f'line {n + 2}: '):
+      tape.replay([*lines[:n + 1], line, *lines[n + 1:]])
+
+
+def test_a_torn_last_line_is_said_and_is_no_divergence():
+  lines = recorded()
+  for keep in range(1, len(lines[-1])):
+    result = tape.replay([*lines[:-1], lines[-1][:keep]])
+    assert (result.identical, result.torn, result.events) == (True, True, len(EVENTS) - 1)
+  assert result.text().endswith('no exit (killed or running), the last line was cut off')
+
+
+def test_a_torn_line_is_the_last_one():
+  lines = recorded()
+  with pytest.raises(tape.TapeError, match='line 4: a line follows one that was cut off'):
+    tape.replay([*lines[:2], lines[2][:-5], *lines[3:]])
+
+
+@pytest.mark.parametrize('keep', [0, 1, 200])
+def test_a_process_killed_before_its_first_turn(keep: int):
+  result = tape.replay([line for line in [recorded()[0][:keep]] if line])
+  assert (result.header, result.identical, result.events) == (None, True, 0)
+
+
+def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
+  lines = edited(recorded(), 0, lambda data: data.update(schema=2))
+  with pytest.raises(tape.TapeError, match="schema of the tape is 2, this code reads 1;.*'commit'"):
+    tape.replay(lines)
+
+
+@pytest.mark.parametrize('edit, words', [
+  (lambda data: data.update(index=7), 'turn 7 comes where turn 3 is due'),
+  (lambda data: data['event'].update(kind='Dance'), "the kind of turn.Record.event is 'Dance'"),
+  (lambda data: data.update(why=1), 'has the fields index, now_ns, event, actions, why'),
+])
+def test_a_line_that_makes_no_sense_is_named(edit: Any, words: str):
+  with pytest.raises(tape.TapeError, match=f'line 5: .*{words}'):
+    tape.replay(edited(recorded(), 4, edit))
+
+
+def test_nothing_comes_after_the_end():
+  lines = recorded()
+  more = tape_line_after(lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'},
+                         actions=[])
+  with pytest.raises(tape.TapeError, match=r'comes after the end \(exit\)'):
+    tape.replay([*lines, more])
+
+
+def test_a_start_of_which_no_machine_can_be_made():
+  lines = edited(recorded(), 0, lambda data: data['start'].update(role='donor'))
+  with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'donor'"):
+    tape.replay(lines)
+
+
+# --- Divergence and crash -------------------------------------------------------------------------
+
+
+def test_one_edited_action_is_shown_with_its_context():
+  def edit(data: dict) -> None:
+    data['actions'][0]['message']['tokens'] = 11
+
+  result = tape.replay(edited(recorded(), 6, edit))
+  assert (result.identical, result.events) == (False, 6)
+  found = result.divergence
+  assert (found.turn.index, found.turn.now_ns, found.turn.event) == (5, 5, EVENTS[5])
+  assert [turn.index for turn in found.before] == [0, 1, 2, 3, 4]
+  assert found.turn.actions[0].message.tokens == 11 and found.replayed[0].message.tokens == 10
+  text = result.text()
+  assert text.startswith('diverges at turn 5:\nturn 0 at 0 ns  {"kind":"Wake"} -> Dial\n')
+  assert '\n  event     {"kind":"StepDone","tokens":5,"step_ns":9}\n' in text
+  assert '\n  recorded  {"kind":"Send",' in text and '"tokens":11,' in text
+  assert '\n  replayed  {"kind":"Send",' in text and '"tokens":10,' in text
+  assert '\n  both      {"kind":"Step","step":2}' in text
+
+
+@pytest.mark.parametrize('edit, words', [
+  (lambda data: data['actions'].pop(), 'recorded  nothing\n  replayed  {"kind":"Step"'),
+  (lambda data: data['actions'].append({'kind': 'Say', 'text': 'x'}),
+   'recorded  {"kind":"Say","text":"x"}\n  replayed  nothing'),
+  (lambda data: data['actions'].reverse(), 'recorded  {"kind":"Step"'),
+  (lambda data: data.update(now_ns=10**12), 'replayed  {"kind":"Close"'),
+  (lambda data: data['event'].update(kind='Encoded', sync=1, fragment=0, handle=1, payload=None)
+   or [data['event'].pop(name) for name in ('tokens', 'step_ns')],
+   'replayed  raised IndexError: pop from an empty deque'),
+])
+def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
+  result = tape.replay(edited(recorded(), 6, edit))
+  assert result.divergence.turn.index == 5
+  assert words in result.text()
+
+
+def test_the_order_of_a_dict_counts():
+  """An order that depends on the hash seed must not pass."""
+  def edit(data: dict) -> None:
+    values = data['actions'][1]['values']
+    data['actions'][1]['values'] = dict(reversed(values.items()))
+
+  assert tape.replay(edited(recorded(), 4, edit)).divergence.turn.index == 3
+
+
+def test_a_long_difference_is_shown_where_it_is():
+  a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
+  found = tape.Divergence(
+    tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ())
+  lines = found.text().splitlines()
+  assert 'xhere' in lines[-2] and 'xHERE' in lines[-1] and max(map(len, lines)) < 300
+
+
+def test_a_recorded_crash_is_reproduced_with_its_traceback():
+  result = tape.replay(recorded(crash=True))
+  assert (result.identical, result.end, result.events) == (True, 'crash', len(EVENTS))
+  assert 'crashes as recorded' in result.text()
+  assert isinstance(result.crash, TypeError) and result.crash.__traceback__ is not None
+
+
+@pytest.mark.parametrize('edit, words', [
+  (lambda data: data.update(event={'kind': 'Wake'}), 'recorded  raised TypeError: not an event'),
+  (lambda data: data.update(error='KeyError: 3'), 'recorded  raised KeyError: 3'),
+])
+def test_a_crash_that_does_not_come_back_is_a_divergence(edit: Any, words: str):
+  lines = recorded(crash=True)
+  result = tape.replay(edited(lines, len(lines) - 1, edit))
+  assert not result.identical and words in result.text()
