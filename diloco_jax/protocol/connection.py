@@ -56,7 +56,7 @@ class Connection:
     self._heard_ns = 0
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the lease is ours to keep
-    self._refusals = 0
+    self._refusals = self._refused = 0  # how often in a row, and on which session last
 
   @property
   def joined(self) -> bool:
@@ -116,6 +116,9 @@ class Connection:
   def refused(self, now_ns: int, refused: messages.Refused) -> bool:
     """Whether it is refused for good: that ends the process before it disturbs anyone. An id in use
     may be our own last life, whose lease is still running, so that one is tried once more."""
+    if self._refused == self.session:
+      return False  # said twice
+    self._refused = self.session
     self._refusals += 1
     if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
       return True
@@ -126,6 +129,7 @@ class Connection:
   def disconnected(self, now_ns: int, reason: str) -> None:
     """The stream is gone: back to the pause before the next attempt."""
     joined, self.state = self.joined, 'away'
+    self._out.closing.discard(self.session)
     self._confirmed = False
     first, longest = self._config.redial_ns
     self._pause_ns = first if joined else min(longest, 2 * self._pause_ns)

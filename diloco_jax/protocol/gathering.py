@@ -103,7 +103,8 @@ class Gathering:
       self._ledger.of(member).settle(fragment, message.tokens_from, message.tokens_to, reason)
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
-    if verdicts.needs_anchor(message, self._published.fragments[fragment].version, reason):
+    version, anchored = self._published.fragments[fragment].version, member.anchored.get(fragment, 0)
+    if verdicts.needs_anchor(message, version, anchored, reason):
       self._published.resend_whole(member, fragment)
 
   def decline(self, member: members_lib.Member, message: messages.Decline) -> None:
@@ -128,7 +129,8 @@ class Gathering:
     """The learner's anchor was replaced. A payload that waits in an open sync of this fragment (the
     replacement was a repair) does not count any more: what it covers is overwritten."""
     for gather in self.open.values():
-      if gather.fragment == adopted.fragment:
+      waits = gather.fragment == adopted.fragment and gather.payloads.get(member.learner)
+      if waits and waits[0].tokens_from < adopted.tokens:
         self._out.drop(gather.withdraw(member.learner, self._config.quorum))
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
 

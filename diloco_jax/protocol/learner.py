@@ -55,6 +55,13 @@ class _Anchor:
   next_due: int = 0  # the sync this learner waits for in lock-step modes
 
 
+def _heard(publish: messages.Publish, version: int) -> bool:
+  """Whether a publish says nothing new to who holds `version`. The same version whole is a fresh
+  anchor that the syncer wants to be taken."""
+  whole = publish.base_version is None
+  return publish.version < version or (publish.version == version and not whole)
+
+
 class LearnerMachine:
   """The learner's half of the protocol (see the top of this file)."""
 
@@ -87,6 +94,7 @@ class LearnerMachine:
                      for p, h in enumerate(held)]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
+    self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
     # Work under way, in the order in which it will be answered, with the session it began on: a
     # stream may break and the same sync or version come again meanwhile.
     self._encoding: collections.deque[tuple[int, messages.Contribution]] = collections.deque()
@@ -150,6 +158,7 @@ class LearnerMachine:
     joined = self._connection.joined
     self._told_step = -1
     self._pulls.clear()
+    self._pulled.clear()
     for _, handle in self._arrivals:
       self._out.drop(handle)
     self._arrivals.clear()
@@ -164,18 +173,18 @@ class LearnerMachine:
       case messages.Refused():
         if self._connection.refused(now_ns, message):
           self._exit(42, message.text)
-      case messages.Joined():
+      case messages.Joined() if not self._connection.joined:
         self._joined(message)
-      case messages.Pull(sync=sync, fragment=fragment):
-        self._pulls[fragment] = sync
+      case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
+        self._pulls[fragment] = self._pulled[fragment] = sync
       case messages.Publish():
         self._arrivals.append((message, handle))
       case messages.Settled():
         self._settled(message)
       case messages.Finish():
         self._training, self._ending = 'trained', self._ending or 'done'
-      case messages.Heartbeat():
-        pass
+      case messages.Heartbeat() | messages.Joined() | messages.Pull():
+        pass  # the latter two: heard before on this stream
       case _:
         raise TypeError(f'not a message of a syncer: {message}')
 
@@ -292,6 +301,9 @@ class LearnerMachine:
 
   def _adopt(self, publish: messages.Publish, handle: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
+    if fragment not in self._due and _heard(publish, anchor.version):
+      self._out.drop(handle)
+      return
     if publish.base_version is not None and publish.base_version != anchor.version:
       self._out.drop(handle)
       self._connection.send(messages.Adopted(
@@ -337,8 +349,8 @@ class LearnerMachine:
   def _answer(self, fragment: int, sync: int) -> None:
     """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
     anchor = self._anchors[fragment]
-    if fragment in self._due:
-      return
+    if fragment in self._due or len(self._encoding) >= self._config.in_flight:
+      return  # what is encoded now is held on the device: no more of it than syncs are open
     steps = self.steps - anchor.steps
     if anchor.contributed or steps == 0:
       if steps == 0 and self._may_step():

@@ -25,7 +25,7 @@ ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 @dataclasses.dataclass(slots=True)
 class Member:
   """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
-  before Joined."""
+  before Joined. `anchored[p]`: this life's tokens when it adopted its anchor of p, as last told."""
 
   learner: str
   stream: int
@@ -41,6 +41,7 @@ class Member:
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
   sent: list[int | None] = dataclasses.field(default_factory=list)
   due: set[int] = dataclasses.field(default_factory=set)
+  anchored: dict[int, int] = dataclasses.field(default_factory=dict)
   replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
 
   @property
@@ -96,6 +97,7 @@ class Members:
       if member.nonce is not None:
         member.replaced.append(member.nonce)
       member.step, member.finished, member.step_ns = 0, False, grace_lib.Average()
+      member.anchored.clear()
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.heard_ns = session, now_ns
     self.by_session[session] = member
@@ -113,8 +115,11 @@ class Members:
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
   def snapshot(self) -> list:
-    fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'left', 'replaced')
-    return [{f: getattr(m, f) for f in fields} for _, m in sorted(self.by_id.items())]
+    fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'left')
+    return [
+      {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}
+      for _, m in sorted(self.by_id.items())
+    ]
 
   def load(self, rows: list) -> None:
     """Everybody of a snapshot, not live."""

@@ -115,6 +115,7 @@ class Membership:
       return
     self._gathering.adopted(now_ns, member, adopted)
     self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
+    member.anchored[adopted.fragment] = adopted.tokens
     if adopted.fragment in member.due:
       member.due.discard(adopted.fragment)
       if member.caught_up:

@@ -15,6 +15,7 @@ class Outbox:
 
   def __init__(self):
     self._actions: list[actions.Action] = []
+    self.closing: set[int] = set()  # sessions closed from here whose end has not been heard of
 
   def take(self) -> list[actions.Action]:
     """All that was asked for since the last call."""
@@ -28,6 +29,7 @@ class Outbox:
     self.do(actions.Send(session=session, message=message, handle=handle))
 
   def close(self, session: int, reason: str) -> None:
+    self.closing.add(session)
     self.do(actions.Close(session=session, reason=reason))
 
   def drop(self, handle: int | None) -> None:

@@ -134,9 +134,12 @@ class SyncerMachine:
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
+      case events.Received(session=session, handle=handle) if session in self._out.closing:
+        self._out.drop(handle)  # it was under way, and speaks for nobody any more
       case events.Received(session=session, message=message, handle=handle):
         self._receive(now_ns, session, message, handle)
       case events.Disconnected(session=session, reason=reason):
+        self._out.closing.discard(session)
         self._membership.lose(session, reason)
       case events.MergeDone(failed=failed):
         gather = self._gathering.open.pop(event.sync)
@@ -280,8 +283,9 @@ class SyncerMachine:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
+    lives = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():
-      if member.learner in gather.payloads:
+      if (member.learner, member.incarnation) in lives:
         self._gathering.settle(member, done.sync, done.fragment, '')
       self._published.send_delta(member, publish, done.handle)
     self._out.drop(done.handle)
@@ -328,7 +332,7 @@ class SyncerMachine:
       self._finish(now_ns)
     # Whoever is away but has not left is given a lease to come back and hear that it is over.
     gone = all(member.left for member in self._members.by_id.values())
-    over = self._finished and (gone or now_ns >= self._linger_ns)
+    over = self._finished and bool(gone or self._stopping or now_ns >= self._linger_ns)
     if over:
       self._ledger.close_all(Reason.END_OF_RUN)
     if over or self._stopping:

@@ -51,24 +51,29 @@ def judge(
     cursor: up to where the learner's tokens are settled for this fragment.
     max_staleness: how many versions old its anchor may be.
   """
+  if gather is not None and learner in gather.payloads:
+    return REPEATED
   if gather is None and message.sync > fragment.last_sync:
     return messages.CANCELLED
   if message.payload.size_bytes != fragment.payload_bytes:
     return Reason.BAD_VALUE
   if gather is None or gather.merging or gather.fragment != message.fragment:
-    return Reason.LATE
-  if learner in gather.payloads:
-    return REPEATED
+    return Reason.LATE if message.tokens_to > cursor else REPEATED
   if not 0 <= fragment.version - message.version <= max_staleness:
     return Reason.STALE
   return Reason.DUPLICATE if message.tokens_from < cursor else ''
 
 
-def needs_anchor(message: messages.Contribution, version: int, reason: str) -> bool:
+def needs_anchor(
+  message: messages.Contribution, version: int, anchored: int, reason: str
+) -> bool:
   """Whether a learner whose payload was discarded must be sent the fragment (now at `version`).
 
   A range that starts before what is settled, from an anchor that is not about to be replaced, would
-  be refused again and again: only a fresh anchor puts it right."""
+  be refused again and again: only a fresh anchor puts it right. If the learner has told of one since
+  (at token count `anchored`: control overtakes payloads), another would only overwrite more."""
+  if message.tokens_from < anchored:
+    return False
   if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):
     return message.version == version
   return reason == Reason.STALE

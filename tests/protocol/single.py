@@ -3,21 +3,23 @@
 from typing import Any
 
 from diloco_jax.protocol import actions, events, learner, messages, syncer
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine, network
+from diloco_jax.sim import world as world_lib
+from tests.protocol import transcript
 
-MS = world_lib.MS
+MS = engine.MS
 
 
 # --- A syncer and what its learners say -----------------------------------------------------------
 
 
 def new_machine(**settings: Any) -> Any:
-  config = world_lib.protocol_config(**{
+  config = transcript.protocol_config(**{
     'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8,
     **settings})
   count = config.fragments
   return syncer.SyncerMachine(
-    config, world_lib.AGREEMENT, (77,) * count, (world_lib.PAYLOAD_BYTES,) * count)
+    config, world_lib.AGREEMENT, (77,) * count, (network.PAYLOAD_BYTES,) * count)
 
 
 def joined(**settings: Any) -> tuple[Any, int]:
@@ -64,7 +66,7 @@ def progress(step: int) -> messages.Progress:
 def contribution(sync: int = 2, tokens_from: int = 0, tokens_to: int = 20) -> messages.Contribution:
   return messages.Contribution(
     sync=sync, fragment=0, version=0, steps=2, tokens_from=tokens_from, tokens_to=tokens_to,
-    payload=messages.Payload(size_bytes=world_lib.PAYLOAD_BYTES, crc32=0))
+    payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0))
 
 
 def adopted() -> messages.Adopted:
@@ -84,7 +86,7 @@ def merge_done(sync: int) -> events.MergeDone:
 
 
 def new_learner(**settings: Any) -> Any:
-  config = world_lib.protocol_config(**{
+  config = transcript.protocol_config(**{
     'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0,
     'total_steps': 20, **settings})
   identity = learner.Identity(

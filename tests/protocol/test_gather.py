@@ -6,19 +6,20 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.protocol import actions, events, grace, messages, quorum
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine
+from tests.protocol import transcript
 from tests.protocol.single import (
   adopted, advance, contents, contribution, joined, merge_done, received, two_learners,
 )
-from tests.protocol.tape import Tape, discarded
+from tests.protocol.recording import Recording, discarded
 
-MS = world_lib.MS
+MS = engine.MS
 
 
 def test_grace_formula():
   # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync),
   # 0 <= xi_grace <= gamma * xi_slack.
-  config = world_lib.protocol_config(
+  config = transcript.protocol_config(
     learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750)
   window = grace.Grace()
   assert window.window_ns(config, 100) == 0, 'nothing is known yet'
@@ -43,16 +44,16 @@ def test_averages_are_exponential_moving_averages():
 def test_the_grace_window_ends_in_time():
   # Design section 4: "When K payloads are there, the grace window runs; then what has arrived is
   # merged".
-  tape = Tape(learners=2, fragments=1, period=4, overlap=3, quorum=1, total_steps=24)
-  tape.start('l0').start('l1', step_ms=100)
-  tape.world.learners['l1'].encode_ns = 2000 * MS
-  tape.run(2200)
-  merges = [action for _, _, action in tape.of(actions.Report) if action.name == 'synced']
+  seen = Recording(learners=2, fragments=1, period=4, overlap=3, quorum=1, total_steps=24)
+  seen.start('l0').start('l1', step_ms=100)
+  seen.world.learners['l1'].island.encode_ns = 2000 * MS
+  seen.run(2200)
+  merges = [action for _, _, action in seen.of(actions.Report) if action.name == 'synced']
   graces = [report.values['grace_ns'] for report in merges]
   assert graces[0] == 0 and graces[1] > 0, graces
   answers = dict(
-    (message.sync, time) for time, message in tape.sent(messages.Contribution, 'l0'))
-  for time, _, report in tape.of(actions.Report):
+    (message.sync, time) for time, message in seen.sent(messages.Contribution, 'l0'))
+  for time, _, report in seen.of(actions.Report):
     if report.name == 'synced':
       waited = time - answers[report.values['sync']]
       assert waited <= report.values['grace_ns'] + 10 * MS
@@ -60,21 +61,21 @@ def test_the_grace_window_ends_in_time():
 
 def test_a_payload_after_the_merge_is_late():
   # Design section 4: "A late payload is discarded with its reason".
-  tape = Tape(learners=2, fragments=1, period=4, overlap=1, quorum=1, total_steps=8)
-  tape.start('l0', 'l1')
-  tape.world.learners['l1'].encode_ns = 60 * MS
-  tape.run(20_000)
-  assert discarded(tape)['late'] == 50
-  settled = [m.reason for _, m in tape.sent(messages.Settled) if not m.merged]
+  seen = Recording(learners=2, fragments=1, period=4, overlap=1, quorum=1, total_steps=8)
+  seen.start('l0', 'l1')
+  seen.world.learners['l1'].island.encode_ns = 60 * MS
+  seen.run(20_000)
+  assert discarded(seen)['late'] == 50
+  settled = [m.reason for _, m in seen.sent(messages.Settled) if not m.merged]
   assert 'late' in settled
 
 
 def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption():
   # Paper section 2: c_steps, c_tokens = "steps and tokens since it last received fragment p".
-  tape = Tape(learners=1, fragments=2, period=4, overlap=1, quorum=1, total_steps=20)
-  tape.start('l0').run(20_000)
+  seen = Recording(learners=1, fragments=2, period=4, overlap=1, quorum=1, total_steps=20)
+  seen.start('l0').run(20_000)
   adopted: dict[int, int] = {}
-  for _, name, action in tape.entries:
+  for _, name, action in seen.entries:
     if isinstance(action, actions.Send) and isinstance(action.message, messages.Adopted):
       adopted[action.message.fragment] = action.message.tokens
     if isinstance(action, actions.Send) and isinstance(action.message, messages.Contribution):
@@ -87,11 +88,11 @@ def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption
 @pytest.mark.parametrize('slow', ['l0', 'l1', 'l2'])
 def test_participants_are_in_id_order_whatever_the_arrival(slow: str):
   # Design section 4: "folded in the order of learner ids, never of arrival".
-  tape = Tape(learners=3, fragments=1, period=2, overlap=1, quorum=3, total_steps=6)
-  tape.start('l2', 'l0', 'l1')
-  tape.world.learners[slow].up_ns = 60 * MS
-  tape.run(20_000)
-  merges = [[one.learner for one in m.participants] for _, _, m in tape.of(actions.Merge)]
+  seen = Recording(learners=3, fragments=1, period=2, overlap=1, quorum=3, total_steps=6)
+  seen.start('l2', 'l0', 'l1')
+  seen.world.link(slow).up_ns = 60 * MS
+  seen.run(20_000)
+  merges = [[one.learner for one in m.participants] for _, _, m in seen.of(actions.Merge)]
   assert merges and all(names == ['l0', 'l1', 'l2'] for names in merges)
 
 

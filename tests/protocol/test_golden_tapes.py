@@ -8,7 +8,6 @@ meant, record them anew, look at what diverged, and say in the commit why it had
     python -m tests.protocol.test_golden_tapes --record
 """
 
-import functools
 import os
 import pathlib
 import shutil
@@ -19,14 +18,11 @@ import tempfile
 import pytest
 
 from diloco_jax.protocol import messages, tape
+from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
-DEADLINE_S = 120
-OLDEST, NEWEST = (3, 11), (3, 15)
-SEEDS = ('0', '1', '4242')
-
 # No site-packages (-S), nothing but the protocol: what a bare Python can do.
 REPLAY = '''
 import pathlib, sys
@@ -44,46 +40,6 @@ RUN = (
   '--config.chaos.enabled=true', '--config.chaos.kills[0].victim=l1',
   '--config.chaos.kills[0].at_fraction=0.5', '--config.chaos.kills[0].down_s=0.2',
 )
-
-
-# --- Which Pythons --------------------------------------------------------------------------------
-
-
-def _candidates() -> list[str]:
-  """The running Python first, its siblings (pyenv, uv, setup-python), then those on PATH."""
-  beside = pathlib.Path(sys.base_prefix).parent
-  siblings = [*beside.glob('*/bin/python3'), *beside.parent.glob('*/*/bin/python3')]
-  named = [shutil.which(f'python3.{minor}') for minor in range(OLDEST[1], NEWEST[1] + 1)]
-  return [sys.executable, *map(str, sorted(siblings)), *filter(None, named)]
-
-
-def _environment(**more: str) -> dict[str, str]:
-  """This one without what it tells Python."""
-  return {name: value for name, value in os.environ.items() if not name.startswith('PYTHON')} | more
-
-
-def _version(python: str) -> tuple[int, int] | None:
-  """None for one that does not start (a shim of what is not installed)."""
-  try:
-    done = subprocess.run(
-      [python, '-S', '-c', 'import sys; print(*sys.version_info[:2])'], capture_output=True,
-      text=True, timeout=DEADLINE_S, check=True, env=_environment(),
-    )
-    major, minor = done.stdout.split()
-  except (OSError, subprocess.SubprocessError, ValueError):
-    return None
-  return int(major), int(minor)
-
-
-@functools.cache
-def pythons() -> dict[str, str]:
-  """One Python of each version from 3.11 on that is found, by version; the running one always."""
-  found: dict[tuple[int, int], str] = {}
-  for python in dict.fromkeys(_candidates()):
-    version = _version(python)
-    if version is not None and version >= OLDEST:
-      found.setdefault(version, python)
-  return {f'{major}.{minor}': found[major, minor] for major, minor in sorted(found)}
 
 
 # --- Tests ----------------------------------------------------------------------------------------
@@ -112,20 +68,14 @@ def test_the_golden_run_has_a_kill_and_a_return():
 
 
 def test_the_running_python_is_among_those_used():
-  assert sys.executable in pythons().values()
-  assert sys.version_info[:2] >= OLDEST
+  assert sys.executable in interpreters.pythons().values()
 
 
-@pytest.mark.parametrize('seed', SEEDS)
-@pytest.mark.parametrize('version', pythons())
-def test_another_process_replays_the_same(version: str, seed: str):
+@pytest.mark.parametrize('hash_seed', interpreters.HASH_SEEDS)
+@pytest.mark.parametrize('version', interpreters.pythons())
+def test_another_process_replays_the_same(version: str, hash_seed: str):
   """Same actions, same hash: no order of a set or a dict, no version of Python gets in."""
-  done = subprocess.run(
-    [pythons()[version], '-S', '-B', '-c', REPLAY, str(ROOT), *map(str, TAPES)],
-    capture_output=True, text=True, timeout=DEADLINE_S, env=_environment(PYTHONHASHSEED=seed),
-  )
-  assert done.returncode == 0, done.stderr
-  *lines, told = done.stdout.splitlines()
+  *lines, told = interpreters.run_bare(version, hash_seed, REPLAY, str(ROOT), *map(str, TAPES))
   assert lines == [replay(path).text() for path in TAPES]
   assert told.split()[1:] == version.split('.')
 

@@ -1,10 +1,10 @@
 """A learner alone, message by message. Each test opens with the sentence and its source."""
 
 from diloco_jax.protocol import actions, events, messages
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
-MS = world_lib.MS
+MS = engine.MS
 
 
 def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
@@ -16,9 +16,10 @@ def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
   machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
   connect(machine, 2, 100)
   machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0)))
-  assert any(isinstance(a, actions.Encode) for a in train(machine, 110))
+  out = train(machine, 110)
+  assert not any(isinstance(a, actions.Encode) for a in out), 'one at a time with tau = 1'
   first = machine.handle(111 * MS, encoded(2, 0, handle=1))
-  assert first == [actions.Drop(handle=1)]
+  assert first == [actions.Drop(handle=1), actions.Encode(sync=2, fragment=0)]
   second = machine.handle(112 * MS, encoded(2, 0, handle=2))
   assert [m.tokens_to for m in contents(second, messages.Contribution)] == [20]
 
@@ -66,11 +67,13 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
   train(machine, 10)
   machine.handle(11 * MS, encoded(2, 0, handle=1))
-  for cancelled, answer in ((6, messages.Decline), (2, messages.Contribution)):
+  for cancelled, pulled, answer in (
+    (6, 10, messages.Decline), (2, 14, messages.Contribution),
+  ):
     machine.handle(12 * MS, received(1, messages.Settled(
       sync=cancelled, fragment=0, merged=False, reason='cancelled')))
-    machine.handle(13 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+    machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0)))
     out = train(machine, 20)
     if any(isinstance(a, actions.Encode) for a in out):
-      out = machine.handle(21 * MS, encoded(10, 0, handle=2))
+      out = machine.handle(21 * MS, encoded(pulled, 0, handle=2))
     assert contents(out, answer), (cancelled, out)

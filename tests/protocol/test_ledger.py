@@ -7,7 +7,7 @@ import dataclasses
 
 from diloco_jax.protocol import actions, events, ledger, messages
 from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
-from tests.protocol.tape import Tape, discarded
+from tests.protocol.recording import Recording, discarded
 
 
 def test_the_ledger_settles_ranges_once():
@@ -26,11 +26,11 @@ def test_the_ledger_settles_ranges_once():
 
 def test_tokens_of_a_killed_process_are_lost_with_it():
   # Reliability fault 1: "counted lost_with_process".
-  tape = Tape(learners=1, fragments=1, period=10, overlap=1, quorum=1, total_steps=40)
-  tape.start('l0').run(450)
-  tape.world.end(tape.world.learners['l0'])
-  tape.start('l0').run(900)
-  assert discarded(tape) == {'lost_with_process': 40}
+  seen = Recording(learners=1, fragments=1, period=10, overlap=1, quorum=1, total_steps=40)
+  seen.start('l0').run(450)
+  seen.world.end(seen.world.learners['l0'])
+  seen.start('l0').run(900)
+  assert discarded(seen) == {'lost_with_process': 40}
 
 
 def test_a_repeated_contribution_counts_once():
@@ -75,19 +75,19 @@ def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
 
 def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
   # Design section 4: "the ledger adds up, always", also across a restart of a finished run.
-  tape = Tape(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=4)
-  tape.start('l0').run(250)
-  tape.world.partition('l0')
-  process = tape.world.learners['l0']
-  tape.world.syncer.machine._finished = True  # a run that was closed without this learner
-  tape.world.syncer.machine._linger_ns = tape.world.now
-  tape.run(2000)
-  assert tape.world.syncer.exit is not None
-  tape.world.start_syncer()
-  tape.world.heal('l0')
-  tape.run(20_000)
-  assert process.exit is not None and tape.world.syncer.exit is not None
-  assert tape.world.ledger()['trained'] == 40
+  seen = Recording(learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=4)
+  seen.start('l0').run(250)
+  seen.world.link('l0').cut.update(('up', 'down'))
+  process = seen.world.learners['l0']
+  seen.world.syncer.machine._finished = True  # a run that was closed without this learner
+  seen.world.syncer.machine._linger_ns = seen.world.now_ns
+  seen.run(2000)
+  assert seen.world.syncer.exit is not None
+  seen.world.start_syncer()
+  seen.world.network.heal(seen.world.link('l0'))
+  seen.run(20_000)
+  assert process.exit is not None and seen.world.syncer.exit is not None
+  assert seen.world.ledger()['trained'] == 40
 
 
 def test_a_payload_whose_anchor_was_replaced_is_withdrawn():

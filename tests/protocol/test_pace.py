@@ -6,19 +6,19 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.protocol import actions, messages, pace
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine
 from tests.protocol.single import confirm, join, new_machine, progress, received
-from tests.protocol.tape import Tape
+from tests.protocol.recording import Recording
 
-MS = world_lib.MS
+MS = engine.MS
 
 
 @pytest.mark.parametrize('quorum_, step_ms', [(1, 50), (2, 100), (3, 300)])
 def test_the_kth_fastest_learner_sets_the_pace(quorum_: int, step_ms: int):
   # Design section 4: "So the K-th fastest learner sets the pace".
-  tape = Tape(learners=3, fragments=4, period=4, overlap=1, quorum=quorum_, total_steps=16)
-  tape.start('l0', step_ms=50).start('l1', step_ms=100).start('l2', step_ms=300).run(1500)
-  opened = tape.opened()
+  seen = Recording(learners=3, fragments=4, period=4, overlap=1, quorum=quorum_, total_steps=16)
+  seen.start('l0', step_ms=50).start('l1', step_ms=100).start('l2', step_ms=300).run(1500)
+  opened = seen.opened()
   # Sync t opens when the K-th fastest has made t steps, 30 ms after the start of the first
   # (joining), and not before; the adoption of clocks may carry slow learners along with K.
   for sync, time in list(opened.items())[:4]:
@@ -31,14 +31,14 @@ def test_the_kth_fastest_learner_sets_the_pace(quorum_: int, step_ms: int):
 
 def test_a_fast_network_cannot_shrink_h():
   # Design section 4: "a fast network cannot shrink H"; paper-facts section 4, the last remark.
-  tape = Tape(learners=1, fragments=4, period=4, overlap=2, quorum=1, total_steps=40)
-  tape.start('l0')
-  process = tape.world.learners['l0']
-  process.up_ns = process.down_ns = process.bulk_ns = process.encode_ns = process.adopt_ns = 0
-  tape.world.syncer.merge_ns = 0
-  tape.run(3000)
+  seen = Recording(learners=1, fragments=4, period=4, overlap=2, quorum=1, total_steps=40)
+  seen.start('l0')
+  link, island = seen.world.link('l0'), seen.world.island('l0')
+  link.up_ns = link.down_ns = link.bulk_ns = island.encode_ns = island.adopt_ns = 0
+  seen.world.syncer.merge_ns = 0
+  seen.run(3000)
   between = [
-    action.values['steps_between'] for _, _, action in tape.of(actions.Report)
+    action.values['steps_between'] for _, _, action in seen.of(actions.Report)
     if action.name == 'adopted' and action.values['version'] > 1
   ]
   assert len(between) >= 20 and set(between) == {4}, between
@@ -46,12 +46,12 @@ def test_a_fast_network_cannot_shrink_h():
 
 def test_when_the_fastest_learner_dies_the_next_carries_on_at_once():
   # Design section 4: "when the fastest learner dies the next one carries on at once".
-  tape = Tape(learners=2, fragments=2, period=2, overlap=1, quorum=1, total_steps=40)
-  tape.start('l0', step_ms=50).start('l1', step_ms=100).run(1000)
-  before = max(tape.opened())
-  tape.world.end(tape.world.learners['l0'])
-  tape.run(1700)
-  later = [time for sync, time in tape.opened().items() if sync > before]
+  seen = Recording(learners=2, fragments=2, period=2, overlap=1, quorum=1, total_steps=40)
+  seen.start('l0', step_ms=50).start('l1', step_ms=100).run(1000)
+  before = max(seen.opened())
+  seen.world.end(seen.world.learners['l0'])
+  seen.run(1700)
+  later = [time for sync, time in seen.opened().items() if sync > before]
   assert later[0] <= 1000 * MS + 3 * 100 * MS
   assert len(later) >= 3
 
@@ -59,13 +59,13 @@ def test_when_the_fastest_learner_dies_the_next_carries_on_at_once():
 def test_at_most_tau_syncs_are_in_flight_and_never_two_of_one_fragment():
   # Paper section 4: "Up to tau syncs are in flight, always of different fragments".
   for overlap in (1, 2, 3):
-    tape = Tape(learners=1, fragments=4, period=4, overlap=overlap, quorum=1, total_steps=24)
-    tape.start('l0', step_ms=20)
-    tape.world.syncer.merge_ns = 30 * MS
-    tape.run(3000)
+    seen = Recording(learners=1, fragments=4, period=4, overlap=overlap, quorum=1, total_steps=24)
+    seen.start('l0', step_ms=20)
+    seen.world.syncer.merge_ns = 30 * MS
+    seen.run(3000)
     flying: dict[int, int] = {}
     most = 0
-    for _, name, action in tape.entries:
+    for _, name, action in seen.entries:
       if isinstance(action, actions.Send) and isinstance(action.message, messages.Pull):
         assert action.message.fragment not in flying.values()
         flying[action.message.sync] = action.message.fragment
@@ -80,19 +80,19 @@ def test_max_lag_bounds_how_far_a_learner_runs_ahead():
   # Design section 4: "max_lag lets a learner run at most so many steps ahead of the sync it
   # waits for".
   for max_lag in (0, 1, 2):
-    tape = Tape(
+    seen = Recording(
       learners=2, fragments=1, period=4, overlap=1, quorum=2, max_lag=max_lag, total_steps=12)
-    tape.start('l0', step_ms=20).start('l1', step_ms=200).run(700)
-    steps = [action.step for _, name, action in tape.of(actions.Step) if name == 'l0']
+    seen.start('l0', step_ms=20).start('l1', step_ms=200).run(700)
+    steps = [action.step for _, name, action in seen.of(actions.Step) if name == 'l0']
     assert max(steps) + 1 == 4 + max_lag, steps  # Step(step=s) runs inner step s + 1
 
 
 def test_a_syncs_step_is_adopted_as_the_clock():
   # Design section 4: "adopting what sync t published sets it to max(step, t)".
-  tape = Tape(learners=2, fragments=4, period=4, overlap=1, quorum=1, total_steps=40)
-  tape.start('l0', step_ms=50).start('l1', step_ms=500).run(2500)
-  fast = [report for _, report in tape.sent(messages.Progress, 'l0')][-1]
-  slow = [report for _, report in tape.sent(messages.Progress, 'l1')][-1]
+  seen = Recording(learners=2, fragments=4, period=4, overlap=1, quorum=1, total_steps=40)
+  seen.start('l0', step_ms=50).start('l1', step_ms=500).run(2500)
+  fast = [report for _, report in seen.sent(messages.Progress, 'l0')][-1]
+  slow = [report for _, report in seen.sent(messages.Progress, 'l1')][-1]
   assert slow.steps <= 5 and slow.step > 4 * slow.steps
   assert slow.step <= fast.step
 

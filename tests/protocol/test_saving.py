@@ -4,22 +4,23 @@ Each test opens with the sentence that it checks and its source.
 """
 
 from diloco_jax.protocol import actions
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine, network
+from diloco_jax.sim import world as world_lib
 from tests.protocol.single import advance, contribution, joined, merge_done, received
-from tests.protocol.tape import Tape
+from tests.protocol.recording import Recording
 
-MS = world_lib.MS
+MS = engine.MS
 
 
 def test_a_busy_syncer_saves_too():
   # design section 4, Durability: a snapshot is of no half-done merge; merges that always overlap
   # must not keep it from being taken.
-  tape = Tape(
+  seen = Recording(
     learners=1, fragments=8, period=8, overlap=3, quorum=1, total_steps=80, save_syncs=4)
-  tape.start('l0', step_ms=20)
-  tape.world.syncer.merge_ns = 30 * MS
-  tape.run(2000)
-  saves = [time for time, name, _ in tape.of(actions.Save) if name == 'syncer']
+  seen.start('l0', step_ms=20)
+  seen.world.syncer.merge_ns = 30 * MS
+  seen.run(2000)
+  saves = [time for time, name, _ in seen.of(actions.Save) if name == 'syncer']
   assert len(saves) >= 5 and saves[0] < 400 * MS, saves
 
 
@@ -30,6 +31,6 @@ def test_a_snapshot_restores_the_machine():
   machine.handle(2, received(session, contribution(sync=2), handle=1))
   machine.handle(3, merge_done(2))
   again = type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (world_lib.PAYLOAD_BYTES,), machine.snapshot())
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot())
   assert again.snapshot() == machine.snapshot()
   again.check()

@@ -6,14 +6,15 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.protocol import schedule
-from tests.protocol import world as world_lib
+from diloco_jax.sim import engine
+from tests.protocol import transcript
 
 
 def test_schedule_handles_each_fragment_once_per_period():
   # Paper section 4: p is the fragment with (t - t_p) mod H == 0; P = H: p = (t - 1) mod P.
   for period in range(1, 9):
     for fragments in range(1, period + 1):
-      plan = schedule.Schedule(world_lib.protocol_config(
+      plan = schedule.Schedule(transcript.protocol_config(
         learners=1, fragments=fragments, period=period, overlap=0, quorum=1, total_steps=30))
       due = {t: plan.fragment(t) for t in range(1, 60)}
       for start in range(1, 50):
@@ -40,4 +41,4 @@ def test_impossible_configs_do_not_start(field: str, value: int, words: str):
   settings = {
     'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 1, 'total_steps': 8}
   with pytest.raises(ValueError, match=words):
-    world_lib.protocol_config(**{**settings, field: value})
+    transcript.protocol_config(**{**settings, field: value})

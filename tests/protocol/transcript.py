@@ -4,86 +4,36 @@ A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` 
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
     start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk, encode
-    set ID|syncer NAME=MS ...     changes such times
+    set ID|syncer NAME=MS ...     changes such times; loss and duplicate are per mille of messages
     for MS [quiet]                time passes; what happens is printed unless quiet
-    cut | kill | freeze | thaw | partition | heal | stop  ID|syncer
+    reset | kill | freeze | thaw | heal | stop  ID|syncer
+    partition ID [up|down]        nothing passes (that way), and nobody is told
     restart syncer                from its last durable snapshot
     nan | flip  ID FRAGMENT       its next snapshot holds a NaN; its next adoption errs by a bit
     fail                          the next outer step is not finite
     ledger                        the newest one
 
-One line per action: milliseconds, who, what. Left out: heartbeats, Progress, steps, dropped handles
-and reports, of which most say what another line says.
+What happened is told by sim/story.py, one line per action: milliseconds, who, what.
 """
 
 from typing import Any
 
-from diloco_jax.protocol import actions, messages
-from tests.protocol import processes
-from tests.protocol import world as world_lib
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.sim import engine, processes, story
+from diloco_jax.sim import world as world_lib
 
-MS = world_lib.MS
-SILENT = messages.Heartbeat | messages.Progress | messages.Adopted
-
-
-def words(action: Any) -> str:
-  """An action in one line, or '' if it is left out."""
-  match action:
-    case actions.Send(message=message) if not isinstance(message, SILENT):
-      return f'-> {_message(message)}'
-    case actions.Send(message=messages.Adopted(fragment=p, version=v, matched=False)):
-      return f'-> Adopted version {v} of fragment {p} does not match'
-    case actions.Dial(session=session):
-      return f'dials, session {session}'
-    case actions.Close(reason=reason):
-      return f'closes: {reason}'
-    case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
-      shares = ', '.join(f'{one.learner} {one.tokens}/{one.steps}' for one in participants)
-      return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
-    case actions.Adopt(fragment=p, version=version, whole=whole):
-      return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
-    case actions.UseStream(stream=stream):
-      return f'uses data stream {stream}'
-    case actions.Save(step=step):
-      return f'saves at {step}'
-    case actions.Report(name='cancelled', values=values):
-      return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
-    case actions.Report(name='synced', values=values):
-      return f'  because {values["why"]} (grace {values["grace_ns"] / MS:g} ms)'
-    case actions.Report(name='member', values={'state': 'lost', 'learner': name, **values}):
-      return f'loses {name}: {values["reason"]}'
-    case actions.Say(text=text):
-      return f'"{text}"'
-    case actions.Exit(code=code, text=text):
-      return f'exits with {code}: {text}'
-  return ''
+MS = engine.MS
+LINK = ('up', 'down', 'bulk')
+ISLAND = ('step', 'encode', 'adopt')
+RATES = ('loss', 'duplicate')
 
 
-def _message(message: Any) -> str:
-  match message:
-    case messages.Join(nonce=nonce):
-      return f'Join as process {nonce}'
-    case messages.Offer(incarnation=incarnation):
-      return f'Offer incarnation {incarnation}'
-    case messages.Confirm(incarnation=incarnation, step=step, held=held):
-      return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
-    case messages.Joined(incarnation=incarnation, step=step, stream=stream, due=due):
-      return f'Joined incarnation {incarnation}, clock {step}, stream {stream}, due {list(due)}'
-    case messages.Pull(sync=sync, fragment=p):
-      return f'Pull sync {sync} fragment {p}'
-    case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):
-      return f'Contribution sync {sync} from version {version}, tokens [{start}, {end})'
-    case messages.Decline(sync=sync, reason=reason):
-      return f'Decline sync {sync}: {reason}'
-    case messages.Publish(fragment=p, version=version, base_version=base):
-      return f'Publish version {version} of fragment {p}, {"whole" if base is None else "delta"}'
-    case messages.Settled(sync=sync, merged=merged, reason=reason):
-      return f'Settled sync {sync}: {"merged" if merged else reason}'
-    case messages.Refused(code=code, retry_ns=retry_ns):
-      return f'Refused {code}, {"for good" if retry_ns is None else f"for {retry_ns / MS:g} ms"}'
-    case messages.Leave(reason=reason):
-      return f'Leave: {reason}'
-  return type(message).__name__
+def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
+  """A config with short times; `*_ms` may be given instead of `*_ns`."""
+  settings = {'lease_ms': 1000, 'heartbeat_ms': 200, **changes}
+  for name in [name for name in settings if name.endswith('_ms')]:
+    settings[name[:-3] + '_ns'] = settings.pop(name) * MS
+  return config_lib.ProtocolConfig(redial_ns=(50 * MS, 500 * MS), **settings)
 
 
 class Script:
@@ -112,8 +62,8 @@ class Script:
     plain = [word for word in words_ if '=' not in word]
     match verb, plain:
       case 'run', []:
-        config = world_lib.protocol_config(**{k: int(v) for k, v in options.items()})
-        self._world = world_lib.World(config, self._watch)
+        config = protocol_config(**{k: int(v) for k, v in options.items()})
+        self._world = world_lib.World(config, watchers=[story.Story(self._tell)])
       case 'start', [name, *how]:
         self._start(name, how, options)
       case 'set', [name]:
@@ -122,8 +72,12 @@ class Script:
         self._pass(int(duration), bool(quiet))
       case ('freeze' | 'thaw'), [name]:
         getattr(self._process(name), verb)()
-      case ('cut' | 'partition' | 'heal'), [name]:
-        getattr(self._world, verb)(name)
+      case 'reset', [name]:
+        self._world.network.reset(self._process(name))
+      case 'partition', [name, *lanes]:
+        self._world.link(name).cut.update(lanes or ['up', 'down'])
+      case 'heal', [name]:
+        self._world.network.heal(self._world.link(name))
       case 'kill', [name]:
         self._world.end(self._process(name))
       case 'stop', [name]:
@@ -134,11 +88,14 @@ class Script:
         process = self._process(name)
         (process.nan if verb == 'nan' else process.flips).add(int(fragment))
       case 'fail', []:
-        self._world.syncer.fail = True
+        self._world.syncer.not_finite = True
       case 'ledger', []:
         self._ledger()
       case _:
         raise ValueError(f'no such command: {verb} {" ".join(words_)}')
+
+  def _tell(self, line: str) -> None:
+    self._lines.append(line)
 
   def _start(self, name: str, how: list[str], options: dict[str, str]) -> None:
     width = options.pop('width', '8')
@@ -149,26 +106,25 @@ class Script:
 
   def _set(self, process: processes.Process, options: dict[str, str]) -> None:
     for name, value in options.items():
-      assert hasattr(process, f'{name}_ns'), name
-      setattr(process, f'{name}_ns', int(value) * MS)
+      if name in RATES:
+        setattr(self._world.link(process.name), name, int(value))
+        continue
+      owner = process
+      if name in LINK:
+        owner = self._world.link(process.name)
+      elif name in ISLAND:
+        owner = process.island
+      assert hasattr(owner, f'{name}_ns'), name
+      setattr(owner, f'{name}_ns', int(value) * MS)
 
   def _process(self, name: str) -> processes.Process:
     return self._world.syncer if name == 'syncer' else self._world.learners[name]
 
   def _pass(self, duration_ms: int, quiet: bool) -> None:
     before = len(self._lines)
-    self._world.run(self._world.now + duration_ms * MS)
+    self._world.run(self._world.now_ns + duration_ms * MS)
     if quiet:
       del self._lines[before:]
-
-  def _watch(self, name: str, action: Any) -> None:
-    text = words(action)
-    if text:
-      to = ''
-      if name == 'syncer' and isinstance(action, actions.Send | actions.Close):
-        session = self._world.sessions.get(('syncer', action.session))
-        to = f' {session.learner.name if session else "?"}'
-      self._lines.append(f'{self._world.now // MS:6} {name:6}{to} {text}')
 
   def _ledger(self) -> None:
     totals = self._world.ledger()

@@ -1,0 +1,1 @@
+"""The simulated world: virtual time, network, hardware and disk around the production machines."""

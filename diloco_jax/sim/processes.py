@@ -1,0 +1,296 @@
+"""The processes of the simulated world: a production machine each, with its work, disk and death.
+
+A process does to its machine what node/loop.py and the shell do in production: feeds it events,
+wakes it at its deadline, carries out its actions, and answers its work after a while. It believes
+nothing that its machine says: what was really trained, snapshot, merged and adopted is in arrays.py
+and here. Payload handles are tracked, so that a leak or a double drop is noticed.
+"""
+
+import dataclasses
+import itertools
+from typing import Any, Callable, Iterator
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol import learner
+from diloco_jax.protocol import messages
+from diloco_jax.sim import arrays
+from diloco_jax.sim import disk as disk_lib
+from diloco_jax.sim import engine as engine_lib
+from diloco_jax.sim import hardware
+from diloco_jax.sim import network
+from diloco_jax.sim import observers
+
+MS = engine_lib.MS
+PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
+
+
+class Process:
+  """One machine with its inbox, wake timer, handles and work lane."""
+
+  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk):
+    self.world, self.name, self.life = world, name, life
+    self.machine = life.start.make()
+    self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
+    self.alive, self.frozen, self.exit = True, False, None
+    self.contents: dict[int, Any] = {}
+    self.reports: dict[str, dict] = {}  # the newest of every name
+    self.save_ns = 5 * MS
+    self._handles = itertools.count(1)
+    self._held: list[Callable[[], None]] = []
+    self._wake = 0
+    self._unchecked = 0
+    self._work_until = self._egress_until = 0
+
+  def put(self, content: Any) -> int:
+    handle = next(self._handles)
+    self.contents[handle] = content
+    return handle
+
+  # --- Events and actions -------------------------------------------------------------------------
+
+  def post(self, event: Any, content: Any = None) -> None:
+    """Delivers an event now, or when the process thaws; a dead process hears nothing."""
+    if self.frozen:
+      self._held.append(lambda: self.post(event, content))
+    elif self.alive:
+      if content is not None:
+        event = dataclasses.replace(event, handle=self.put(content))
+      self._handle(event)
+
+  def _handle(self, event: Any) -> None:
+    now_ns = self.world.engine.now_ns
+    out = self.machine.handle(now_ns, event)
+    self._check()
+    self.world.saw(self.life, now_ns, event, out)
+    for action in out:
+      arrays.claim(self.alive, 'Nothing is done after the exit.', self.name, action)
+      self._perform(action)
+    self._set_timer(isinstance(event, events.Wake))
+
+  def _check(self) -> None:
+    """check() looks at everybody, so in a big world not every event pays for it."""
+    self._unchecked += 1
+    if self._unchecked >= self.world.check_every:
+      self._unchecked = 0
+      self.machine.check()
+
+  def _set_timer(self, after_wake: bool) -> None:
+    self._wake += 1
+    generation, deadline_ns = self._wake, self.machine.deadline_ns
+    if not self.alive or deadline_ns is None:
+      return
+    arrays.claim(not after_wake or deadline_ns > self.world.engine.now_ns,
+                 'A wake moves the deadline.', self.name)
+    self.world.engine.at(deadline_ns, lambda: self._timer(generation))
+
+  def _timer(self, generation: int) -> None:
+    if self.frozen:
+      self._held.append(lambda: self._timer(generation))
+    elif generation == self._wake:
+      self.post(events.Wake())
+
+  def _perform(self, action: Any) -> None:
+    match action:
+      case actions.Send(session=session, message=message, handle=handle):
+        content = None if handle is None else self.contents[handle]
+        self.world.network.send(self, session, message, content)
+      case actions.Close(session=session):
+        self.world.network.close(self, session)
+      case actions.Dial(session=session):
+        self.world.network.dial(self, self.world.link(self.name), session)
+      case actions.Drop(handle=handle):
+        del self.contents[handle]
+      case actions.Exit():
+        self.exit = action
+        arrays.claim(not self.contents, 'Every handle is dropped.', self.name, self.contents)
+        self.world.end(self, killed=False)
+      case actions.Report(name=name, values=values):
+        self.reports[name] = values
+      case actions.Say():
+        pass
+      case _:
+        self.work(action)
+
+  # --- Work ---------------------------------------------------------------------------------------
+
+  def work(self, action: actions.Work) -> None:
+    raise NotImplementedError
+
+  def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
+    """Answers work first in, first out: on the lane that steps, or on the one beside it."""
+    start = max(self.world.engine.now_ns, self._work_until)
+    if lane == 'work':
+      self._work_until = done = start + delay_ns
+    else:
+      self._egress_until = done = max(start, self._egress_until) + delay_ns
+    self.world.engine.at(done, lambda: self.post(event, content))
+
+  def save(self, step: int, state: dict, start_ns: int) -> None:
+    """Writes a checkpoint in stages, between which the process may die; then SaveDone."""
+    stages = self.checkpoints.save(state)
+    third = self.save_ns // 3
+    self.world.engine.at(start_ns, lambda: self._save_on(
+      step, stages, iter((third, third, self.save_ns - 2 * third, 0))))
+
+  def _save_on(self, step: int, stages: Iterator[None], times_ns: Iterator[int]) -> None:
+    if self.frozen:
+      self._held.append(lambda: self._save_on(step, stages, times_ns))
+      return
+    if not self.alive:
+      return
+    try:
+      next(stages)
+    except StopIteration:
+      self.post(events.SaveDone(step=step))
+    except OSError as error:
+      self.post(events.SaveDone(step=step, error=error.strerror))
+    else:
+      self.world.engine.after(next(times_ns), lambda: self._save_on(step, stages, times_ns))
+
+  # --- What happens to it -------------------------------------------------------------------------
+
+  def stop(self, reason: str) -> None:
+    self.post(events.Stop(reason=reason))
+
+  def later(self, call: Callable[[], None]) -> None:
+    """Keeps a call for the thaw."""
+    self._held.append(call)
+
+  def freeze(self) -> None:
+    self.frozen = True
+
+  def thaw(self) -> None:
+    self.frozen, held, self._held = False, self._held, []
+    for deliver in held:
+      deliver()
+
+
+def _reachable(table: Any) -> frozenset[tuple[str, str]]:
+  """The moves that one event may cause: those of the table, and those over others."""
+  states = {state for source, target, _ in table for state in (source, target)}
+  moves = {(state, state) for state in states}
+  for _ in states:
+    moves |= {(first, target) for first, last in moves for source, target, _ in table
+              if source == last}
+  return frozenset(moves)
+
+
+CONNECTION_MOVES = _reachable(connection.CONNECTION_STATES)
+TRAINING_MOVES = _reachable(learner.TRAINING_STATES)
+
+
+class Learner(Process):
+  """A learner's process."""
+
+  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk,
+               island: hardware.Island):
+    super().__init__(world, name, life, disk)
+    identity, restored = life.start.identity, life.start.snapshot is not None
+    self.learner, self.nonce = identity.learner, identity.nonce
+    self.island = island
+    self.nan: set[int] = set()  # fragments whose next snapshot holds a NaN
+    self.flips: set[int] = set()  # fragments whose next adoption goes wrong by a bit
+    self.steps = self.tokens = 0
+    self.values = [-1] * len(world.initial) if restored else list(world.initial)
+    self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
+    self._training = False
+
+  def work(self, action: actions.Work) -> None:
+    match action:
+      case actions.Step():
+        self._boundary()
+        self._training = True
+        step_ns, tokens = self.island.next_step()
+        self.answer(step_ns, events.StepDone(tokens=tokens, step_ns=step_ns))
+      case actions.Encode(sync=sync, fragment=fragment):
+        self._encode(sync, fragment)
+      case actions.Adopt():
+        self._adopt(action)
+      case actions.Save(step=step, snapshot=snapshot):
+        self._boundary()
+        self.save(step, snapshot, self.world.engine.now_ns)
+
+  def _boundary(self) -> None:
+    arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
+
+  def _handle(self, event: Any) -> None:
+    if isinstance(event, events.StepDone):
+      self._training = False
+      self.steps += 1
+      self.tokens += event.tokens
+    before = self.machine._connection.state, self.machine._training
+    super()._handle(event)
+    after = self.machine._connection.state, self.machine._training
+    arrays.claim((before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.',
+                 before, after)
+    arrays.claim((before[1], after[1]) in TRAINING_MOVES, 'Training moves as drawn.', before, after)
+
+  def _encode(self, sync: int, fragment: int) -> None:
+    self._boundary()
+    (start, steps), content = self.adopted[fragment], None
+    if fragment not in self.nan:
+      content = arrays.Gradient(self.learner, self.nonce, start, self.tokens, self.steps - steps)
+    self.nan.discard(fragment)
+    self.answer(self.island.encode_ns, events.Encoded(
+      sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,
+    ), content, lane='egress')
+
+  def _adopt(self, adopt: actions.Adopt) -> None:
+    self._boundary()
+    published, fragment = self.contents.pop(adopt.handle), adopt.fragment
+    arrays.claim(adopt.whole == (published.base is None), 'A delta is no whole value.', adopt)
+    held = self.values[fragment]
+    fits = published.base in (None, held)
+    arrays.claim(fits or held < 0, 'A delta is applied to the value it was measured from.',
+                 self.name, adopt, published, held)
+    self.values[fragment] = published.value if fits else -1
+    if fragment in self.flips:
+      self.flips.discard(fragment)
+      self.world.flipped += 1
+      self.values[fragment] = -1
+    self.adopted[fragment] = (self.tokens, self.steps)
+    self.answer(self.island.adopt_ns, events.AdoptDone(
+      fragment=fragment, version=adopt.version, digest=abs(self.values[fragment]),
+    ), lane='egress')
+
+
+class Syncer(Process):
+  """The syncer's process, with Theta."""
+
+  def __init__(self, world: Any, life: observers.Life, disk: disk_lib.Disk, theta: arrays.Theta):
+    super().__init__(world, 'syncer', life, disk)
+    self.theta = theta
+    self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
+    self.not_finite = False  # the next outer step is not
+
+  def work(self, action: actions.Work) -> None:
+    theta = self.theta
+    match action:
+      case actions.Merge():
+        self._merge(action)
+      case actions.ReadFragment(fragment=p):
+        self.answer(self.read_ns, events.FragmentRead(
+          fragment=p, version=theta.versions[p], handle=0, digest=theta.values[p], payload=PAYLOAD,
+        ), arrays.Published(None, theta.values[p]))
+      case actions.Save(step=step, snapshot=snapshot):
+        arrays.claim(snapshot['versions'] == theta.versions,
+                     'A snapshot is of no half-done merge.', snapshot['versions'], theta.versions)
+        start_ns = max(self.world.engine.now_ns, self._work_until)
+        self._work_until = start_ns + self.save_ns
+        self.save(step, {'snapshot': snapshot, 'theta': theta.saved()}, start_ns)
+
+  def _merge(self, merge: actions.Merge) -> None:
+    p, base = merge.fragment, self.theta.values[merge.fragment]
+    grads = [self.contents.pop(one.handle) for one in merge.participants]
+    done = events.MergeDone(
+      sync=merge.sync, fragment=p, handle=None, payload=None, digest=base, failed='not finite')
+    if self.not_finite:
+      self.not_finite = False
+      self.answer(self.merge_ns, done)
+      return
+    value = self.world.values.new(p, merge.version)
+    self.theta.merge(merge, grads, value, exact=not self.world.rolled_back)
+    self.answer(self.merge_ns, dataclasses.replace(
+      done, failed='', digest=value, payload=PAYLOAD), arrays.Published(base, value))

@@ -1,0 +1,135 @@
+"""One seed: a run of the production machines in a world of faults, then healed, then judged.
+
+First a phase in which everything of the setting goes wrong: safety must hold throughout. Then all
+is healed, as good operators would: now the run must come to its end. Two kinds of judges watch: the
+checkers (what a tape holds) and the claims of arrays.py and below (what only the world knows).
+"""
+
+import dataclasses
+import traceback
+from typing import Any, Sequence
+
+from diloco_jax.sim import arrays
+from diloco_jax.sim import checkers as checkers_lib
+from diloco_jax.sim import engine as engine_lib
+from diloco_jax.sim import nemesis as nemesis_lib
+from diloco_jax.sim import observers
+from diloco_jax.sim import swarm
+from diloco_jax.sim import world as world_lib
+
+CALM_NS = 1_200 * engine_lib.SECOND  # far more than any healed run needs
+GOODBYE_NS = 400 * engine_lib.SECOND
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+  """What went wrong: whose sentence was broken (an invariant's id, or 'crash'), and what was seen."""
+
+  invariant: str
+  sentence: str
+  detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """How a seed ended. `events` is how many turns the machines took in `virtual_ns`."""
+
+  seed: int
+  events: int
+  virtual_ns: int
+  faults: int
+  violation: Violation | None
+
+
+class _Count(observers.Observer):
+  """Counts turns."""
+
+  def __init__(self):
+    self.events = 0
+
+  def saw(self, life, now_ns, event, out) -> None:
+    self.events += 1
+
+
+def run_seed(
+  seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None,
+) -> Outcome:
+  """Runs one seed; a violation ends it and is in the outcome.
+
+  Args:
+    seed: everything follows from it.
+    watchers: see every turn, before the checkers do.
+    note: is told of faults and phases: (time in ns, text).
+  """
+  setting, count = swarm.draw(seed), _Count()
+  checkers = checkers_lib.Checkers(setting.config)
+  world = world_lib.World(setting.config, seed, (count, *watchers, checkers))
+  nemesis = nemesis_lib.Nemesis(world, setting.plan, note)
+  violation = None
+  try:
+    _run(world, setting, nemesis, checkers, note)
+  except checkers_lib.Violation as broken:
+    violation = Violation(
+      invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail))
+  except AssertionError as broken:
+    violation = Violation(
+      invariant='claim', sentence=str(broken) or 'A machine finds itself sound.', detail=_where())
+  except Exception as error:
+    violation = Violation(
+      invariant='crash', sentence='No event crashes a machine.',
+      detail=f'{type(error).__name__}: {error}\n{_where()}')
+  return Outcome(seed=seed, events=count.events, virtual_ns=world.now_ns,
+                 faults=len(nemesis.done), violation=violation)
+
+
+def _where() -> str:
+  return ''.join(traceback.format_exc(limit=-3))
+
+
+def _run(
+  world: world_lib.World, setting: swarm.Setting, nemesis: nemesis_lib.Nemesis,
+  checkers: checkers_lib.Checkers, note: Any,
+) -> None:
+  swarm.furnish(world, setting)
+  for which in range(setting.config.learners):
+    world.start(f'l{which}')
+  world.run(setting.heal_ns)
+  note(world.now_ns, 'everything is healed')
+  nemesis.heal()
+  checkers.healed(world.now_ns)
+  healed_ns = world.now_ns
+  _finish(world, nemesis)
+  checkers.finished(
+    world.now_ns, healed_ns=healed_ns, flips=world.flipped, rolled_back=world.rolled_back)
+  _check_books(world)
+
+
+def _finish(world: world_lib.World, nemesis: nemesis_lib.Nemesis) -> None:
+  """Every process comes to an end; those that outlive the syncer are stopped."""
+  nemesis.supervise()
+  world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A healed run ends.', world.stuck())
+  world.run(world.now_ns + GOODBYE_NS)
+  for process in list(world.learners.values()):
+    process.stop('the run is over')
+  world.run(world.now_ns + GOODBYE_NS)
+  arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
+
+
+def _check_books(world: world_lib.World) -> None:
+  """The last ledger against what the world saw (fragment-tokens)."""
+  ledger, theta = world.ledger(), world.syncer.theta
+  discarded = sum(ledger['discarded'].values())
+  arrays.claim(
+    ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
+    and ledger['unsettled'] == 0, 'Every token trained is merged or discarded.', ledger)
+  arrays.claim(world.flipped or not ledger['repaired'],
+               'No published value differs unless a bit was flipped.', ledger)
+  arrays.claim(ledger['merged'] == sum(theta.merged.values()),
+               'What the ledger calls merged was merged.', ledger, theta.merged)
+  for name, row in ledger['learners'].items():
+    trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
+    arrays.claim(row['merged'] == theta.merged.get(name, 0),
+                 'What the ledger calls merged was merged.', name, row, theta.merged)
+    arrays.claim(world.rolled_back or row['tokens'] <= trained,
+                 'No more tokens are counted than were trained.', name, row, trained)

@@ -1,0 +1,140 @@
+"""Swarm testing: every seed draws its own configuration, hardware, network and faults.
+
+Each rate of faults is zero in about a third of the seeds, so that rare combinations are met and a
+common fault does not hide another. Every theme draws from a stream of its own (engine.stream).
+"""
+
+import dataclasses
+import random
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.sim import engine as engine_lib
+from diloco_jax.sim import plans
+from diloco_jax.sim import world as world_lib
+
+MS, SECOND = engine_lib.MS, engine_lib.SECOND
+LEASE_NS = SECOND
+MAX_FAULTS = 6  # of one kind and node
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+  """What one seed tries: the numbers of the run, its world, and what goes wrong in it.
+
+  Attributes:
+    config: of the machines.
+    up_ns, down_ns, bulk_ns, encode_ns, step_ns: per learner.
+    jitter_ns: of every link.
+    loss, duplicate: of every link until all is healed, per mille.
+    noise: of every step, per mille.
+    plan: the faults.
+    heal_ns: when everything works again.
+  """
+
+  config: config_lib.ProtocolConfig
+  up_ns: list[int]
+  down_ns: list[int]
+  bulk_ns: list[int]
+  encode_ns: list[int]
+  step_ns: list[int]
+  jitter_ns: int
+  loss: int
+  duplicate: int
+  noise: int
+  plan: list[plans.Fault]
+  heal_ns: int
+
+
+def _config(draw: random.Random) -> config_lib.ProtocolConfig:
+  learners = draw.randint(1, 5)
+  period = draw.randint(1, 6)
+  long = draw.randrange(4) == 0
+  return config_lib.ProtocolConfig(
+    learners=learners,
+    period=period,
+    fragments=draw.randint(1, period),
+    overlap=draw.randint(0, min(3, period - 1)),
+    quorum=draw.randint(1, learners),
+    max_lag=draw.choice([None, None, draw.randrange(period)]),
+    max_staleness=draw.randint(0, 2),
+    grace_permille=draw.choice([0, 500, 999]),
+    total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
+    start_wait_ns=draw.choice([0, 300 * MS]),
+    lease_ns=LEASE_NS,
+    heartbeat_ns=LEASE_NS // 5,
+    redial_ns=(50 * MS, 500 * MS),
+    save_steps=draw.choice([0, 3]),
+    save_syncs=draw.choice([0, 1, 4]),
+  )
+
+
+def _rate(draw: random.Random, *values: int) -> int:
+  """One of these, or 0 in a third of the cases."""
+  return draw.choice(values) if draw.randrange(3) else 0
+
+
+DURATIONS = (20 * MS, 200 * MS, LEASE_NS // 2, 2 * LEASE_NS, 4 * LEASE_NS)
+AMOUNTS = {
+  'preempt': (0, 30 * MS, SECOND),
+  'slow': (3, 10, 30),
+  'shrink': (2, 5),
+  'delay': (30 * MS, 400 * MS, 2 * SECOND),
+  'throttle': (200, 2_000, 20_000),
+  'nan': tuple(range(6)),
+  'flip': tuple(range(6)),
+  'fsync_fails': (1, 2),
+}
+SYNCER_KINDS = (
+  'kill', 'preempt', 'freeze', 'partition', 'reset', 'delay', 'nan', 'disk_full', 'fsync_fails',
+  'rot', 'corrupt',
+)
+
+
+def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
+  """Faults of each kind at a rate of its own, in a stream of its own."""
+  found = []
+  for node in (plans.SYNCER, *(f'l{i}' for i in range(learners))):
+    kinds = SYNCER_KINDS if node == plans.SYNCER else plans.KINDS + plans.SIMULATED_KINDS
+    for kind in kinds:
+      if not _rate(engine_lib.stream(seed, 'rate', kind), 1):
+        continue
+      draw = engine_lib.stream(seed, 'plan', node, kind)
+      for _ in range(max(0, draw.randrange(-12, 3))):
+        found.append(plans.Fault(
+          at_ns=draw.randrange(until_ns), kind=kind, node=node, for_ns=draw.choice(DURATIONS),
+          amount=draw.choice(AMOUNTS.get(kind, (0,)))))
+  return sorted(found, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
+
+
+def draw(seed: int) -> Setting:
+  """The setting of a seed."""
+  config = _config(engine_lib.stream(seed, 'config'))
+  net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
+  learners = range(config.learners)
+  heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
+  return Setting(
+    config=config,
+    up_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
+    down_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
+    bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
+    encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
+    step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
+    jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
+    loss=_rate(net, 5, 50, 200),
+    duplicate=_rate(net, 5, 50, 300),
+    noise=_rate(hardware, 100, 2_000),
+    plan=_plan(seed, config.learners, heal_ns),
+    heal_ns=heal_ns,
+  )
+
+
+def furnish(world: world_lib.World, setting: Setting) -> None:
+  """Gives every learner's host its hardware and its link."""
+  for which in range(setting.config.learners):
+    for name in (f'l{which}', f'l{which}*'):
+      island, link = world.island(name), world.link(name)
+      island.step_ns, island.noise = setting.step_ns[which], setting.noise
+      island.encode_ns = island.adopt_ns = setting.encode_ns[which]
+      link.up_ns, link.down_ns = setting.up_ns[which], setting.down_ns[which]
+      link.bulk_ns, link.jitter_ns = setting.bulk_ns[which], setting.jitter_ns
+      link.loss, link.duplicate = setting.loss, setting.duplicate

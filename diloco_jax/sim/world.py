@@ -1,0 +1,167 @@
+"""The simulated world: processes, their hosts, and the network between them, in virtual time.
+
+The machines in it are the production ones, unchanged. A world belongs to one seed: hardware,
+network and disk of every host draw from streams of their own (engine.stream), so that a changed
+policy of the machines meets the same faults.
+
+Observers see what a tape would hold: processes that are born and die, and every turn of a machine.
+"""
+
+import itertools
+from typing import Callable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol import learner
+from diloco_jax.protocol import tape
+from diloco_jax.sim import arrays
+from diloco_jax.sim import disk as disk_lib
+from diloco_jax.sim import engine as engine_lib
+from diloco_jax.sim import hardware
+from diloco_jax.sim import network as network_lib
+from diloco_jax.sim import observers
+from diloco_jax.sim import processes
+
+AGREEMENT = '{"model.width":8}'
+CHECKED_ALWAYS = 16  # up to so many learners check() runs after every event
+
+
+class World:
+  """Hosts and processes, and the hand that starts and ends them."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, seed: int = 0, watchers: Sequence[observers.Observer] = (),
+  ):
+    self.config, self.seed = config, seed
+    self.engine = engine_lib.Engine()
+    self.network = network_lib.Network(self.engine, lambda: self.syncer)
+    self._watchers = tuple(watchers)
+    self.check_every = -(-config.learners // CHECKED_ALWAYS)
+    self.values = arrays.Values()
+    self.initial = tuple(self.values.new(p, 0) for p in range(config.fragments))
+    self._lives, self._nonces = itertools.count(1), itertools.count(1)
+    self._links: dict[str, network_lib.Link] = {}
+    self._islands: dict[str, hardware.Island] = {}
+    self._disks: dict[str, disk_lib.Disk] = {}
+    self.learners: dict[str, processes.Learner] = {}
+    self.ended: list[processes.Process] = []
+    self.done: set[str] = set()  # learner ids that have heard from this syncer that all is over
+    self.rolled_back = False  # a syncer went on from something older than it had published
+    self.flipped = 0  # adoptions that went wrong
+    self.syncer: processes.Syncer | None = None
+    self.start_syncer()
+
+  # --- Hosts --------------------------------------------------------------------------------------
+
+  def link(self, name: str) -> network_lib.Link:
+    """The way of a learner's host to the syncer."""
+    if name not in self._links:
+      self._links[name] = network_lib.Link(engine_lib.stream(self.seed, 'network', name))
+    return self._links[name]
+
+  def island(self, name: str) -> hardware.Island:
+    if name not in self._islands:
+      self._islands[name] = hardware.Island(engine_lib.stream(self.seed, 'hardware', name))
+    return self._islands[name]
+
+  def disk(self, name: str) -> disk_lib.Disk:
+    if name not in self._disks:
+      self._disks[name] = disk_lib.Disk(engine_lib.stream(self.seed, 'disk', name))
+    return self._disks[name]
+
+  def restore_hosts(self) -> None:
+    """Every link, island and disk works as it should."""
+    for disk in self._disks.values():
+      disk.full, disk.failing_fsyncs = False, 0
+    for island in self._islands.values():
+      island.slow = island.shrink = 1
+    for link in self._links.values():
+      link.delay_ns = link.bytes_per_s = link.loss = link.duplicate = 0
+      link.corrupt = False
+      self.network.heal(link)
+
+  # --- Processes ----------------------------------------------------------------------------------
+
+  @property
+  def now_ns(self) -> int:
+    return self.engine.now_ns
+
+  def run(self, until_ns: int, done: Callable[[], bool] = lambda: False) -> None:
+    self.engine.run(until_ns, done)
+
+  def start_syncer(self) -> None:
+    """Starts the syncer, from its newest whole checkpoint if there is one."""
+    disk = self.disk('syncer')
+    saved = disk_lib.Checkpoints(disk).newest() or {'snapshot': None, 'theta': None}
+    theta = arrays.Theta(list(self.initial))
+    if saved['theta'] is not None:
+      theta = arrays.Theta.load(saved['theta'])
+    self.rolled_back = self.rolled_back or self.syncer is not None
+    life = self._life(tape.Start(
+      role='syncer', node='syncer', config=self.config, agreement=AGREEMENT,
+      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments, digests=self.initial,
+      snapshot=saved['snapshot']))
+    self.syncer = processes.Syncer(self, life, disk, theta)
+    self.done.clear()
+    self._begin(self.syncer)
+
+  def start(
+    self, name: str, agreement: str = AGREEMENT, restored: bool = False, second: bool = False,
+  ) -> processes.Learner:
+    """Starts a learner's process; `restored`: from its checkpoint if there is one that is whole;
+    `second`: beside the first, on a host of its own."""
+    nonce = next(self._nonces)
+    key = f'{name}*' if second else name
+    disk = self.disk(key)
+    snapshot = disk_lib.Checkpoints(disk).newest() if restored else None
+    identity = learner.Identity(
+      learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce)
+    life = self._life(tape.Start(
+      role='learner', node=key, config=self.config, identity=identity, snapshot=snapshot,
+      digests=self.initial if snapshot is None else None))
+    process = self.learners[key] = processes.Learner(self, key, life, disk, self.island(key))
+    self._begin(process)
+    return process
+
+  def _life(self, start: tape.Start) -> observers.Life:
+    life = observers.Life(next(self._lives), start)
+    for watcher in self._watchers:
+      watcher.born(self.now_ns, life)
+    return life
+
+  def _begin(self, process: processes.Process) -> None:
+    self.engine.after(0, lambda: process.post(events.Wake()))
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    for watcher in self._watchers:
+      watcher.saw(life, now_ns, event, out)
+
+  def end(self, process: processes.Process, killed: bool = True) -> None:
+    """A process is gone; its streams break, what it had sent still arrives."""
+    process.alive = False
+    self.ended.append(process)
+    for watcher in self._watchers:
+      watcher.died(self.now_ns, process.life, killed)
+    if process.exit is not None and process.exit.text.startswith('done'):
+      self.done.add(process.name.rstrip('*'))
+    self.network.gone(process)
+    if self.learners.get(process.name) is process:
+      del self.learners[process.name]
+
+  # --- What others may see ------------------------------------------------------------------------
+
+  @property
+  def finished(self) -> bool:
+    """The syncer has closed every fragment and ended."""
+    return self.syncer.exit is not None and self.syncer.machine._finished
+
+  def ledger(self) -> dict:
+    """As last reported."""
+    return self.syncer.reports['ledger']
+
+  def stuck(self) -> str:
+    """Every machine's private state, for the message of a run that does not end."""
+    everybody = (self.syncer, *self.learners.values())
+    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in everybody)

@@ -1,0 +1,102 @@
+"""The production machines in the simulated world: seeds full of faults, and what each one says.
+
+    python -m experiments.simulate --seeds=0:1000                  # a thousand runs, no violation
+    python -m experiments.simulate --seed=17 --story               # what happened, in sentences
+    python -m experiments.simulate --seed=17 --tapes=/tmp/seed17   # its tapes, for replay
+
+Every seed draws its own settings, hardware, network and faults; then everything is healed and the
+run must come to its end (docs/simulator.md). Exit code 0: no violation; 1: the first ones are
+printed with all that is needed to look into them; 42: wrong flags. A thousand seeds take about
+half a minute on two cores.
+"""
+
+import pathlib
+import time
+
+from absl import flags
+from rich import progress
+
+from diloco_jax.runtime import launch
+from diloco_jax.runtime import tapes as tapes_lib
+from diloco_jax.sim import campaign
+from diloco_jax.sim import seeds as seeds_lib
+from diloco_jax.sim import story
+from diloco_jax.sim import swarm
+from diloco_jax.sim import tapes
+
+_SEEDS = flags.DEFINE_string('seeds', '0:1000', 'Which seeds to run, FIRST:BEYOND.')
+_SEED = flags.DEFINE_integer('seed', None, 'One seed only.')
+_STORY = flags.DEFINE_bool('story', False, 'With --seed: tell what happens.')
+_TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tape of every node.')
+_JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.')
+_SHOWN = 3  # violations printed in full
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  if _SEED.value is not None:
+    return _one(_SEED.value)
+  for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
+    if given:
+      raise launch.NeverRetry(f'{flag} tells of one run: add --seed=N')
+  first, colon, beyond = _SEEDS.value.partition(':')
+  if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
+    raise launch.NeverRetry(
+      f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000')
+  return _many(int(first), int(beyond))
+
+
+def _one(seed: int) -> int:
+  """Runs one seed, with its settings, its story and its tapes."""
+  print(f'seed {seed}: {swarm.draw(seed).config}')
+  tape = tapes.Tapes(_tapes_folder(), tapes_lib.commit())
+  teller = story.Story(print)
+  watchers = [tape, teller] if _STORY.value else [tape]
+  note = teller.note if _STORY.value else lambda now_ns, text: None
+  outcome = seeds_lib.run_seed(seed, watchers, note)
+  print(f'seed {seed}: {outcome.events:,} events, {outcome.faults} faults in '
+        f'{outcome.virtual_ns / 1e9:.1f} s of virtual time, hash {tape.hash}')
+  if _TAPES.value:
+    print(f'tapes: python -m experiments.replay {_TAPES.value}')
+  return _verdict([outcome])
+
+
+def _tapes_folder() -> pathlib.Path | None:
+  if not _TAPES.value:
+    return None
+  folder = pathlib.Path(_TAPES.value)
+  if folder.exists() and any(folder.iterdir()):
+    raise launch.NeverRetry(f'--tapes={folder} is not empty; nothing was overwritten. Name a new one')
+  return folder
+
+
+def _many(first: int, beyond: int) -> int:
+  """Runs many seeds with a progress bar."""
+  total, began = campaign.Summary(), time.monotonic()
+  with progress.Progress(
+    *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(),
+    progress.TextColumn('{task.fields[violations]} violations'), transient=True,
+  ) as bar:
+    task = bar.add_task('seeds', total=beyond - first, violations=0)
+    for part in campaign.run(range(first, beyond), _JOBS.value):
+      total.add(part)
+      bar.update(task, completed=total.seeds, violations=len(total.failed))
+  seconds = time.monotonic() - began
+  code = _verdict(total.failed)
+  print(f'{total.seeds:,} seeds, {total.events:,} events, {total.faults:,} faults: '
+        f'{len(total.failed)} violations. {seconds:.0f} s, {total.seeds / seconds:.0f} seeds/s, '
+        f'{total.events / seconds:,.0f} events/s, commit {tapes_lib.commit()}')
+  return code
+
+
+def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
+  failed = sorted((one for one in outcomes if one.violation), key=lambda one: one.seed)
+  for outcome in failed[:_SHOWN]:
+    print(campaign.explain(outcome, tapes_lib.commit()), end='\n\n')
+  if len(failed) > _SHOWN:
+    print('violated too by seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
+  return 1 if failed else 0
+
+
+if __name__ == '__main__':
+  launch.run_main(main)

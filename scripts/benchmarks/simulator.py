@@ -1,0 +1,74 @@
+"""How fast the simulated world runs, and whether an event costs more with more learners.
+
+    python scripts/benchmarks/simulator.py        # about a minute on one core
+
+Prints seeds per second on one core (checkers on, as in the tests), and events per second with 8 and
+with 512 learners in one run without faults: medians of several, as a ratio on the same machine.
+"""
+
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.sim import checkers as checkers_lib
+from diloco_jax.sim import seeds
+from diloco_jax.sim import world as world_lib
+
+SEEDS = 200
+ROUNDS = 5
+STEPS = {8: 600, 512: 10}  # about as many events in both
+SECOND = config_lib.SECOND_NS
+
+
+class _Count(checkers_lib.observers.Observer):
+  def __init__(self):
+    self.events = 0
+
+  def saw(self, life, now_ns, event, out) -> None:
+    self.events += 1
+
+
+def run_world(learners: int) -> int:
+  """A run without faults under all checkers; how many events it took."""
+  config = config_lib.ProtocolConfig(
+    learners=learners, fragments=6, period=6, overlap=2, quorum=learners // 2,
+    total_steps=STEPS[learners],
+  )
+  count, checkers = _Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=[count, checkers])
+  for which in range(learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(1_000 * SECOND, done=lambda: world.finished)
+  checkers.finished(world.now_ns)
+  return count.events
+
+
+def rate(work) -> float:
+  """Units of work per second."""
+  began = time.perf_counter()
+  units = work()
+  return units / (time.perf_counter() - began)
+
+
+def main() -> None:
+  def many_seeds() -> int:
+    for seed in range(SEEDS):
+      assert seeds.run_seed(seed).violation is None, seed
+    return SEEDS
+
+  print(f'{rate(many_seeds):.0f} seeds/s on one core')
+  few, many = [], []
+  for _ in range(ROUNDS):
+    few.append(rate(lambda: run_world(8)))
+    many.append(rate(lambda: run_world(512)))
+  few, many = statistics.median(few), statistics.median(many)
+  print(f'{few:,.0f} events/s with 8 learners, {many:,.0f} with 512: ratio {many / few:.2f}')
+
+
+if __name__ == '__main__':
+  main()

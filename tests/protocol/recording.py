@@ -1,0 +1,51 @@
+"""A record of everything that is done in a simulated world."""
+
+from typing import Any, Sequence
+
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.sim import engine, observers
+from diloco_jax.sim import world as world_lib
+from tests.protocol import transcript
+
+MS = engine.MS
+
+
+class Recording(observers.Observer):
+  """Everything that happened in a world: (time, name of the node, action)."""
+
+  def __init__(self, **settings: Any):
+    self.entries: list[tuple[int, str, Any]] = []
+    self.world = world_lib.World(transcript.protocol_config(**settings), watchers=[self])
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    self.entries += [(now_ns, life.start.node, action) for action in out]
+
+  def start(self, *names: str, step_ms: int = 100, **how: Any) -> 'Recording':
+    for name in names:
+      self.world.start(name, **how).island.step_ns = step_ms * MS
+    return self
+
+  def run(self, until_ms: int) -> 'Recording':
+    self.world.run(until_ms * MS)
+    return self
+
+  def of(self, kind: type) -> list[tuple[int, str, Any]]:
+    return [entry for entry in self.entries if isinstance(entry[2], kind)]
+
+  def sent(self, kind: type, sender: str | None = None) -> list[tuple[int, Any]]:
+    return [
+      (time, action.message) for time, name, action in self.of(actions.Send)
+      if isinstance(action.message, kind) and sender in (None, name)
+    ]
+
+  def opened(self) -> dict[int, int]:
+    """Sync: when it was opened (first Pull)."""
+    times: dict[int, int] = {}
+    for time, pull in self.sent(messages.Pull):
+      times.setdefault(pull.sync, time)
+    return times
+
+
+def discarded(recording: Recording) -> dict[str, int]:
+  return recording.world.ledger()['discarded']

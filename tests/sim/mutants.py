@@ -1,0 +1,462 @@
+"""Seeded bugs that the simulation must catch: a simulation is as good as its mutants.
+
+A mutant is a patch of the production classes that lasts as long as a `with` block; production code
+knows nothing of it. Each is a bug that somebody could write, and names the invariants (checkers.py)
+of which one must catch it within 1,000 seeds. One that survives is a missing checker.
+
+What a mutant replaces is written out in full, not patched in its text, so that a change of the
+production code is noticed here: a name that is gone is an error.
+"""
+
+import contextlib
+import dataclasses
+from typing import Any, Callable, Iterator
+from unittest import mock
+
+from diloco_jax.protocol import admission
+from diloco_jax.protocol import events
+from diloco_jax.protocol import gathering
+from diloco_jax.protocol import learner
+from diloco_jax.protocol import ledger
+from diloco_jax.protocol import members
+from diloco_jax.protocol import membership
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import pace
+from diloco_jax.protocol import published
+from diloco_jax.protocol import quorum
+from diloco_jax.protocol import syncer
+from diloco_jax.protocol import verdicts
+
+Reason = messages.Reason
+LearnerMachine, SyncerMachine = learner.LearnerMachine, syncer.SyncerMachine
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+  """One seeded bug: `replace` are (owner, name, wrap: original -> replacement)."""
+
+  name: str
+  bug: str
+  caught_by: tuple[str, ...]
+  replace: tuple[tuple[Any, str, Callable[[Any], Any]], ...]
+
+  @contextlib.contextmanager
+  def applied(self) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+      for owner, name, wrap in self.replace:
+        stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+      yield
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(bug: str, owner: Any, name: str, caught_by: str, also: tuple = ()) -> Callable:
+  """Registers `wrap`, under its own name, as a mutant of owner.name (and of what `also` names)."""
+  def register(wrap: Callable[[Any], Any]) -> Callable:
+    key = wrap.__name__
+    assert key not in MUTANTS, key
+    MUTANTS[key] = Mutant(key, bug, tuple(caught_by.split()), ((owner, name, wrap), *also))
+    return wrap
+  return register
+
+
+def _never_refuses(original: Any) -> Callable:
+  """An account that says of every range that it was settled: the machine's own assertion on it is
+  not what is to catch a mutant."""
+  def settle(self, fragment, start, end, reason):
+    original(self, fragment, start, end, reason)
+    return True
+  return settle
+
+
+SETTLES = (ledger.Account, 'settle', _never_refuses)
+
+
+# --- Contributions --------------------------------------------------------------------------------
+
+
+@mutant('A range that was settled before counts again.', verdicts, 'judge', 'I1 I7',
+        also=(SETTLES,))
+def no_dedup(original):
+  def judge(message, name, gather, fragment, cursor, max_staleness):
+    return original(message, name, gather, fragment, -1, max_staleness)
+  return judge
+
+
+@mutant('A payload against any old anchor is merged.', verdicts, 'judge', 'I6')
+def stale_base_merged(original):
+  def judge(message, name, gather, fragment, cursor, max_staleness):
+    return original(message, name, gather, fragment, cursor, 10**9)
+  return judge
+
+
+@mutant('Payloads are merged in the order in which they arrived.', SyncerMachine, '_merge', 'I15')
+def merge_in_arrival_order(original):
+  def _merge(self, now_ns, gather, why):
+    with mock.patch.object(syncer, 'sorted', list, create=True):
+      original(self, now_ns, gather, why)
+  return _merge
+
+
+@mutant('A contribution counts the tokens that were reported, not those of its range.',
+        SyncerMachine, '_participant', 'I7')
+def tokens_of_the_report(original):
+  def _participant(self, name, message, handle):
+    account = self._ledger.of(self._members.by_id[name])
+    reported = account.trained - account.cursors[message.fragment]
+    return dataclasses.replace(original(self, name, message, handle), tokens=reported)
+  return _participant
+
+
+@mutant('Tokens are discarded, but the ledger is not told.', ledger.Account, 'settle', 'I7')
+def discard_without_ledger(original):
+  def settle(self, fragment, start, end, reason):
+    if reason:
+      return True
+    return original(self, fragment, start, end, reason)
+  return settle
+
+
+@mutant('What was trained after the snapshot and then overwritten is forgotten.',
+        membership.Membership, 'adopted', 'I7')
+def overwrite_without_ledger(original):
+  def adopted(self, now_ns, member, message):
+    with mock.patch.object(ledger.Account, 'overwrite', lambda *args: None):
+      original(self, now_ns, member, message)
+  return adopted
+
+
+@mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7')
+def failed_merge_keeps_its_tokens(original):
+  return lambda self, count, reason: None
+
+
+@mutant('A late payload is counted as discarded twice.', gathering.Gathering, '_turn_down', 'I7')
+def late_counted_twice(original):
+  def _turn_down(self, member, message, handle, reason):
+    original(self, member, message, handle, reason)
+    if reason == Reason.LATE:
+      self._ledger.of(member)._discard(message.tokens_to - message.tokens_from, reason)
+  return _turn_down
+
+
+@mutant('A payload that came too late is dropped without a word.',
+        gathering.Gathering, 'settle', 'I7c')
+def late_is_not_told(original):
+  def settle(self, member, sync, fragment, reason):
+    if reason != Reason.LATE:
+      original(self, member, sync, fragment, reason)
+  return settle
+
+
+@mutant('A contributor that is merged is not told.', gathering.Gathering, 'settle', 'I7c')
+def merged_is_not_told(original):
+  def settle(self, member, sync, fragment, reason):
+    if reason:
+      original(self, member, sync, fragment, reason)
+  return settle
+
+
+# --- A learner's answers --------------------------------------------------------------------------
+
+
+@mutant('A snapshot is sent on whatever stream is up when it is encoded.',
+        LearnerMachine, '_encoded', 'I1b')
+def old_snapshot_on_a_new_stream(original):
+  def _encoded(self, encoded):
+    if self._encoding and self._connection.joined:
+      _, message = self._encoding[0]
+      self._encoding[0] = self._connection.session, message
+    original(self, encoded)
+  return _encoded
+
+
+@mutant('A joiner is asked for its share before it has caught up.', members.Member, 'caught_up',
+        'I17 L5')
+def contributes_while_due(original):
+  return property(lambda self: self.live and bool(self.sent))
+
+
+@mutant('After a cancelled sync the learner does not send its tokens again.',
+        LearnerMachine, '_settled', 'I1b')
+def no_resend_after_cancel(original):
+  def _settled(self, settled):
+    anchor = self._anchors[settled.fragment]
+    contributed = anchor.contributed
+    original(self, settled)
+    anchor.contributed = contributed
+  return _settled
+
+
+@mutant('After a new stream the learner does not send its tokens again.',
+        LearnerMachine, '_renew', 'I1b')
+def no_resend_after_reconnect(original):
+  def _renew(self, fragment, anchor, clock):
+    contributed = anchor.contributed
+    original(self, fragment, anchor, clock)
+    anchor.contributed = contributed
+  return _renew
+
+
+@mutant('A snapshot with NaN is not declined.', LearnerMachine, '_encoded', 'I9')
+def nan_is_not_declined(original):
+  def _encoded(self, encoded):
+    if encoded.handle is None:
+      self._encoding.popleft()
+    else:
+      original(self, encoded)
+  return _encoded
+
+
+@mutant('The result of an outer step that is not finite is published.',
+        SyncerMachine, '_dispatch', 'I9 I3')
+def not_finite_is_published(original):
+  def _dispatch(self, now_ns, event):
+    if isinstance(event, events.MergeDone) and event.failed:
+      payload = messages.Payload(size_bytes=64, crc32=0)
+      event = dataclasses.replace(event, failed='', payload=payload)
+    original(self, now_ns, event)
+  return _dispatch
+
+
+@mutant('A learner holds its next step back until what it sent is settled.',
+        LearnerMachine, '_may_step', 'L1')
+def step_waits_for_verdict(original):
+  return lambda self: original(self) and not any(one.contributed for one in self._anchors)
+
+
+@mutant('A learner trains only while it is connected.', LearnerMachine, '_may_step', 'L1')
+def step_waits_for_connection(original):
+  return lambda self: original(self) and self._connection.joined
+
+
+@mutant('In lock-step modes a learner runs one step too far.', LearnerMachine, '_may_step', 'L1')
+def lag_is_one_more(original):
+  def _may_step(self):
+    lag = self._config.lag
+    ahead = lag is not None and self._training == 'training' and (
+      self.step < min(one.next_due for one in self._anchors) + lag + 1)
+    return original(self) or ahead
+  return _may_step
+
+
+@mutant('A publish that comes late moves a version back.', learner, '_heard', 'I4 I4b')
+def late_publish_moves_back(original):
+  return lambda publish, version: False
+
+
+@mutant('Wrong bits are taken for right ones.', LearnerMachine, '_adopt_done', 'I7b')
+def digest_not_compared(original):
+  def _adopt_done(self, done):
+    original(self, dataclasses.replace(done, digest=self._adopting[0][1].digest))
+  return _adopt_done
+
+
+@mutant('A learner counts the tokens of its last life again.', LearnerMachine, '_begin_life', 'I7a')
+def tokens_of_the_last_life(original):
+  def _begin_life(self, joined):
+    self._incarnation = joined.incarnation
+  return _begin_life
+
+
+# --- Quorum and pace ------------------------------------------------------------------------------
+
+
+@mutant('A dead learner counts for the quorum.', gathering.Gathering, 'leave', 'I5 I7c')
+def dead_learner_counts(original):
+  def leave(self, name):
+    for gather in self.open.values():
+      gather.waiting.discard(name)
+  return leave
+
+
+@mutant('A learner that is not heard of keeps its place.', membership.Membership, 'expire', 'I5 I7c')
+def lease_never_ends(original):
+  return lambda self, now_ns: None
+
+
+@mutant('One payload too few makes a quorum.', quorum, 'decide', 'I5')
+def quorum_is_one_less(original):
+  def decide(gather, now_ns, needed, live, closing):
+    return original(gather, now_ns, max(1, needed - 1), live, closing)
+  return decide
+
+
+def _decides_with_repeats(original):
+  def decide(gather, now_ns, needed, live, closing):
+    repeats = sum(name.endswith(' again') for name in gather.asked)
+    return original(gather, now_ns, max(1, needed - repeats), live, closing)
+  return decide
+
+
+@mutant('The quorum counts a payload that was said twice as two.',
+        gathering.Gathering, 'contribution', 'I5 L2a',
+        also=((quorum, 'decide', _decides_with_repeats),))
+def quorum_counts_a_learner_twice(original):
+  def contribution(self, now_ns, member, message, handle):
+    gather = self.open.get(message.sync)
+    if gather is not None and member.learner in gather.payloads:
+      gather.asked.add(f'{member.learner} again')
+    original(self, now_ns, member, message, handle)
+  return contribution
+
+
+@mutant('Nobody is waited for once there is a quorum.', quorum, 'decide', 'I5')
+def no_grace(original):
+  def decide(gather, now_ns, needed, live, closing):
+    if not gather.merging and len(gather.payloads) >= needed:
+      return 'merge', 'there is a quorum'
+    return original(gather, now_ns, needed, live, closing)
+  return decide
+
+
+@mutant('The grace window never closes.', quorum.Gather, 'deadline_ns', 'L2a')
+def grace_never_ends(original):
+  return property(lambda self: None)
+
+
+@mutant('A sync that cannot have its quorum any more stays open.', quorum, 'decide', 'L2a')
+def never_cancelled(original):
+  def decide(*args):
+    verdict, why = original(*args)
+    return ('wait', why) if verdict == 'cancel' else (verdict, why)
+  return decide
+
+
+@mutant('The fastest learner alone sets the pace.', pace.Pace, 'reached', 'P1')
+def fastest_sets_the_pace(original):
+  return property(lambda self: not self.over and bool(self._ready) and (
+    len(self.contributors) >= self._config.quorum))
+
+
+@mutant('Two syncs of one fragment are in flight.', SyncerMachine, '_may_open', 'P1')
+def fragment_in_flight_twice(original):
+  def _may_open(self):
+    free = len(self._gathering.open) < self._config.in_flight
+    return not self._stopping and self._pace.reached and free
+  return _may_open
+
+
+@mutant('A fragment is left out when syncs are overdue.', pace.Pace, 'skip_overdue', 'P1 L6')
+def skips_single_syncs(original):
+  def skip_overdue(self):
+    periods = original(self)
+    if periods:
+      self.next = self._schedule.next(self.next)
+    return periods
+  return skip_overdue
+
+
+@mutant('A joiner that has caught up is not asked by the syncs that are open.',
+        gathering.Gathering, 'enter', 'L5')
+def late_joiner_is_not_asked(original):
+  return lambda self, member: None
+
+
+# --- Ids and versions -----------------------------------------------------------------------------
+
+
+@mutant('A process that was replaced may come back.', members.Members, 'replaced', 'I12')
+def no_fencing(original):
+  return lambda self, name, nonce: False
+
+
+@mutant('A second process displaces the live holder of an id.',
+        members.Members, 'held_by_other', 'I13')
+def no_hold_on_a_live_id(original):
+  return lambda self, name, nonce: None
+
+
+@mutant('A Join holds the id, before it is confirmed.', admission.Admission, 'join',
+        'I7 I12 I13 I13b I16 I19')
+def one_phase_join(original):
+  def join(self, now_ns, session, message):
+    original(self, now_ns, session, message)
+    offered = self._offered.get(session)
+    if offered is None:
+      return
+    before = self._members.by_id.get(message.learner)
+    if before is not None and before.nonce not in (None, message.nonce):
+      before.replaced.append(before.nonce)
+      before.nonce, before.incarnation = message.nonce, offered.incarnation
+  return join
+
+
+@mutant('A join by the same process begins another incarnation.', members.Members, 'offer', 'I12')
+def join_not_idempotent(original):
+  def offer(self, name, nonce):
+    member = self.by_id.get(name)
+    return 1 if member is None else member.incarnation + 1
+  return offer
+
+
+@mutant('A process that takes an id over goes on in the incarnation before.',
+        members.Members, 'offer', 'I12')
+def incarnation_is_reused(original):
+  def offer(self, name, nonce):
+    member = self.by_id.get(name)
+    return 1 if member is None else member.incarnation
+  return offer
+
+
+@mutant('What a replaced process left unsettled is forgotten.', ledger.Account, 'close', 'I7')
+def lost_with_process_forgotten(original):
+  def close(self, reason):
+    if reason != Reason.LOST_WITH_PROCESS:
+      original(self, reason)
+  return close
+
+
+@mutant('A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta', 'I4b')
+def delta_to_anybody(original):
+  def send_delta(self, member, publish, handle):
+    if member.sent:
+      self._out.send(member.session, publish, handle)
+      member.sent[publish.fragment] = publish.version
+  return send_delta
+
+
+@mutant('A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back', 'I16')
+def saves_during_a_merge(original):
+  return property(lambda self: False)
+
+
+@mutant('The waiting of a lock-step learner is not ended by a cancelled sync.',
+        SyncerMachine, '_cancel', 'I7c L1 L2a L6')
+def cancel_is_not_told(original):
+  def _cancel(self, gather, why):
+    with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
+      original(self, gather, why)
+  return _cancel
+
+
+# --- Resources and determinism --------------------------------------------------------------------
+
+
+@mutant('A payload that was withdrawn is kept for ever.', gathering.Gathering, 'leave', 'I11 L7')
+def withdrawn_payload_leaks(original):
+  def leave(self, name):
+    for gather in self.open.values():
+      gather.waiting.discard(name)
+      gather.withdraw(name, self._config.quorum)
+  return leave
+
+
+@mutant('Snapshots pile up behind a slow encoder.', LearnerMachine, '_answer', 'I11')
+def snapshots_pile_up(original):
+  def _answer(self, fragment, sync):
+    encoding, self._encoding = self._encoding, []
+    original(self, fragment, sync)
+    encoding.extend(self._encoding)
+    self._encoding = encoding
+  return _answer
+
+
+@mutant('The order of a set, which depends on the hash seed, decides who is served first.',
+        members.Members, 'live', 'I15')
+def order_of_a_set(original):
+  def live(self):
+    names = {member.learner: member for member in self.by_session.values()}
+    return [names[name] for name in set(names)]
+  return live

@@ -1,0 +1,288 @@
+"""Each checker passes on a small right story and fails on the same story with one thing wrong.
+
+A story is what a tape holds: who begins, and the turns of each. `BROKEN` names for each invariant a
+change of the story that it must notice.
+"""
+
+import dataclasses
+from typing import Any, Callable
+
+import pytest
+
+from diloco_jax.protocol import actions as a
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import connection
+from diloco_jax.protocol import events as e
+from diloco_jax.protocol import messages as m
+from diloco_jax.protocol import tape
+from diloco_jax.sim import checkers
+
+MS = 1_000_000
+AGREEMENT = '{}'
+CONFIG = config_lib.ProtocolConfig(
+  learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=2, lease_ns=1000 * MS,
+  heartbeat_ns=200 * MS)
+PAYLOAD = m.Payload(size_bytes=64, crc32=0)
+SYNCER = checkers.Life(1, tape.Start(
+  role='syncer', node='syncer', config=CONFIG, agreement=AGREEMENT, payload_bytes=(64,),
+  digests=(100,)))
+LEARNER = checkers.Life(2, tape.Start(
+  role='learner', node='l0', config=CONFIG, digests=(100,), identity=connection.Identity(
+    learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)))
+HELD = (m.Held(version=0, digest=100),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """One turn: whose, when (ms), the event, the actions."""
+
+  life: checkers.Life
+  at: int
+  event: e.Event
+  out: tuple[a.Action, ...] = ()
+
+
+def got(message: m.Message, session: int = 1, handle: int | None = None) -> e.Received:
+  return e.Received(session=session, message=message, handle=handle)
+
+
+def say(message: m.Message, session: int = 1, handle: int | None = None) -> a.Send:
+  return a.Send(session=session, message=message, handle=handle)
+
+
+def ledger(**changes: Any) -> a.Report:
+  values = {
+    'fragments': 1, 'trained': 20, 'merged': 20, 'discarded': {}, 'unsettled': 0,
+    'learners': {'l0': {
+      'incarnations': 1, 'steps': 2, 'tokens': 20, 'merged': 20, 'discarded': 0}},
+    'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0, 'sync': 2,
+  }
+  return a.Report(name='ledger', values={**values, **changes})
+
+
+def synced(**changes: Any) -> a.Report:
+  values = {'sync': 2, 'fragment': 0, 'version': 1, 'participants': ['l0'], 'waited_ns': 0,
+            'grace_ns': 0, 'tokens': 20, 'why': 'all 1 have answered', 'staleness': 0}
+  return a.Report(name='synced', values={**values, **changes})
+
+
+JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
+CONFIRM = m.Confirm(nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD)
+JOINED = m.Joined(incarnation=1, step=0, stream=0, due=())
+PULL = m.Pull(sync=2, fragment=0)
+CONTRIBUTION = m.Contribution(
+  sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=20, payload=PAYLOAD)
+MERGE = a.Merge(sync=2, fragment=0, version=1, participants=(
+  a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),))
+MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
+PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
+ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
+SNAPSHOT = {
+  'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
+  'members': [{'learner': 'l0', 'nonce': 7, 'incarnation': 1, 'left': False}],
+  'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
+}
+
+
+def progress(step: int) -> m.Progress:
+  return m.Progress(step=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
+
+
+STORY = {
+  'dial': Turn(LEARNER, 0, e.Wake(), (a.Dial(session=1),)),
+  'accept': Turn(SYNCER, 1, e.Connected(session=1)),
+  'connected': Turn(LEARNER, 1, e.Connected(session=1), (say(JOIN),)),
+  'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(incarnation=1)),)),
+  'offer': Turn(LEARNER, 3, got(m.Offer(incarnation=1)), (say(CONFIRM),)),
+  'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
+  'joined': Turn(LEARNER, 5, got(JOINED), (a.UseStream(stream=0), a.Step(step=0))),
+  'step 1': Turn(LEARNER, 6, e.StepDone(tokens=10, step_ns=MS),
+                 (say(progress(1)), a.Step(step=1))),
+  'progress 1': Turn(SYNCER, 7, got(progress(1))),
+  'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
+  'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL),)),
+  'pull': Turn(LEARNER, 10, got(PULL), (a.Encode(sync=2, fragment=0),)),
+  'encoded': Turn(LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=3, payload=PAYLOAD),
+                  (say(CONTRIBUTION, handle=3), a.Drop(handle=3))),
+  'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, handle=5), (MERGE, synced())),
+  'merged': Turn(SYNCER, 13, e.MergeDone(sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101),
+                 (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
+  'save': Turn(SYNCER, 14, e.Wake(), (ledger(), a.Save(step=2, snapshot=SNAPSHOT))),
+  'publish': Turn(LEARNER, 15, got(PUBLISH, handle=4),
+                  (a.Adopt(fragment=0, version=1, handle=4, whole=False),)),
+  'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
+  'heard': Turn(SYNCER, 17, got(ADOPTED)),
+}
+
+
+def watch(story: dict[str, Turn]) -> checkers.Checkers:
+  watcher = checkers.Checkers(CONFIG)
+  for life in (SYNCER, LEARNER):
+    watcher.born(0, life)
+  for turn in story.values():
+    watcher.saw(turn.life, turn.at * MS, turn.event, turn.out)
+  return watcher
+
+
+def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
+  """The story with other actions in one turn."""
+  def change(story):
+    story[name] = dataclasses.replace(story[name], out=out)
+  return change
+
+
+def without(name: str) -> Callable[[dict], None]:
+  return lambda story: story.pop(name)
+
+
+def also(name: str, *out: a.Action) -> Callable[[dict], None]:
+  """The story with more actions in one turn."""
+  def change(story):
+    story[name] = dataclasses.replace(story[name], out=(*story[name].out, *out))
+  return change
+
+
+def then(life: checkers.Life, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
+  """The story with one turn more."""
+  def change(story):
+    story['then'] = Turn(life, at, event, out)
+  return change
+
+
+def said(**changes: Any) -> m.Contribution:
+  return dataclasses.replace(CONTRIBUTION, **changes)
+
+
+def contributed(message: m.Contribution, merge: a.Merge = MERGE, *more: a.Action) -> Callable:
+  """The syncer hears another contribution."""
+  def change(story):
+    story['contribution'] = Turn(SYNCER, 12, got(message, handle=5), (merge, *more))
+  return change
+
+
+def participant(**changes: Any) -> a.Merge:
+  return dataclasses.replace(
+    MERGE, participants=(dataclasses.replace(MERGE.participants[0], **changes),))
+
+
+LATE = m.Settled(sync=2, fragment=0, merged=False, reason='late')
+CANCELLED = a.Report(name='cancelled', values={'sync': 2, 'fragment': 0, 'why': 'all'})
+ENCODE = a.Encode(sync=2, fragment=0)
+REFUSED = m.Refused(code='FENCED', text='', retry_ns=None)
+NEXT = m.Pull(sync=4, fragment=0)
+
+
+def double(story):
+  """Sync 4 merges tokens that sync 2 has merged."""
+  merge = dataclasses.replace(participant(handle=9), sync=4, version=2)
+  story['then'] = Turn(SYNCER, 20, e.Wake(), (say(NEXT),))
+  story['again'] = Turn(SYNCER, 21, got(said(sync=4, version=1), handle=9), (merge,))
+
+
+def old_base(story):
+  config = dataclasses.replace(CONFIG, max_staleness=0)
+  story['contribution'] = Turn(SYNCER, 12, got(said(version=-1), handle=5), (MERGE, synced()))
+  assert config.max_staleness == 0
+
+
+BROKEN = [
+  ('I1', double),
+  ('I1b', also('step 2', ENCODE)),
+  ('I1b', also('pull', ENCODE)),
+  ('I1b', with_out('pull', say(m.Decline(sync=2, fragment=0, reason='empty', tokens_to=20)))),
+  ('I3', with_out('contribution', dataclasses.replace(MERGE, version=2), synced())),
+  ('I3', with_out('merged', say(MERGED), say(dataclasses.replace(PUBLISH, digest=99), handle=6),
+                  a.Drop(handle=6))),
+  ('I4', then(LEARNER, got(dataclasses.replace(PUBLISH, version=0, base_version=None), handle=8),
+              a.Adopt(fragment=0, version=0, handle=8, whole=True))),
+  ('I4b', with_out('merged', say(MERGED), a.Drop(handle=6))),
+  ('I4b', then(LEARNER, e.Wake(), say(dataclasses.replace(ADOPTED, matched=False)))),
+  ('I5', with_out('contribution', dataclasses.replace(MERGE, participants=()), synced())),
+  ('I5', with_out('contribution', MERGE, synced(grace_ns=10**9))),
+  ('I6', contributed(said(version=-3), MERGE, synced())),
+  ('I7', contributed(CONTRIBUTION, participant(tokens=30), synced(tokens=30))),
+  ('I7', with_out('save', ledger(merged=10))),
+  ('I7', with_out('save', ledger(repaired=1))),
+  ('I7', then(SYNCER, got(m.Leave(reason='done')), a.Close(session=1, reason='left'))),
+  ('I7a', with_out('step 2', say(progress(3)))),
+  ('I7a', with_out('encoded', say(said(tokens_to=30), handle=3), a.Drop(handle=3))),
+  ('I7b', with_out('adopted', say(dataclasses.replace(ADOPTED, tokens=0)))),
+  ('I7c', with_out('contribution', a.Drop(handle=5))),
+  ('I7c', with_out('contribution', a.Drop(handle=5), say(LATE))),
+  ('I7c', with_out('merged', say(PUBLISH, handle=6), a.Drop(handle=6))),
+  ('I9', lambda story: story.update(encoded=Turn(
+    LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=None, payload=None)))),
+  ('I11', with_out('merged', say(MERGED), say(PUBLISH, handle=6))),
+  ('I11', with_out('encoded', say(CONTRIBUTION, handle=3))),
+  ('I12', with_out('join', say(m.Offer(incarnation=2)))),
+  ('I12', contributed(CONTRIBUTION, participant(incarnation=2), synced())),
+  ('I13', then(SYNCER, e.Wake(), a.Close(session=1, reason='lease expired'))),
+  ('I13b', with_out('join', say(REFUSED), a.Close(session=1, reason='FENCED'))),
+  ('I13b', then(LEARNER, e.Wake(), a.Exit(code=42, text=''))),
+  ('I16', with_out('save', a.Save(step=2, snapshot={**SNAPSHOT, 'versions': [0]}))),
+  ('I16', with_out('contribution', MERGE, synced(), a.Save(step=2, snapshot=SNAPSHOT))),
+  ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
+  ('I17', also('offer', a.Step(step=0))),
+  ('I19', with_out('join', say(PULL))),
+  ('I19', with_out('offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0,
+                                                                  tokens=0)))),
+  ('P1', with_out('progress 1', say(PULL))),
+  ('P1', then(SYNCER, e.Wake(), say(m.Finish()))),
+  ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
+  ('L1', with_out('step 1', say(progress(1)))),
+  ('L2a', with_out('contribution')),
+  ('L2a', with_out('progress 2', say(PULL), say(dataclasses.replace(LATE, reason='cancelled')),
+                   CANCELLED)),
+  ('L4a', with_out('pull')),
+  ('L5', lambda story: story.update(confirm=Turn(SYNCER, 4, got(dataclasses.replace(
+    CONFIRM, held=(m.Held(version=-1, digest=0),))), (say(dataclasses.replace(
+      JOINED, due=(0,))),)))),
+]
+
+
+def test_the_right_story_breaks_nothing():
+  watch(STORY).finished(30 * MS)
+
+
+@pytest.mark.parametrize('which', range(len(BROKEN)), ids=[
+  f'{name}-{n}' for n, (name, _) in enumerate(BROKEN)])
+def test_a_wrong_story_is_noticed(which):
+  name, change = BROKEN[which]
+  story = dict(STORY)
+  change(story)
+  with pytest.raises(checkers.Violation) as caught:
+    watch(story)
+  assert caught.value.invariant == name, caught.value
+
+
+def test_a_violation_says_what_it_enforces():
+  story = dict(STORY)
+  with_out('step 1', say(progress(1)))(story)
+  with pytest.raises(checkers.Violation, match='L1: A learner takes every step .* no step runs'):
+    watch(story)
+
+
+def test_a_syncer_goes_on_from_what_was_saved():
+  watcher = watch(STORY)
+  again = checkers.Life(3, dataclasses.replace(SYNCER.start, snapshot=SNAPSHOT))
+  watcher.born(40 * MS, again)
+  assert watcher.run.syncer.lineage.versions == [1]
+  other = checkers.Life(4, dataclasses.replace(SYNCER.start, snapshot={**SNAPSHOT, 'next': 6}))
+  with pytest.raises(checkers.Violation, match='I2'):
+    watcher.born(50 * MS, other)
+
+
+def test_versions_go_back_only_with_their_syncer():
+  """A syncer that begins anew has lost version 1: who holds it may be sent version 0."""
+  whole = dataclasses.replace(PUBLISH, version=0, base_version=None, digest=100)
+  watcher = watch(STORY)
+  watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
+  watcher.saw(LEARNER, 41 * MS, got(whole, handle=8),
+              (a.Adopt(fragment=0, version=0, handle=8, whole=True),))
+
+
+def test_every_invariant_has_an_id_and_a_sentence_of_its_own():
+  everything = (*checkers.INVARIANTS, checkers.SameAgain)
+  assert len({one.id for one in everything}) == len({one.sentence for one in everything})
+  assert len({one.id for one in everything}) == len(everything)
+  assert all(one.sentence.endswith('.') for one in everything)
