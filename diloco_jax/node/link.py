@@ -184,13 +184,17 @@ class Inbox:
     self._announced[transfer] = message
     return self._pair(transfer)
 
+  def takes(self, transfer: int) -> bool:
+    """Whether there is room for this transfer, or its announcement is there already."""
+    return transfer in self._announced or len(self._arrived) < self._max_waiting
+
   def on_transfer(self, transfer: int, data: Buffer, crc32: int) -> Delivery | None:
     """Takes a whole transfer; returns its message and payload if that has been announced."""
     known = transfer <= self._last_transfer and transfer not in self._announced
     if known or transfer in self._arrived:
       raise LinkError(f'transfer {transfer} came twice; the last announced is '
                       f'{self._last_transfer}')
-    if len(self._arrived) >= self._max_waiting:
+    if not self.takes(transfer):
       raise LinkError(f'transfer {transfer} came unannounced beside {len(self._arrived)} others, '
                       f'at most {self._max_waiting} may wait')
     payload = messages.Payload(size_bytes=size_bytes(data), crc32=crc32)

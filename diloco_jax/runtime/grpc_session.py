@@ -35,6 +35,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.runtime import traffic as traffic_lib
 from diloco_jax.wire import chunks
 from diloco_jax.wire import errors
+from diloco_jax.wire import seals
 from diloco_jax.wire import translate
 
 SERVICE = 'diloco.v1.SyncerService'
@@ -96,6 +97,7 @@ class Session:
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
     )
+    self._sent, self._received = seals.Seal(), seals.Seal()
     self._changed = threading.Condition()
     self._state = _State.CONNECTING
     self._failed = False
@@ -183,7 +185,7 @@ class Session:
     """Control messages of this end, serialised, until the session is over."""
     while (entry := self._next_control()) is not None:
       try:
-        data = self._outgoing.encode(*entry)
+        data = self._sent.close(self._outgoing.encode(*entry))
       except errors.WireError as error:
         self.fail(f'this end cannot send it: {error}')
         return
@@ -255,14 +257,20 @@ class Session:
         self._leave(_State.OVER, reason, failed=False)
 
   def _on_control(self, data: bytes) -> None:
-    message, transfer = self._incoming.decode(data)
+    message, transfer = self._incoming.decode(self._received.open(data))
     with self._changed:
       self._deliver(self._inbox.on_message(message, transfer))
+      self._changed.notify_all()  # a transfer may have waited for it
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
+        # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
+        # and by gRPC's flow control so does the peer.
+        self._changed.wait_for(
+          lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
+          self._limits.handshake_s)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
 
   def _deliver(self, delivery: link.Delivery | None) -> None:

@@ -11,7 +11,8 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave")
+    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     CONFIRM_FIELD_NUMBER: _ClassVar[int]
@@ -21,6 +22,7 @@ class ControlRequest(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    check: int
     transfer_id: int
     join: Join
     confirm: Confirm
@@ -30,10 +32,11 @@ class ControlRequest(_message.Message):
     adopted: Adopted
     heartbeat: Heartbeat
     leave: Leave
-    def __init__(self, transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat")
+    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +46,7 @@ class ControlResponse(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    check: int
     transfer_id: int
     offer: Offer
     refused: Refused
@@ -52,7 +56,7 @@ class ControlResponse(_message.Message):
     settled: Settled
     finish: Finish
     heartbeat: Heartbeat
-    def __init__(self, transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("size_bytes", "crc32")

@@ -24,6 +24,7 @@ from diloco_jax.runtime import grpc_server
 from diloco_jax.runtime import grpc_session
 from diloco_jax.runtime import payloads
 from diloco_jax.wire import chunks
+from diloco_jax.wire import seals
 from diloco_jax.wire import sync_pb2
 from diloco_jax.wire import translate
 
@@ -268,9 +269,10 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(step=-1))
   ((), (frame_of(b'abc')[:-1] + b'x',), 'checksum'),
   ((), (oversized_frame(),), 'count'),
   ((), tuple(frame_of(b'abc', n) for n in range(1, 7)), 'unannounced'),
-  ((b'\xff\xff',), (), 'protobuf'),
-  ((b'',), (), 'body'),
-  ((NEGATIVE_STEP.SerializeToString(),), (), 'range'),
+  ((seals.Seal().close(b'\xff\xff'),), (), 'protobuf'),
+  ((seals.Seal().close(b''),), (), 'body'),
+  ((seals.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
+  ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
 ])
 def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
   good = dial(syncer.port)
