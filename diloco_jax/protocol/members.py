@@ -25,7 +25,9 @@ ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 @dataclasses.dataclass(slots=True)
 class Member:
   """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
-  before Joined. `anchored[p]`: this life's tokens when it adopted its anchor of p, as last told."""
+  before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: fragments
+  of which too many are (published.py). `anchored[p]`: this life's tokens when it adopted its anchor
+  of p, as last told."""
 
   learner: str
   stream: int
@@ -41,6 +43,8 @@ class Member:
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
   sent: list[int | None] = dataclasses.field(default_factory=list)
   due: set[int] = dataclasses.field(default_factory=set)
+  on_way: list[list[int]] = dataclasses.field(default_factory=list)
+  behind: set[int] = dataclasses.field(default_factory=set)
   anchored: dict[int, int] = dataclasses.field(default_factory=dict)
   replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
 

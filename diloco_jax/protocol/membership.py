@@ -116,6 +116,7 @@ class Membership:
     self._gathering.adopted(now_ns, member, adopted)
     self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
     member.anchored[adopted.fragment] = adopted.tokens
+    self._published.adopted(member, adopted.fragment, adopted.version)
     if adopted.fragment in member.due:
       member.due.discard(adopted.fragment)
       if member.caught_up:

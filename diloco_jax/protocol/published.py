@@ -10,6 +10,11 @@ holds no version that the syncer knows of is sent the fragment whole::
 
 A whole fragment is read once for all who want it, and sent at the version that it has when the read
 is answered; a learner that joins meanwhile is served by the same read.
+
+A learner keeps what it is sent until its next step boundary, so a slow one would pile up whatever
+the others publish meanwhile. At most AHEAD versions of a fragment are on the way to it; then it is
+*behind*: it is sent nothing more of the fragment before it tells that it has adopted one of them,
+and then the newest whole.
 """
 
 import dataclasses
@@ -19,6 +24,8 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
+
+AHEAD = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,6 +56,8 @@ class Published:
       held.version if held == our else None for held, our in zip(learner_held, ours)
     ]
     member.due = {p for p, version in enumerate(member.sent) if version is None}
+    member.on_way = [[] for _ in self.fragments]
+    member.behind.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
     """An outer step is done: the fragment has its next version, announced as a delta."""
@@ -60,14 +69,31 @@ class Published:
   def send_delta(
     self, member: members_lib.Member, publish: messages.Publish, handle: int
   ) -> None:
-    """Sends a new version to a learner that holds the one before."""
-    if member.sent and member.sent[publish.fragment] == publish.base_version:
-      self._out.send(member.session, publish, handle)
-      member.sent[publish.fragment] = publish.version
+    """Sends a new version to a learner that holds the one before and is not too far behind."""
+    p = publish.fragment
+    if not member.sent or member.sent[p] != publish.base_version:
+      return
+    if len(member.on_way[p]) >= AHEAD:
+      member.sent[p] = None
+      member.behind.add(p)
+    else:
+      self._send(member, publish, handle)
+
+  def _send(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
+    self._out.send(member.session, publish, handle)
+    member.sent[publish.fragment] = publish.version
+    member.on_way[publish.fragment].append(publish.version)
+
+  def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
+    """The learner holds this version now; what it fell behind is made up for."""
+    member.on_way[fragment] = [v for v in member.on_way[fragment] if v > version]
+    if fragment in member.behind:
+      self.resend_whole(member, fragment)
 
   def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
     """What the learner holds is wrong, or it needs a fresh anchor."""
     member.sent[fragment] = None
+    member.behind.discard(fragment)
     self.read(fragment)
 
   def read(self, fragment: int) -> None:
@@ -82,9 +108,9 @@ class Published:
     assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
     publish = self._announce(read.fragment, None, read.payload)
     for member in self._members.live():
-      if member.sent and member.sent[read.fragment] is None:
-        self._out.send(member.session, publish, read.handle)
-        member.sent[read.fragment] = read.version
+      wanted = member.sent and member.sent[read.fragment] is None
+      if wanted and read.fragment not in member.behind:
+        self._send(member, publish, read.handle)
     self._out.drop(read.handle)
 
   def _announce(

@@ -409,6 +409,8 @@ class Peer:
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
+  on_way: dict[int, list[int]] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(list))  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
 
   @property
@@ -570,6 +572,8 @@ class SyncerBook:
     else:
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
+      peer.on_way[message.fragment] = [
+        version for version in peer.on_way[message.fragment] if version > message.version]
 
   def left(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer = self.peer
@@ -645,7 +649,9 @@ class SyncerBook:
     self.account(peer).settle(said.fragment, (said.tokens_from, said.tokens_to), message.reason)
 
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
-    self.peers[send.session].sent[send.message.fragment] = send.message.version
+    peer, message = self.peers[send.session], send.message
+    peer.sent[message.fragment] = message.version
+    peer.on_way[message.fragment].append(message.version)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]

@@ -43,7 +43,9 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
     outcome = seeds_lib.run_seed(seed, [summary.marks])
     summary.seeds += 1
     summary.events += outcome.events
-    summary.faults += outcome.faults
+    summary.faults += len(outcome.faults)
+    for kind in outcome.faults:
+      summary.marks.fault(kind)
     if outcome.violation is not None:
       summary.failed.append(outcome)
   return summary

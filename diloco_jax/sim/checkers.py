@@ -24,6 +24,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import published
 from diloco_jax.protocol import tape
 from diloco_jax.sim import books
 from diloco_jax.sim import observers
@@ -168,7 +169,8 @@ class NeverBack(Invariant):
 
 class DeltasFit(Invariant):
   id = 'I4b'
-  sentence = 'A delta goes to those who hold its base, to all of them, and is applied to it.'
+  sentence = ('A delta goes to those who hold its base, to all who can take it, and is applied to it; '
+              'who could not take one is sent the newest value once it can.')
 
   @on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
@@ -183,8 +185,18 @@ class DeltasFit(Invariant):
       return
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
-      if peer.joined and peer.sent.get(done.fragment) == version - 1:
+      holds = peer.joined and peer.sent.get(done.fragment) == version - 1
+      if holds and len(peer.on_way[done.fragment]) < published.AHEAD:
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
+
+  @after(SYNCER, messages.Adopted)
+  def catches_up(self, book, now_ns, event, out):
+    p, peer = event.message.fragment, book.peer
+    if not event.message.matched or not peer.joined or not peer.member or book.exiting:
+      return
+    newest = peer.sent.get(p, book.lineage.versions[p]) == book.lineage.versions[p]
+    if not newest and not peer.on_way[p] and p not in book.reads:
+      self.fail(event, f'it is left at {peer.sent}, the newest are {book.lineage.versions}')
 
   @on(LEARNER, actions.Adopt)
   def adopt(self, book, now_ns, adopt, event):
@@ -466,7 +478,7 @@ class Verdicts(Invariant):
 
 class Finite(Invariant):
   id = 'I9'
-  sentence = 'What is not finite is never merged nor published: its learner declines and starts anew.'
+  sentence = 'What is not finite is never merged nor published; its learner starts anew.'
 
   @after(LEARNER, events.Encoded)
   def encoded(self, book, now_ns, event, out):
@@ -500,7 +512,13 @@ class Finite(Invariant):
 class Bounded(Invariant):
   id = 'I11'
   sentence = ('Memory is bounded: a syncer keeps one payload of a learner for each open sync, a '
-              'learner what it has not adopted yet; at the end nothing is kept.')
+              'learner a few versions that it has not adopted yet; at the end nothing is kept.')
+
+  @on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    if message.base_version is not None and len(peer.on_way[message.fragment]) >= published.AHEAD:
+      self.fail(send, peer.on_way)
 
   @after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
@@ -632,8 +650,9 @@ class Incarnations(Invariant):
 
 
 def _stays(peer: books.Peer, out: Sequence[actions.Action]) -> bool:
-  """Whether this stream is not closed in this turn."""
-  return not any(type(one) is actions.Close and one.session == peer.session for one in out)
+  """Whether this stream is open, and not closed in this turn."""
+  return peer.open and not any(
+    type(one) is actions.Close and one.session == peer.session for one in out)
 
 
 class HolderStays(Invariant):
@@ -730,8 +749,8 @@ class JoinerCatchesUp(Invariant):
 
 class OnlyMembers(Invariant):
   id = 'I19'
-  sentence = ('Nothing about the run is said to a peer that has not joined, and nothing at all on a '
-              'stream that is closed.')
+  sentence = ('Nothing about the run is said to a peer that has not joined, and nothing at all on '
+              'a stream that is closed.')
 
   @on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
   def member(self, book, now_ns, send, event):
@@ -756,8 +775,8 @@ class OnlyMembers(Invariant):
 
 class Pace(Invariant):
   id = 'P1'
-  sentence = ('Sync t opens once K live learners have reached step t, in the order of the schedule; '
-              'no two of one fragment are in flight.')
+  sentence = ('Sync t opens once K live learners have reached step t, in the order of the '
+              'schedule; no two of one fragment are in flight.')
 
   @on(SYNCER, messages.Pull)
   def pull(self, book, now_ns, send, event):
@@ -791,7 +810,7 @@ class Pace(Invariant):
 
 class LastWord(Invariant):
   id = 'P2'
-  sentence = 'A syncer ends only when it was asked to, or when every fragment is closed and heard of.'
+  sentence = 'A syncer ends only when it was asked to, or when every fragment is closed.'
 
   @on(SYNCER, actions.Exit)
   def exit(self, book, now_ns, action, event):
@@ -820,8 +839,8 @@ class NoStepWaits(Invariant):
 
 class NobodyIsWaitedFor(Invariant):
   id = 'L2a'
-  sentence = ('An open sync is decided once everybody has answered or its grace window is over, and '
-              'never cancelled before.')
+  sentence = ('An open sync is decided once everybody has answered or its grace window is over, '
+              'and never cancelled before.')
 
   @after(SYNCER, EVERY)
   def turn(self, book, now_ns, event, out):
@@ -855,8 +874,8 @@ class NobodyIsWaitedFor(Invariant):
 
 class EveryPullIsAnswered(Invariant):
   id = 'L4a'
-  sentence = ('At a step boundary every pull is answered, unless the fragment is due or nothing was '
-              'trained on it yet.')
+  sentence = ('At a step boundary every pull is answered, unless the fragment is due or nothing '
+              'was trained on it yet.')
 
   @after(LEARNER, EVERY)
   def turn(self, book, now_ns, event, out):
@@ -944,8 +963,8 @@ class Joins(Invariant):
 
 class Contributes(Invariant):
   id = 'L5'
-  sentence = ('A joiner becomes a contributor: what is due to it is sent, and once it has caught up '
-              'every sync that opens, and every one that is open, asks it for its share.')
+  sentence = ('A joiner becomes a contributor: what is due to it is sent, and once it has caught '
+              'up every sync that opens, and every one that is open, asks it for its share.')
 
   def __init__(self, run):
     super().__init__(run)
@@ -1016,7 +1035,7 @@ class NoFragmentStarves(Invariant):
 
 class QueuesDrain(Invariant):
   id = 'L7'
-  sentence = 'When a process ends nothing is left in it: no payload, no sync, no message unanswered.'
+  sentence = 'When a process ends nothing is left in it: no payload, no work, no save.'
 
   @after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):

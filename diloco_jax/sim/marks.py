@@ -22,7 +22,7 @@ from diloco_jax.protocol import syncer
 from diloco_jax.sim import observers
 from diloco_jax.sim import plans
 
-REFUSALS = ('ID_IN_USE', 'FENCED', 'OFFER_PASSED')  # the others need another run's learner
+REFUSALS = ('ID_IN_USE', 'FENCED')  # others need another run's learner, or a very rare race
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason

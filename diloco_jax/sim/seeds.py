@@ -32,12 +32,13 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-  """How a seed ended. `events` is how many turns the machines took in `virtual_ns`."""
+  """How a seed ended. `events` is how many turns the machines took in `virtual_ns`, `faults` the
+  kinds of those that found their victim."""
 
   seed: int
   events: int
   virtual_ns: int
-  faults: int
+  faults: tuple[str, ...]
   violation: Violation | None
 
 
@@ -79,7 +80,7 @@ def run_seed(
       invariant='crash', sentence='No event crashes a machine.',
       detail=f'{type(error).__name__}: {error}\n{_where()}')
   return Outcome(seed=seed, events=count.events, virtual_ns=world.now_ns,
-                 faults=len(nemesis.done), violation=violation)
+                 faults=tuple(fault.kind for fault in nemesis.done), violation=violation)
 
 
 def _where() -> str:

@@ -271,11 +271,6 @@ def dead_learner_counts(original):
   return leave
 
 
-@mutant('A learner that is not heard of keeps its place.', membership.Membership, 'expire', 'I5 I7c')
-def lease_never_ends(original):
-  return lambda self, now_ns: None
-
-
 @mutant('One payload too few makes a quorum.', quorum, 'decide', 'I5')
 def quorum_is_one_less(original):
   def decide(gather, now_ns, needed, live, closing):
@@ -408,16 +403,33 @@ def lost_with_process_forgotten(original):
   return close
 
 
-@mutant('A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta', 'I4b')
+@mutant('A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta',
+        'I4b')
 def delta_to_anybody(original):
   def send_delta(self, member, publish, handle):
-    if member.sent:
-      self._out.send(member.session, publish, handle)
-      member.sent[publish.fragment] = publish.version
+    if member.sent and len(member.on_way[publish.fragment]) < published.AHEAD:
+      self._send(member, publish, handle)
   return send_delta
 
 
-@mutant('A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back', 'I16')
+@mutant('A slow learner is sent more and more.', published.Published, 'send_delta', 'I11')
+def slow_learner_is_flooded(original):
+  def send_delta(self, member, publish, handle):
+    if member.sent and member.sent[publish.fragment] == publish.base_version:
+      self._send(member, publish, handle)
+  return send_delta
+
+
+@mutant('Who fell behind is left there.', published.Published, 'adopted', 'I4b')
+def left_behind(original):
+  def adopted(self, member, fragment, version):
+    on_way = member.on_way[fragment]
+    member.on_way[fragment] = [one for one in on_way if one > version]
+  return adopted
+
+
+@mutant('A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back',
+        'I16')
 def saves_during_a_merge(original):
   return property(lambda self: False)
 

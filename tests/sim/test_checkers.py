@@ -131,10 +131,6 @@ def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
   return change
 
 
-def without(name: str) -> Callable[[dict], None]:
-  return lambda story: story.pop(name)
-
-
 def also(name: str, *out: a.Action) -> Callable[[dict], None]:
   """The story with more actions in one turn."""
   def change(story):
@@ -179,10 +175,12 @@ def double(story):
   story['again'] = Turn(SYNCER, 21, got(said(sync=4, version=1), handle=9), (merge,))
 
 
-def old_base(story):
-  config = dataclasses.replace(CONFIG, max_staleness=0)
-  story['contribution'] = Turn(SYNCER, 12, got(said(version=-1), handle=5), (MERGE, synced()))
-  assert config.max_staleness == 0
+def leaves_untold(story):
+  """A learner says goodbye, and its last step was not told of."""
+  for name in list(story)[list(story).index('progress 2'):]:
+    del story[name]
+  story['then'] = Turn(
+    SYNCER, 20, got(m.Leave(reason='done')), (a.Close(session=1, reason='left'),))
 
 
 BROKEN = [
@@ -203,7 +201,7 @@ BROKEN = [
   ('I7', contributed(CONTRIBUTION, participant(tokens=30), synced(tokens=30))),
   ('I7', with_out('save', ledger(merged=10))),
   ('I7', with_out('save', ledger(repaired=1))),
-  ('I7', then(SYNCER, got(m.Leave(reason='done')), a.Close(session=1, reason='left'))),
+  ('I7', leaves_untold),
   ('I7a', with_out('step 2', say(progress(3)))),
   ('I7a', with_out('encoded', say(said(tokens_to=30), handle=3), a.Drop(handle=3))),
   ('I7b', with_out('adopted', say(dataclasses.replace(ADOPTED, tokens=0)))),
@@ -223,7 +221,7 @@ BROKEN = [
   ('I16', with_out('contribution', MERGE, synced(), a.Save(step=2, snapshot=SNAPSHOT))),
   ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
   ('I17', also('offer', a.Step(step=0))),
-  ('I19', with_out('join', say(PULL))),
+  ('I19', with_out('join', say(m.Finish()))),
   ('I19', with_out('offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0,
                                                                   tokens=0)))),
   ('P1', with_out('progress 1', say(PULL))),
@@ -234,6 +232,8 @@ BROKEN = [
   ('L2a', with_out('progress 2', say(PULL), say(dataclasses.replace(LATE, reason='cancelled')),
                    CANCELLED)),
   ('L4a', with_out('pull')),
+  ('L7', then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, snapshot={}),
+              a.Exit(code=0, text=''))),
   ('L5', lambda story: story.update(confirm=Turn(SYNCER, 4, got(dataclasses.replace(
     CONFIRM, held=(m.Held(version=-1, digest=0),))), (say(dataclasses.replace(
       JOINED, due=(0,))),)))),
@@ -253,6 +253,15 @@ def test_a_wrong_story_is_noticed(which):
   with pytest.raises(checkers.Violation) as caught:
     watch(story)
   assert caught.value.invariant == name, caught.value
+
+
+def test_payloads_merged_out_of_order_are_noticed():
+  """Two participants, the later id first."""
+  watcher = watch({name: STORY[name] for name in list(STORY)[:list(STORY).index('contribution')]})
+  both = (dataclasses.replace(MERGE.participants[0], learner='l1'), MERGE.participants[0])
+  merge = dataclasses.replace(MERGE, participants=both)
+  with pytest.raises(checkers.Violation, match='I15'):
+    watcher.saw(SYNCER, 12 * MS, got(CONTRIBUTION, handle=5), (merge,))
 
 
 def test_a_violation_says_what_it_enforces():
@@ -279,6 +288,46 @@ def test_versions_go_back_only_with_their_syncer():
   watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
   watcher.saw(LEARNER, 41 * MS, got(whole, handle=8),
               (a.Adopt(fragment=0, version=0, handle=8, whole=True),))
+
+
+def test_a_fragment_that_is_not_merged_after_healing_is_noticed():
+  watcher = checkers.Checkers(dataclasses.replace(CONFIG, total_steps=40))
+  watcher.born(0, SYNCER)
+  watcher.healed(0)
+  nothing = ledger(trained=0, merged=0, learners={}, synced=0, sync=0)
+  watcher.saw(SYNCER, 5_000 * MS, e.Wake(), (nothing,))
+  watcher.run.syncer.lineage.next = 99
+  with pytest.raises(checkers.Violation, match='L2: .*versions at step 0'):
+    watcher.finished(9_000 * MS)
+
+
+def test_a_process_that_never_joins_is_noticed():
+  watcher = checkers.Checkers(CONFIG)
+  for life in (SYNCER, LEARNER):
+    watcher.born(0, life)
+  watcher.healed(0)
+  with pytest.raises(checkers.Violation, match='L3'):
+    watcher.finished(9_000 * MS)
+
+
+def test_a_sync_that_went_missing_is_noticed():
+  watcher = watch(STORY)
+  watcher.run.syncer.lineage.next, watcher.run.syncer.exited = 99, True
+  with pytest.raises(checkers.Violation, match='L6: .*fragment 0 was due 2 times'):
+    watcher.finished(30 * MS)
+
+
+def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
+  machine = LEARNER.start.make()
+  record = tape.Record(0, 0, e.Wake(), tuple(machine.handle(0, e.Wake())))
+  checkers.replays(LEARNER, [record])
+  with pytest.raises(checkers.Violation, match='I22'):
+    checkers.replays(LEARNER, [dataclasses.replace(record, actions=())])
+
+
+def test_every_invariant_is_broken_here():
+  tested = {name for name, _ in BROKEN} | {'I2', 'I15', 'I22', 'L2', 'L3', 'L6'}
+  assert tested == {one.id for one in (*checkers.INVARIANTS, checkers.SameAgain)}
 
 
 def test_every_invariant_has_an_id_and_a_sentence_of_its_own():

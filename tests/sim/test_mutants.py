@@ -27,7 +27,7 @@ def unchecked() -> Iterator[None]:
 
 
 def catch(name: str) -> tuple[str, int, str, str]:
-  """Runs a mutant until it is caught: its name, how many seeds it took, by what, and what it saw."""
+  """Runs a mutant until it is caught: its name, in how many seeds, by what, and what was seen."""
   with unchecked(), mutants.MUTANTS[name].applied():
     for seed in range(SEEDS):
       violation = seeds.run_seed(seed).violation
