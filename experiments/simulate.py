@@ -54,7 +54,7 @@ def _one(seed: int) -> int:
   watchers = [tape, teller] if _STORY.value else [tape]
   note = teller.note if _STORY.value else lambda now_ns, text: None
   outcome = seeds_lib.run_seed(seed, watchers, note)
-  print(f'seed {seed}: {outcome.events:,} events, {outcome.faults} faults in '
+  print(f'seed {seed}: {outcome.events:,} events, {len(outcome.faults)} faults in '
         f'{outcome.virtual_ns / 1e9:.1f} s of virtual time, hash {tape.hash}')
   if _TAPES.value:
     print(f'tapes: python -m experiments.replay {_TAPES.value}')
