@@ -55,9 +55,20 @@ class Child:
     self._log.close()
     return code
 
-  def terminate(self) -> None:
-    """Asks it to end in an orderly way."""
+  def freeze(self) -> None:
+    """It stands still, and what it started with it: alive, silent, its sockets open."""
     if self.running:
+      self._signal_group(signal.SIGSTOP)
+
+  def thaw(self) -> None:
+    """It goes on where it was frozen, or just goes on."""
+    if self.running:
+      self._signal_group(signal.SIGCONT)
+
+  def terminate(self) -> None:
+    """Asks it to end in an orderly way; it is thawed, since a frozen process hears nothing."""
+    if self.running:
+      self.thaw()
       self._process.send_signal(signal.SIGTERM)
 
   def kill(self) -> None:

@@ -6,12 +6,16 @@ The life of a program under the supervisor::
     running --exit 0--> done
     running --exit 42--> refused              never retried; the others go on
     running --anything else--> down --back-off--> running
-    running --killed by the chaos plan--> down --the plan's pause--> running
+    running --brought down on purpose--> down --the pause asked for--> running
     down --MAX_SHORT_LIVES short lives in a row--> failed
 
 The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
 still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
-later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once.
+later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once. `retire` ends a
+run in order: the learners leave, and the syncer, which has heard them all, ends after them.
+
+Faults are injected from outside: by a plan in shares of progress (chaos.py), or by nemesis.py with
+`child`, `bring_down` and `add`.
 
 It knows nothing of jax: it starts programs, and reads their records (runtime/view.py).
 """
@@ -100,9 +104,11 @@ class Supervisor:
     self._finish_s, self._stop_s = finish_s, stop_s
     self._tails = records_lib.TailAll(workdir)
     self._running: dict[str, children.Child] = {}
-    self._pauses: dict[str, float] = {}  # victims of the plan: how long they stay down
+    self._keepers: dict[str, asyncio.Task] = {}
+    self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
     self._draw = random.Random()
-    self._stopping = asyncio.Event()
+    self._stopping = asyncio.Event()  # no new lives
+    self._retiring = asyncio.Event()  # no new lives of learners; set when stopping, too
     self._interrupts = 0
     self.fates = {name: Fate() for name in self._programs}
 
@@ -111,33 +117,74 @@ class Supervisor:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       loop.add_signal_handler(number, self._interrupt)
-    keepers = [asyncio.create_task(self._keep(program)) for program in self._programs.values()]
+    for program in list(self._programs.values()):
+      self._begin(program)
     watcher = asyncio.create_task(self._watch())
     try:
-      await self._until_over(keepers)
-      await self._end(keepers)
+      await self._until_over()
+      await self._end()
     finally:
       for child in list(self._running.values()):
         child.kill()
       watcher.cancel()
       await asyncio.gather(watcher, return_exceptions=True)
-    for keeper in keepers:
+    for keeper in self._keepers.values():
       keeper.result()
     self._look()
     return self._outcome()
 
+  # --- For whoever injects faults -----------------------------------------------------------------
+
+  def child(self, name: str) -> children.Child | None:
+    """The process that runs a program now, if one does."""
+    return self._running.get(name)
+
+  def add(self, program: Program) -> None:
+    """Runs one more learner, beside the others and like them; the run waits for its end, too."""
+    assert program.name not in self._programs, program.name
+    self._programs[program.name] = program
+    self._learners.append(program.name)
+    self.fates[program.name] = Fate()
+    self._begin(program)
+
+  def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
+    """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL; however it ends, it
+    is started again `down_s` later. False: there is none, or everything is ending."""
+    child = self._running.get(name)
+    if child is None or self._retiring.is_set():
+      return False
+    self._pauses[name] = down_s
+    self.fates[name].kills += not politely
+    self._note(name, 'down', f'{why}, back in {down_s:g} s', progress=self._view.progress)
+    if politely:
+      child.terminate()
+    else:
+      child.kill()
+    return True
+
+  def retire(self) -> None:
+    """Ends the run: every learner is asked to end; the syncer is when the last of them has."""
+    self._retiring.set()
+    for name in self._learners:
+      if name in self._running:
+        self._running[name].terminate()
+
   # --- One program --------------------------------------------------------------------------------
+
+  def _begin(self, program: Program) -> None:
+    self._keepers[program.name] = asyncio.create_task(self._keep(program))
 
   async def _keep(self, program: Program) -> None:
     """Runs a program, life after life, until its fate is sealed or the run stops."""
     failures = 0
-    while not self._stopping.is_set():
+    while not self._ending(program.name).is_set():
       code, lived_s = await self._live(program)
-      if code in (0, launch.NEVER_RETRY) or self._stopping.is_set():
+      pause_s = self._pauses.pop(program.name, None)
+      ended = code == launch.NEVER_RETRY or (code == 0 and pause_s is None)
+      if ended or self._ending(program.name).is_set():
         self._seal(program.name, code)
         return
       failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
-      pause_s = self._pauses.pop(program.name, None)
       if pause_s is None:
         if failures >= MAX_SHORT_LIVES:
           self._note(program.name, 'failed', f'gave up after {failures} short lives in a row')
@@ -146,7 +193,7 @@ class Supervisor:
         self._note(program.name, 'down', f'{_ended(code)}; restart in {pause_s:.1f} s')
       else:
         failures = 0
-      await self._pause(pause_s)
+      await self._pause(program.name, pause_s)
 
   async def _live(self, program: Program) -> tuple[int, float]:
     """One life: its exit code and how long it lasted."""
@@ -159,7 +206,7 @@ class Supervisor:
     fate.starts += 1
     self._note(name, 'starting', f'started again (life {fate.starts})' if fate.starts > 1 else '',
                pid=child.pid)
-    if self._stopping.is_set():
+    if self._ending(name).is_set():
       child.terminate()
     try:
       code = await child.wait()
@@ -168,6 +215,10 @@ class Supervisor:
     fate.last_error = child.last_error or fate.last_error
     self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
     return code, time.monotonic() - child.started_s
+
+  def _ending(self, name: str) -> asyncio.Event:
+    """Set once a process of this program is to end, however long it has lived."""
+    return self._stopping if name == SYNCER else self._retiring
 
   def _seal(self, name: str, code: int) -> None:
     if code == launch.NEVER_RETRY:
@@ -185,13 +236,12 @@ class Supervisor:
     if text:
       self._listen('local', f'{name}: {text}')
 
-  async def _pause(self, seconds: float) -> bool:
-    """Waits, but not beyond the end of the run; True: it is ending."""
+  async def _pause(self, name: str, seconds: float) -> None:
+    """Waits, but not beyond the end of the run."""
     try:
-      await asyncio.wait_for(self._stopping.wait(), seconds)
+      await asyncio.wait_for(self._ending(name).wait(), seconds)
     except TimeoutError:
       pass
-    return self._stopping.is_set()
 
   # --- The run ------------------------------------------------------------------------------------
 
@@ -208,33 +258,27 @@ class Supervisor:
         self._view.update(process, fact)
     due, self._kills = chaos_lib.due(self._kills, self._view.progress)
     for kill in due:
-      self._kill(kill)
+      self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
 
-  def _kill(self, kill: chaos_lib.Kill) -> None:
-    child = self._running.get(kill.victim)
-    if child is None or self._stopping.is_set():
-      return  # it is down already, or everything is ending
-    self._pauses[kill.victim] = kill.down_s
-    self.fates[kill.victim].kills += 1
-    self._note(kill.victim, 'down', f'killed by the chaos plan, back in {kill.down_s:g} s',
-               progress=self._view.progress)
-    child.kill()
-
-  async def _until_over(self, keepers: list[asyncio.Task]) -> None:
+  async def _until_over(self) -> None:
     """Until the syncer's fate is sealed, or no learner is left, or somebody interrupts."""
-    by_name = dict(zip(self._programs, keepers))
     stop = asyncio.create_task(self._stopping.wait())
-    learners = asyncio.gather(*(by_name[name] for name in self._learners))
-    ends = {stop, asyncio.ensure_future(learners)}
-    if SYNCER in by_name:
-      ends.add(by_name[SYNCER])
-    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    ends = {stop}
+    if SYNCER in self._keepers:
+      ends.add(self._keepers[SYNCER])
+    while learners := {keeper for name, keeper in self._keepers.items()
+                       if name != SYNCER and not keeper.done()}:
+      done, _ = await asyncio.wait(ends | learners, return_when=asyncio.FIRST_COMPLETED)
+      if done & ends:
+        break
     stop.cancel()
 
-  async def _end(self, keepers: list[asyncio.Task]) -> None:
+  async def _end(self) -> None:
     """Everybody ends: by himself, asked, or killed."""
     natural = self._is_natural_end()
-    self._stopping.set()  # no new lives
+    self._stop()
+    for child in self._running.values():
+      child.thaw()
     if natural:
       await self._wait(self._finish_s, interrupts=0)
     for child in list(self._running.values()):
@@ -243,11 +287,12 @@ class Supervisor:
     for name, child in list(self._running.items()):
       self._listen('local', f'{name}: does not end, killed')
       child.kill()
-    await asyncio.wait(keepers)
+    await asyncio.wait(self._keepers.values())
 
   def _is_natural_end(self) -> bool:
     """Nobody interrupted, and somebody came to the end of the run: the others deserve patience."""
-    return not self._interrupts and any(fate.state == 'done' for fate in self.fates.values())
+    asked = self._interrupts or self._retiring.is_set()
+    return not asked and any(fate.state == 'done' for fate in self.fates.values())
 
   async def _wait(self, seconds: float, interrupts: int) -> None:
     """Until no process is left, `seconds` have passed, or there were more interrupts than that."""
@@ -259,10 +304,14 @@ class Supervisor:
     self._interrupts += 1
     if self._interrupts == 1:
       self._listen('local', 'stopping (again: kill at once)')
-      self._stopping.set()
+      self._stop()
     else:
       for child in list(self._running.values()):
         child.kill()
+
+  def _stop(self) -> None:
+    self._stopping.set()
+    self._retiring.set()
 
   def _outcome(self) -> Outcome:
     syncer = self.fates.get(SYNCER)
