@@ -10,7 +10,6 @@ a damaged tape, 42 no such tape.
 """
 
 import pathlib
-import sys
 import traceback
 
 from diloco_jax.protocol import tape
@@ -44,6 +43,4 @@ def _replay(life: tapes.Life) -> bool:
 
 
 if __name__ == '__main__':
-  paths = [word for word in sys.argv[1:] if not word.startswith('-')]
-  sys.argv[1:] = [word for word in sys.argv[1:] if word.startswith('-')]
-  launch.run_main(lambda argv: main(argv + paths))
+  launch.run_main(main, positional=True)

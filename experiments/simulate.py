@@ -95,6 +95,8 @@ def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
     print(campaign.explain(outcome, tapes_lib.commit()), end='\n\n')
   if len(failed) > _SHOWN:
     print('violated too by seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
+  if not failed:
+    print('no violation')
   return 1 if failed else 0
 
 

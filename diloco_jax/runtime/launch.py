@@ -10,6 +10,7 @@ No jax in here: `--help`, a mistyped flag and the supervisor answer at once.
 
 import contextlib
 import difflib
+import functools
 import os
 import pathlib
 import re
@@ -101,12 +102,16 @@ def one_line(error: BaseException | str) -> str:
   return ' '.join(str(error).split()) or type(error).__name__
 
 
-def run_main(main: Callable[[list[str]], int | None], default_config: str = '') -> NoReturn:
-  """absl's app.run with the exit codes above; `default_config` stands in for a missing --config."""
+def run_main(
+  main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
+) -> NoReturn:
+  """absl's app.run with the exit codes above; `default_config` stands in for a missing --config,
+  `positional`: words that are no flags are for `main`, else they are refused."""
   argv = last_config_first(sys.argv)
   if default_config and not _config_path(argv):
     argv.insert(1, f'--config={default_config}')
-  app.run(lambda rest: _guarded(main, rest), argv=argv, flags_parser=_parse)
+  app.run(lambda rest: _guarded(main, rest), argv=argv,
+          flags_parser=functools.partial(_parse, positional=positional))
 
 
 def last_config_first(argv: list[str]) -> list[str]:
@@ -147,7 +152,7 @@ def _refuse(text: str) -> int:
   return NEVER_RETRY
 
 
-def _parse(argv: list[str]) -> list[str]:
+def _parse(argv: list[str], positional: bool = False) -> list[str]:
   wants_help = any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in argv[1:])
   sys.argv = argv  # config_flags looks for the overrides there
   try:
@@ -156,7 +161,7 @@ def _parse(argv: list[str]) -> list[str]:
     sys.exit(0 if wants_help else NEVER_RETRY)
   except (flags.Error, LookupError, ValueError, TypeError, OSError) as error:
     sys.exit(_refuse(_explain(argv, error)))
-  if len(rest) > 1:
+  if len(rest) > 1 and not positional:
     sys.exit(_refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest
 

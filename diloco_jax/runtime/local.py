@@ -3,6 +3,7 @@
     WORKDIR/config.json        the config, as it was started
     WORKDIR/records/           facts of every process        (runtime/records.py)
     WORKDIR/logs/              what every process said
+    WORKDIR/tapes/             every turn of every machine   (runtime/tapes.py)
     WORKDIR/tensorboard/       curves
     WORKDIR/syncer/, islands/  checkpoints
     WORKDIR/report/            summary.json, timeline.png    (runtime/report.py)

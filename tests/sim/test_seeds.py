@@ -3,7 +3,8 @@
 Another seed or the story of one: `python -m experiments.simulate --help`.
 """
 
-from diloco_jax.sim import campaign, plans, seeds
+from diloco_jax.protocol import tape
+from diloco_jax.sim import campaign, checkers, observers, plans, seeds
 
 SEEDS = range(1_000)
 PROCESSES = 2
@@ -24,3 +25,26 @@ def test_seeds_that_have_failed_once_are_kept():
   for seed in EVER_FAILED:
     outcome = seeds.run_seed(seed)
     assert outcome.violation is None, campaign.explain(outcome, 'here')
+
+
+class Records(observers.Observer):
+  """All turns of every life."""
+
+  def __init__(self):
+    self.lives: dict[int, tuple[observers.Life, list[tape.Record]]] = {}
+
+  def born(self, now_ns, life) -> None:
+    self.lives[life.number] = life, []
+
+  def saw(self, life, now_ns, event, out) -> None:
+    records = self.lives[life.number][1]
+    records.append(tape.Record(len(records), now_ns, event, tuple(out)))
+
+
+def test_machines_have_no_other_input():
+  """I22: made anew and fed the same events, every machine of a run asks for the same."""
+  for seed in range(40):
+    records = Records()
+    seeds.run_seed(seed, [records])
+    for life, turns in records.lives.values():
+      checkers.replays(life, turns)
