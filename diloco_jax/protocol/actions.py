@@ -103,13 +103,16 @@ class Participant:
 class Merge:
   """Run the outer step that makes `version`; participants in the order of learner ids.
 
-  Answered by MergeDone. The participants' handles are dropped by the shell afterwards.
+  Answered by MergeDone once it is committed: the shell has written down what it needs to run it
+  again, with `books`, the machine's snapshot with this merge under way (recovery.py). Nothing of it
+  leaves before. The participants' handles are dropped by the shell afterwards.
   """
 
   sync: int
   fragment: int
   version: int
   participants: tuple[Participant, ...]
+  books: dict[str, Any]
 
 
 @_action

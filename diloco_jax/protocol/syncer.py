@@ -256,7 +256,7 @@ class SyncerMachine:
     self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
     self._out.do(actions.Merge(
       sync=gather.sync, fragment=gather.fragment, version=base + 1,
-      participants=gather.participants,
+      participants=gather.participants, books=self.snapshot(),
     ))
     self._out.report(
       'synced', sync=gather.sync, fragment=gather.fragment, version=base + 1,
@@ -393,8 +393,10 @@ class SyncerMachine:
     }
 
   def snapshot(self) -> dict[str, Any]:
-    """Everything that outlives a restart, as JSON types. Taken when no merge is under way."""
+    """Everything that outlives a restart, as JSON types; `merging` are the syncs whose outer steps
+    are under way (recovery.py)."""
     return {
+      'merging': [sync for sync, gather in self._gathering.open.items() if gather.merging],
       **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),

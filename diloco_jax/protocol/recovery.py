@@ -1,0 +1,75 @@
+"""From the last snapshot and the log to where a syncer was: pure arithmetic on JSON.
+
+A record of the log is one outer step: what it merged, how it ended, and the *books*, the machine's
+snapshot when it was decided. Outer steps are decided and written down in one order, so the books of
+the last record know of everything that was settled before; what they cannot know yet is how the
+merges ended that were under way then, this one among them. The records before it tell::
+
+    state = books of the last record
+            + of each merge under way in them: its version, digest and sync if it succeeded,
+              its tokens revoked if the outer step was refused
+
+What was neither settled by a merge nor in the books of one (a report of progress, a late payload)
+is told again: learners come back with their totals, and what they trained is settled anew.
+"""
+
+import copy
+import dataclasses
+from typing import Any, Iterable
+
+from diloco_jax.protocol import messages
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """One record of the log without its payloads: the Merge, and how it ended.
+
+  `participants` are (learner, incarnation, tokens, steps); `digest` is that of the published value
+  after it; `failed` in words if the outer step was refused.
+  """
+
+  sync: int
+  fragment: int
+  version: int
+  participants: tuple[tuple[str, int, int, int], ...]
+  digest: int
+  failed: str
+  books: dict[str, Any]
+
+
+def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str, Any]:
+  """The snapshot of a syncer after all `outcomes`, of which `snapshot` knew none.
+
+  Raises:
+    ValueError: they do not continue the snapshot: a version is missing.
+  """
+  state, ended = copy.deepcopy(snapshot), {}
+  versions, digests, syncs = (list(state[name]) for name in ('versions', 'digests', 'last_sync'))
+  for outcome in outcomes:
+    p, expected = outcome.fragment, versions[outcome.fragment] + 1
+    if outcome.version != expected:
+      raise ValueError(
+        f'the log goes on with version {outcome.version} of fragment {p}, after version '
+        f'{expected - 1}: records are missing between snapshot and log'
+      )
+    ended[outcome.sync] = outcome
+    if not outcome.failed:
+      versions[p], digests[p], syncs[p] = outcome.version, outcome.digest, outcome.sync
+    state = copy.deepcopy(outcome.books)
+  for sync in state.pop('merging', ()):
+    _close(state, ended[sync])
+  return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs}
+
+
+def _close(state: dict[str, Any], outcome: Outcome) -> None:
+  """A merge that was under way in the books has ended."""
+  if not outcome.failed:
+    state['counts']['synced'] += 1
+    return
+  state['counts']['cancelled'] += 1
+  accounts = {(learner, incarnation): fields for learner, incarnation, fields in state['ledger']}
+  for learner, incarnation, tokens, _ in outcome.participants:
+    account = accounts[learner, incarnation]
+    account['merged'] -= tokens
+    discarded = account['discarded']
+    discarded[messages.Reason.BAD_VALUE] = discarded.get(messages.Reason.BAD_VALUE, 0) + tokens
