@@ -32,17 +32,24 @@ class Inbox:
   """Events on their way to a machine, first in, first out. `post` is thread-safe."""
 
   def __init__(self):
-    self._queue: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    self._queue: queue.SimpleQueue[events.Event | BaseException] = queue.SimpleQueue()
 
   def post(self, event: events.Event) -> None:
     self._queue.put(event)
 
+  def fail(self, error: BaseException) -> None:
+    """Ends the node: a part of it that no machine can do without has failed. Thread-safe."""
+    self._queue.put(error)
+
   def take(self, timeout_s: float | None) -> events.Event:
-    """The next event, or Wake once `timeout_s` has passed."""
+    """The next event, or Wake once `timeout_s` has passed. Raises what `fail` was given."""
     try:
-      return self._queue.get(timeout=timeout_s)
+      event = self._queue.get(timeout=timeout_s)
     except queue.Empty:
       return events.Wake()
+    if isinstance(event, BaseException):
+      raise event
+    return event
 
 
 class Node:
@@ -73,6 +80,7 @@ class Node:
 
     Raises:
       MachineCrash: the machine raised; the exception is its cause.
+      Whatever the inbox was told by `fail`.
     """
     while True:
       event = self._inbox.take(self._timeout_s())

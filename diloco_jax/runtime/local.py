@@ -6,6 +6,7 @@
     WORKDIR/tapes/             every turn of every machine   (runtime/tapes.py)
     WORKDIR/tensorboard/       curves
     WORKDIR/syncer/, islands/  checkpoints
+    WORKDIR/syncer/wal/        the log of outer steps        (runtime/outer_log.py)
     WORKDIR/report/            summary.json, timeline.png    (runtime/report.py)
 """
 
@@ -21,6 +22,7 @@ from typing import Mapping, Sequence
 from diloco_jax.protocol import agreement
 from diloco_jax.runtime import chaos
 from diloco_jax.runtime import config as config_lib
+from diloco_jax.runtime import files
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import live
 from diloco_jax.runtime import records as records_lib
@@ -165,8 +167,8 @@ def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence
   else:
     outcome = _run_processes(config, workdir, config_flags, alone)
     code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
-  if code == launch.NEVER_RETRY:
-    raise launch.NeverRetry(text)
+  if code in launch.NEVER_RETRIED:
+    raise launch.NEVER_RETRIED[code](text)
   summary = report.write(config, workdir, fates, time.monotonic() - started_s,
                          plot=not interrupted)
   print(report.text(summary, workdir))
@@ -218,7 +220,8 @@ def _run_single(config: config_lib.Config, workdir: pathlib.Path) -> tuple[int, 
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupt)
   controller.start()
-  exits = controller.join()
+  with launch.log_failures(), launch.never_retry(files.DirectoryError):
+    exits = controller.join()
   if interrupts:
     return launch.INTERRUPTED, 'interrupted', True
   worst = max(exits.values(), key=lambda item: item.code)

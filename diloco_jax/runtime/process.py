@@ -1,7 +1,8 @@
 """The processes of a run: from flags to a node on gRPC, and from its end to an exit code.
 
 What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a
-folder that cannot be written, a config that does not fit the model, a checkpoint of another model.
+folder that cannot be written or that another syncer has, a config that does not fit the model, a
+checkpoint of another model. The write-ahead log may end in 65 or 74 (launch.py).
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from diloco_jax.protocol import members
 from diloco_jax.runtime import alone
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import config as config_lib
+from diloco_jax.runtime import files
 from diloco_jax.runtime import grpc_client
 from diloco_jax.runtime import grpc_server
 from diloco_jax.runtime import launch
@@ -52,7 +54,10 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
     records.say(f'syncer listens on {host}:{transport.port}')
     return transport
 
-  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry():
+  with (
+    _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.log_failures(),
+    launch.never_retry(ValueError, files.DirectoryError),
+  ):
     result = syncer_process.run(assembled, folder, inbox, listen, records)
   return _end(result, records)
 

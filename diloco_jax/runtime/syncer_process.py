@@ -1,10 +1,13 @@
 """One syncer: its node put together from ports, run to its end.
 
 The same function serves a process of its own (gRPC) and the single-controller mode (in process):
-only the transport differs.
+only the transport differs. However the last process ended, this one goes on from the newest
+checkpoint and the log of outer steps behind it (outer_log.py).
 """
 
+import dataclasses
 import pathlib
+import time
 from typing import Callable
 
 import jax
@@ -15,12 +18,16 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import tape as tape_lib
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import clock
+from diloco_jax.runtime import files as files_lib
+from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.runtime import syncer_work
 from diloco_jax.runtime import tapes
+from diloco_jax.runtime import theta as theta_lib
 from diloco_jax.runtime import traffic as traffic_lib
 from diloco_jax.train import checkpoint
+
 
 class SyncerRecords:
   """The syncer's records, with what crossed the wire beside its ledger (node.ports.Records)."""
@@ -72,7 +79,7 @@ def run(
 
   Args:
     assembled: the run.
-    workdir: where its checkpoints and tapes are; a checkpoint there is continued.
+    workdir: where its log, checkpoints and tapes are; a run that it holds is continued.
     inbox: where Stop may be posted from outside.
     make_transport: called first, so that learners find somebody who listens; their words wait in
       the inbox until the machine is there.
@@ -80,20 +87,37 @@ def run(
 
   Returns:
     The machine's Exit; what it saved is on disk.
+
+  Raises:
+    DirectoryError: the log's folder cannot be written, or another syncer has it.
+    WalError: the log cannot be recovered, or the disk failed on the way.
   """
+  log = outer_log.OuterLog(
+    files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
+  )
+  try:
+    return _run(assembled, workdir, inbox, make_transport, records, log)
+  finally:
+    log.close()
+
+
+def _run(
+  assembled: assembly.Assembly, workdir: pathlib.Path, inbox: loop.Inbox,
+  make_transport: MakeTransport, records: records_lib.Recorder, log: outer_log.OuterLog,
+) -> actions.Exit:
   payloads = payloads_lib.PayloadStore()
   transport = make_transport(inbox.post, payloads)
   tape = None
   try:
-    theta = syncer_work.Theta(assembled)
+    theta = theta_lib.Theta(assembled)
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
-    start = _start(assembled, theta, checkpoints, records)
+    start = recover(assembled, theta, checkpoints, log, records)
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
     machine = start.make()
     evaluation = syncer_work.Evaluation(assembled, theta, records)
     evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
-      assembled, theta, inbox.post, payloads, records, checkpoints, evaluation
+      assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation
     )
     work.start()
     node = loop.Node(
@@ -102,8 +126,6 @@ def run(
     )
     result = node.run()
     work.stop()
-    if work.error is not None:
-      raise work.error
     evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
@@ -114,22 +136,34 @@ def run(
       tape.close()
 
 
-def _start(
-  assembled: assembly.Assembly, theta: syncer_work.Theta, checkpoints: checkpoint.Checkpoints,
-  records: records_lib.Recorder,
+def recover(
+  assembled: assembly.Assembly, theta: theta_lib.Theta, checkpoints: checkpoint.Checkpoints,
+  log: outer_log.OuterLog, records: records_lib.Recorder,
 ) -> tape_lib.Start:
-  """What the machine is made of: version 0, or where the newest checkpoint left it."""
-  place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  """Moves `theta` (version 0) to where the last process was; what the machine is made of there."""
+  began_s = time.monotonic()
   like = theta.arrays()
-  restored = checkpoints.restore(jax.tree.map(lambda _: place, like), place, like)
-  if restored is None:
-    digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
-    snapshot = None
-  else:
-    digests, snapshot = None, restored.protocol
-    theta.restore(restored.state, snapshot['versions'])
-    records.say(f'syncer goes on from its checkpoint of sync {restored.step}')
-  return tape_lib.Start(
+  restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
+  start = tape_lib.Start(
     role='syncer', node='syncer', config=assembled.protocol, agreement=assembled.agreement,
-    payload_bytes=assembled.payload_bytes, digests=digests, snapshot=snapshot,
+    payload_bytes=assembled.payload_bytes,
+    digests=tuple(theta.digest(p) for p in range(assembled.protocol.fragments)),
   )
+  if restored is None:
+    snapshot, origin = start.make().snapshot(), 'version 0'
+  else:
+    snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
+    theta.restore(restored.state, snapshot['versions'])
+  found = log.recover(theta, snapshot)
+  if restored is None and not found.replayed:
+    return start
+  records.say(
+    f'syncer goes on from {origin} and {found.replayed} later outer steps in its log, at sync '
+    f'{found.snapshot["opened"]}'
+  )
+  records.report('recovered', {
+    'replayed': found.replayed, 'sync': found.snapshot['opened'],
+    'versions': found.snapshot['versions'], 'seconds': time.monotonic() - began_s,
+    **log.position,
+  })
+  return dataclasses.replace(start, digests=None, snapshot=found.snapshot)

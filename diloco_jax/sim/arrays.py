@@ -3,13 +3,19 @@
 A published value is one number, a pseudo-gradient is the range of tokens it really covers, and a
 delta knows the value it was measured from. So the world sees what real arrays would hide: a delta
 applied to another value, a token that counts twice, a merge of somebody else's bytes.
+
+An outer step is a function, as with real arrays: the same payloads merged into the same value make
+the same number, whoever does it (journal.py does it again), and anything else makes another one.
 """
 
 import dataclasses
-import itertools
-from typing import Any
+import hashlib
+import json
+from typing import Any, Sequence
 
 from diloco_jax.protocol import actions
+
+Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
 
 
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
@@ -20,13 +26,22 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-  """What a pseudo-gradient's bytes are: whose, and which of its tokens they cover."""
+  """What a pseudo-gradient's bytes are: whose, and which of its tokens they cover. `exact`: its
+  process has one incarnation only, so all of them count."""
 
   learner: str
   nonce: int
   start: int
   end: int
   steps: int
+  exact: bool = True
+
+  def encode(self) -> bytes:
+    return json.dumps(dataclasses.astuple(self)).encode()
+
+  @classmethod
+  def decode(cls, data: bytes) -> 'Gradient':
+    return cls(*json.loads(data))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,20 +64,30 @@ class Theta:
     self.merged: dict[str, int] = {}
     self.ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
-  def merge(self, merge: actions.Merge, grads: list[Gradient], value: int, exact: bool) -> None:
-    """The outer step. `exact`: the books must know every process's tokens from its first on (a
-    syncer that went back may not)."""
-    p, names = merge.fragment, [one.learner for one in merge.participants]
+  def outer_step(
+    self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
+  ) -> int:
+    """The value that it makes; nothing is changed yet."""
+    names = [learner for learner, *_ in shares]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(merge.version == self.versions[p] + 1, 'Versions are 1, 2, 3, ...', merge, self.versions)
-    for one, grad in zip(merge.participants, grads):
-      claim(one.learner == grad.learner, 'A payload counts for who sent it.', one, grad)
-      tokens, steps = grad.end - grad.start, grad.steps
-      claim((one.tokens, one.steps) == (tokens, steps) if exact else
-            one.tokens <= tokens and one.steps <= steps, 'Weights are what was trained.', one, grad)
-      self._count(grad, p, one.tokens)
-    self.versions[p] += 1
-    self.values[p] = value
+    claim(version == self.versions[fragment] + 1, 'Versions are 1, 2, 3, ...', version,
+          self.versions)
+    for (learner, _, tokens, steps), grad in zip(shares, grads, strict=True):
+      claim(learner == grad.learner, 'A payload counts for who sent it.', learner, grad)
+      true_tokens, true_steps = grad.end - grad.start, grad.steps
+      claim((tokens, steps) == (true_tokens, true_steps) if grad.exact else
+            tokens <= true_tokens and steps <= true_steps, 'Weights are what was trained.',
+            learner, tokens, steps, grad)
+    return value(self.values[fragment], fragment, version, shares, grads)
+
+  def take(
+    self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
+    result: int,
+  ) -> None:
+    """The outer step is done."""
+    for (_, _, tokens, _), grad in zip(shares, grads):
+      self._count(grad, fragment, tokens)
+    self.versions[fragment], self.values[fragment] = version, result
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
     ranges = self.ranges.setdefault((grad.nonce, fragment), [])
@@ -86,11 +111,15 @@ class Theta:
     return theta
 
 
-class Values:
-  """Draws numbers that stand for the values of fragments."""
+def value(*made_of: Any) -> int:
+  """The number that stands for what is made of all this, and of nothing else."""
+  return int.from_bytes(hashlib.sha256(repr(made_of).encode()).digest()[:6]) | 1
 
-  def __init__(self):
-    self._count = itertools.count(1)
 
-  def new(self, fragment: int, version: int) -> int:
-    return 1_000_000 * (version + 1) + 1_000 * fragment + next(self._count) % 1_000
+def initial(fragments: int) -> tuple[int, ...]:
+  """Version 0 of all fragments."""
+  return tuple(value(0, p, 0) for p in range(fragments))
+
+
+def shares(participants: Sequence[actions.Participant]) -> tuple[Share, ...]:
+  return tuple((one.learner, one.incarnation, one.tokens, one.steps) for one in participants)

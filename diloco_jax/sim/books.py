@@ -6,9 +6,12 @@ ended, the tokens they trained, what it adopted and at which count, what every s
 *lineage* is what outlives a syncer: versions, ids, and a ledger written a second time, from what
 the learners said and from the verdicts that they heard.
 
-A syncer that is killed goes back to a snapshot. Its lineage then goes back with it, to the copy
-that was taken when that snapshot was asked for; what was published after it is *lost*: a learner
-that holds a lost value may be sent an older one.
+What a syncer has decided is written down one outer step after the other (*records*), before anybody
+hears of it. So a syncer that ends goes on behind the last record that its disk has: with the books
+as they were at that decision (a copy of the lineage then), and with the outer steps that were under
+way in them ended as they did; or with a snapshot that it saved behind that record. Only if an
+operator had to repair the log are versions *lost* that were published: a learner that holds one may
+be sent an older one.
 
 Books are updated after the checkers have seen a record, so that a checker sees both sides of it.
 """
@@ -383,13 +386,74 @@ class Lineage:
     return rows
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Saved:
-  """A snapshot that a syncer asked to be saved; `open` are the fragments of its open syncs."""
+  """A snapshot that a syncer asked to be saved; `open` are the fragments of its open syncs,
+  `position` is the last record that it holds; `verified`: it was written, and read back."""
 
   snapshot: dict[str, Any]
   lineage: Lineage
   open: tuple[int, ...]
+  position: int
+  verified: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+  """An outer step as it was decided; `lineage` and `open` are of that moment, `under_way` are the
+  records that had not ended then, this one among them. `digest` is None until its end is known."""
+
+  merge: actions.Merge
+  lineage: Lineage
+  open: tuple[int, ...]
+  under_way: tuple['Record', ...] = ()
+  digest: int | None = None
+  failed: str = ''
+
+  def end(self, lineage: Lineage) -> None:
+    """Books how it ended."""
+    p = self.merge.fragment
+    if self.failed:
+      lineage.cancelled[p] += 1
+      for one in self.merge.participants:
+        account = lineage.account(one.learner, one.incarnation)
+        account.merged -= one.tokens
+        account.discard(one.tokens, Reason.BAD_VALUE)
+    else:
+      lineage.versions[p] += 1
+      lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
+
+
+def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
+  """Where a syncer's snapshot is not what is true, in words; '' if nowhere."""
+  true: dict[str, Any] = {
+    name: getattr(lineage, name) for name in ('versions', 'digests', 'last_sync', 'next', 'opened')
+  }
+  said = {name: snapshot[name] for name in true}
+  said['members'] = {
+    row['learner']: (
+      row['nonce'], row['incarnation'], row['left'], row['step'], tuple(row['replaced']))
+    for row in snapshot['members']
+  }
+  true['members'] = {
+    name: (one.nonce, one.incarnation, one.left, one.step, one.replaced)
+    for name, one in lineage.holders.items()
+  }
+  said['ledger'] = {
+    (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
+    for learner, incarnation, row in snapshot['ledger']
+  }
+  true['ledger'] = {
+    key: (one.trained, one.merged, one.cursors, one.discarded)
+    for key, one in lineage.accounts.items()
+  }
+  counts = 'synced', 'cancelled', 'repaired'
+  said['counts'] = tuple(snapshot['counts'][name] for name in counts)
+  true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
+  for name, value in true.items():
+    if said[name] != value:
+      return f'{name}: {said[name]}, it should be {value}'
+  return ''
 
 
 # --- A syncer's process ---------------------------------------------------------------------------
@@ -430,6 +494,7 @@ class Gather:
   quorum_ns: int | None = None
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
+  record: Record | None = None
 
 
 class SyncerBook:
@@ -584,20 +649,15 @@ class SyncerBook:
       self._release(peer)
 
   def merge_done(self, now_ns: int, done: events.MergeDone, out: Sequence) -> None:
-    gather, lineage, p = self.gathers.pop(done.sync), self.lineage, done.fragment
+    gather = self.gathers.pop(done.sync)
     self.ended, self.merges = gather, self.merges - 1
-    if done.failed:
-      lineage.cancelled[p] += 1
-      for peer, message in gather.merged:
-        count = message.tokens_to - message.tokens_from
-        account = self.account(peer)
-        account.merged -= count
-        account.discard(count, Reason.BAD_VALUE)
-      return
-    lineage.versions[p] += 1
-    lineage.digests[p], lineage.last_sync[p] = done.digest, done.sync
-    self.handles.add(done.handle)
-    self.run.publish(p, done.digest)
+    record = gather.record
+    record.digest, record.failed = done.digest, done.failed
+    record.end(self.lineage)
+    self.run.told += 1
+    if not done.failed:
+      self.handles.add(done.handle)
+      self.run.publish(done.fragment, done.digest)
 
   def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
     """What a contribution covers in its process's own tokens; None: that process has no tape."""
@@ -614,7 +674,8 @@ class SyncerBook:
     self.stopping = True
 
   def save_done(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
-    self.saving.popleft()
+    saved = self.saving.popleft()
+    saved.verified = not event.error
 
   # --- Actions ------------------------------------------------------------------------------------
 
@@ -666,6 +727,15 @@ class SyncerBook:
       del self.pending[one.handle]
       self.handles.discard(one.handle)
     gather.payloads.clear()
+    gather.record = record = Record(merge, self.lineage.copy(), ())
+    record.open = self._open()
+    record.under_way = tuple(
+      other.record for other in self.gathers.values() if other.record is not None)
+    self.run.records.append(record)
+
+  def _open(self) -> tuple[int, ...]:
+    """The fragments of the syncs that would end with this process."""
+    return tuple(one.fragment for one in self.gathers.values() if one.record is None)
 
   def cancels(self, now_ns: int, report: actions.Report, event: Any) -> None:
     """A sync is cancelled; after a failed merge it was counted already."""
@@ -690,8 +760,7 @@ class SyncerBook:
       self._release(peer)
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
-    saved = Saved(save.snapshot, self.lineage.copy(),
-                  tuple(gather.fragment for gather in self.gathers.values()))
+    saved = Saved(save.snapshot, self.lineage.copy(), self._open(), len(self.run.records))
     self.saving.append(saved)
     self.run.saved.append(saved)
 
@@ -750,8 +819,24 @@ SYNCER_ACTIONS: dict[Any, Callable] = {
 # --- All of them ----------------------------------------------------------------------------------
 
 
+class NotTheirs(LookupError):
+  """A syncer goes on from what it should not; `lost`: from an earlier record than it must."""
+
+  def __init__(self, words: str, lost: bool):
+    super().__init__(words)
+    self.lost = lost
+
+
 class Run:
-  """All processes of a run, and what a syncer that begins goes on from."""
+  """All processes of a run, and what a syncer that begins goes on from.
+
+  Attributes:
+    records: of all outer steps that were decided and are not lost, the first is number 1.
+    told: so many of them have ended as far as machines know.
+    durable: so many are safe on the disk; None: nobody knows, as with real processes.
+    repaired: the log was damaged, what the next syncer goes on from is not its fault.
+    spoken: per fragment, the newest version that anybody was sent.
+  """
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self.config, self.schedule = config, schedule_lib.Schedule(config)
@@ -759,12 +844,17 @@ class Run:
     self.books: dict[int, LearnerBook | SyncerBook] = {}  # by the life's number
     self.syncer: SyncerBook | None = None
     self.saved: list[Saved] = []  # those that are not gone back over
+    self.records: list[Record] = []
+    self.told = 0
+    self.durable: int | None = None
+    self.repaired = False
+    self.spoken = [0] * config.fragments
     self.history: list[list[int]] = [[] for _ in range(config.fragments)]  # digests by version
     self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
-    self.lost: set[tuple[int, int, int]] = set()  # values that a syncer went back over
+    self.lost: set[tuple[int, int, int]] = set()  # values that a repair gave up
 
   def born(self, life: observers.Life) -> LearnerBook | SyncerBook:
-    """A new process. Raises LookupError if a syncer goes on from what nobody saved."""
+    """A new process. Raises NotTheirs if a syncer goes on from what it should not."""
     if life.start.role == 'learner':
       book = LearnerBook(self.config, self.schedule, life)
       self.learners[book.nonce] = book
@@ -779,31 +869,93 @@ class Run:
     self.bases[p, len(history), digest] = history[-1]
     history.append(digest)
 
+  def logged(self, note: observers.LogNote) -> None:
+    """What the world says of the log."""
+    match note.kind:
+      case 'appended':
+        record = self.records[note.number - 1]
+        record.digest, record.failed = note.digest, note.failed
+      case 'durable':
+        self.durable = note.number
+      case 'repaired':
+        self.repaired = True
+
   def _lineage(self, start: Any) -> Lineage:
-    if start.snapshot is None:
-      self.saved.clear()
-      lineage = self._first(start.digests)
-    else:
-      lineage = self._resume(start.snapshot)
+    number, lineage = self._found(start)
+    self.records, self.told = self.records[:number], number
+    self.saved = [saved for saved in self.saved if saved.position <= number]
+    if self.repaired:
+      self.repaired, self.spoken = False, list(lineage.versions)
+    if self.durable is not None:
+      self.durable = min(self.durable, number)  # until the world says more
     for p, history in enumerate(self.history):
-      for version in range(lineage.versions[p] + 1, len(history)):
-        self.lost.add((p, version, history[version]))
-      self.history[p] = history[:lineage.versions[p] + 1] or [lineage.digests[p]]
+      version = lineage.versions[p]
+      for lost in range(version + 1, len(history)):
+        self.lost.add((p, lost, history[lost]))
+      self.history[p] = history[:version + 1] or [lineage.digests[p]]
+      if len(self.history[p]) <= version:
+        self.publish(p, lineage.digests[p])  # it is durable, but nobody had been told
+    for holder in lineage.holders.values():
+      holder.done = False
     return lineage
+
+  def _found(self, start: Any) -> tuple[int, Lineage]:
+    """The record behind which a syncer goes on, and what is true there."""
+    if start.snapshot is None:
+      number, lineage = 0, self._first(start.digests)
+    else:
+      found = (self._at(number, start.snapshot) for number in range(len(self.records), -1, -1))
+      number, lineage = next((one for one in found if one is not None), (None, None))
+    versions = [0] * self.config.fragments if number == 0 else start.snapshot['versions']
+    behind = any(now < spoken for now, spoken in zip(versions, self.spoken))
+    if number is None:
+      raise NotTheirs(self._nearest(start.snapshot), behind and not self.repaired)
+    first = self.told if self.durable is None else max(self.told, self.durable)
+    if not self.repaired and (number < first or behind):
+      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', True)
+    if self.durable is not None and number > first + 1:
+      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', False)
+    return number, lineage
+
+  def _at(self, number: int, snapshot: dict[str, Any]) -> tuple[int, Lineage] | None:
+    """The record and the lineage, if a snapshot is what is true behind it."""
+    for saved in reversed(self.saved):
+      if saved.position == number and _same(saved.snapshot, snapshot):
+        return number, self._ended(saved.lineage, saved.open)
+    if number and (twin := self._twin(number, snapshot)) and not difference(snapshot, twin):
+      return number, twin
+    return None
+
+  def _twin(self, number: int, snapshot: dict[str, Any]) -> Lineage | None:
+    """What is true behind a record: that of a syncer that decided nothing more."""
+    record = self.records[number - 1]
+    twin = self._ended(record.lineage, record.open)
+    for one in record.under_way:
+      p = one.merge.fragment
+      if one.digest is None:  # nobody knows: the snapshot may say it
+        made = snapshot['versions'][p] == one.merge.version
+        one.digest, one.failed = snapshot['digests'][p], '' if made else 'unknown'
+      one.end(twin)
+    return twin
+
+  def _ended(self, lineage: Lineage, open_: Sequence[int]) -> Lineage:
+    lineage = lineage.copy()
+    for p in open_:
+      lineage.abandoned[p] += 1
+    return lineage
+
+  def _nearest(self, snapshot: dict[str, Any]) -> str:
+    """How it differs from what is true behind the last record, in words."""
+    if not self.records:
+      return 'nothing was written down, nothing saved'
+    return difference(snapshot, self._twin(len(self.records), snapshot))
 
   def _first(self, digests: Sequence[int]) -> Lineage:
     zeros = [0] * self.config.fragments
     return Lineage(list(zeros), list(digests), list(zeros), list(zeros), list(zeros),
                    self.schedule.next(0))
 
-  def _resume(self, snapshot: dict[str, Any]) -> Lineage:
-    while self.saved and self.saved[-1].snapshot != snapshot:
-      self.saved.pop()
-    if not self.saved:
-      raise LookupError('a syncer goes on from a snapshot that nobody saved')
-    lineage = self.saved[-1].lineage.copy()
-    for p in self.saved[-1].open:
-      lineage.abandoned[p] += 1
-    for holder in lineage.holders.values():
-      holder.done = False
-    return lineage
+
+def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
+  """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves."""
+  return {**saved, 'merging': []} == {**snapshot, 'merging': []}

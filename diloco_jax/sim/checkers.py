@@ -9,6 +9,7 @@ simulated world live and read the tapes of real processes afterwards::
     checkers.born(now_ns, life)                       # a process begins
     checkers.saw(life, now_ns, event, actions)        # a machine took a turn
     checkers.died(now_ns, life, killed)               # a process is gone
+    checkers.logged(now_ns, note)                     # simulated world: the syncer's disk
     checkers.healed(now_ns)                           # nothing goes wrong from here on
     checkers.finished(now_ns)                         # the run is over: end-of-run statements
 
@@ -74,6 +75,9 @@ class Invariant:
 
   def fail(self, *seen: Any) -> None:
     raise Violation(self.id, self.sentence, ', '.join(str(one) for one in seen))
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    """Something happened to the syncer's log, before the books know."""
 
   def healed(self, now_ns: int) -> None:
     """Nothing goes wrong from here on."""
@@ -555,36 +559,92 @@ class SnapshotIsACut(Invariant):
     snapshot, lineage = save.snapshot, book.lineage
     if book.merges:
       self.fail('an outer step is under way')
-    for name, true in (
-      ('versions', lineage.versions), ('digests', lineage.digests),
-      ('last_sync', lineage.last_sync), ('next', lineage.next), ('opened', lineage.opened),
-    ):
-      if snapshot[name] != true:
-        self.fail(f'{name} is {snapshot[name]}, it should be {true}')
-    self._ids(snapshot, lineage)
-    self._ledger(snapshot, lineage)
+    self._same(snapshot, lineage)
 
-  def _ids(self, snapshot, lineage):
-    rows = {row['learner']: (row['nonce'], row['incarnation'], row['left'])
-            for row in snapshot['members']}
-    true = {name: (one.nonce, one.incarnation, one.left) for name, one in lineage.holders.items()}
-    if rows != true:
-      self.fail(f'members are {rows}, they should be {true}')
+  @on(SYNCER, 'synced')
+  def books(self, book, now_ns, report, event):
+    """So are the books of an outer step, of the moment at which it is decided."""
+    merge = book.gathers[report.values['sync']].merging
+    self._same(merge.books, book.lineage)
+    under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
+    if sorted(merge.books['merging']) != sorted(under_way):
+      self.fail(f'under way are {under_way}, not {merge.books["merging"]}')
 
-  def _ledger(self, snapshot, lineage):
-    rows = {
-      (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
-      for learner, incarnation, row in snapshot['ledger']
-    }
-    true = {key: (one.trained, one.merged, one.cursors, one.discarded)
-            for key, one in lineage.accounts.items()}
-    if rows != true:
-      self.fail(f'the ledger is {rows}, it should be {true}')
+  def _same(self, snapshot, lineage):
+    difference = books.difference(snapshot, lineage)
+    if difference:
+      self.fail(difference)
 
 
-class SnapshotKept(Invariant):
+class NothingSpokenIsLost(Invariant):
   id = 'I2'
-  sentence = 'A syncer goes on from a snapshot that this run asked to be saved.'
+  sentence = ('No version that a learner was ever sent, or that a peer heard of, is lost by any '
+              'restart, unless an operator repaired a damaged log.')
+
+  @on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, spoken = send.message, self.run.spoken
+    spoken[message.fragment] = max(spoken[message.fragment], message.version)
+
+  @on(SYNCER, messages.Settled)
+  def settled(self, book, now_ns, send, event):
+    p, spoken = send.message.fragment, self.run.spoken
+    if send.message.merged:
+      spoken[p] = max(spoken[p], book.lineage.versions[p])
+
+  @on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    self.run.spoken = list(map(max, self.run.spoken, book.lineage.versions))
+
+  def born(self, error):
+    """A syncer goes on from what it should not."""
+    if error.lost:
+      self.fail(error)
+
+  def logged(self, now_ns, note):
+    """A log is called damaged only if its disk is."""
+    if note.kind == 'repaired' and not note.number:
+      self.fail(note.text)
+
+
+class DurableFirst(Invariant):
+  id = 'I8'
+  sentence = ('Whatever is said of an outer step (merged, discarded, cancelled, published) has its '
+              'record durable at the moment it is sent.')
+
+  @on(SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, 'cancelled')
+  def said(self, book, now_ns, what, event):
+    durable, told = self.run.durable, self.run.told
+    if durable is not None and durable < told:
+      self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
+
+
+class RecoveredState(Invariant):
+  id = 'I10'
+  sentence = ('What a syncer goes on from is the state at the last durable record, or at one '
+              'record more if that reached the disk whole.')
+
+  def born(self, error):
+    """A syncer goes on from what it should not."""
+    self.fail(error)
+
+  def logged(self, now_ns, note):
+    if note.kind == 'not recovered':
+      self.fail(note.text)
+    if note.kind == 'recovered' and note.number != len(self.run.records):
+      self.fail(f'the log ends with record {note.number}, the state is that behind '
+                f'{len(self.run.records)}')
+
+
+class CompactionKeeps(Invariant):
+  id = 'I20'
+  sentence = 'Compaction never removes a record newer than the newest verified snapshot.'
+
+  def logged(self, now_ns, note):
+    if note.kind == 'compacted':
+      verified = max((one.position for one in self.run.saved if one.verified), default=0)
+      if note.number > verified + 1:
+        self.fail(f'record {note.number} is the oldest, the newest snapshot holds {verified}')
 
 
 class InOrder(Invariant):
@@ -1051,9 +1111,9 @@ class QueuesDrain(Invariant):
 INVARIANTS: tuple[type[Invariant], ...] = (
   InOrder, Quorum, CountedOnce, OneAnswer, VersionsInOrder, NeverBack, DeltasFit, Fresh,
   HonestLearner, HonestDigests, TokensConserved, Verdicts, Finite, Bounded, SnapshotIsACut,
-  SnapshotKept, Incarnations, HolderStays, RefusedWithReason, JoinerCatchesUp, OnlyMembers, Pace,
-  LastWord, NoStepWaits, NobodyIsWaitedFor, EveryPullIsAnswered, MergesAgain, Joins, Contributes,
-  NoFragmentStarves, QueuesDrain,
+  NothingSpokenIsLost, DurableFirst, RecoveredState, CompactionKeeps, Incarnations, HolderStays,
+  RefusedWithReason, JoinerCatchesUp, OnlyMembers, Pace, LastWord, NoStepWaits, NobodyIsWaitedFor,
+  EveryPullIsAnswered, MergesAgain, Joins, Contributes, NoFragmentStarves, QueuesDrain,
 )
 
 
@@ -1068,6 +1128,9 @@ class Checkers:
     self.invariants = {one: one(self.run) for one in INVARIANTS}
     self._on: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
     self._after: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
+    self._logs = [
+      one for one in self.invariants.values() if type(one).logged is not Invariant.logged
+    ]
     self._register()
 
   def _register(self) -> None:
@@ -1092,8 +1155,9 @@ class Checkers:
   def born(self, now_ns: int, life: Life) -> None:
     try:
       book = self.run.born(life)
-    except LookupError as error:
-      raise Violation(SnapshotKept.id, SnapshotKept.sentence, f'{error}') from error
+    except books.NotTheirs as error:
+      self.invariants[NothingSpokenIsLost].born(error)
+      self.invariants[RecoveredState].born(error)
     if life.start.role == LEARNER:
       self.invariants[Joins].born(now_ns, book)
 
@@ -1126,6 +1190,12 @@ class Checkers:
     book = self.run.books[life.number]
     if life.start.role == LEARNER:
       self.invariants[Joins].died(now_ns, book, killed)
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    """Something happened to the syncer's log; only the simulated world knows."""
+    for invariant in self._logs:
+      invariant.logged(now_ns, note)
+    self.run.logged(note)
 
   def healed(self, now_ns: int) -> None:
     """Nothing goes wrong any more: from here on it must also get on."""

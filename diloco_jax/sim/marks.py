@@ -26,6 +26,8 @@ REFUSALS = ('ID_IN_USE', 'FENCED')  # others need another run's learner, or a ve
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason
+LOG = (
+  'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -51,7 +53,8 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
-    'syncer restored', 'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
+    *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
+    'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
   )
 
 
@@ -72,6 +75,7 @@ class Marks(observers.Observer):
     self._types: collections.Counter[type] = collections.Counter()
     self._processes: dict[int, _Process] = {}
     self._open: set[int] = set()
+    self._durable = 0
 
   # --- Reading ------------------------------------------------------------------------------------
 
@@ -109,6 +113,13 @@ class Marks(observers.Observer):
   def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
     if killed:
       self.counts['process killed'] += 1
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    self.counts[f'log {note.kind}'] += 1
+    if note.kind == 'recovered' and note.number == self._durable + 1:
+      self.counts['log recovered one more'] += 1  # nobody had been told of it
+    if note.kind in ('durable', 'recovered'):
+      self._durable = note.number
 
   def saw(self, life: observers.Life, now_ns: int, event: events.Event,
           out: Sequence[actions.Action]) -> None:

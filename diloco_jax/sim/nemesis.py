@@ -16,6 +16,8 @@ SYNCER = plans.SYNCER
 HOSTS_LOST = 250  # per mille of the kills that lose the disk
 SUPERVISED_NS = 200 * engine_lib.MS
 POWER_LOST = 500  # per mille of the kills that lose what was not fsynced
+KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: these two wait for its disk
+CALLS = 15  # to the disk until a kill 'in call', at most: a save, or five outer steps
 
 
 class Nemesis:
@@ -29,6 +31,7 @@ class Nemesis:
     self._draw = engine_lib.stream(world.seed, 'nemesis')
     self.healing = False
     self.done: list[plans.Fault] = []  # those that found their victim
+    world.on_fall = self._supervise_syncer
     for fault in plan:
       world.engine.at(fault.at_ns, lambda f=fault: self._begin(f))
 
@@ -81,7 +84,7 @@ class Nemesis:
       return False
     match fault.kind:
       case 'kill':
-        self._kill(syncer)
+        self._kill_syncer(syncer, self._draw.choice(KILLS))
       case 'preempt':
         syncer.stop('preempted')
         self._world.engine.after(fault.amount, lambda: self._kill(syncer))
@@ -152,6 +155,31 @@ class Nemesis:
       process.disk.crash()
     self._world.end(process)
 
+  def _kill_syncer(self, syncer: processes.Syncer, when: str) -> None:
+    match when:
+      case 'now':
+        self._kill(syncer)
+      case 'in commit':
+        syncer.ambush = lambda fsync_ns: self._kill_within(syncer, fsync_ns)
+      case 'in call':
+        syncer.disk.fuse = self._draw.randrange(CALLS)
+        syncer.disk.fuse_power = engine_lib.chance(self._draw, POWER_LOST)
+
+  def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
+    """Kills it while it waits for its disk, and starts it again."""
+    syncer.ambush, engine = None, self._world.engine
+    delay_ns = self._draw.randrange(fsync_ns + 1)
+
+    def kill() -> None:
+      if not self.healing:
+        self._kill(syncer)
+        self._supervise_syncer()
+
+    engine.after(delay_ns, kill)
+
+  def _supervise_syncer(self) -> None:
+    self._world.engine.after(SUPERVISED_NS, lambda: self.start(SYNCER))
+
   def _names(self, node: str) -> list[str]:
     return sorted(self._world.learners) if node == SYNCER else [node]
 
@@ -166,8 +194,8 @@ class Nemesis:
     if world.finished:
       return
     if node == SYNCER:
-      if not world.syncer.alive:
-        world.start_syncer()
+      if not world.syncer.alive and not world.start_syncer():
+        self._supervise_syncer()
     elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
       world.start(node, restored=not engine_lib.chance(self._draw, HOSTS_LOST))
 
@@ -185,7 +213,7 @@ class Nemesis:
     world.restore_hosts()
     self.start(SYNCER)
     world.syncer.thaw()
-    world.syncer.not_finite = False
+    world.syncer.not_finite, world.syncer.ambush = False, None
     for process in list(world.learners.values()):
       process.thaw()
       process.nan.clear()

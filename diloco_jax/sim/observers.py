@@ -19,6 +19,31 @@ class Life:
   start: tape.Start
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogNote:
+  """What the world knows of the syncer's log, and no tape tells; `number` is of a record.
+
+  | kind | |
+  |---|---|
+  | appended | the operating system has record `number`, an outer step that ended so |
+  | durable | no power loss takes record `number` or one before it any more |
+  | recovered | a syncer that was just born goes on behind record `number` |
+  | not recovered | it could not, and its log did not say why: `text` |
+  | torn | the log ended in a record that was not whole; it was dropped |
+  | compacted | record `number` is the oldest that is kept |
+  | full, broken | the disk takes no record; it has failed, and the process ends |
+  | cut | the process, or its host, was gone in the middle of a call to the disk |
+  | repaired | the next syncer goes on from what an operator could save of a damaged log; `number`
+  bits of its disk have rotted |
+  """
+
+  kind: str
+  number: int = 0
+  digest: int = 0
+  failed: str = ''
+  text: str = ''
+
+
 class Observer(Protocol):
   """Watches a run; all methods are called in the order of time."""
 
@@ -31,3 +56,6 @@ class Observer(Protocol):
 
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
     """A process is gone: killed, or ended by its machine's Exit."""
+
+  def logged(self, now_ns: int, note: LogNote) -> None:
+    """Something happened to the syncer's log: in the simulated world only."""

@@ -6,23 +6,28 @@ nothing that its machine says: what was really trained, snapshot, merged and ado
 and here. Payload handles are tracked, so that a leak or a double drop is noticed.
 """
 
+import collections
 import dataclasses
 import itertools
 from typing import Any, Callable, Iterator
 
+from diloco_jax.node import wal_format
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import connection
 from diloco_jax.protocol import events
 from diloco_jax.protocol import learner
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import recovery
 from diloco_jax.sim import arrays
 from diloco_jax.sim import disk as disk_lib
 from diloco_jax.sim import engine as engine_lib
 from diloco_jax.sim import hardware
+from diloco_jax.sim import journal as journal_lib
 from diloco_jax.sim import network
 from diloco_jax.sim import observers
 
 MS = engine_lib.MS
+RETRY_NS = 500 * MS  # a full disk is tried again
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 
 
@@ -196,6 +201,8 @@ class Learner(Process):
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self._training = False
+    self._incarnation, self._exact = 0, True
+    self.finished_by: Process | None = None  # the syncer that said that all is over
 
   def work(self, action: actions.Work) -> None:
     match action:
@@ -212,6 +219,13 @@ class Learner(Process):
         self._boundary()
         self.save(step, snapshot, self.world.engine.now_ns)
 
+  def post(self, event: Any, content: Any = None) -> None:
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Finish):
+      session = self.world.network.session(self, event.session)
+      if session is not None:  # else it was frozen, and has been here before
+        self.finished_by = session.syncer
+    super().post(event, content)
+
   def _boundary(self) -> None:
     arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
 
@@ -220,6 +234,9 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
+      self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
+      self._incarnation = event.message.incarnation
     before = self.machine._connection.state, self.machine._training
     super()._handle(event)
     after = self.machine._connection.state, self.machine._training
@@ -231,7 +248,8 @@ class Learner(Process):
     self._boundary()
     (start, steps), content = self.adopted[fragment], None
     if fragment not in self.nan:
-      content = arrays.Gradient(self.learner, self.nonce, start, self.tokens, self.steps - steps)
+      content = arrays.Gradient(
+        self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact)
     self.nan.discard(fragment)
     self.answer(self.island.encode_ns, events.Encoded(
       sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,
@@ -257,40 +275,128 @@ class Learner(Process):
 
 
 class Syncer(Process):
-  """The syncer's process, with Theta."""
+  """The syncer's process: Theta, and the log on which every outer step is before it is spoken of.
 
-  def __init__(self, world: Any, life: observers.Life, disk: disk_lib.Disk, theta: arrays.Theta):
+  Work is carried out one after the other, each in stages between which the process may die.
+  """
+
+  def __init__(self, world: Any, life: observers.Life, disk: disk_lib.Disk,
+               journal: journal_lib.Journal, theta: arrays.Theta):
     super().__init__(world, 'syncer', life, disk)
-    self.theta = theta
+    self.theta, self.journal = theta, journal
     self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
+    self.fsync_ns = world.fsync_ns
     self.not_finite = False  # the next outer step is not
+    self.ambush: Callable[[int], None] | None = None  # called while the next record is committed
+    self._jobs: collections.deque[Iterator[int]] = collections.deque()
+    self._working = False
+    self.durable = -1  # the newest record that no power loss takes
+
+  def _handle(self, event: Any) -> None:
+    self.look()
+    super()._handle(event)
+
+  def look(self) -> None:
+    """Tells observers which records have become durable."""
+    durable = self.journal.durable()
+    if durable != self.durable:
+      self.durable = durable
+      self.world.logged('durable', durable)
 
   def work(self, action: actions.Work) -> None:
-    theta = self.theta
     match action:
       case actions.Merge():
-        self._merge(action)
-      case actions.ReadFragment(fragment=p):
-        self.answer(self.read_ns, events.FragmentRead(
-          fragment=p, version=theta.versions[p], handle=0, digest=theta.values[p], payload=PAYLOAD,
-        ), arrays.Published(None, theta.values[p]))
+        job = self._merge(action)
+      case actions.ReadFragment(fragment=fragment):
+        job = self._read(fragment)
       case actions.Save(step=step, snapshot=snapshot):
-        arrays.claim(snapshot['versions'] == theta.versions,
-                     'A snapshot is of no half-done merge.', snapshot['versions'], theta.versions)
-        start_ns = max(self.world.engine.now_ns, self._work_until)
-        self._work_until = start_ns + self.save_ns
-        self.save(step, {'snapshot': snapshot, 'theta': theta.saved()}, start_ns)
+        job = self._checkpoint(step, snapshot)
+    self._jobs.append(job)
+    if not self._working:
+      self._working = True
+      self._work_on()
 
-  def _merge(self, merge: actions.Merge) -> None:
-    p, base = merge.fragment, self.theta.values[merge.fragment]
-    grads = [self.contents.pop(one.handle) for one in merge.participants]
-    done = events.MergeDone(
-      sync=merge.sync, fragment=p, handle=None, payload=None, digest=base, failed='not finite')
-    if self.not_finite:
-      self.not_finite = False
-      self.answer(self.merge_ns, done)
+  def _work_on(self) -> None:
+    """Goes on with the first job; it says for how long."""
+    if self.frozen:
+      self._held.append(self._work_on)
       return
-    value = self.world.values.new(p, merge.version)
-    self.theta.merge(merge, grads, value, exact=not self.world.rolled_back)
-    self.answer(self.merge_ns, dataclasses.replace(
-      done, failed='', digest=value, payload=PAYLOAD), arrays.Published(base, value))
+    while self.alive and self._jobs:
+      try:
+        delay_ns = next(self._jobs[0])
+      except StopIteration:
+        self._jobs.popleft()
+      except wal_format.WalBroken as broken:
+        self.world.fell(self, str(broken))
+      except disk_lib.Cut:
+        self.world.fell(self)
+      else:
+        self.world.engine.after(delay_ns, self._work_on)
+        return
+    self._working = False
+
+  def _read(self, p: int) -> Iterator[int]:
+    yield self.read_ns
+    theta = self.theta
+    self.post(events.FragmentRead(
+      fragment=p, version=theta.versions[p], handle=0, digest=theta.values[p], payload=PAYLOAD,
+    ), arrays.Published(None, theta.values[p]))
+
+  def _merge(self, merge: actions.Merge) -> Iterator[int]:
+    """The outer step; MergeDone once it is committed."""
+    p, shares = merge.fragment, arrays.shares(merge.participants)
+    base = self.theta.values[p]
+    grads = [self.contents.pop(one.handle) for one in merge.participants]
+    yield self.merge_ns
+    value, failed = self.theta.outer_step(p, merge.version, shares, grads), ''
+    if self.not_finite:
+      self.not_finite, value, failed = False, base, 'not finite'
+    yield from self._commit(recovery.Outcome(
+      sync=merge.sync, fragment=p, version=merge.version, participants=shares, digest=value,
+      failed=failed, books=merge.books), grads)
+    done = events.MergeDone(
+      sync=merge.sync, fragment=p, handle=None, payload=None, digest=value, failed=failed)
+    if failed:
+      self.post(done)
+      return
+    self.theta.take(p, merge.version, shares, grads, value)
+    self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, value))
+
+  def _commit(
+    self, outcome: recovery.Outcome, grads: list[arrays.Gradient]
+  ) -> Iterator[int]:
+    """Until it is durable."""
+    while True:
+      try:
+        number = self.journal.append(outcome, grads)
+        break
+      except wal_format.WalFull:
+        self.world.logged('full')
+      yield RETRY_NS
+    self.world.logged('appended', number, outcome.digest, outcome.failed)
+    if self.ambush is not None:
+      self.ambush(self.fsync_ns)
+    yield self.fsync_ns
+    self.journal.commit()
+
+  def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> Iterator[int]:
+    """A checkpoint, and what it makes superfluous is dropped from the log."""
+    theta = self.theta
+    arrays.claim(snapshot['versions'] == theta.versions,
+                 'A snapshot is of no half-done merge.', snapshot['versions'], theta.versions)
+    stages = self.checkpoints.save(
+      {'snapshot': snapshot, 'theta': theta.saved(), **self.journal.position})
+    third = self.save_ns // 3
+    try:
+      for _ in stages:
+        yield third
+    except OSError as error:
+      self.post(events.SaveDone(step=step, error=error.strerror))
+      return
+    self.post(events.SaveDone(step=step))
+    yield MS
+    try:
+      self.journal.compact(self.checkpoints)
+    except wal_format.WalFull:
+      self.world.logged('full')  # the next save tries again
+    self.world.logged('compacted', self.journal.first)

@@ -109,3 +109,7 @@ class Story:
         if syncer and isinstance(action, actions.Send | actions.Close):
           to = f' {self._peers.get(action.session, "?")}'
         self.note(now_ns, f'{life.start.node:6}{to} {text}')
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    if note.kind not in ('appended', 'durable'):
+      self.note(now_ns, f'log    {note.kind}, record {note.number} {note.text}'.rstrip())

@@ -27,6 +27,7 @@ class Setting:
     jitter_ns: of every link.
     loss, duplicate: of every link until all is healed, per mille.
     noise: of every step, per mille.
+    fsync_ns: of a record of the syncer's log.
     plan: the faults.
     heal_ns: when everything works again.
   """
@@ -41,6 +42,7 @@ class Setting:
   loss: int
   duplicate: int
   noise: int
+  fsync_ns: int
   plan: list[plans.Fault]
   heal_ns: int
 
@@ -88,6 +90,7 @@ SYNCER_KINDS = (
   'kill', 'preempt', 'freeze', 'partition', 'reset', 'delay', 'nan', 'disk_full', 'fsync_fails',
   'rot', 'corrupt',
 )
+DURABILITY_KINDS = ('kill', 'nan', 'disk_full', 'fsync_fails', 'rot')  # what only a log survives
 
 
 def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
@@ -99,7 +102,8 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
       if not _rate(engine_lib.stream(seed, 'rate', kind), 1):
         continue
       draw = engine_lib.stream(seed, 'plan', node, kind)
-      for _ in range(max(0, draw.randrange(-12, 3))):
+      often = node == plans.SYNCER and kind in DURABILITY_KINDS
+      for _ in range(max(0, draw.randrange(-4, 4) if often else draw.randrange(-12, 3))):
         found.append(plans.Fault(
           at_ns=draw.randrange(until_ns), kind=kind, node=node, for_ns=draw.choice(DURATIONS),
           amount=draw.choice(AMOUNTS.get(kind, (0,)))))
@@ -123,13 +127,15 @@ def draw(seed: int) -> Setting:
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
     noise=_rate(hardware, 100, 2_000),
+    fsync_ns=engine_lib.stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
   )
 
 
 def furnish(world: world_lib.World, setting: Setting) -> None:
-  """Gives every learner's host its hardware and its link."""
+  """Gives every host its hardware, and every learner's its link."""
+  world.fsync_ns = world.syncer.fsync_ns = setting.fsync_ns
   for which in range(setting.config.learners):
     for name in (f'l{which}', f'l{which}*'):
       island, link = world.island(name), world.link(name)

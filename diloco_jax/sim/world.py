@@ -7,9 +7,11 @@ policy of the machines meets the same faults.
 Observers see what a tape would hold: processes that are born and die, and every turn of a machine.
 """
 
+import dataclasses
 import itertools
 from typing import Callable, Sequence
 
+from diloco_jax.node import wal_format
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
@@ -19,6 +21,7 @@ from diloco_jax.sim import arrays
 from diloco_jax.sim import disk as disk_lib
 from diloco_jax.sim import engine as engine_lib
 from diloco_jax.sim import hardware
+from diloco_jax.sim import journal
 from diloco_jax.sim import network as network_lib
 from diloco_jax.sim import observers
 from diloco_jax.sim import processes
@@ -38,8 +41,7 @@ class World:
     self.network = network_lib.Network(self.engine, lambda: self.syncer)
     self._watchers = tuple(watchers)
     self.check_every = -(-config.learners // CHECKED_ALWAYS)
-    self.values = arrays.Values()
-    self.initial = tuple(self.values.new(p, 0) for p in range(config.fragments))
+    self.initial = arrays.initial(config.fragments)
     self._lives, self._nonces = itertools.count(1), itertools.count(1)
     self._links: dict[str, network_lib.Link] = {}
     self._islands: dict[str, hardware.Island] = {}
@@ -47,7 +49,10 @@ class World:
     self.learners: dict[str, processes.Learner] = {}
     self.ended: list[processes.Process] = []
     self.done: set[str] = set()  # learner ids that have heard from this syncer that all is over
-    self.rolled_back = False  # a syncer went on from something older than it had published
+    self.rolled_back = False  # an operator repaired a damaged log: what was in it may be lost
+    self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
+    self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
+    self.on_fall: Callable[[], None] = lambda: None  # called when the syncer's disk ends it
     self.flipped = 0  # adoptions that went wrong
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
@@ -73,7 +78,7 @@ class World:
   def restore_hosts(self) -> None:
     """Every link, island and disk works as it should."""
     for disk in self._disks.values():
-      disk.full, disk.failing_fsyncs = False, 0
+      disk.full, disk.failing_fsyncs, disk.fuse = False, 0, None
     for island in self._islands.values():
       island.slow = island.shrink = 1
     for link in self._links.values():
@@ -90,21 +95,57 @@ class World:
   def run(self, until_ns: int, done: Callable[[], bool] = lambda: False) -> None:
     self.engine.run(until_ns, done)
 
-  def start_syncer(self) -> None:
-    """Starts the syncer, from its newest whole checkpoint if there is one."""
-    disk = self.disk('syncer')
-    saved = disk_lib.Checkpoints(disk).newest() or {'snapshot': None, 'theta': None}
-    theta = arrays.Theta(list(self.initial))
-    if saved['theta'] is not None:
-      theta = arrays.Theta.load(saved['theta'])
-    self.rolled_back = self.rolled_back or self.syncer is not None
-    life = self._life(tape.Start(
+  def start_syncer(self) -> bool:
+    """Starts the syncer from what its disk holds; False: the disk does not let it start now."""
+    start = tape.Start(
       role='syncer', node='syncer', config=self.config, agreement=AGREEMENT,
-      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments, digests=self.initial,
-      snapshot=saved['snapshot']))
-    self.syncer = processes.Syncer(self, life, disk, theta)
+      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments, digests=self.initial)
+    disk = self.disk('syncer')
+    try:
+      found = self._recover(disk, start.make().snapshot())
+    except (wal_format.WalFull, wal_format.WalBroken) as error:
+      self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
+      return False
+    except disk_lib.Cut:
+      self.logged('cut', text='while it began')
+      return False
+    life = self._life(dataclasses.replace(start, snapshot=found.snapshot))
+    self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
+    self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
+    if found.journal.torn:
+      self.logged('torn')
+    self.syncer.look()
     self.done.clear()
     self._begin(self.syncer)
+    return True
+
+  def _recover(self, disk: disk_lib.Disk, fresh: dict) -> journal.Recovered:
+    """As production does it, and an operator where production refuses."""
+    rot, self._rotten = disk.rot[self._rotten:], len(disk.rot)
+    if rot and journal.lost_unseen(disk, self.syncer.durable, rot):
+      self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
+    try:
+      return journal.recover(disk, fresh, self.initial)
+    except wal_format.WalDamaged as damaged:
+      self._repaired(disk, str(damaged))  # also if it comes only half the way
+      try:
+        journal.repair(disk)
+      except OSError as error:
+        raise wal_format.WalBroken(f'The repair failed: {error}') from error
+    except journal.NotRecovered as error:
+      self.logged('not recovered', text=str(error))
+      raise
+    return self._recover(disk, fresh)
+
+  def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
+    self.rolled_back = True
+    self.logged('repaired', len(disk.rot), text=text)
+
+  def fell(self, process: processes.Syncer, text: str = '') -> None:
+    """The syncer is gone in the middle of its work; `text`: why, if its disk has failed."""
+    self.logged('broken' if text else 'cut', text=text)
+    self.end(process)
+    self.on_fall()
 
   def start(
     self, name: str, agreement: str = AGREEMENT, restored: bool = False, second: bool = False,
@@ -138,13 +179,22 @@ class World:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)
 
+  def logged(
+    self, kind: str, number: int = 0, digest: int = 0, failed: str = '', text: str = '',
+  ) -> None:
+    """Tells observers what happened to the syncer's log."""
+    note = observers.LogNote(kind, number, digest, failed, text)
+    for watcher in self._watchers:
+      watcher.logged(self.now_ns, note)
+
   def end(self, process: processes.Process, killed: bool = True) -> None:
     """A process is gone; its streams break, what it had sent still arrives."""
     process.alive = False
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    if process.exit is not None and process.exit.text.startswith('done'):
+    finished = process.exit is not None and process.exit.text.startswith('done')
+    if finished and process.finished_by is self.syncer:
       self.done.add(process.name.rstrip('*'))
     self.network.gone(process)
     if self.learners.get(process.name) is process:

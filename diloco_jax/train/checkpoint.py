@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-_KEPT = 2
-# Orbax numbers the operations of a process globally; saves of several islands that overlap in one
-# process (single-controller mode) have been seen to finalise each other's folders half written.
-_ONE_SAVE = threading.Semaphore(1)
+KEPT = 2
+# Orbax numbers the operations of a process globally. Where those of several islands overlap in one
+# process (single-controller mode), saves have been seen to finalise each other's folders half
+# written, and a save beside a load to wait for ever.
+_ONE_OPERATION = threading.Semaphore(1)
 _LOG = logging.getLogger(__name__)
 
 
@@ -62,7 +63,7 @@ class Checkpoints:
     _require_writable(self._root)
     self._checkpointer = ocp.training.Checkpointer(
         self._root, context=_context(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(_KEPT),
+        preservation_policy=ocp.training.preservation_policies.LatestN(KEPT),
         cleanup_tmp_directories=True)
     self._under_way: futures.Future[None] | None = None
 
@@ -70,6 +71,19 @@ class Checkpoints:
   def steps(self) -> list[int]:
     """Clocks of the complete checkpoints, ascending."""
     return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+  def protocol(self, step: int) -> dict[str, Any]:
+    """The protocol's own record of the checkpoint of a clock, arrays unread.
+
+    Raises:
+      CheckpointError: it does not read back.
+    """
+    try:
+      with _ONE_OPERATION:
+        return self._record(step)['protocol']
+    except Exception as error:
+      raise CheckpointError(
+        f'{self._root / str(step)} does not read back: {_one_line(error)}') from error
 
   def save(self, step: int, state: Any, data_state: int, anchors: Sequence[jax.Array] = (),
            protocol: dict[str, Any] | None = None) -> Callable[[], None]:
@@ -90,13 +104,13 @@ class Checkpoints:
               'shapes': _shapes(arrays), 'digests': _digests(arrays)}
     record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
     self._wait_or_warn()  # Orbax would delete a checkpoint of this clock under the writer's feet
-    _ONE_SAVE.acquire()
+    _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
           int(step), arrays | {'record': record}, overwrite=True, force=True)
     except Exception as error:
-      _ONE_SAVE.release()
+      _ONE_OPERATION.release()
       raise self._failed(step, error) from error
     done = self._under_way = futures.Future()
     threading.Thread(target=self._complete, args=(step, response, done), name='save',
@@ -120,7 +134,8 @@ class Checkpoints:
     steps = self.steps
     for step in reversed(steps):
       try:
-        return self._read(step, shardings, anchor_sharding, like)
+        with _ONE_OPERATION:
+          return self._read(step, shardings, anchor_sharding, like)
       except _Mismatch as mismatch:
         raise ValueError(f'checkpoint {self._root / str(step)}: {mismatch}; restore with the '
                          'configuration it was saved with, or choose another folder') from None
@@ -161,7 +176,7 @@ class Checkpoints:
       failure = self._failed(step, error)
     else:
       failure = None
-    _ONE_SAVE.release()
+    _ONE_OPERATION.release()
     if failure is None:
       done.set_result(None)
     else:
@@ -176,8 +191,7 @@ class Checkpoints:
 
   def _read(self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding,
             like: Any) -> Restored:
-    load = self._checkpointer.load_checkpointables
-    record = load(step, {'record': None})['record']
+    load, record = self._checkpointer.load_checkpointables, self._record(step)
     anchor_shapes = [shape for path, (shape, _) in record['shapes'].items()
                      if path.startswith('anchors/')]
     arrays = {'state': jax.tree.map(_abstract, like, shardings)}
@@ -189,6 +203,9 @@ class Checkpoints:
     _require_same_digests(record['digests'], _digests(arrays))
     return Restored(step, arrays['state'], record['data_state'], arrays.get('anchors', []),
                     record['protocol'])
+
+  def _record(self, step: int) -> dict[str, Any]:
+    return self._checkpointer.load_checkpointables(step, {'record': None})['record']
 
   def _set_aside(self, step: int, error: Exception) -> None:
     aside = self._root / f'unreadable-{step}'

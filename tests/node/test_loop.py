@@ -4,6 +4,8 @@ import queue
 import threading
 from typing import Any
 
+import pytest
+
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, learner, messages, syncer
 from diloco_jax.protocol import config as config_lib
@@ -88,6 +90,16 @@ def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
     ('report', 'state', {'a': 1}), ('say', 'hello'), ('close', 1, 'over'),
   ]
   assert [event.reason for _, event in machine.seen] == ['a', 'b']
+
+
+def test_a_part_that_fails_ends_the_node_after_what_had_come():
+  inbox, ports, machine = loop.Inbox(), Ports(), Script([], [actions.Exit(code=0, text='')])
+  inbox.post(events.Stop(reason='a'))
+  inbox.fail(OSError('the disk'))
+  inbox.post(events.Stop(reason='b'))
+  with pytest.raises(OSError, match='the disk'):
+    loop.Node(machine, inbox, ports, ports, ports, None, ports).run()
+  assert [event.reason for _, event in machine.seen] == ['a']
 
 
 def test_the_deadline_wakes_the_machine():

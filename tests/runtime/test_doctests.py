@@ -6,6 +6,7 @@ import pytest
 
 from diloco_jax.runtime import chaos
 from diloco_jax.runtime import config
+from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import live
 from diloco_jax.runtime import report
@@ -13,7 +14,9 @@ from diloco_jax.runtime import supervisor
 from diloco_jax.runtime import timeline
 
 
-@pytest.mark.parametrize('module', [chaos, config, launch, live, report, supervisor, timeline])
+@pytest.mark.parametrize('module', [
+  chaos, config, failpoints, launch, live, report, supervisor, timeline,
+])
 def test_examples(module):
   result = doctest.testmod(module)
   assert result.attempted and not result.failed

@@ -208,7 +208,8 @@ def test_an_empty_corpus_is_refused(start, tmp_path):
 
 
 def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
-  """Another model, a second process with one id, its port taken: each is told, none disturbs."""
+  """Another model, a second process with one id, its port or its folder taken: each is told, none
+  disturbs."""
   run = (CONFIG, '--config.train.steps=1000000', '--config.sync.learners=1',
          '--config.sync.lease_s=3', '--config.sync.heartbeat_s=1', '--config.train.log_every=20')
   syncer = start('experiments.syncer', *run, f'--workdir={tmp_path}/s')
@@ -224,9 +225,12 @@ def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
   other = learner('l1', 'other', '--config.model.num_layers=1')
   taken = start('experiments.syncer', *run, f'--workdir={tmp_path}/t',
                 f'--port={address.split(":")[1]}')
+  same = start('experiments.syncer', *run, f'--workdir={tmp_path}/s')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
   assert address.split(':')[1] in _refusal(taken)
+  assert f'DD406 {tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
+  assert (tmp_path / 's' / 'syncer' / 'address').read_text().strip() == address
   assert 'Learner id "l0" is in use' in _refusal(twin)
 
   assert first.running and syncer.running

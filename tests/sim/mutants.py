@@ -13,6 +13,10 @@ import dataclasses
 from typing import Any, Callable, Iterator
 from unittest import mock
 
+from diloco_jax.node import wal
+from diloco_jax.node import wal_format
+from diloco_jax.node import wal_recovery
+from diloco_jax.protocol import actions
 from diloco_jax.protocol import admission
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering
@@ -24,8 +28,11 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import pace
 from diloco_jax.protocol import published
 from diloco_jax.protocol import quorum
+from diloco_jax.protocol import recovery
 from diloco_jax.protocol import syncer
 from diloco_jax.protocol import verdicts
+from diloco_jax.sim import journal
+from diloco_jax.sim import processes
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner.LearnerMachine, syncer.SyncerMachine
@@ -285,9 +292,17 @@ def _decides_with_repeats(original):
   return decide
 
 
+def _fails_without_repeats(original):
+  def _fail(self, gather, why):
+    gather.asked = {name for name in gather.asked if not name.endswith(' again')}
+    original(self, gather, why)
+  return _fail
+
+
 @mutant('The quorum counts a payload that was said twice as two.',
         gathering.Gathering, 'contribution', 'I5 L2a',
-        also=((quorum, 'decide', _decides_with_repeats),))
+        also=((quorum, 'decide', _decides_with_repeats),
+              (SyncerMachine, '_fail', _fails_without_repeats)))
 def quorum_counts_a_learner_twice(original):
   def contribution(self, now_ns, member, message, handle):
     gather = self.open.get(message.sync)
@@ -395,7 +410,7 @@ def incarnation_is_reused(original):
   return offer
 
 
-@mutant('What a replaced process left unsettled is forgotten.', ledger.Account, 'close', 'I7')
+@mutant('What a replaced process left unsettled is forgotten.', ledger.Account, 'close', 'I7 I16')
 def lost_with_process_forgotten(original):
   def close(self, reason):
     if reason != Reason.LOST_WITH_PROCESS:
@@ -472,3 +487,126 @@ def order_of_a_set(original):
     names = {member.learner: member for member in self.by_session.values()}
     return [names[name] for name in set(names)]
   return live
+
+
+# --- Durability -----------------------------------------------------------------------------------
+
+
+@mutant('An outer step is spoken of before its record is durable.', processes.Syncer, '_commit',
+        'I8')
+def ack_before_fsync(original):
+  def _commit(self, outcome, grads):
+    before, job = self.journal.last, original(self, outcome, grads)
+    for delay_ns in job:
+      if self.journal.last > before:
+        self.world.engine.after(delay_ns, lambda: next(job, None))
+        return
+      yield delay_ns
+  return _commit
+
+
+@mutant('A failed fsync is taken for one that will do the next time.', wal.Wal, '_do', 'I8')
+def failed_fsync_ignored(original):
+  def _do(self, doing, call, name, *args, needed=0):
+    try:
+      original(self, doing, call, name, *args, needed=needed)
+    except wal_format.WalBroken:
+      self._broken = ''
+  return _do
+
+
+def _unchecked_record(original):
+  def _record(self, segment, offset, entry):
+    start = offset + wal_format.ENTRY_HEADER_BYTES
+    data = self._files.read(segment.name, start, entry.length)
+    return wal.Record(entry.number, entry.kind, entry.chain, memoryview(data))
+  return _record
+
+
+@mutant('A record whose header is whole is taken for a whole one.', wal_recovery._Scanner, '_entry',
+        'I10 I2', also=((wal.Wal, '_record', _unchecked_record),))
+def torn_record_accepted(original):
+  def _entry(self, name, offset, size):
+    entry = wal_format.parse_entry(
+      self._files.read(name, offset, wal_format.ENTRY_HEADER_BYTES))
+    if entry.length > size - offset - wal_format.ENTRY_HEADER_BYTES:
+      raise wal_format.Corrupt('unfinished')
+    return entry
+  return _entry
+
+
+@mutant('Damage in the middle of the log is cut off like a torn tail.', wal_recovery._Scanner,
+        '_broken', 'I2')
+def damage_is_cut(original):
+  def _broken(self, name, offset, size, is_last, error):
+    damage = original(self, name, offset, size, is_last, error)
+    if is_last:
+      self.found.torn_bytes = size - offset
+      return None
+    return damage
+  return _broken
+
+
+@mutant('What a failed fsync left in memory counts for durable after a restart.', wal_recovery,
+        'copy', 'I8')
+def unproven_is_not_rewritten(original):
+  return lambda files, name, start, end, target: files.truncate(name, end)
+
+
+@mutant('Recovery forgets the last record.', recovery, 'recovered', 'I2 I10')
+def last_record_forgotten(original):
+  return lambda snapshot, outcomes: original(snapshot, list(outcomes)[:-1])
+
+
+@mutant('Recovery counts an outer step that was refused.', recovery, '_close', 'I10')
+def refused_merge_counts(original):
+  return lambda state, outcome: original(state, dataclasses.replace(outcome, failed=''))
+
+
+@mutant('Recovery forgets that outer steps were under way in the books.', recovery, '_close', 'I10')
+def under_way_forgotten(original):
+  return lambda state, outcome: None
+
+
+@mutant('Recovery merges again what the checkpoint holds.', wal.Wal, 'records', 'I10')
+def replays_what_is_saved(original):
+  return lambda self, after=0: original(self, max(after - 1, 0))
+
+
+@mutant('A checkpoint calls a record its own that it does not hold.', journal.Journal, 'position',
+        'I2 I10')
+def position_is_one_too_far(original):
+  return property(lambda self: {**original.fget(self), 'log': self.last + 1})
+
+
+@mutant('The log is dropped before the checkpoint that holds it is verified.', processes.Syncer,
+        '_checkpoint', 'I20')
+def compacts_too_early(original):
+  def _checkpoint(self, step, snapshot):
+    self.journal._log.roll()
+    self.journal._log.drop_before(self.journal.last + 1)
+    self.world.logged('compacted', self.journal.first)
+    yield from original(self, step, snapshot)
+  return _checkpoint
+
+
+@mutant('The books of an outer step are those at the end of the turn, not at its decision.',
+        SyncerMachine, 'handle', 'I16')
+def books_after_the_turn(original):
+  def handle(self, now_ns, event):
+    return [
+      dataclasses.replace(one, books=self.snapshot()) if isinstance(one, actions.Merge) else one
+      for one in original(self, now_ns, event)
+    ]
+  return handle
+
+
+@mutant('The books of an outer step do not know of its own tokens.', SyncerMachine, '_merge',
+        'I16')
+def books_before_it_is_settled(original):
+  def _merge(self, now_ns, gather, why):
+    books = self.snapshot()
+    with mock.patch.object(self, 'snapshot', lambda: {**books, 'merging': [
+        *books['merging'], gather.sync]}, create=True):
+      original(self, now_ns, gather, why)
+  return _merge

@@ -16,6 +16,7 @@ from diloco_jax.protocol import events as e
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol import tape
 from diloco_jax.sim import checkers
+from diloco_jax.sim import observers
 
 MS = 1_000_000
 AGREEMENT = '{}'
@@ -72,18 +73,22 @@ JOINED = m.Joined(incarnation=1, step=0, stream=0, due=())
 PULL = m.Pull(sync=2, fragment=0)
 CONTRIBUTION = m.Contribution(
   sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=20, payload=PAYLOAD)
-MERGE = a.Merge(sync=2, fragment=0, version=1, participants=(
+SNAPSHOT = {
+  'merging': [], 'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
+  'counts': {'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0},
+  'members': [{'learner': 'l0', 'nonce': 7, 'incarnation': 1, 'left': False, 'step': 2,
+               'replaced': []}],
+  'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
+}
+BOOKS = {
+  **SNAPSHOT, 'merging': [2], 'versions': [0], 'digests': [100], 'last_sync': [0],
+  'counts': {**SNAPSHOT['counts'], 'synced': 0},
+}
+MERGE = a.Merge(sync=2, fragment=0, version=1, books=BOOKS, participants=(
   a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),))
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
-SNAPSHOT = {
-  'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
-  'members': [{'learner': 'l0', 'nonce': 7, 'incarnation': 1, 'left': False}],
-  'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
-}
-
-
 def progress(step: int) -> m.Progress:
   return m.Progress(step=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
 
@@ -218,6 +223,9 @@ BROKEN = [
   ('I13b', with_out('join', say(REFUSED), a.Close(session=1, reason='FENCED'))),
   ('I13b', then(LEARNER, e.Wake(), a.Exit(code=42, text=''))),
   ('I16', with_out('save', a.Save(step=2, snapshot={**SNAPSHOT, 'versions': [0]}))),
+  ('I16', with_out('contribution', dataclasses.replace(MERGE, books=SNAPSHOT), synced())),
+  ('I16', with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'merging': []}),
+                   synced())),
   ('I16', with_out('contribution', MERGE, synced(), a.Save(step=2, snapshot=SNAPSHOT))),
   ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
   ('I17', also('offer', a.Step(step=0))),
@@ -271,20 +279,104 @@ def test_a_violation_says_what_it_enforces():
     watch(story)
 
 
-def test_a_syncer_goes_on_from_what_was_saved():
+def again(number: int, snapshot: dict | None) -> checkers.Life:
+  """The syncer begins once more."""
+  return checkers.Life(number, dataclasses.replace(SYNCER.start, snapshot=snapshot))
+
+
+def until(name: str) -> dict[str, Turn]:
+  """The story up to that turn."""
+  return {turn: STORY[turn] for turn in list(STORY)[:list(STORY).index(name) + 1]}
+
+
+def log(watcher: checkers.Checkers, *notes: tuple) -> None:
+  for kind, *values in notes:
+    watcher.logged(40 * MS, observers.LogNote(kind, *values))
+
+
+WRITTEN = ('appended', 1, 101)  # record 1: the outer step of the story
+RECOVERED = {name: value for name, value in SNAPSHOT.items() if name != 'merging'}
+
+
+def test_a_syncer_goes_on_behind_the_last_record_or_from_what_it_saved():
+  for story in (STORY, until('merged')):
+    watcher = watch(story)
+    watcher.born(40 * MS, again(3, RECOVERED))
+    assert watcher.run.syncer.lineage.versions == [1]
+    log(watcher, ('recovered', 1))
+
+
+def test_a_syncer_that_goes_on_from_something_else_is_noticed():
   watcher = watch(STORY)
-  again = checkers.Life(3, dataclasses.replace(SYNCER.start, snapshot=SNAPSHOT))
-  watcher.born(40 * MS, again)
-  assert watcher.run.syncer.lineage.versions == [1]
-  other = checkers.Life(4, dataclasses.replace(SYNCER.start, snapshot={**SNAPSHOT, 'next': 6}))
-  with pytest.raises(checkers.Violation, match='I2'):
-    watcher.born(50 * MS, other)
+  with pytest.raises(checkers.Violation, match='I10.*opened: 4, it should be 2'):
+    watcher.born(50 * MS, again(4, {**SNAPSHOT, 'opened': 4}))
 
 
-def test_versions_go_back_only_with_their_syncer():
-  """A syncer that begins anew has lost version 1: who holds it may be sent version 0."""
+def test_a_record_that_nobody_was_told_of_may_count_or_not():
+  """It was written, and the syncer ended before it was durable: one record more."""
+  for snapshot, number, versions in ((None, 0, [0]), (RECOVERED, 1, [1])):
+    watcher = watch(until('contribution'))
+    log(watcher, ('durable', 0), WRITTEN)
+    watcher.born(40 * MS, again(3, snapshot))
+    log(watcher, ('recovered', number), ('durable', number))
+    assert watcher.run.syncer.lineage.versions == versions
+
+
+def test_two_records_more_than_are_durable_are_noticed():
+  watcher = watch(until('contribution'))
+  watcher.run.records.insert(0, watcher.run.records[0])
+  log(watcher, ('durable', 0), ('appended', 2, 101))
+  with pytest.raises(checkers.Violation, match='I10: .*behind record 2, 0 are durable'):
+    watcher.born(40 * MS, again(3, RECOVERED))
+
+
+def test_a_state_that_is_not_the_one_of_the_log_is_noticed():
+  watcher = watch(until('merged'))
+  watcher.born(40 * MS, again(3, RECOVERED))
+  with pytest.raises(checkers.Violation, match='I10: .*the log ends with record 2'):
+    log(watcher, ('recovered', 2))
+  with pytest.raises(checkers.Violation, match='I10: .*not JSON'):
+    log(watcher, ('not recovered', 0, 0, '', 'not JSON'))
+
+
+def test_an_outer_step_that_was_spoken_of_and_is_lost_is_noticed():
+  with pytest.raises(checkers.Violation, match='I2: .*behind record 0, 1 are durable'):
+    watch(STORY).born(40 * MS, again(3, None))
+  watcher = watch(until('contribution'))
+  log(watcher, WRITTEN, ('durable', 1))  # nobody was told of it
+  with pytest.raises(checkers.Violation, match='I2: '):
+    watcher.born(40 * MS, again(3, None))
+
+
+def test_an_operator_repairs_only_what_is_damaged():
+  with pytest.raises(checkers.Violation, match='I2: .*nothing has rotted'):
+    log(watch(STORY), ('repaired', 0, 0, '', 'nothing has rotted'))
+
+
+def test_what_is_said_before_its_record_is_durable_is_noticed():
+  watcher = watch(until('contribution'))
+  log(watcher, WRITTEN, ('durable', 0))
+  turn = STORY['merged']
+  with pytest.raises(checkers.Violation, match='I8: .*1 outer steps have ended, 0 records are'):
+    watcher.saw(SYNCER, 13 * MS, turn.event, turn.out)
+
+
+def test_a_log_that_is_dropped_before_the_checkpoint_is_verified_is_noticed():
+  watcher = watch(until('save'))
+  log(watcher, ('compacted', 1))
+  with pytest.raises(checkers.Violation, match='I20: .*record 2 is the oldest, .* holds 0'):
+    log(watcher, ('compacted', 2))
+  watcher.saw(SYNCER, 16 * MS, e.SaveDone(step=2), ())
+  log(watcher, ('compacted', 2))
+  with pytest.raises(checkers.Violation, match='I20'):
+    log(watcher, ('compacted', 3))
+
+
+def test_versions_go_back_only_when_a_log_was_repaired():
+  """A syncer that goes on from less has lost version 1: who holds it may be sent version 0."""
   whole = dataclasses.replace(PUBLISH, version=0, base_version=None, digest=100)
   watcher = watch(STORY)
+  log(watcher, ('repaired', 1))
   watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
   watcher.saw(LEARNER, 41 * MS, got(whole, handle=8),
               (a.Adopt(fragment=0, version=0, handle=8, whole=True),))
@@ -326,7 +418,8 @@ def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
 
 
 def test_every_invariant_is_broken_here():
-  tested = {name for name, _ in BROKEN} | {'I2', 'I15', 'I22', 'L2', 'L3', 'L6'}
+  tested = {name for name, _ in BROKEN} | {
+    'I2', 'I8', 'I10', 'I15', 'I20', 'I22', 'L2', 'L3', 'L6'}
   assert tested == {one.id for one in (*checkers.INVARIANTS, checkers.SameAgain)}
 
 

@@ -1,0 +1,247 @@
+"""The bytes of the write-ahead log, and the errors that tell of them. Little-endian throughout.
+
+A segment is a file that begins with a header of 128 bytes:
+
+| bytes | what |
+|---|---|
+| 0-7 | `DJAXWAL\\n` |
+| 8-11 | format version, 1 |
+| 12-15 | CRC-32 of bytes 0-11: these 16 bytes mean the same in every version |
+| 16-23 | number of the segment's first record |
+| 24-55 | chain hash before that record |
+| 56-119 | the run, UTF-8, filled up with zeros |
+| 120-123 | zeros |
+| 124-127 | CRC-32 of bytes 0-123 |
+
+Then entries follow without gaps, each a header of 72 bytes and its payload:
+
+| bytes | what |
+|---|---|
+| 0-3 | `D1 57 EC 0A`, by which an entry is found behind a damaged one |
+| 4-7 | kind: 0 is a mark, all others belong to the caller |
+| 8-15 | number of the record; of a mark: of the record before it |
+| 16-23 | proven: the newest record that was durable when this entry was written |
+| 24-31 | payload bytes; of a mark: 0 |
+| 32-63 | chain hash; of a mark: that of the record before it |
+| 64-67 | CRC-32 of the payload |
+| 68-71 | CRC-32 of bytes 0-67 |
+
+Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, payload).
+It covers all that the record says and nothing of how it came to the disk (segments, groups of a
+commit, marks), so a syncer that crashed and one that never did have the same hash after the same
+records, and one hash names a whole history. The CRCs are no less needed: they tell a record that is
+broken from one that is whole and of another history, and a header without its payload.
+The first hash is the SHA-256 of the run's name.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from typing import Any, Iterable, Iterator, NamedTuple
+import zlib
+
+VERSION = 1
+MARK = 0
+PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of this size
+RUN_BYTES = 64
+
+_MAGIC = b'DJAXWAL\n'
+_SYNC = b'\xd1\x57\xec\x0a'
+_PREAMBLE = struct.Struct('<8sI')
+_SEGMENT = struct.Struct('<8sIIQ32s64s4x')
+_ENTRY = struct.Struct('<4sIQQQ32sI')
+_CHAINED = struct.Struct('<IQQ')
+_CRC = struct.Struct('<I')
+SEGMENT_HEADER_BYTES = _SEGMENT.size + _CRC.size
+ENTRY_HEADER_BYTES = _ENTRY.size + _CRC.size
+
+_NAME = re.compile(r'(\d{20})\.wal')
+NEW = '.new'  # a file that is being written; it counts once it has its right name
+CUT = '.cut'  # what a repair has put aside
+
+
+class WalError(Exception):
+  """What happened, what is safe, what to do; `code` is stable (reliability.md 2.4)."""
+
+  code = ''
+
+  def __init__(self, text: str):
+    super().__init__(f'{self.code} {text}'.strip())
+
+
+class WalFull(WalError):
+  """There is no space for this record. The log is whole: append it again once there is."""
+  code = 'DD401'
+
+
+class WalDamaged(WalError):
+  """The log is not what was committed. Nothing was changed.
+
+  Attributes:
+    name: the damaged segment.
+    offset: byte in it from which on it cannot be trusted.
+    last_good: the last record before that.
+  """
+  code = 'DD402'
+
+  def __init__(self, text: str, name: str, offset: int, last_good: int):
+    super().__init__(text)
+    self.name, self.offset, self.last_good = name, offset, last_good
+
+
+class WalBroken(WalError):
+  """The disk failed. Nothing is written any more: end the process (exit code 74).
+
+  Attributes:
+    committed: the newest record that is durable; None: the log was not open yet.
+  """
+  code = 'DD405'
+
+  def __init__(self, text: str, committed: int | None = None):
+    super().__init__(text)
+    self.committed = committed
+
+
+class WalUnsupported(WalError):
+  """A whole log, but of another format version or of another run. Nothing was changed."""
+
+
+class Header(NamedTuple):
+  """The header of a segment."""
+  first: int
+  chain: bytes  # before the first record
+  run: str
+
+
+class Entry(NamedTuple):
+  """The header of an entry."""
+  kind: int
+  number: int
+  proven: int
+  length: int
+  chain: bytes
+  crc: int
+
+
+class Corrupt(Exception):
+  """Bytes that are not what the format says; why, in words."""
+
+
+def segment_name(first: int) -> str:
+  return f'{first:020}.wal'
+
+
+def first_of(name: str) -> int | None:
+  """The number in a segment's name; None: the file is not a segment."""
+  match = _NAME.fullmatch(name)
+  return int(match[1]) if match else None
+
+
+def pack_segment(header: Header) -> bytes:
+  run = header.run.encode()
+  if not 1 <= len(run) <= RUN_BYTES:
+    raise ValueError(f'the run {header.run!r} needs 1 to {RUN_BYTES} bytes, has {len(run)}')
+  preamble = zlib.crc32(_PREAMBLE.pack(_MAGIC, VERSION))
+  data = _SEGMENT.pack(_MAGIC, VERSION, preamble, header.first, header.chain, run)
+  return data + _CRC.pack(zlib.crc32(data))
+
+
+def parse_segment(name: str, data: bytes) -> Header:
+  """Raises Corrupt, or WalUnsupported for another version."""
+  if len(data) < _PREAMBLE.size + _CRC.size:
+    raise Corrupt('its header is cut off')
+  magic, version = _PREAMBLE.unpack_from(data)
+  if magic != _MAGIC or not _crc_follows(data[:_PREAMBLE.size + _CRC.size]):
+    raise Corrupt('its header is damaged')
+  if version != VERSION:
+    raise WalUnsupported(
+      f'WAL {name} has format version {version}, this package reads {VERSION}. Nothing was '
+      'changed. Use the release of diloco_jax that wrote it.'
+    )
+  if len(data) != SEGMENT_HEADER_BYTES or not _crc_follows(data):
+    raise Corrupt('its header is damaged')
+  _, _, _, first, chain, run = _SEGMENT.unpack_from(data)
+  return Header(first, chain, run.rstrip(b'\0').decode())
+
+
+def pack_entry(entry: Entry) -> bytes:
+  data = _ENTRY.pack(_SYNC, *entry)
+  return data + _CRC.pack(zlib.crc32(data))
+
+
+def parse_entry(data: bytes) -> Entry:
+  """Raises Corrupt."""
+  if len(data) != ENTRY_HEADER_BYTES:
+    raise Corrupt('the header of an entry is cut off')
+  if data[:len(_SYNC)] != _SYNC or not _crc_follows(data):
+    raise Corrupt('the header of an entry is damaged')
+  return Entry(*_ENTRY.unpack_from(data)[1:])
+
+
+def entries_in(data: bytes) -> Iterator[tuple[int, Entry]]:
+  """Every whole header in some bytes, wherever it begins: (offset, entry)."""
+  place = data.find(_SYNC)
+  while place >= 0:
+    try:
+      yield place, parse_entry(data[place:place + ENTRY_HEADER_BYTES])
+    except Corrupt:
+      pass  # by chance, or hit itself
+    place = data.find(_SYNC, place + 1)
+
+
+def first_chain(run: str) -> bytes:
+  """The chain hash before record 1."""
+  return hashlib.sha256(run.encode()).digest()
+
+
+def sums(
+  before: bytes, kind: int, number: int, length: int, payload: Iterable[bytes | memoryview]
+) -> tuple[bytes, int]:
+  """Chain hash and CRC-32 of a record whose payload comes in pieces."""
+  digest = hashlib.sha256(before + _CHAINED.pack(kind, number, length))
+  crc = 0
+  for piece in payload:
+    digest.update(piece)
+    crc = zlib.crc32(piece, crc)
+  return digest.digest(), crc
+
+
+def crc_of(payload: memoryview) -> int:
+  return zlib.crc32(payload)
+
+
+def pieces_of(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
+  """The same bytes in pieces of at most PIECE_BYTES, none copied."""
+  for view in buffers:
+    for start in range(0, len(view), PIECE_BYTES):
+      yield view[start:start + PIECE_BYTES]
+
+
+def short(chain: bytes) -> str:
+  """A hash as messages show it."""
+  return chain.hex()[:16]
+
+
+def _crc_follows(data: bytes) -> bool:
+  return zlib.crc32(data[:-_CRC.size]) == _CRC.unpack(data[-_CRC.size:])[0]
+
+
+# --- A JSON header and arrays as one payload ------------------------------------------------------
+
+
+def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
+  """Buffers for `append`: u32 JSON bytes, JSON filled up with spaces to 8, the arrays' bytes.
+
+  Equal headers (same keys in the same order) have equal bytes; NaN is refused.
+  """
+  text = json.dumps(header, separators=(',', ':'), allow_nan=False).encode()
+  text += b' ' * (-(_CRC.size + len(text)) % 8)  # so that the arrays are aligned when read back
+  return [struct.pack('<I', len(text)) + text, *arrays]
+
+
+def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
+  """The header and the arrays' bytes, not copied."""
+  view = memoryview(payload)
+  (count,) = struct.unpack_from('<I', view)
+  return json.loads(bytes(view[4:4 + count])), view[4 + count:]

@@ -1,0 +1,189 @@
+"""A directory on a real disk (node.files.Files), its lock, and a probe before anything is trusted.
+
+Descriptors stay open from the first use of a file to its removal, so a failed fsync is reported to
+the one that wrote. Writes are handed over in pieces of at most 1 MiB, each without the interpreter
+lock: a step never waits for it (design.md section 7).
+
+The lock is flock(2) on the file `lock`: it ends with the process, however that ends. It holds
+between processes of one host; of two hosts on a shared file system only if that one carries it over
+(NFS 4 does).
+"""
+
+import errno
+import fcntl
+import json
+import os
+import pathlib
+import socket
+from typing import Iterator
+
+PIECE_BYTES = 1 << 20
+PIECES = 64  # buffers of one write
+LOCK = 'lock'
+PROBE = 'probe'
+
+
+class DirectoryError(RuntimeError):
+  """The directory cannot be used; one line says why and what to do."""
+
+
+class Files:
+  """The files of one directory, which is created if it is not there."""
+
+  def __init__(self, path: str | os.PathLike):
+    """Raises DirectoryError."""
+    self._path = pathlib.Path(path)
+    self._open: dict[str, int] = {}  # file descriptors
+    self._lock = -1
+    self.place = str(self._path)
+    try:
+      self._path.mkdir(parents=True, exist_ok=True)
+      self._directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError as error:
+      raise DirectoryError(f'{self.place} is no directory to write in: {error}') from error
+
+  # --- The port -----------------------------------------------------------------------------------
+
+  def names(self) -> list[str]:
+    return sorted(os.listdir(self._path))
+
+  def size(self, name: str) -> int:
+    return os.fstat(self._descriptor(name)).st_size
+
+  def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
+    count = max(self.size(name) - offset, 0) if count is None else count
+    found = os.pread(self._descriptor(name), count, offset)
+    if len(found) == count:
+      return found
+    pieces = [found]
+    while found and (count := count - len(found)):  # a signal, or the end
+      offset += len(found)
+      found = os.pread(self._descriptor(name), count, offset)
+      pieces.append(found)
+    return b''.join(pieces)
+
+  def create(self, name: str) -> None:
+    self._close(name)
+    self._open[name] = os.open(
+      self._path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644
+    )
+
+  def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+    descriptor = self._descriptor(name)
+    for batch in _batches(pieces):
+      while batch:
+        batch = _rest(batch, os.writev(descriptor, batch))
+
+  def truncate(self, name: str, size: int) -> None:
+    os.ftruncate(self._descriptor(name), size)
+
+  def fsync(self, name: str) -> None:
+    os.fsync(self._descriptor(name))
+
+  def rename(self, old: str, new: str) -> None:
+    os.rename(self._path / old, self._path / new)
+    self._close(new)
+    if old in self._open:
+      self._open[new] = self._open.pop(old)
+
+  def remove(self, name: str) -> None:
+    os.unlink(self._path / name)
+    self._close(name)
+
+  def fsync_names(self) -> None:
+    os.fsync(self._directory)
+
+  # --- Beside the port ----------------------------------------------------------------------------
+
+  def lock(self, role: str = 'syncer') -> None:
+    """Takes the directory for this process until `close` or its end. Raises DirectoryError."""
+    try:
+      descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+      raise self._unwritable(error) from error
+    try:
+      fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      self._lock = descriptor
+      os.ftruncate(descriptor, 0)
+      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
+      os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+    except BlockingIOError as error:
+      holder = _holder(descriptor)
+      os.close(descriptor)
+      raise DirectoryError(
+        f'DD406 {self.place} is already used by {holder}. Nothing was changed. Stop that one, or '
+        'use another state directory.'
+      ) from error
+    except OSError as error:
+      if self._lock < 0:
+        os.close(descriptor)
+      raise self._unwritable(error) from error
+
+  def probe(self) -> None:
+    """Writes, syncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
+    try:
+      self.create(PROBE)
+      self.append(PROBE, b'probe')
+      self.fsync(PROBE)
+      self.remove(PROBE)
+      self.fsync_names()
+    except OSError as error:
+      raise self._unwritable(error) from error
+
+  def close(self) -> None:
+    """Closes everything and gives the lock back."""
+    for name in list(self._open):
+      self._close(name)
+    for descriptor in (self._directory, self._lock):
+      if descriptor >= 0:
+        os.close(descriptor)
+    self._directory = self._lock = -1
+
+  def _descriptor(self, name: str) -> int:
+    if name not in self._open:
+      self._open[name] = os.open(self._path / name, os.O_RDWR | os.O_APPEND)
+    return self._open[name]
+
+  def _close(self, name: str) -> None:
+    if name in self._open:
+      os.close(self._open.pop(name))
+
+  def _unwritable(self, error: OSError) -> DirectoryError:
+    return DirectoryError(
+      f'{self.place} cannot be written: {error}. Not started. Check its owner, its mode and the '
+      f'space on its disk (this process is user {os.geteuid()}).'
+    )
+
+
+def _batches(pieces: tuple[bytes | bytearray | memoryview, ...]) -> Iterator[list[memoryview]]:
+  """Buffers for one write each: at most PIECE_BYTES and PIECES together."""
+  batch, room = [], PIECE_BYTES
+  for piece in pieces:
+    view = memoryview(piece)
+    while len(view):
+      batch.append(view[:room])
+      view, room = view[room:], room - len(batch[-1])
+      if not room or len(batch) == PIECES:
+        yield batch
+        batch, room = [], PIECE_BYTES
+  if batch:
+    yield batch
+
+
+def _rest(batch: list[memoryview], written: int) -> list[memoryview]:
+  """What a write has left over (a full disk takes a part; the next try says why)."""
+  if not written:
+    raise OSError(errno.EIO, 'the disk took nothing')
+  while batch and written >= len(batch[0]):
+    written -= len(batch[0])
+    batch = batch[1:]
+  return [batch[0][written:], *batch[1:]] if batch else []
+
+
+def _holder(descriptor: int) -> str:
+  """Who wrote the lock file, in words."""
+  try:
+    holder = json.loads(os.pread(descriptor, 4096, 0))
+    return f'{holder["role"]} pid {int(holder["pid"])} on {holder["host"]}'
+  except (OSError, ValueError, TypeError, KeyError):
+    return 'another process'  # which has not yet written who it is

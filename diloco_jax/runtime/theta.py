@@ -1,0 +1,138 @@
+"""Theta on the syncer: master, published value and outer state of every fragment, and how it moves.
+
+A flat float32 vector per fragment. What is merged now and what is merged again from the log
+(outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
+"""
+
+import functools
+from typing import Any, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.numerics import codecs
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.numerics import exchange
+from diloco_jax.numerics import fragments
+from diloco_jax.numerics import weights
+from diloco_jax.runtime import assembly
+from diloco_jax.train import model as model_lib
+
+NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
+
+
+class Share(NamedTuple):
+  """What one participant brings to an outer step."""
+
+  payload: memoryview | bytes  # its encoded pseudo-gradient
+  tokens: int
+  steps: int
+
+
+class Merged(NamedTuple):
+  """What became of an outer step; if it was refused (`failed`, in words), nothing has changed."""
+
+  failed: str
+  digest: int  # of the published value after it
+  delta: memoryview  # what takes holders of the version before to it; not to be sent if it failed
+  norm: float
+
+
+class Theta:
+  """The global model, by fragment: master, published value, outer state, version."""
+
+  def __init__(self, assembled: assembly.Assembly):
+    """Version 0 from the config's seed, the same that every learner draws."""
+    self._assembled = assembled
+    layout, seed = assembled.layout, assembled.config.train.seed
+    count = layout.num_fragments
+    params = jax.tree.map(jnp.asarray, model_lib.init_params(assembled.config.model, seed))
+    self._outer = [assembled.outer_optimizer(p) for p in range(count)]
+    # Placed as what a checkpoint gives back, so that both are compiled for, and cached, as one.
+    self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    self.published = jax.device_put(
+      [codecs.canonical(fragments.gather(layout, p, params)) for p in range(count)], self.place
+    )
+    self.masters = [jnp.copy(value_N) for value_N in self.published]
+    self.outer_states = jax.device_put([
+      exchange.init_outer(layout, p, self._outer[p], self.masters[p]) for p in range(count)
+    ], self.place)
+    self.versions = [0] * count
+    self._outer_step = [
+      jax.jit(
+        functools.partial(
+          exchange.outer_step, layout, p, self._outer[p], assembled.codec_up, assembled.codec_down
+        ),
+        donate_argnums=(0, 1, 2),
+      )
+      for p in range(count)
+    ]
+    self._digest = jax.jit(digest_lib.digest)
+    self._to_params = jax.jit(self._assemble)
+
+  @property
+  def shapes(self) -> Any:
+    return self._assembled.shapes
+
+  def digest(self, p: int) -> int:
+    return assembly.as_int(self._digest(self.published[p]))
+
+  def width(self, participants: int) -> int:
+    """To how many rows so many participants are filled up: M, or the next power of two once more
+    have joined, so that it compiles once."""
+    expected = self._assembled.config.sync.learners
+    return expected if participants <= expected else 1 << (participants - 1).bit_length()
+
+  def merge(self, p: int, shares: Sequence[Share], width: int) -> Merged:
+    """Carries out an outer step of fragment p; its next version, unless it is refused.
+
+    Args:
+      shares: in the order of learner ids.
+      width: rows of the stack; those beyond the shares are absent learners. Part of the input: a
+        sum over more rows may be rounded in another order.
+    """
+    payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
+    tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    for m, share in enumerate(shares):
+      payloads_MxB[m] = np.frombuffer(share.payload, np.uint8)
+      tokens_M[m], steps_M[m] = share.tokens, share.steps
+    result = self._outer_step[p](
+      self.masters[p], self.published[p], self.outer_states[p], payloads_MxB,
+      weights.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
+    )
+    self.masters[p], self.published[p] = result.master_N, result.published_N
+    self.outer_states[p] = result.opt_state
+    failed = '' if bool(result.ok) else NOT_FINITE
+    if not failed:
+      self.versions[p] += 1
+    return Merged(
+      failed, assembly.as_int(result.digest), assembly.host_bytes(result.delta_bytes),
+      float(result.norm),
+    )
+
+  def warm_up(self, p: int) -> None:
+    """Compiles the outer step of fragment p for M participants, by an empty contribution: nobody
+    has a weight, so it is refused and nothing changes."""
+    self.merge(p, (), self.width(1))
+
+  def params(self) -> Any:
+    """The published model as a parameter tree, in buffers of its own."""
+    return self._to_params(self.published)
+
+  def _assemble(self, published: list[jax.Array]) -> Any:
+    tree = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
+    for p, value_N in enumerate(published):
+      tree = fragments.scatter(self._assembled.layout, p, tree, value_N)
+    return tree
+
+  def arrays(self) -> dict[str, Any]:
+    """Everything a checkpoint needs; a tree of arrays."""
+    return {
+      'masters': self.masters, 'published': self.published, 'outer': self.outer_states,
+    }
+
+  def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
+    self.masters, self.published = list(arrays['masters']), list(arrays['published'])
+    self.outer_states = list(arrays['outer'])
+    self.versions = list(versions)
