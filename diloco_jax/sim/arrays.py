@@ -12,10 +12,18 @@ from typing import Any
 from diloco_jax.protocol import actions
 
 
+class Untrue(AssertionError):
+  """A claim that does not hold: its sentence, and what was seen."""
+
+  def __init__(self, sentence: str, detail: str):
+    super().__init__(f'{sentence} {detail}')
+    self.sentence, self.detail = sentence, detail
+
+
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
-  """A statement about arrays; AssertionError with what was seen if it is wrong."""
+  """A statement that only the world can judge. Raises Untrue with what was seen."""
   if not holds:
-    raise AssertionError(f'{sentence} {" ".join(map(str, detail))}')
+    raise Untrue(sentence, ' '.join(map(str, detail)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

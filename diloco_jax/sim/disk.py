@@ -87,12 +87,13 @@ class Disk:
       self._flip(name, self._draw.randrange(durable, kept))
     self._durable[name] = kept
 
-  def flip(self) -> None:
-    """A bit rots somewhere."""
+  def flip(self) -> bool:
+    """A bit rots somewhere; False: there is none."""
     names = [name for name in self.names() if self._files[name]]
     if names:
       name = self._draw.choice(names)
       self._flip(name, self._draw.randrange(len(self._files[name])))
+    return bool(names)
 
   def _flip(self, name: str, place: int) -> None:
     data = bytearray(self._files[name])

@@ -173,19 +173,26 @@ class Network:
 
   # --- What happens to it -------------------------------------------------------------------------
 
-  def gone(self, process: Any) -> None:
-    """The process is no more: its streams break, what it had sent still arrives."""
+  def gone(self, process: Any, silent: bool = False) -> None:
+    """The process is no more: what it had sent still arrives, then its peers hear of it; not if its
+    host is gone too (`silent`)."""
     for session in self.of(process):
       side = 'learner' if process is session.learner else 'syncer'
-      self._close_end(session, side, silent=True)
+      if silent:
+        self._forget(session, side)
+      else:
+        self._close_end(session, side, dead=True)
 
-  def reset(self, process: Any, reason: str = 'connection reset') -> None:
-    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time."""
-    for session in self.of(process):
+  def reset(self, process: Any, reason: str = 'connection reset') -> bool:
+    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time.
+    False: it has none."""
+    sessions = self.of(process)
+    for session in sessions:
       session.broken = True
       self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
       self._engine.after(
         session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
+    return bool(sessions)
 
   def heal(self, link: Link) -> None:
     """Nothing is cut any more; what was held up arrives."""
@@ -218,13 +225,13 @@ class Network:
     if session.open[side]:
       session.end(side)[0].post(event, content)
 
-  def _close_end(self, session: Session, side: str, silent: bool = False) -> None:
-    """One end closes: it hears at once, the other after everything that was sent."""
+  def _close_end(self, session: Session, side: str, dead: bool = False) -> None:
+    """One end closes: it hears at once (unless it is dead), the other after all that was sent."""
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
     flight_ns = session.link.flight_ns(lane)
     time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
-    if silent:
+    if dead:
       self._forget(session, side)
     else:
       self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))

@@ -29,5 +29,8 @@ class Observer(Protocol):
           out: Sequence[actions.Action]) -> None:
     """A machine took an event and gave its actions; they are not carried out yet."""
 
+  def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
+    """A machine raised on an event: there are no actions."""
+
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
     """A process is gone: killed, or ended by its machine's Exit."""

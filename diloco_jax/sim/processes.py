@@ -26,6 +26,10 @@ MS = engine_lib.MS
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 
 
+class MachineCrash(Exception):
+  """A machine raised on an event."""
+
+
 class Process:
   """One machine with its inbox, wake timer, handles and work lane."""
 
@@ -61,9 +65,13 @@ class Process:
 
   def _handle(self, event: Any) -> None:
     now_ns = self.world.engine.now_ns
-    out = self.machine.handle(now_ns, event)
-    self._check()
+    try:
+      out = self.machine.handle(now_ns, event)
+    except Exception as error:
+      self.world.crashed(self.life, now_ns, event, error)
+      raise MachineCrash(f'{self.name}: {type(error).__name__}: {error}') from error
     self.world.saw(self.life, now_ns, event, out)
+    self._check()
     for action in out:
       arrays.claim(self.alive, 'Nothing is done after the exit.', self.name, action)
       self._perform(action)

@@ -44,6 +44,10 @@ class Tapes(observers.Observer):
           out: Sequence[actions.Action]) -> None:
     self._write(life, self._writers[life.number].turn(now_ns, event, out))
 
+  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
+              error: Exception) -> None:
+    self._write(life, self._writers[life.number].crash(now_ns, event, error))
+
   def _write(self, life: observers.Life, line: bytes) -> None:
     if self._folder is not None:
       with self._files[life.number].open('ab') as file:

@@ -81,6 +81,10 @@ class World:
       link.corrupt = False
       self.network.heal(link)
 
+  def lose_disk(self, name: str) -> None:
+    """The host is another one from now on."""
+    self._disks.pop(name, None)
+
   # --- Processes ----------------------------------------------------------------------------------
 
   @property
@@ -138,15 +142,24 @@ class World:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)
 
-  def end(self, process: processes.Process, killed: bool = True) -> None:
-    """A process is gone; its streams break, what it had sent still arrives."""
+  def crashed(
+    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    for watcher in self._watchers:
+      watcher.crashed(life, now_ns, event, error)
+
+  def end(
+    self, process: processes.Process, killed: bool = True, silent: bool = False
+  ) -> None:
+    """A process is gone; its streams break, what it had sent still arrives. `silent`: its host has
+    lost power, so nobody is told."""
     process.alive = False
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
     if process.exit is not None and process.exit.text.startswith('done'):
       self.done.add(process.name.rstrip('*'))
-    self.network.gone(process)
+    self.network.gone(process, silent)
     if self.learners.get(process.name) is process:
       del self.learners[process.name]
 
