@@ -104,7 +104,7 @@ class Disk:
 class Checkpoints:
   """Verified snapshots on a disk: the newest that is whole counts, two are kept.
 
-  A checkpoint is written beside, made durable, then renamed; its digest tells a torn or flipped one.
+  A checkpoint is written beside, made durable, then renamed; its digest tells torn or flipped ones.
   `save` is a generator that yields where time passes and a crash may come between.
   """
 

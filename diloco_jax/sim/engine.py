@@ -56,4 +56,4 @@ class Engine:
     self._at_once = self._at_once + 1 if time_ns == self.now_ns else 0
     self.now_ns = time_ns
     if self._at_once > AT_ONCE:
-      raise Circle(f'{AT_ONCE} things have happened at {time_ns / SECOND:.6f} s and time stands still')
+      raise Circle(f'{AT_ONCE} things have happened at {time_ns / SECOND:.6f} s: time stands still')

@@ -13,8 +13,8 @@ from diloco_jax.sim import processes
 from diloco_jax.sim import world as world_lib
 
 SYNCER = plans.SYNCER
-# Per mille of the kills: the host loses power (what was not fsynced, and nobody is told); a bit rots
-# on its disk meanwhile; a learner's host never comes back, its disk neither.
+# Per mille of the kills: the host loses power (what was not fsynced, and nobody is told); a bit
+# rots on its disk meanwhile; a learner's host never comes back, its disk neither.
 POWER_LOST, ROTTEN, HOST_LOST = 500, 150, 250
 SUPERVISED_NS = 200 * engine_lib.MS
 

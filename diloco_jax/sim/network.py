@@ -4,7 +4,7 @@ A *session* is one stream. As on the wire it has two lanes per direction: contro
 out and never waits for payloads; payloads are first in, first out and may be overtaken by control
 that was sent later. A *link* is a learner's way to the syncer, with its times and its faults:
 
-* a lost packet is sent again, so it makes its lane late (nothing vanishes from a stream that is up);
+* a lost packet is sent again, so it makes its lane late (nothing vanishes from an open stream);
 * a duplicated message is delivered a second time, late and out of order: more than a stream would
   ever do, so the machines must bear it;
 * a cut direction delivers nothing and tells nobody; what is held up arrives after healing, if the

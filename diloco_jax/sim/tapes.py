@@ -1,4 +1,4 @@
-"""Tapes of a simulated run: one hash over all of them, and files that replay like those of real ones."""
+"""Tapes of a simulated run: one hash over all, and files that replay like those of real runs."""
 
 import hashlib
 import pathlib

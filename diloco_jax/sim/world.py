@@ -31,7 +31,8 @@ class World:
   """Hosts and processes, and the hand that starts and ends them."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, seed: int = 0, watchers: Sequence[observers.Observer] = (),
+    self, config: config_lib.ProtocolConfig, seed: int = 0,
+    watchers: Sequence[observers.Observer] = (),
   ):
     self.config, self.seed = config, seed
     self.engine = engine_lib.Engine()

@@ -16,6 +16,7 @@ from unittest import mock
 from diloco_jax.protocol import admission
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering
+from diloco_jax.protocol import grace
 from diloco_jax.protocol import learner
 from diloco_jax.protocol import ledger
 from diloco_jax.protocol import members
@@ -304,6 +305,16 @@ def no_grace(original):
       return 'merge', 'there is a quorum'
     return original(gather, now_ns, needed, live, closing)
   return decide
+
+
+@mutant('There is no grace window.', grace.Grace, 'window_ns', 'I5')
+def window_is_zero(original):
+  return lambda self, config, step_ns: 0
+
+
+@mutant('The grace window takes all of the overlap.', grace.Grace, 'window_ns', 'I5')
+def window_is_the_longest(original):
+  return lambda self, config, step_ns: config.overlap * step_ns
 
 
 @mutant('The grace window never closes.', quorum.Gather, 'deadline_ns', 'L2a')
