@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import dataclasses
+import gc
 import multiprocessing
 import os
 from typing import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ class Summary:
 
 def run_chunk(seeds: Sequence[int]) -> Summary:
   """Runs some seeds in this process."""
+  gc.disable()  # a world lives for milliseconds; what it leaves is collected below
   summary = Summary()
   for seed in seeds:
     outcome = seeds_lib.run_seed(seed, [summary.marks])
@@ -49,6 +51,8 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
       summary.marks.fault(kind)
     if outcome.violation is not None:
       summary.failed.append(outcome)
+  gc.enable()
+  gc.collect()
   return summary
 
 

@@ -714,7 +714,8 @@ class RefusedWithReason(Invariant):
       case 'ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':
-        true = holder is not None and holder.nonce != peer.join.nonce
+        due = holder and holder.incarnation + (holder.nonce != peer.join.nonce)
+        true = holder is not None and peer.offered != due
       case 'MISMATCH':
         true = peer.join.agreement != book.life.start.agreement
       case 'PROTOCOL':

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import random
+from typing import Iterator
 
 
 class Disk:
@@ -112,10 +113,13 @@ class Checkpoints:
     self._disk = disk
     self._numbers = 0
 
-  def save(self, state: dict):
-    """Writes one; raises OSError if it could not, the older ones are untouched then."""
+  def save(self, state: dict) -> Iterator[None]:
+    """Writes the state as it is now; raises OSError if it could not, the older ones are untouched
+    then."""
+    return self._write(json.dumps(state).encode())
+
+  def _write(self, data: bytes) -> Iterator[None]:
     self._numbers = max([self._numbers, *self._saved()]) + 1
-    data = json.dumps(state).encode()
     self._disk.create('new')
     self._disk.append('new', hashlib.sha256(data).digest() + data)
     yield

@@ -21,6 +21,7 @@ import random
 from typing import Any, Callable
 
 from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
 from diloco_jax.sim import engine as engine_lib
 
 MS = engine_lib.MS
@@ -160,6 +161,8 @@ class Network:
       session=session.number if up else session.learner_session, message=message)
 
     def deliver() -> None:
+      if isinstance(message, messages.Finish):
+        session.learner.finished_by = process
       self._post(session, end, event, content)
 
     self._carry(session, lane, time_ns, deliver)

@@ -204,6 +204,7 @@ class Learner(Process):
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self._training = False
+    self.finished_by: Any = None  # the syncer's process that told it that the run is over
 
   def work(self, action: actions.Work) -> None:
     match action:

@@ -158,7 +158,7 @@ class World:
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    if process.exit is not None and process.exit.text.startswith('done'):
+    if getattr(process, 'finished_by', None) is self.syncer and process.exit is not None:
       self.done.add(process.name.rstrip('*'))
     self.network.gone(process, silent)
     if self.learners.get(process.name) is process:
