@@ -748,17 +748,23 @@ class SyncerBook:
   # --- After a turn -------------------------------------------------------------------------------
 
   def can_end(self, now_ns: int) -> bool:
-    """Whether the run may be over now."""
-    if self.finished_ns is None:
+    """Whether the run may be over now, perhaps since this very turn."""
+    if self.finished_ns is None and not self._closed:
       return False
     gone = all(holder.left for holder in self.lineage.holders.values())
-    return self.stopping or gone or now_ns >= self.finished_ns + self.config.lease_ns
+    finished_ns = now_ns if self.finished_ns is None else self.finished_ns
+    return self.stopping or gone or now_ns >= finished_ns + self.config.lease_ns
+
+  @property
+  def _closed(self) -> bool:
+    """Every sync is over."""
+    return self.over and not self.gathers and not self.merges
 
   def after(self, now_ns: int) -> None:
     """The end of the run follows from what is open."""
     if self.exiting or self.merges:
       return
-    if self.finished_ns is None and self.over and not self.gathers:
+    if self.finished_ns is None and self._closed:
       self.finished_ns = now_ns
     self.exiting = self.stopping or self.can_end(now_ns)
 

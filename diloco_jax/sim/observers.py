@@ -34,3 +34,14 @@ class Observer(Protocol):
 
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
     """A process is gone: killed, or ended by its machine's Exit."""
+
+
+class Count(Observer):
+  """How many turns the machines took."""
+
+  def __init__(self):
+    self.events = 0
+
+  def saw(self, life: Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    self.events += 1

@@ -6,6 +6,7 @@ nothing that its machine says: what was really trained, snapshot, merged and ado
 and here. Payload handles are tracked, so that a leak or a double drop is noticed.
 """
 
+import abc
 import dataclasses
 import itertools
 from typing import Any, Callable, Iterator
@@ -30,7 +31,7 @@ class MachineCrash(Exception):
   """A machine raised on an event."""
 
 
-class Process:
+class Process(abc.ABC):
   """One machine with its inbox, wake timer, handles and work lane."""
 
   def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk):
@@ -123,8 +124,9 @@ class Process:
 
   # --- Work ---------------------------------------------------------------------------------------
 
+  @abc.abstractmethod
   def work(self, action: actions.Work) -> None:
-    raise NotImplementedError
+    """Begins a work action; an event answers it after a while."""
 
   def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
     """Answers work first in, first out: on the lane that steps, or on the one beside it."""

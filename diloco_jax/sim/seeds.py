@@ -9,6 +9,7 @@ import dataclasses
 import traceback
 from typing import Any, Sequence
 
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.sim import arrays
 from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import engine as engine_lib
@@ -45,16 +46,6 @@ class Outcome:
   violation: Violation | None
 
 
-class _Count(observers.Observer):
-  """Counts turns."""
-
-  def __init__(self):
-    self.events = 0
-
-  def saw(self, life, now_ns, event, out) -> None:
-    self.events += 1
-
-
 def run_seed(
   seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None,
 ) -> Outcome:
@@ -65,7 +56,7 @@ def run_seed(
     watchers: see every turn, before the checkers do.
     note: is told of faults and phases: (time in ns, text).
   """
-  setting, count = swarm.draw(seed), _Count()
+  setting, count = swarm.draw(seed), observers.Count()
   checkers = checkers_lib.Checkers(setting.config)
   world = world_lib.World(setting.config, seed, (count, *watchers, checkers))
   nemesis = nemesis_lib.Nemesis(world, setting.plan, note)
@@ -139,3 +130,16 @@ def _check_books(world: world_lib.World) -> None:
                  'What the ledger calls merged was merged.', name, row, theta.merged)
     arrays.claim(world.rolled_back or row['tokens'] <= trained,
                  'No more tokens are counted than were trained.', name, row, trained)
+
+
+def run_calm(config: config_lib.ProtocolConfig) -> int:
+  """A run in which nothing goes wrong, steps are unequal, and all checkers watch; its events."""
+  count, checkers = observers.Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=(count, checkers))
+  for which in range(config.learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  checkers.finished(world.now_ns)
+  return count.events
