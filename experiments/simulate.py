@@ -11,6 +11,7 @@ half a minute on two cores.
 """
 
 import pathlib
+import sys
 import time
 
 from absl import flags
@@ -18,28 +19,31 @@ from rich import progress
 
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import tapes as tapes_lib
+from diloco_jax.runtime import tether
 from diloco_jax.sim import campaign
 from diloco_jax.sim import seeds as seeds_lib
 from diloco_jax.sim import story
 from diloco_jax.sim import swarm
 from diloco_jax.sim import tapes
 
-_SEEDS = flags.DEFINE_string('seeds', '0:1000', 'Which seeds to run, FIRST:BEYOND.')
+_SEEDS = flags.DEFINE_string('seeds', None, 'Which seeds to run, FIRST:BEYOND; default 0:1000.')
 _SEED = flags.DEFINE_integer('seed', None, 'One seed only.')
 _STORY = flags.DEFINE_bool('story', False, 'With --seed: tell what happens.')
 _TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tape of every node.')
-_JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.')
+_JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.', lower_bound=0)
 _SHOWN = 3  # violations printed in full
 
 
 def main(argv: list[str]) -> int:
   del argv
   if _SEED.value is not None:
+    if _SEEDS.value is not None:
+      raise launch.NeverRetry('--seed and --seeds at once: one run, or many?')
     return _one(_SEED.value)
   for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
     if given:
       raise launch.NeverRetry(f'{flag} tells of one run: add --seed=N')
-  first, colon, beyond = _SEEDS.value.partition(':')
+  first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
     raise launch.NeverRetry(
       f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000')
@@ -65,8 +69,9 @@ def _tapes_folder() -> pathlib.Path | None:
   if not _TAPES.value:
     return None
   folder = pathlib.Path(_TAPES.value)
-  if folder.exists() and any(folder.iterdir()):
-    raise launch.NeverRetry(f'--tapes={folder} is not empty; nothing was overwritten. Name a new one')
+  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    raise launch.NeverRetry(
+      f'--tapes={folder} is a file, or not empty. Nothing was overwritten; name a new folder')
   return folder
 
 
@@ -76,9 +81,10 @@ def _many(first: int, beyond: int) -> int:
   with progress.Progress(
     *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(),
     progress.TextColumn('{task.fields[violations]} violations'), transient=True,
+    disable=not sys.stdout.isatty(),
   ) as bar:
     task = bar.add_task('seeds', total=beyond - first, violations=0)
-    for part in campaign.run(range(first, beyond), _JOBS.value):
+    for part in campaign.run(range(first, beyond), _JOBS.value, tether.die_with_parent):
       total.add(part)
       bar.update(task, completed=total.seeds, violations=len(total.failed))
   seconds = time.monotonic() - began

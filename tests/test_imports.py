@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'diloco_jax'
 
-# What each package may import of ours. `sim` comes later; runtime will never import it.
+# What each package may import of ours. Nothing but experiments and tests imports `sim`.
 ALLOWED = {
   'protocol': set(),
   'numerics': set(),

@@ -103,8 +103,8 @@ class Gathering:
       self._ledger.of(member).settle(fragment, message.tokens_from, message.tokens_to, reason)
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
-    version, anchored = self._published.fragments[fragment].version, member.anchored.get(fragment, 0)
-    if verdicts.needs_anchor(message, version, anchored, reason):
+    version = self._published.fragments[fragment].version
+    if verdicts.needs_anchor(message, version, member.anchored.get(fragment, 0), reason):
       self._published.resend_whole(member, fragment)
 
   def decline(self, member: members_lib.Member, message: messages.Decline) -> None:

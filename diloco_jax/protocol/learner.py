@@ -103,7 +103,7 @@ class LearnerMachine:
     self._running = False
     self._told_step = -1  # the last one reported on this session
     self._saved_steps = 0
-    self._ending = ''
+    self._ending = self._refused = ''
     self._saving = False
     self._exited = False
 
@@ -113,7 +113,7 @@ class LearnerMachine:
     """Takes one event at time `now_ns` and returns what is to be done, in order."""
     self._dispatch(now_ns, event)
     if not self._exited:
-      self._connection.keep(now_ns, bool(self._ending))
+      self._connection.keep(now_ns, self._no_more)
     if not self._running and not self._exited:
       self._boundary()
     return self._out.take()
@@ -121,7 +121,12 @@ class LearnerMachine:
   @property
   def deadline_ns(self) -> int | None:
     """When a Wake is wanted."""
-    return None if self._exited else self._connection.deadline_ns(bool(self._ending))
+    return None if self._exited else self._connection.deadline_ns(self._no_more)
+
+  @property
+  def _no_more(self) -> bool:
+    """It is going, so it dials no more."""
+    return bool(self._ending or self._refused)
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
@@ -172,7 +177,8 @@ class LearnerMachine:
         self._confirm(now_ns, incarnation)
       case messages.Refused():
         if self._connection.refused(now_ns, message):
-          self._exit(42, message.text)
+          self._refused = message.text
+          self._give_up()
       case messages.Joined() if not self._connection.joined:
         self._joined(message)
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
@@ -383,6 +389,13 @@ class LearnerMachine:
         f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
         'previous checkpoint is untouched.'
       )
+    if self._refused:
+      self._give_up()
+
+  def _give_up(self) -> None:
+    """Refused for good: ends at once, but not in the middle of a checkpoint."""
+    if not self._saving:
+      self._exit(42, self._refused)
 
   def _end(self) -> None:
     """Save, say goodbye, exit; each once."""

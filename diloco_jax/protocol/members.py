@@ -25,9 +25,9 @@ ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 @dataclasses.dataclass(slots=True)
 class Member:
   """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
-  before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: fragments
-  of which too many are (published.py). `anchored[p]`: this life's tokens when it adopted its anchor
-  of p, as last told."""
+  before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: of which
+  fragments too many are (published.py). `anchored[p]`: this life's tokens when it adopted its
+  anchor of p, as last told."""
 
   learner: str
   stream: int

@@ -358,6 +358,8 @@ class Replay:
 
   def text(self) -> str:
     """One line if all is well, else the first divergence with what came before it."""
+    if self.header is None:
+      return 'nothing to replay: killed before its first turn, or emptied since'
     if self.divergence is not None:
       return f'diverges at turn {self.divergence.turn.index}:\n{self.divergence.text()}'
     notes = {'exit': '', 'crash': ', crashes as recorded', 'open': ', no exit (killed or running)'}

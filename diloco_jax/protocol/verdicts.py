@@ -70,8 +70,8 @@ def needs_anchor(
   """Whether a learner whose payload was discarded must be sent the fragment (now at `version`).
 
   A range that starts before what is settled, from an anchor that is not about to be replaced, would
-  be refused again and again: only a fresh anchor puts it right. If the learner has told of one since
-  (at token count `anchored`: control overtakes payloads), another would only overwrite more."""
+  be refused again and again: only a fresh anchor puts it right. If the learner has told of one
+  since (at token count `anchored`: control overtakes payloads), another would overwrite more."""
   if message.tokens_from < anchored:
     return False
   if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):

@@ -16,12 +16,17 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def main(parent_pid: int, cpus: str, command: list[str]) -> None:
+def die_with_parent() -> None:
+  """Asks for it; a parent that is dead already is not noticed."""
   if sys.platform == 'linux':
     import ctypes  # pylint: disable=g-import-not-at-top
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if cpus != 'all':
-      os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(',')})
+
+
+def main(parent_pid: int, cpus: str, command: list[str]) -> None:
+  die_with_parent()
+  if sys.platform == 'linux' and cpus != 'all':
+    os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(',')})
   if os.getppid() != parent_pid:  # it died before we asked
     sys.exit(1)
   os.execvp(command[0], command)

@@ -18,10 +18,18 @@ from diloco_jax.protocol import actions
 Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
 
 
+class Untrue(AssertionError):
+  """A claim that does not hold: its sentence, and what was seen."""
+
+  def __init__(self, sentence: str, detail: str):
+    super().__init__(f'{sentence} {detail}')
+    self.sentence, self.detail = sentence, detail
+
+
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
-  """A statement about arrays; AssertionError with what was seen if it is wrong."""
+  """A statement that only the world can judge. Raises Untrue with what was seen."""
   if not holds:
-    raise AssertionError(f'{sentence} {" ".join(map(str, detail))}')
+    raise Untrue(sentence, ' '.join(map(str, detail)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

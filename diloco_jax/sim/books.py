@@ -19,11 +19,12 @@ Books are updated after the checkers have seen a record, so that a checker sees 
 import collections
 import copy
 import dataclasses
-from typing import Any, Callable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
+from diloco_jax.protocol import grace
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.sim import observers
@@ -492,9 +493,48 @@ class Gather:
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
   quorum_ns: int | None = None
+  grace_ns: int = 0  # the window that began with the quorum
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
   record: Record | None = None
+
+
+class Window:
+  """What the grace window follows from (paper section 4): the times of steps, of gathering K
+  payloads, and from the decision to merge to the first adoption."""
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self._config = config
+    self._quorum_ns, self._sync_ns = grace.Average(), grace.Average()
+    self._steps_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)  # by nonce
+    self._merging: dict[int, tuple[int, int]] = {}  # fragment: version, since when
+
+  def step(self, nonce: int, step_ns: int) -> None:
+    if step_ns:
+      self._steps_ns[nonce].add(step_ns)
+
+  def merges(self, now_ns: int, fragment: int, version: int) -> None:
+    self._merging[fragment] = version, now_ns
+
+  def refused(self, fragment: int) -> None:
+    self._merging.pop(fragment, None)
+
+  def adopted(self, now_ns: int, fragment: int, version: int) -> None:
+    expected, since_ns = self._merging.get(fragment, (None, 0))
+    if version == expected:
+      self._sync_ns.add(now_ns - since_ns)
+      del self._merging[fragment]
+
+  def begins(self, waited_ns: int, nonces: Iterable[int]) -> int:
+    """K payloads are there after `waited_ns`; how long to wait for the other live learners."""
+    self._quorum_ns.add(waited_ns)
+    if not self._sync_ns.samples:
+      return 0
+    fastest_ns = min((self._steps_ns[one].value for one in nonces if one in self._steps_ns),
+                     default=0)
+    needed_ns = self._quorum_ns.value + self._sync_ns.value
+    slack_ns = max(0, self._config.overlap * fastest_ns - needed_ns)
+    return slack_ns * self._config.grace_permille // 1000
 
 
 class SyncerBook:
@@ -511,6 +551,7 @@ class SyncerBook:
     self.reads: set[int] = set()  # fragments that are being read whole
     self.peer: Peer | None = None  # who spoke in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
+    self.window = Window(run.config)
     self.longest_step_ns = 0
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
@@ -598,6 +639,7 @@ class SyncerBook:
     holder = self.lineage.holders[peer.join.learner]
     holder.step, holder.done = max(holder.step, message.step), holder.done or message.finished
     self.longest_step_ns = max(self.longest_step_ns, message.step_ns)
+    self.window.step(peer.join.nonce, message.step_ns)
     self.account(peer).train(message.tokens)
 
   def _counts(self, peer: Peer) -> bool:
@@ -618,6 +660,8 @@ class SyncerBook:
     self.pending[handle] = gather
     if len(gather.payloads) == self.config.quorum and gather.quorum_ns is None:
       gather.quorum_ns = now_ns
+      nonces = (member.join.nonce for member in self.members.values())
+      gather.grace_ns = self.window.begins(now_ns - gather.opened_ns, nonces)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -635,6 +679,7 @@ class SyncerBook:
     if not message.matched:
       self.lineage.repaired += 1
     else:
+      self.window.adopted(now_ns, message.fragment, message.version)
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
       peer.on_way[message.fragment] = [
@@ -655,7 +700,9 @@ class SyncerBook:
     record.digest, record.failed = done.digest, done.failed
     record.end(self.lineage)
     self.run.told += 1
-    if not done.failed:
+    if done.failed:
+      self.window.refused(done.fragment)
+    else:
       self.handles.add(done.handle)
       self.run.publish(done.fragment, done.digest)
 
@@ -717,6 +764,7 @@ class SyncerBook:
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
     gather.merging, self.merges = merge, self.merges + 1
+    self.window.merges(now_ns, merge.fragment, merge.version)
     gather.merged = tuple(gather.payloads[one.handle] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
       told = message.tokens_from, message.tokens_to
@@ -770,17 +818,23 @@ class SyncerBook:
   # --- After a turn -------------------------------------------------------------------------------
 
   def can_end(self, now_ns: int) -> bool:
-    """Whether the run may be over now."""
-    if self.finished_ns is None:
+    """Whether the run may be over now, perhaps since this very turn."""
+    if self.finished_ns is None and not self._closed:
       return False
     gone = all(holder.left for holder in self.lineage.holders.values())
-    return self.stopping or gone or now_ns >= self.finished_ns + self.config.lease_ns
+    finished_ns = now_ns if self.finished_ns is None else self.finished_ns
+    return self.stopping or gone or now_ns >= finished_ns + self.config.lease_ns
+
+  @property
+  def _closed(self) -> bool:
+    """Every sync is over."""
+    return self.over and not self.gathers and not self.merges
 
   def after(self, now_ns: int) -> None:
     """The end of the run follows from what is open."""
     if self.exiting or self.merges:
       return
-    if self.finished_ns is None and self.over and not self.gathers:
+    if self.finished_ns is None and self._closed:
       self.finished_ns = now_ns
     self.exiting = self.stopping or self.can_end(now_ns)
 

@@ -3,18 +3,20 @@
 import collections
 import concurrent.futures
 import dataclasses
+import gc
 import multiprocessing
 import os
-from typing import Iterator, Sequence
+from typing import Callable, Iterator, Sequence
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
 from diloco_jax.sim import marks as marks_lib
 from diloco_jax.sim import observers
 from diloco_jax.sim import seeds as seeds_lib
 from diloco_jax.sim import swarm
 
-CHUNK = 25
+CHUNK = 10
 KEPT = 50
 
 
@@ -38,6 +40,7 @@ class Summary:
 
 def run_chunk(seeds: Sequence[int]) -> Summary:
   """Runs some seeds in this process."""
+  gc.disable()  # a world lives for milliseconds; what it leaves is collected below
   summary = Summary()
   for seed in seeds:
     outcome = seeds_lib.run_seed(seed, [summary.marks])
@@ -48,15 +51,19 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
       summary.marks.fault(kind)
     if outcome.violation is not None:
       summary.failed.append(outcome)
+  gc.enable()
+  gc.collect()
   return summary
 
 
-def run(seeds: Sequence[int], jobs: int = 0) -> Iterator[Summary]:
+def run(
+  seeds: Sequence[int], jobs: int = 0, initializer: Callable[[], None] | None = None
+) -> Iterator[Summary]:
   """Runs seeds spread over `jobs` processes (0: one per core); summaries of a few seeds each, as
-  they come."""
+  they come. `initializer` is called first in each of them."""
   chunks = [seeds[start:start + CHUNK] for start in range(0, len(seeds), CHUNK)]
   with concurrent.futures.ProcessPoolExecutor(
-    jobs or os.cpu_count(), multiprocessing.get_context('spawn')
+    jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer
   ) as pool:
     try:
       for future in concurrent.futures.as_completed([pool.submit(run_chunk, c) for c in chunks]):
@@ -66,25 +73,42 @@ def run(seeds: Sequence[int], jobs: int = 0) -> Iterator[Summary]:
 
 
 class _Last(observers.Observer):
-  """Keeps the last turns, in words."""
+  """Keeps the last turns in words, without those that keep a lease alive and do nothing."""
 
   def __init__(self):
     self.lines: collections.deque[str] = collections.deque(maxlen=KEPT)
+    self._peers: dict[int, str] = {}  # the syncer's sessions: which learner speaks there
+
+  def note(self, now_ns: int, text: str) -> None:
+    self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
 
   def saw(self, life: observers.Life, now_ns: int, event: events.Event,
           out: Sequence[actions.Action]) -> None:
-    self.lines.append(f'{now_ns / 1e9:10.6f} {life.start.node}: {event} -> {list(out)}')
+    message = getattr(event, 'message', None)
+    if type(message) is messages.Heartbeat and len(out) <= 1:
+      return
+    peer = ''
+    if life.start.role == 'syncer' and isinstance(event, events.Received):
+      if isinstance(message, messages.Join):
+        self._peers[event.session] = message.learner
+      peer = f' from {self._peers.get(event.session, "?")}'
+    self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
+
+  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
+              error: Exception) -> None:
+    self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
 
 
 def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
   """Everything that one needs to look into a violation. Runs the seed once more."""
-  last = _Last()
-  seeds_lib.run_seed(outcome.seed, [last])
+  last, setting = _Last(), swarm.draw(outcome.seed)
+  seeds_lib.run_seed(outcome.seed, [last], last.note)
   broken = outcome.violation
   return '\n'.join([
     f'seed {outcome.seed} at commit {commit} breaks {broken.invariant}: {broken.sentence}',
     broken.detail,
-    f'config: {swarm.draw(outcome.seed).config}',
+    f'config: {setting.config}',
+    f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
     f'the last {len(last.lines)} events:', *last.lines,
     f'replay: python -m experiments.simulate --seed={outcome.seed} --story',
   ])

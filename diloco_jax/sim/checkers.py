@@ -82,8 +82,8 @@ class Invariant:
   def healed(self, now_ns: int) -> None:
     """Nothing goes wrong from here on."""
 
-  def finished(self, now_ns: int) -> None:
-    """The run is over."""
+  def finished(self, now_ns: int) -> bool | None:
+    """The run is over. False: it did not come so far that the end can be judged."""
 
 
 # --- Safety: contributions and versions -----------------------------------------------------------
@@ -173,8 +173,8 @@ class NeverBack(Invariant):
 
 class DeltasFit(Invariant):
   id = 'I4b'
-  sentence = ('A delta goes to those who hold its base, to all who can take it, and is applied to it; '
-              'who could not take one is sent the newest value once it can.')
+  sentence = ('A delta goes to those who hold its base, to all who can take it, and is applied to '
+              'it; who could not take one is sent the newest value once it can.')
 
   @on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
@@ -196,7 +196,11 @@ class DeltasFit(Invariant):
   @after(SYNCER, messages.Adopted)
   def catches_up(self, book, now_ns, event, out):
     p, peer = event.message.fragment, book.peer
-    if not event.message.matched or not peer.joined or not peer.member or book.exiting:
+    if not peer.joined or not peer.member or book.exiting:
+      return
+    if not event.message.matched:
+      if p not in book.reads:
+        self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     newest = peer.sent.get(p, book.lineage.versions[p]) == book.lineage.versions[p]
     if not newest and not peer.on_way[p] and p not in book.reads:
@@ -222,7 +226,8 @@ class DeltasFit(Invariant):
 class Quorum(Invariant):
   id = 'I5'
   sentence = ('An outer step has the payloads of at least K different learners, live and joined, '
-              'and does not begin before everybody has answered or the grace window is over.')
+              'and begins when everybody has answered or the grace window, as long as the paper '
+              'has it, is over.')
 
   @on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -244,9 +249,8 @@ class Quorum(Invariant):
     """The reason that is recorded holds."""
     values = report.values
     gather = book.gathers[values['sync']]
-    longest_ns = self.config.overlap * book.longest_step_ns * self.config.grace_permille // 1000
-    if not 0 <= values['grace_ns'] <= longest_ns:
-      self.fail(values, f'the grace window is at most {longest_ns}')
+    if values['grace_ns'] != gather.grace_ns:
+      self.fail(values, f'the grace window is {gather.grace_ns} ns')
     if gather.waiting and now_ns < gather.quorum_ns + values['grace_ns']:
       self.fail(values, f'{gather.waiting} have not answered')
     if values['tokens'] != sum(one.tokens for one in gather.merging.participants):
@@ -383,7 +387,7 @@ class TokensConserved(Invariant):
   def finished(self, now_ns):
     syncer = self.run.syncer
     if syncer is None or not syncer.over or not syncer.exited:
-      return
+      return False
     totals = syncer.lineage.totals()
     settled = totals['merged'] + sum(totals['discarded'].values())
     trained: dict[str, int] = collections.Counter()
@@ -742,6 +746,19 @@ class HolderStays(Invariant):
       self.fail(close, peer, f'heard {now_ns - peer.heard_ns} ns ago')
 
 
+class LeaseEnds(Invariant):
+  id = 'L8'
+  sentence = 'Who is not heard of for a lease is not waited for any longer.'
+
+  @on(SYNCER, 'ledger')
+  def ledger(self, book, now_ns, report, event):
+    if book.exiting:
+      return
+    for peer in book.members.values():
+      if now_ns - peer.heard_ns > self.config.lease_ns + self.config.heartbeat_ns:
+        self.fail(peer, now_ns)
+
+
 class RefusedWithReason(Invariant):
   id = 'I13b'
   sentence = 'A process is refused only for a reason that holds.'
@@ -757,7 +774,8 @@ class RefusedWithReason(Invariant):
       case 'ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':
-        true = holder is not None and holder.nonce != peer.join.nonce
+        due = holder and holder.incarnation + (holder.nonce != peer.join.nonce)
+        true = holder is not None and peer.offered != due
       case 'MISMATCH':
         true = peer.join.agreement != book.life.start.agreement
       case 'PROTOCOL':
@@ -838,6 +856,10 @@ class Pace(Invariant):
   sentence = ('Sync t opens once K live learners have reached step t, in the order of the '
               'schedule; no two of one fragment are in flight.')
 
+  def __init__(self, run):
+    super().__init__(run)
+    self._look_ns = 0
+
   @on(SYNCER, messages.Pull)
   def pull(self, book, now_ns, send, event):
     sync, p = send.message.sync, send.message.fragment
@@ -852,6 +874,24 @@ class Pace(Invariant):
     if any(other.fragment == p for other in book.gathers.values()) or book.stopping:
       self.fail(send, book.gathers)
     self._reached(book, sync)
+
+  @after(SYNCER, EVERY)
+  def opens(self, book, now_ns, event, out):
+    """Once per heartbeat: the next sync waits for a slot or for learners, for nothing else."""
+    if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
+      return
+    self._look_ns = now_ns + self.config.heartbeat_ns
+    sync = book.lineage.next
+    p = book.schedule.fragment(sync)
+    flying = [gather.fragment for gather in book.gathers.values()]
+    if len(flying) >= self.config.in_flight or p in flying:
+      return
+    ready = 0
+    for peer in book.members.values():
+      holder = book.lineage.holders[peer.join.learner]
+      ready += peer.caught_up and (holder.step >= sync or holder.done)
+    if ready >= self.config.quorum:
+      self.fail(f'sync {sync} is not open, {ready} learners are there')
 
   def _reached(self, book, sync):
     ready = 0
@@ -973,13 +1013,18 @@ class MergesAgain(Invariant):
     return max([self.run.syncer.lineage.opened, *steps])
 
   def finished(self, now_ns):
-    if self._before is None or not self.run.syncer.over:
-      return
+    if self._before is None:
+      return False
     clock, before = self._before
     after = self.run.syncer.lineage.versions
-    enough = self.config.total_steps - clock >= self.PERIODS * self.config.period
-    if enough and not all(a > b for a, b in zip(after, before)):
+    if self._end() - clock < self.PERIODS * self.config.period:
+      return False
+    if not all(a > b for a, b in zip(after, before)):
       self.fail(f'versions at step {clock} {before}, at the end {after}')
+
+  def _end(self) -> int:
+    """The clock at the end; a run that came to its end did all its steps."""
+    return self.config.total_steps if self.run.syncer.over else self._clock()
 
 
 class Joins(Invariant):
@@ -1014,6 +1059,12 @@ class Joins(Invariant):
       return False
     since_ns = max(born_ns, self._healed_ns, self._died_ns.get(book.learner, 0))
     return now_ns - since_ns > self.LEASES * self.config.lease_ns
+
+  @on(SYNCER, actions.Exit)
+  def syncer_ends(self, syncer, now_ns, action, event):
+    for born_ns, book in self._alive.values():
+      if not book.ever_joined and not book.ending and self._alone(now_ns, born_ns, book):
+        self.fail(book, 'it has not joined')
 
   def finished(self, now_ns):
     for born_ns, book in self._alive.values():
@@ -1084,7 +1135,7 @@ class NoFragmentStarves(Invariant):
   def finished(self, now_ns):
     syncer = self.run.syncer
     if syncer is None or not syncer.over or not syncer.exited:
-      return
+      return False
     lineage, schedule = syncer.lineage, syncer.schedule
     for p, offset in enumerate(schedule.offsets):
       dues = (schedule.last - offset) // schedule.period + 1
@@ -1111,9 +1162,10 @@ class QueuesDrain(Invariant):
 INVARIANTS: tuple[type[Invariant], ...] = (
   InOrder, Quorum, CountedOnce, OneAnswer, VersionsInOrder, NeverBack, DeltasFit, Fresh,
   HonestLearner, HonestDigests, TokensConserved, Verdicts, Finite, Bounded, SnapshotIsACut,
-  NothingSpokenIsLost, DurableFirst, RecoveredState, CompactionKeeps, Incarnations, HolderStays,
-  RefusedWithReason, JoinerCatchesUp, OnlyMembers, Pace, LastWord, NoStepWaits, NobodyIsWaitedFor,
-  EveryPullIsAnswered, MergesAgain, Joins, Contributes, NoFragmentStarves, QueuesDrain,
+  NothingSpokenIsLost, DurableFirst, RecoveredState, CompactionKeeps, Incarnations,
+  HolderStays, RefusedWithReason, JoinerCatchesUp, OnlyMembers, Pace, LastWord, LeaseEnds,
+  NoStepWaits, NobodyIsWaitedFor, EveryPullIsAnswered, MergesAgain, Joins, Contributes,
+  NoFragmentStarves, QueuesDrain,
 )
 
 
@@ -1202,10 +1254,11 @@ class Checkers:
     for invariant in self.invariants.values():
       invariant.healed(now_ns)
 
-  def finished(self, now_ns: int, **seen: Any) -> None:
-    """The run is over: what must be true of it as a whole. `seen`: what only the world knows."""
-    for invariant in self.invariants.values():
-      invariant.finished(now_ns)
+  def finished(self, now_ns: int) -> tuple[str, ...]:
+    """The run is over: what must be true of it as a whole. The ids of those whose end could not be
+    judged, because the run was stopped before."""
+    return tuple(
+      one.id for one in self.invariants.values() if one.finished(now_ns) is False)
 
 
 class SameAgain(Invariant):

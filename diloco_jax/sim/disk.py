@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import random
+from typing import Iterator
 
 PAGE = 24  # bytes that are lost or kept together; a record here is a few hundred bytes
 
@@ -214,14 +215,15 @@ class Disk:
           if self._draw.randrange(2):
             data[page:stop] = bytes(stop - page)
 
-  def flip(self) -> None:
-    """A bit rots somewhere."""
+  def flip(self) -> bool:
+    """A bit rots somewhere; False: there is none."""
     names = [name for name in self.names() if self._files[name].data]
     if names:
       name = self._draw.choice(names)
       place = self._draw.randrange(self.size(name))
       self._files[name].data[place] ^= 1 << self._draw.randrange(8)
       self.rot.append((name, place))
+    return bool(names)
 
 
 class Checkpoints:
@@ -235,10 +237,13 @@ class Checkpoints:
     self._disk = disk
     self._numbers = 0
 
-  def save(self, state: dict):
-    """Writes one; raises OSError if it could not, the older ones are untouched then."""
+  def save(self, state: dict) -> Iterator[None]:
+    """Writes the state as it is now; raises OSError if it could not, the older ones are untouched
+    then."""
+    return self._write(json.dumps(state).encode())
+
+  def _write(self, data: bytes) -> Iterator[None]:
     self._numbers = max([self._numbers, *self._saved()]) + 1
-    data = json.dumps(state).encode()
     self._disk.create('new')
     self._disk.append('new', hashlib.sha256(data).digest() + data)
     yield

@@ -7,6 +7,11 @@ from typing import Callable
 
 MS = 1_000_000
 SECOND = 1_000 * MS
+AT_ONCE = 100_000
+
+
+class Circle(AssertionError):
+  """Things go on happening while time stands still."""
 
 
 def stream(seed: int, *names: str) -> random.Random:
@@ -25,6 +30,7 @@ class Engine:
 
   def __init__(self):
     self.now_ns = 0
+    self._at_once = 0  # how much has happened at this very time
     self._queue: list[tuple[int, int, Callable[[], None]]] = []
     self._order = itertools.count()
 
@@ -39,7 +45,15 @@ class Engine:
     """Runs until a time, or until `done()`."""
     queue = self._queue
     while queue and queue[0][0] <= until_ns and not done():
-      self.now_ns, _, call = heapq.heappop(queue)
+      time_ns, _, call = heapq.heappop(queue)
+      self._count(time_ns)
       call()
     if not done():
       self.now_ns = max(self.now_ns, until_ns)
+
+  def _count(self, time_ns: int) -> None:
+    """Time moves on; if it does not any more, the run is caught in a circle."""
+    self._at_once = self._at_once + 1 if time_ns == self.now_ns else 0
+    self.now_ns = time_ns
+    if self._at_once > AT_ONCE:
+      raise Circle(f'{AT_ONCE} things have happened at {time_ns / SECOND:.6f} s: time stands still')

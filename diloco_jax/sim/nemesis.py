@@ -13,9 +13,10 @@ from diloco_jax.sim import processes
 from diloco_jax.sim import world as world_lib
 
 SYNCER = plans.SYNCER
-HOSTS_LOST = 250  # per mille of the kills that lose the disk
+# Per mille of the kills: the host loses power (what was not fsynced, and nobody is told); a bit
+# rots on its disk meanwhile; a learner's host never comes back, its disk neither.
+POWER_LOST, ROTTEN, HOST_LOST = 500, 150, 250
 SUPERVISED_NS = 200 * engine_lib.MS
-POWER_LOST = 500  # per mille of the kills that lose what was not fsynced
 KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: these two wait for its disk
 CALLS = 15  # to the disk until a kill 'in call', at most: a save, or five outer steps
 
@@ -87,7 +88,7 @@ class Nemesis:
         self._kill_syncer(syncer, self._draw.choice(KILLS))
       case 'preempt':
         syncer.stop('preempted')
-        self._world.engine.after(fault.amount, lambda: self._kill(syncer))
+        self._kill_later(syncer, fault)
       case 'freeze':
         syncer.freeze()
       case 'nan':
@@ -102,7 +103,7 @@ class Nemesis:
         self._kill(learner)
       case 'preempt':
         learner.stop('preempted')
-        self._world.engine.after(fault.amount, lambda: self._kill(learner))
+        self._kill_later(learner, fault)
       case 'freeze':
         learner.freeze()
       case 'replace':
@@ -128,7 +129,7 @@ class Nemesis:
       case 'fsync_fails':
         disk.failing_fsyncs = fault.amount
       case 'rot':
-        disk.flip()
+        return disk.flip()
       case 'cut_up' | 'cut_down' | 'partition':
         for link in self._links(fault.node):
           link.cut.update(_lanes(fault.kind))
@@ -142,18 +143,29 @@ class Nemesis:
         for link in self._links(fault.node):
           link.corrupt = True
       case 'reset':
-        for name in self._names(fault.node):
-          world.network.reset(world.learners[name])
+        streams = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
+        return any(streams)
       case _:
         return False
     return True
 
+  def _kill_later(self, process: processes.Process, fault: plans.Fault) -> None:
+    """Whoever has not ended when its notice is over is killed, and started again later."""
+    def expire() -> None:
+      self._kill(process)
+      self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
+
+    self._world.engine.after(fault.amount, expire)
+
   def _kill(self, process: processes.Process) -> None:
-    if not process.alive:
+    if not process.alive or self.healing:
       return
-    if engine_lib.chance(self._draw, POWER_LOST):
+    powerless = engine_lib.chance(self._draw, POWER_LOST)
+    if powerless:
       process.disk.crash()
-    self._world.end(process)
+    if engine_lib.chance(self._draw, ROTTEN):
+      process.disk.flip()
+    self._world.end(process, silent=powerless)
 
   def _kill_syncer(self, syncer: processes.Syncer, when: str) -> None:
     match when:
@@ -197,7 +209,9 @@ class Nemesis:
       if not world.syncer.alive and not world.start_syncer():
         self._supervise_syncer()
     elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
-      world.start(node, restored=not engine_lib.chance(self._draw, HOSTS_LOST))
+      if engine_lib.chance(self._draw, HOST_LOST):
+        world.lose_disk(node)
+      world.start(node, restored=True)
 
   def supervise(self) -> None:
     """Starts again whoever has ended before the run has, now and from time to time."""

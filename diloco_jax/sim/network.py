@@ -4,7 +4,7 @@ A *session* is one stream. As on the wire it has two lanes per direction: contro
 out and never waits for payloads; payloads are first in, first out and may be overtaken by control
 that was sent later. A *link* is a learner's way to the syncer, with its times and its faults:
 
-* a lost packet is sent again, so it makes its lane late (nothing vanishes from a stream that is up);
+* a lost packet is sent again, so it makes its lane late (nothing vanishes from an open stream);
 * a duplicated message is delivered a second time, late and out of order: more than a stream would
   ever do, so the machines must bear it;
 * a cut direction delivers nothing and tells nobody; what is held up arrives after healing, if the
@@ -21,6 +21,7 @@ import random
 from typing import Any, Callable
 
 from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
 from diloco_jax.sim import engine as engine_lib
 
 MS = engine_lib.MS
@@ -160,6 +161,8 @@ class Network:
       session=session.number if up else session.learner_session, message=message)
 
     def deliver() -> None:
+      if isinstance(message, messages.Finish):
+        session.learner.finished_by = process
       self._post(session, end, event, content)
 
     self._carry(session, lane, time_ns, deliver)
@@ -173,19 +176,26 @@ class Network:
 
   # --- What happens to it -------------------------------------------------------------------------
 
-  def gone(self, process: Any) -> None:
-    """The process is no more: its streams break, what it had sent still arrives."""
+  def gone(self, process: Any, silent: bool = False) -> None:
+    """The process is no more: what it had sent still arrives, then its peers hear of it; not if its
+    host is gone too (`silent`)."""
     for session in self.of(process):
       side = 'learner' if process is session.learner else 'syncer'
-      self._close_end(session, side, silent=True)
+      if silent:
+        self._forget(session, side)
+      else:
+        self._close_end(session, side, dead=True)
 
-  def reset(self, process: Any, reason: str = 'connection reset') -> None:
-    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time."""
-    for session in self.of(process):
+  def reset(self, process: Any, reason: str = 'connection reset') -> bool:
+    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time.
+    False: it has none."""
+    sessions = self.of(process)
+    for session in sessions:
       session.broken = True
       self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
       self._engine.after(
         session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
+    return bool(sessions)
 
   def heal(self, link: Link) -> None:
     """Nothing is cut any more; what was held up arrives."""
@@ -218,13 +228,13 @@ class Network:
     if session.open[side]:
       session.end(side)[0].post(event, content)
 
-  def _close_end(self, session: Session, side: str, silent: bool = False) -> None:
-    """One end closes: it hears at once, the other after everything that was sent."""
+  def _close_end(self, session: Session, side: str, dead: bool = False) -> None:
+    """One end closes: it hears at once (unless it is dead), the other after all that was sent."""
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
     flight_ns = session.link.flight_ns(lane)
     time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
-    if silent:
+    if dead:
       self._forget(session, side)
     else:
       self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))

@@ -54,8 +54,22 @@ class Observer(Protocol):
           out: Sequence[actions.Action]) -> None:
     """A machine took an event and gave its actions; they are not carried out yet."""
 
+  def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
+    """A machine raised on an event: there are no actions."""
+
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
     """A process is gone: killed, or ended by its machine's Exit."""
 
   def logged(self, now_ns: int, note: LogNote) -> None:
     """Something happened to the syncer's log: in the simulated world only."""
+
+
+class Count(Observer):
+  """How many turns the machines took."""
+
+  def __init__(self):
+    self.events = 0
+
+  def saw(self, life: Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    self.events += 1

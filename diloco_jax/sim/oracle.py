@@ -58,11 +58,13 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-  """What came of all tapes: how much was read, what held, and what did not."""
+  """What came of all tapes: how much was read, what held, and what did not. `open_ended` are those
+  of `held` whose sentence about the end of a run could not be judged: it was stopped before."""
 
   tapes: int
   turns: int
   held: tuple[Held, ...]
+  open_ended: tuple[str, ...]
   broken: Broken | None
 
   def text(self) -> str:
@@ -70,7 +72,11 @@ class Verdict:
     lines = [f'The oracle read {self.turns} turns on {self.tapes} tapes.']
     lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
     if self.broken is None:
-      return '\n'.join([*lines, f'All {len(self.held)} invariants held.'])
+      lines.append(f'All {len(self.held)} invariants held.')
+      if self.open_ended:
+        lines.append('The run was stopped before its last step, so these were not judged by its '
+                     f'end: {", ".join(self.open_ended)}.')
+      return '\n'.join(lines)
     lines = lines[:1] + [f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
                          f'  seen on {self.broken.tale}: {self.broken.detail}',
                          f'The last {len(self.broken.before)} turns of all processes:']
@@ -135,13 +141,13 @@ class _Trial:
     self._turns = 0
 
   def run(self) -> Verdict:
-    broken, tale, now_ns = None, None, 0
+    broken, tale, now_ns, open_ended = None, None, 0, ()
     try:
       for tale, life, turn, last in self._story():
         now_ns = turn.now_ns
         self._take(tale, life, turn, last)
       tale = None
-      self._checkers.finished(now_ns)
+      open_ended = self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
       broken = self._broken(tale, error.invariant, error.sentence, error.detail)
     except _Crashed as error:
@@ -153,7 +159,7 @@ class _Trial:
     held = () if broken else tuple(
       Held(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
     )
-    return Verdict(len(self._tales), self._turns, held, broken)
+    return Verdict(len(self._tales), self._turns, held, open_ended, broken)
 
   def _story(self) -> Iterator[tuple[Tale, observers.Life, tape.Record | tape.Crash, bool]]:
     """(tale, life, turn, whether it is the tale's last) of all tales, in the order of time."""

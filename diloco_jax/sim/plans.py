@@ -1,6 +1,6 @@
 """Chaos plans: what goes wrong, with whom, when, and for how long. Pure data.
 
-The same plan drives the simulated world (world.py) and real processes (experiments/chaos.py). A
+The same plan drives the simulated world (nemesis.py) and real processes (experiments/chaos.py). A
 fault is of a kind, begins at `at_ns` of the run and is undone `for_ns` later:
 
 | kind | what happens to `node` | `amount` |
@@ -32,6 +32,8 @@ The simulated world has these too:
 import dataclasses
 import random
 
+from diloco_jax.sim import engine
+
 KINDS = (
   'kill', 'preempt', 'freeze', 'replace', 'slow', 'shrink', 'cut_up', 'cut_down', 'partition',
   'reset', 'delay', 'throttle', 'corrupt',
@@ -52,7 +54,8 @@ class Fault:
 
   def __post_init__(self):
     if self.kind not in KINDS + SIMULATED_KINDS:
-      raise ValueError(f'{self.kind!r} is not a kind of fault; use one of {", ".join(KINDS)}')
+      raise ValueError(f'{self.kind!r} is not a kind of fault; use one of '
+                       f'{", ".join(KINDS + SIMULATED_KINDS)}')
 
 
 def words(fault: Fault) -> str:
@@ -65,7 +68,7 @@ def words(fault: Fault) -> str:
 
 REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
 STORM = 'storm'
-SECOND_NS = 1_000_000_000
+SECOND_NS = engine.SECOND
 USUAL_AMOUNTS = {
   'preempt': 5 * SECOND_NS, 'slow': 5, 'delay': SECOND_NS // 5, 'throttle': 20_000,
 }
@@ -103,11 +106,11 @@ def draw(seed: int, learners: list[str], duration_ns: int) -> list[Fault]:
   >>> draw(3, ['l0', 'l1'], SECOND_NS) == draw(3, ['l0', 'l1'], SECOND_NS)
   True
   """
-  spared = _stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
+  spared = engine.stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
   found = []
   for node in learners:
     if node != spared:
-      found += _drawn(_stream(seed, f'plan of {node}'), node, duration_ns)
+      found += _drawn(engine.stream(seed, 'plan', node), node, duration_ns)
   return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
 
 
@@ -128,8 +131,3 @@ def _usual(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
   return Fault(
     at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=USUAL_AMOUNTS.get(kind, 0)
   )
-
-
-def _stream(seed: int, name: str) -> random.Random:
-  """Randomness of its own for every theme, so that a change to one leaves the others alone."""
-  return random.Random(f'{seed}/{name}')

@@ -6,6 +6,7 @@ nothing that its machine says: what was really trained, snapshot, merged and ado
 and here. Payload handles are tracked, so that a leak or a double drop is noticed.
 """
 
+import abc
 import collections
 import dataclasses
 import itertools
@@ -31,7 +32,11 @@ RETRY_NS = 500 * MS  # a full disk is tried again
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 
 
-class Process:
+class MachineCrash(Exception):
+  """A machine raised on an event."""
+
+
+class Process(abc.ABC):
   """One machine with its inbox, wake timer, handles and work lane."""
 
   def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk):
@@ -66,9 +71,13 @@ class Process:
 
   def _handle(self, event: Any) -> None:
     now_ns = self.world.engine.now_ns
-    out = self.machine.handle(now_ns, event)
-    self._check()
+    try:
+      out = self.machine.handle(now_ns, event)
+    except Exception as error:
+      self.world.crashed(self.life, now_ns, event, error)
+      raise MachineCrash(f'{self.name}: {type(error).__name__}: {error}') from error
     self.world.saw(self.life, now_ns, event, out)
+    self._check()
     for action in out:
       arrays.claim(self.alive, 'Nothing is done after the exit.', self.name, action)
       self._perform(action)
@@ -120,8 +129,9 @@ class Process:
 
   # --- Work ---------------------------------------------------------------------------------------
 
+  @abc.abstractmethod
   def work(self, action: actions.Work) -> None:
-    raise NotImplementedError
+    """Begins a work action; an event answers it after a while."""
 
   def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
     """Answers work first in, first out: on the lane that steps, or on the one beside it."""
@@ -202,7 +212,7 @@ class Learner(Process):
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self._training = False
     self._incarnation, self._exact = 0, True
-    self.finished_by: Process | None = None  # the syncer that said that all is over
+    self.finished_by: Any = None  # the syncer's process that told it that the run is over
 
   def work(self, action: actions.Work) -> None:
     match action:

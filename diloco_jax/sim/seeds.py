@@ -9,21 +9,25 @@ import dataclasses
 import traceback
 from typing import Any, Sequence
 
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.sim import arrays
 from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import engine as engine_lib
 from diloco_jax.sim import nemesis as nemesis_lib
 from diloco_jax.sim import observers
+from diloco_jax.sim import processes
 from diloco_jax.sim import swarm
 from diloco_jax.sim import world as world_lib
 
 CALM_NS = 1_200 * engine_lib.SECOND  # far more than any healed run needs
-GOODBYE_NS = 400 * engine_lib.SECOND
+GOODBYE_NS = 30 * engine_lib.SECOND
+LONGEST_STEP_NS = 400 * engine_lib.SECOND
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-  """What went wrong: whose sentence was broken (an invariant's id, or 'crash'), and what was seen."""
+  """What went wrong: whose sentence was broken (an invariant's id; 'claim', 'check', 'crash' or
+  'circle'), and what was seen. Anything else that raises is a bug of the simulator."""
 
   invariant: str
   sentence: str
@@ -42,16 +46,6 @@ class Outcome:
   violation: Violation | None
 
 
-class _Count(observers.Observer):
-  """Counts turns."""
-
-  def __init__(self):
-    self.events = 0
-
-  def saw(self, life, now_ns, event, out) -> None:
-    self.events += 1
-
-
 def run_seed(
   seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None,
 ) -> Outcome:
@@ -62,7 +56,7 @@ def run_seed(
     watchers: see every turn, before the checkers do.
     note: is told of faults and phases: (time in ns, text).
   """
-  setting, count = swarm.draw(seed), _Count()
+  setting, count = swarm.draw(seed), observers.Count()
   checkers = checkers_lib.Checkers(setting.config)
   world = world_lib.World(setting.config, seed, (count, *watchers, checkers))
   nemesis = nemesis_lib.Nemesis(world, setting.plan, note)
@@ -72,13 +66,17 @@ def run_seed(
   except checkers_lib.Violation as broken:
     violation = Violation(
       invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail))
+  except arrays.Untrue as broken:
+    violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
+  except engine_lib.Circle as circle:
+    violation = Violation(
+      invariant='circle', sentence='A run moves on.', detail=str(circle))
+  except processes.MachineCrash as crash:
+    violation = Violation(
+      invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}')
   except AssertionError as broken:
     violation = Violation(
-      invariant='claim', sentence=str(broken) or 'A machine finds itself sound.', detail=_where())
-  except Exception as error:
-    violation = Violation(
-      invariant='crash', sentence='No event crashes a machine.',
-      detail=f'{type(error).__name__}: {error}\n{_where()}')
+      invariant='check', sentence='A machine finds itself sound.', detail=f'{broken}\n{_where()}')
   return Outcome(seed=seed, events=count.events, virtual_ns=world.now_ns,
                  faults=tuple(fault.kind for fault in nemesis.done), violation=violation)
 
@@ -98,10 +96,8 @@ def _run(
   note(world.now_ns, 'everything is healed')
   nemesis.heal()
   checkers.healed(world.now_ns)
-  healed_ns = world.now_ns
   _finish(world, nemesis)
-  checkers.finished(
-    world.now_ns, healed_ns=healed_ns, flips=world.flipped, rolled_back=world.rolled_back)
+  checkers.finished(world.now_ns)
   _check_books(world)
 
 
@@ -110,10 +106,10 @@ def _finish(world: world_lib.World, nemesis: nemesis_lib.Nemesis) -> None:
   nemesis.supervise()
   world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
   arrays.claim(world.finished, 'A healed run ends.', world.stuck())
-  world.run(world.now_ns + GOODBYE_NS)
+  world.run(world.now_ns + GOODBYE_NS, done=lambda: not world.learners)
   for process in list(world.learners.values()):
     process.stop('the run is over')
-  world.run(world.now_ns + GOODBYE_NS)
+  world.run(world.now_ns + LONGEST_STEP_NS, done=lambda: not world.learners)
   arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
 
 
@@ -134,3 +130,16 @@ def _check_books(world: world_lib.World) -> None:
                  'What the ledger calls merged was merged.', name, row, theta.merged)
     arrays.claim(world.rolled_back or row['tokens'] <= trained,
                  'No more tokens are counted than were trained.', name, row, trained)
+
+
+def run_calm(config: config_lib.ProtocolConfig) -> int:
+  """A run in which nothing goes wrong, steps are unequal, and all checkers watch; its events."""
+  count, checkers = observers.Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=(count, checkers))
+  for which in range(config.learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  checkers.finished(world.now_ns)
+  return count.events

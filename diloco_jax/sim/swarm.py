@@ -13,8 +13,6 @@ from diloco_jax.sim import plans
 from diloco_jax.sim import world as world_lib
 
 MS, SECOND = engine_lib.MS, engine_lib.SECOND
-LEASE_NS = SECOND
-MAX_FAULTS = 6  # of one kind and node
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +45,10 @@ class Setting:
   heal_ns: int
 
 
-def _config(draw: random.Random) -> config_lib.ProtocolConfig:
+LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
+
+
+def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
   long = draw.randrange(4) == 0
@@ -62,8 +63,8 @@ def _config(draw: random.Random) -> config_lib.ProtocolConfig:
     grace_permille=draw.choice([0, 500, 999]),
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
-    lease_ns=LEASE_NS,
-    heartbeat_ns=LEASE_NS // 5,
+    lease_ns=lease_ns,
+    heartbeat_ns=lease_ns // 5,
     redial_ns=(50 * MS, 500 * MS),
     save_steps=draw.choice([0, 3]),
     save_syncs=draw.choice([0, 1, 4]),
@@ -75,7 +76,7 @@ def _rate(draw: random.Random, *values: int) -> int:
   return draw.choice(values) if draw.randrange(3) else 0
 
 
-DURATIONS = (20 * MS, 200 * MS, LEASE_NS // 2, 2 * LEASE_NS, 4 * LEASE_NS)
+DURATIONS = (20 * MS, 200 * MS, SECOND // 2, 2 * SECOND, 4 * SECOND)
 AMOUNTS = {
   'preempt': (0, 30 * MS, SECOND),
   'slow': (3, 10, 30),
@@ -112,7 +113,8 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
-  config = _config(engine_lib.stream(seed, 'config'))
+  lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
+  config = _config(engine_lib.stream(seed, 'config'), lease_ns)
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))

@@ -1,4 +1,4 @@
-"""Tapes of a simulated run: one hash over all of them, and files that replay like those of real ones."""
+"""Tapes of a simulated run: one hash over all, and files that replay like those of real runs."""
 
 import hashlib
 import pathlib
@@ -43,6 +43,10 @@ class Tapes(observers.Observer):
   def saw(self, life: observers.Life, now_ns: int, event: events.Event,
           out: Sequence[actions.Action]) -> None:
     self._write(life, self._writers[life.number].turn(now_ns, event, out))
+
+  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
+              error: Exception) -> None:
+    self._write(life, self._writers[life.number].crash(now_ns, event, error))
 
   def _write(self, life: observers.Life, line: bytes) -> None:
     if self._folder is not None:

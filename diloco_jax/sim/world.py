@@ -34,7 +34,8 @@ class World:
   """Hosts and processes, and the hand that starts and ends them."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, seed: int = 0, watchers: Sequence[observers.Observer] = (),
+    self, config: config_lib.ProtocolConfig, seed: int = 0,
+    watchers: Sequence[observers.Observer] = (),
   ):
     self.config, self.seed = config, seed
     self.engine = engine_lib.Engine()
@@ -85,6 +86,10 @@ class World:
       link.delay_ns = link.bytes_per_s = link.loss = link.duplicate = 0
       link.corrupt = False
       self.network.heal(link)
+
+  def lose_disk(self, name: str) -> None:
+    """The host is another one from now on."""
+    self._disks.pop(name, None)
 
   # --- Processes ----------------------------------------------------------------------------------
 
@@ -187,16 +192,24 @@ class World:
     for watcher in self._watchers:
       watcher.logged(self.now_ns, note)
 
-  def end(self, process: processes.Process, killed: bool = True) -> None:
-    """A process is gone; its streams break, what it had sent still arrives."""
+  def crashed(
+    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    for watcher in self._watchers:
+      watcher.crashed(life, now_ns, event, error)
+
+  def end(
+    self, process: processes.Process, killed: bool = True, silent: bool = False
+  ) -> None:
+    """A process is gone; its streams break, what it had sent still arrives. `silent`: its host has
+    lost power, so nobody is told."""
     process.alive = False
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    finished = process.exit is not None and process.exit.text.startswith('done')
-    if finished and process.finished_by is self.syncer:
+    if getattr(process, 'finished_by', None) is self.syncer and process.exit is not None:
       self.done.add(process.name.rstrip('*'))
-    self.network.gone(process)
+    self.network.gone(process, silent)
     if self.learners.get(process.name) is process:
       del self.learners[process.name]
 

@@ -14,38 +14,19 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import seeds
-from diloco_jax.sim import world as world_lib
 
 SEEDS = 200
 ROUNDS = 5
 STEPS = {8: 600, 512: 10}  # about as many events in both
-SECOND = config_lib.SECOND_NS
-
-
-class _Count(checkers_lib.observers.Observer):
-  def __init__(self):
-    self.events = 0
-
-  def saw(self, life, now_ns, event, out) -> None:
-    self.events += 1
 
 
 def run_world(learners: int) -> int:
   """A run without faults under all checkers; how many events it took."""
-  config = config_lib.ProtocolConfig(
+  return seeds.run_calm(config_lib.ProtocolConfig(
     learners=learners, fragments=6, period=6, overlap=2, quorum=learners // 2,
     total_steps=STEPS[learners],
-  )
-  count, checkers = _Count(), checkers_lib.Checkers(config)
-  world = world_lib.World(config, watchers=[count, checkers])
-  for which in range(learners):
-    world.island(f'l{which}').noise = 200
-    world.start(f'l{which}')
-  world.run(1_000 * SECOND, done=lambda: world.finished)
-  checkers.finished(world.now_ns)
-  return count.events
+  ))
 
 
 def rate(work) -> float:

@@ -1,4 +1,4 @@
-"""A learner under the syncer and a learner alone run the same step and reach the same parameters."""
+"""A learner under the syncer and a learner alone run the same step to the same parameters."""
 
 import contextlib
 

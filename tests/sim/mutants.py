@@ -20,6 +20,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import admission
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering
+from diloco_jax.protocol import grace
 from diloco_jax.protocol import learner
 from diloco_jax.protocol import ledger
 from diloco_jax.protocol import members
@@ -321,6 +322,16 @@ def no_grace(original):
   return decide
 
 
+@mutant('There is no grace window.', grace.Grace, 'window_ns', 'I5')
+def window_is_zero(original):
+  return lambda self, config, step_ns: 0
+
+
+@mutant('The grace window takes all of the overlap.', grace.Grace, 'window_ns', 'I5')
+def window_is_the_longest(original):
+  return lambda self, config, step_ns: config.overlap * step_ns
+
+
 @mutant('The grace window never closes.', quorum.Gather, 'deadline_ns', 'L2a')
 def grace_never_ends(original):
   return property(lambda self: None)
@@ -362,6 +373,40 @@ def skips_single_syncs(original):
         gathering.Gathering, 'enter', 'L5')
 def late_joiner_is_not_asked(original):
   return lambda self, member: None
+
+
+@mutant('The slowest learner sets the pace.', pace.Pace, 'reached', 'P1')
+def slowest_sets_the_pace(original):
+  return property(lambda self: original.fget(self) and len(self._ready) >= len(self.contributors))
+
+
+@mutant('One sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')
+def one_in_flight(original):
+  return lambda self: not self._gathering.open and original(self)
+
+
+@mutant('A syncer ends before everybody has heard that the run is over.', SyncerMachine, '_finish',
+        'P2 I7')
+def ends_too_early(original):
+  def _finish(self, now_ns):
+    original(self, now_ns)
+    self._linger_ns = now_ns
+  return _finish
+
+
+# --- Leases ---------------------------------------------------------------------------------------
+
+
+@mutant('No lease ever ends.', members.Members, 'expired', 'L8')
+def lease_never_ends(original):
+  return lambda self, now_ns: []
+
+
+@mutant('A lease lasts ten times as long.', members.Members, 'lease_left_ns', 'L8 I13b')
+def lease_is_too_long(original):
+  def lease_left_ns(self, member, now_ns):
+    return max(0, member.heard_ns + 10 * self._config.lease_ns - now_ns)
+  return lease_left_ns
 
 
 # --- Ids and versions -----------------------------------------------------------------------------
@@ -610,3 +655,37 @@ def books_before_it_is_settled(original):
         *books['merging'], gather.sync]}, create=True):
       original(self, now_ns, gather, why)
   return _merge
+@mutant('Wrong bits are counted and left as they are.', membership.Membership, '_repair', 'I4b')
+def wrong_bits_are_left(original):
+  def _repair(self, member, adopted):
+    self.repaired += 1
+  return _repair
+
+
+@mutant('Who takes over an id is never answered.', admission.Admission, 'confirm',
+        'L3 L5 I13 I17')
+def taking_over_is_ignored(original):
+  def confirm(self, now_ns, session, confirm):
+    offered = self._offered.get(session)
+    if offered is not None and offered.incarnation > 1:
+      return None
+    return original(self, now_ns, session, confirm)
+  return confirm
+
+
+@mutant('An id is refused although its holder is gone.', members.Members, 'held_by_other', 'I13b')
+def gone_holder_holds(original):
+  def held_by_other(self, learner, nonce):
+    member = self.by_id.get(learner)
+    return member if member is not None and member.nonce != nonce else None
+  return held_by_other
+
+
+@mutant('A learner forgets a pull while it has nothing to give.', LearnerMachine, '_answer', 'L4a')
+def pull_is_forgotten(original):
+  def _answer(self, fragment, sync):
+    if self._anchors[fragment].contributed:
+      del self._pulls[fragment]
+    else:
+      original(self, fragment, sync)
+  return _answer

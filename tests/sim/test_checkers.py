@@ -402,6 +402,23 @@ def test_a_process_that_never_joins_is_noticed():
     watcher.finished(9_000 * MS)
 
 
+def test_who_keeps_its_place_in_silence_is_noticed():
+  watcher = watch(STORY)
+  late_ms = (CONFIG.lease_ns + 2 * CONFIG.heartbeat_ns) // MS + 100
+  total = watcher.run.syncer.lineage.totals()
+  with pytest.raises(checkers.Violation, match='L8'):
+    watcher.saw(SYNCER, late_ms * MS, e.Wake(), (ledger(**total),))
+
+
+def test_a_sync_that_does_not_open_is_noticed():
+  """K learners are there, a slot is free, and the syncer does nothing."""
+  watcher = watch(STORY)
+  (learner,) = watcher.run.syncer.lineage.holders.values()
+  learner.step = 99
+  with pytest.raises(checkers.Violation, match='P1: .*is not open'):
+    watcher.saw(SYNCER, 10_000 * MS, e.Wake(), ())
+
+
 def test_a_sync_that_went_missing_is_noticed():
   watcher = watch(STORY)
   watcher.run.syncer.lineage.next, watcher.run.syncer.exited = 99, True
@@ -419,7 +436,7 @@ def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
 
 def test_every_invariant_is_broken_here():
   tested = {name for name, _ in BROKEN} | {
-    'I2', 'I8', 'I10', 'I15', 'I20', 'I22', 'L2', 'L3', 'L6'}
+    'I2', 'I8', 'I10', 'I15', 'I20', 'I22', 'L2', 'L3', 'L6', 'L8'}
   assert tested == {one.id for one in (*checkers.INVARIANTS, checkers.SameAgain)}
 
 

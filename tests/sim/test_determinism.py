@@ -1,4 +1,4 @@
-"""A run has no input but its seed: two processes, any hash seed and any Python tell the same tape."""
+"""A run has no input but its seed: any process, hash seed and Python tell the same tape."""
 
 import functools
 import pathlib

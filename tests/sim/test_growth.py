@@ -6,30 +6,13 @@ How fast it is: scripts/benchmarks/simulator.py.
 import sys
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.sim import checkers as checkers_lib
-from diloco_jax.sim import observers
-from diloco_jax.sim import world as world_lib
-
-
-class Count(observers.Observer):
-  """Turns of machines."""
-
-  def __init__(self):
-    self.events = 0
-
-  def saw(self, life, now_ns, event, out) -> None:
-    self.events += 1
+from diloco_jax.sim import seeds
 
 
 def calls_per_event(learners: int, steps: int) -> float:
   """Python and built-in calls of a whole run, checkers included, for each event."""
   config = config_lib.ProtocolConfig(
     learners=learners, fragments=4, period=4, overlap=2, quorum=learners // 2, total_steps=steps)
-  count, checkers = Count(), checkers_lib.Checkers(config)
-  world = world_lib.World(config, watchers=[count, checkers])
-  for which in range(learners):
-    world.island(f'l{which}').noise = 200
-    world.start(f'l{which}')
   calls = 0
 
   def profile(frame, event, argument):
@@ -38,12 +21,10 @@ def calls_per_event(learners: int, steps: int) -> float:
 
   sys.setprofile(profile)
   try:
-    world.run(1_000 * config_lib.SECOND_NS, done=lambda: world.finished)
+    events = seeds.run_calm(config)
   finally:
     sys.setprofile(None)
-  assert world.finished
-  checkers.finished(world.now_ns)
-  return calls / count.events
+  return calls / events
 
 
 def test_512_learners_cost_at_most_twice_the_calls_of_8():
