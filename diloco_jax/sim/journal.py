@@ -10,7 +10,8 @@ The log is the production one (node/wal.py) on the simulated disk, a record for 
 A log that refuses to open is put right by the *operator*, who loses as little as can be lost: the
 log is cut to its whole records, or begun anew behind the checkpoint if the two do not meet.
 
-The world also knows what no program can ask: which records no power loss takes any more (`durable`).
+The world also knows what no program can ask: which records no power loss takes any more
+(`durable`).
 """
 
 import collections

@@ -1,0 +1,210 @@
+"""What outlives a syncer: versions, ids and the ledger, written a second time.
+
+The ledger is written from what the learners said and from the verdicts that they heard. What a
+syncer has decided is written down one outer step after the other (*records*), before anybody hears
+of it. So a syncer that ends goes on behind the last record that its disk has: with the books as
+they were at that decision (a copy of the lineage then), and with the outer steps that were under
+way in them ended as they did; or with a snapshot that it saved behind that record. Only if an
+operator had to repair the log are versions *lost* that were published: a learner that holds one may
+be sent an older one.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import messages
+
+Reason = messages.Reason
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Account:
+  """One incarnation's tokens by the learners' word and the verdicts that they heard. Figures but
+  `trained` are fragment-tokens."""
+
+  cursors: list[int]
+  trained: int = 0
+  merged: int = 0
+  discarded: dict[str, int] = dataclasses.field(default_factory=dict)
+
+  def discard(self, count: int, reason: str) -> None:
+    if count:
+      self.discarded[reason] = self.discarded.get(reason, 0) + count
+
+  def train(self, tokens: int) -> None:
+    self.trained = max(self.trained, tokens)
+
+  def move(self, p: int, upto: int, reason: str) -> None:
+    """Everything of fragment p before `upto` that has no verdict gets this one."""
+    self.train(upto)
+    self.discard(max(0, upto - self.cursors[p]), reason)
+    self.cursors[p] = max(upto, self.cursors[p])
+
+  def settle(self, p: int, told: Range, reason: str) -> None:
+    """A contribution gets its verdict; '' is merged. What it left out before it was overwritten."""
+    if told[0] < self.cursors[p]:
+      self.move(p, told[1], Reason.DUPLICATE)
+      return
+    self.move(p, told[0], Reason.OVERWRITTEN)
+    if reason:
+      self.move(p, told[1], reason)
+    else:
+      self.merged += told[1] - told[0]
+      self.cursors[p] = told[1]
+      self.train(told[1])
+
+  @property
+  def unsettled(self) -> int:
+    return len(self.cursors) * self.trained - sum(self.cursors)
+
+  def close(self, reason: str) -> None:
+    for p in range(len(self.cursors)):
+      self.move(p, self.trained, reason)
+
+  def copy(self) -> 'Account':
+    return dataclasses.replace(
+      self, cursors=list(self.cursors), discarded=dict(self.discarded))
+
+
+@dataclasses.dataclass(slots=True)
+class Holder:
+  """Who holds a learner id, or held it last; `replaced` are the processes before."""
+
+  nonce: int
+  incarnation: int
+  left: bool = False
+  replaced: tuple[int, ...] = ()
+  stream: int | None = None
+  step: int = 0
+  done: bool = False  # with its last step
+
+
+@dataclasses.dataclass(slots=True)
+class Lineage:
+  """What a syncer's snapshot stands for; copied when it is asked for, taken up again after it."""
+
+  versions: list[int]
+  digests: list[int]
+  last_sync: list[int]
+  cancelled: list[int]  # syncs of which no version came
+  abandoned: list[int]  # open syncs that ended with their syncer
+  next: int
+  opened: int = 0
+  skipped: int = 0  # syncs that were left out, per fragment
+  repaired: int = 0  # adoptions that differed from what was published
+  holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
+  accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
+  merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+
+  def copy(self) -> 'Lineage':
+    lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
+    return dataclasses.replace(
+      self, **{name: list(getattr(self, name)) for name in lists},
+      holders={name: copy.copy(one) for name, one in self.holders.items()},
+      accounts={key: one.copy() for key, one in self.accounts.items()},
+      merged_upto=dict(self.merged_upto))
+
+  def account(self, learner: str, incarnation: int) -> Account:
+    key = learner, incarnation
+    if key not in self.accounts:
+      self.accounts[key] = Account([0] * len(self.versions))
+    return self.accounts[key]
+
+  def close_all(self) -> None:
+    for account in self.accounts.values():
+      account.close(Reason.END_OF_RUN)
+
+  def totals(self) -> dict[str, Any]:
+    """As a `ledger` report has them."""
+    discarded: dict[str, int] = {}
+    trained = merged = unsettled = 0
+    for account in self.accounts.values():
+      trained += account.trained
+      merged += account.merged
+      unsettled += account.unsettled
+      for reason, count in account.discarded.items():
+        discarded[reason] = discarded.get(reason, 0) + count
+    return {'trained': trained, 'merged': merged, 'discarded': discarded, 'unsettled': unsettled}
+
+  def learners(self) -> dict[str, tuple[int, int, int, int]]:
+    """Per learner id: its incarnations, tokens, merged, discarded."""
+    rows: dict[str, tuple[int, int, int, int]] = {}
+    for (learner, incarnation), account in self.accounts.items():
+      number, tokens, merged, discarded = rows.get(learner, (0, 0, 0, 0))
+      rows[learner] = (
+        max(number, incarnation), tokens + account.trained, merged + account.merged,
+        discarded + sum(account.discarded.values()))
+    return rows
+
+
+@dataclasses.dataclass(slots=True)
+class Saved:
+  """A snapshot that a syncer asked to be saved; `open` are the fragments of its open syncs,
+  `position` is the last record that it holds; `verified`: it was written, and read back."""
+
+  snapshot: dict[str, Any]
+  lineage: Lineage
+  open: tuple[int, ...]
+  position: int
+  verified: bool = False
+
+
+@dataclasses.dataclass(slots=True)
+class Record:
+  """An outer step as it was decided; `lineage` and `open` are of that moment, `under_way` are the
+  records that had not ended then, this one among them. `digest` is None until its end is known."""
+
+  merge: actions.Merge
+  lineage: Lineage
+  open: tuple[int, ...]
+  under_way: tuple['Record', ...] = ()
+  digest: int | None = None
+  failed: str = ''
+
+  def end(self, lineage: Lineage) -> None:
+    """Books how it ended."""
+    p = self.merge.fragment
+    if self.failed:
+      lineage.cancelled[p] += 1
+      for one in self.merge.participants:
+        account = lineage.account(one.learner, one.incarnation)
+        account.merged -= one.tokens
+        account.discard(one.tokens, Reason.BAD_VALUE)
+    else:
+      lineage.versions[p] += 1
+      lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
+
+
+def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
+  """Where a syncer's snapshot is not what is true, in words; '' if nowhere."""
+  true: dict[str, Any] = {
+    name: getattr(lineage, name) for name in ('versions', 'digests', 'last_sync', 'next', 'opened')
+  }
+  said = {name: snapshot[name] for name in true}
+  said['members'] = {
+    row['learner']: (
+      row['nonce'], row['incarnation'], row['left'], row['step'], tuple(row['replaced']))
+    for row in snapshot['members']
+  }
+  true['members'] = {
+    name: (one.nonce, one.incarnation, one.left, one.step, one.replaced)
+    for name, one in lineage.holders.items()
+  }
+  said['ledger'] = {
+    (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
+    for learner, incarnation, row in snapshot['ledger']
+  }
+  true['ledger'] = {
+    key: (one.trained, one.merged, one.cursors, one.discarded)
+    for key, one in lineage.accounts.items()
+  }
+  counts = 'synced', 'cancelled', 'repaired'
+  said['counts'] = tuple(snapshot['counts'][name] for name in counts)
+  true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
+  for name, value in true.items():
+    if said[name] != value:
+      return f'{name}: {said[name]}, it should be {value}'
+  return ''
