@@ -2,19 +2,27 @@
 
     python -m experiments.replay runs/cpu-20260101-120000          # every node, every life
     python -m experiments.replay runs/cpu-20260101-120000/tapes/l1.2.0.jsonl
+    python -m experiments.replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
 
 A folder of a run (or its `tapes`) means all lives in it; any segment means its whole life. Each
 life is one line, `identical: N events, hash H`, or its first divergence with what came before. A
-machine that crashed as recorded shows its traceback. Exit codes: 0 all identical, 1 a divergence or
+machine that crashed as recorded shows its traceback. With --arrays every outer step of the run is
+carried out again from its payloads in the log (runs with --config.sync.keep_log=true), and Theta
+compared at every version. Exit codes: 0 all identical, 1 a divergence or
 a damaged tape, 42 no such tape.
 """
 
 import pathlib
 import traceback
 
+from absl import flags
+
 from diloco_jax.protocol import tape
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import tapes
+
+_ARRAYS = flags.DEFINE_bool(
+  'arrays', False, 'make Theta again from the log of each run (folders only) and compare it too')
 
 
 def main(argv: list[str]) -> int:
@@ -22,7 +30,10 @@ def main(argv: list[str]) -> int:
     raise launch.NeverRetry('no tape given; for example: python -m experiments.replay runs/NAME')
   with launch.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tapes.find(pathlib.Path(path))]
-  return int(not all([_replay(life) for life in lives]))
+    identical = [_replay(life) for life in lives]
+    if _ARRAYS.value:
+      identical += [_rebuild(pathlib.Path(path)) for path in argv[1:]]
+  return int(not all(identical))
 
 
 def _replay(life: tapes.Life) -> bool:
@@ -40,6 +51,20 @@ def _replay(life: tapes.Life) -> bool:
     print(f'The tape is of commit {header.commit} {header.versions}, this is {tapes.commit()} '
           f'{tapes.versions()}.')
   return replay.identical
+
+
+def _rebuild(workdir: pathlib.Path) -> bool:
+  """Prints what came of the arrays of a run; whether they are identical."""
+  from diloco_jax.node import wal_format  # tapes alone are replayed without jax
+  from diloco_jax.runtime import rebuild
+  try:
+    print(f'arrays of {workdir}: {rebuild.rebuild(workdir).text()}')
+    return True
+  except rebuild.Differs as error:
+    print(f'arrays of {workdir}: different: {error}')
+  except (tape.TapeError, wal_format.WalError, OSError) as error:
+    print(f'arrays of {workdir}: {launch.one_line(error)}')
+  return False
 
 
 if __name__ == '__main__':

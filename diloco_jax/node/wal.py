@@ -89,6 +89,22 @@ def open_log(
   return log
 
 
+def read_log(files: files_lib.Files, run: str) -> 'Wal':
+  """A log as it is, for reading: what recovery would keep, and nothing is changed.
+
+  Raises:
+    WalDamaged, WalUnsupported: as open_log.
+    OSError: it cannot be read.
+  """
+  found = wal_recovery.scan(files, run)
+  if found.damage:
+    raise found.damaged(files, found.damage)
+  recovered = Recovered(found.first, found.last, found.torn_bytes, ())
+  log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered)
+  log._broken = 'It was opened for reading.'
+  return log
+
+
 def begin(
   files: files_lib.Files, run: str, after: int = 0, chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,

@@ -17,6 +17,8 @@ from typing import Annotated, Any
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.train import config as train_config
 
+FILE = 'config.json'  # in a run's folder: the config as it was started
+
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); runtime/launch.py parses it."""
 
@@ -52,6 +54,8 @@ class SyncConfig:
     outer_momentum: its momentum.
     alpha: share of the learner's own value that survives an adopt; 0 overwrites.
     checkpoint_every_syncs: the syncer saves every so many outer steps (0: only at the end).
+    keep_log: keep every outer step in the log, so that the whole run can be made again from its
+      arrays (experiments/replay.py --arrays); else what two checkpoints hold is dropped.
   """
 
   learners: int = 4
@@ -75,6 +79,7 @@ class SyncConfig:
   outer_momentum: float = 0.9
   alpha: float = 0.0
   checkpoint_every_syncs: int = 0
+  keep_log: bool = False
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
@@ -203,7 +208,7 @@ class Config:
 
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own."""
-    own = {'sync.checkpoint_every_syncs'}
+    own = {'sync.checkpoint_every_syncs', 'sync.keep_log'}
     shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed')
     return {
       name: value for name, value in self.flat().items()

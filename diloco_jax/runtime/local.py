@@ -31,7 +31,6 @@ from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import view as view_lib
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
-_CONFIG = 'config.json'
 SUPERVISOR = 'supervisor'
 ADDRESS = 'syncer/address'
 
@@ -61,7 +60,7 @@ def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / ADDRESS).unlink(missing_ok=True)  # of a run that has ended
-    (workdir / _CONFIG).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+    (workdir / config_lib.FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
   except OSError as error:
     raise ValueError(
       f'cannot write {workdir} ({error.strerror}); choose another --workdir'
@@ -70,7 +69,7 @@ def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
 
 
 def _check_same_run(config: config_lib.Config, workdir: pathlib.Path) -> None:
-  path = workdir / _CONFIG
+  path = workdir / config_lib.FILE
   if not path.is_file():
     raise ValueError(f'there is no run in {workdir} to go on with; leave --resume out to start one')
   before = config_lib.Config.from_dict(json.loads(path.read_text())).agreement()

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import threading
 import time
-from typing import Any, Callable, Iterator, NamedTuple, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 from diloco_jax.node import wal
 from diloco_jax.node import wal_format
@@ -58,6 +58,11 @@ class Recovered(NamedTuple):
   replayed: int
 
 
+def run_of(agreement: str) -> str:
+  """Whose log it is: the name of a run in its log."""
+  return hashlib.sha256(agreement.encode()).hexdigest()[:32]
+
+
 def encode(step: OuterStep) -> list[Any]:
   """Buffers for Wal.append; payloads are not copied."""
   outcome = step.outcome
@@ -90,6 +95,64 @@ def shares(step: OuterStep) -> list[theta_lib.Share]:
   ]
 
 
+# --- Carrying out an outer step again -------------------------------------------------------------
+
+
+def redo(theta: theta_lib.Theta, record: wal.Record, place: str) -> recovery.Outcome:
+  """Carries out the outer step of a record again, on a Theta that stands right before it.
+
+  Raises:
+    NotReproduced: it does not belong there, or does not come out as it was committed.
+  """
+  step = _decoded(record, place)
+  _check_next(theta, record, step.outcome, place)
+  merged = theta.merge(step.outcome.fragment, shares(step), step.width)
+  _check_same(record, step.outcome, merged, place)
+  return step.outcome
+
+
+def _decoded(record: wal.Record, place: str) -> OuterStep:
+  if record.kind != OUTER_STEP:
+    raise _refused(record, place, f'is of kind {record.kind}, which this release does not know')
+  try:
+    return decode(record.payload)
+  except (ValueError, KeyError, TypeError) as error:
+    raise _refused(record, place, f'cannot be read by this release ({error})') from error
+
+
+def _check_next(
+  theta: theta_lib.Theta, record: wal.Record, outcome: recovery.Outcome, place: str
+) -> None:
+  before = theta.versions[outcome.fragment]
+  if outcome.version != before + 1:
+    raise _refused(
+      record, place, f'makes version {outcome.version} of fragment {outcome.fragment}, the '
+      f'checkpoint and the records before it end with version {before}: put the checkpoint back '
+      'that belongs to this log'
+    )
+
+
+def _check_same(
+  record: wal.Record, outcome: recovery.Outcome, merged: theta_lib.Merged, place: str
+) -> None:
+  if (merged.digest, bool(merged.failed)) != (outcome.digest, bool(outcome.failed)):
+    raise _refused(
+      record, place, f'does not come out as it did: sync {outcome.sync}, fragment '
+      f'{outcome.fragment}, version {outcome.version} has digest {merged.digest:016x}, was '
+      f'committed with {outcome.digest:016x}. Start it with the jax, the flags and the kind of '
+      'machine that committed it; if nothing of that has changed, test the memory of this host'
+    )
+
+
+def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
+  return NotReproduced(
+    f'Record {record.number} of the log in {place} {what}. Not started, no record is lost.'
+  )
+
+
+# --- The log --------------------------------------------------------------------------------------
+
+
 class OuterLog:
   """The log of one run. `recover` first; one thread at a time, but `close` from any."""
 
@@ -109,7 +172,7 @@ class OuterLog:
       DirectoryError: it cannot be written, or another syncer has it.
     """
     self._files = files
-    self._run = hashlib.sha256(agreement.encode()).hexdigest()[:32]
+    self._run = run_of(agreement)
     self._say = say
     self._retry_s = retry_s
     self._wal: wal.Wal | None = None
@@ -144,51 +207,8 @@ class OuterLog:
     for line in self._wal.recovered.words:
       self._say(line)
     replayed = self._wal.last - after
-    return Recovered(recovery.recovered(machine, self._replay(theta, after)), replayed)
-
-  def _replay(self, theta: theta_lib.Theta, after: int) -> Iterator[recovery.Outcome]:
-    for record in self._wal.records(after):
-      step = self._decoded(record)
-      self._check_next(theta, record, step.outcome)
-      merged = theta.merge(step.outcome.fragment, shares(step), step.width)
-      self._check_same(record, step.outcome, merged)
-      yield step.outcome
-
-  def _decoded(self, record: wal.Record) -> OuterStep:
-    if record.kind != OUTER_STEP:
-      raise self._refused(record, f'is of kind {record.kind}, which this release does not know')
-    try:
-      return decode(record.payload)
-    except (ValueError, KeyError, TypeError) as error:
-      raise self._refused(record, f'cannot be read by this release ({error})') from error
-
-  def _check_next(
-    self, theta: theta_lib.Theta, record: wal.Record, outcome: recovery.Outcome
-  ) -> None:
-    before = theta.versions[outcome.fragment]
-    if outcome.version != before + 1:
-      raise self._refused(
-        record, f'makes version {outcome.version} of fragment {outcome.fragment}, the checkpoint '
-        f'and the records before it end with version {before}: put the checkpoint back that '
-        'belongs to this log'
-      )
-
-  def _check_same(
-    self, record: wal.Record, outcome: recovery.Outcome, merged: theta_lib.Merged
-  ) -> None:
-    if (merged.digest, bool(merged.failed)) != (outcome.digest, bool(outcome.failed)):
-      raise self._refused(
-        record, f'does not come out as it did: sync {outcome.sync}, fragment {outcome.fragment}, '
-        f'version {outcome.version} has digest {merged.digest:016x}, was committed with '
-        f'{outcome.digest:016x}. Start it with the jax, the flags and the kind of machine that '
-        'committed it; if nothing of that has changed, test the memory of this host'
-      )
-
-  def _refused(self, record: wal.Record, what: str) -> NotReproduced:
-    return NotReproduced(
-      f'Record {record.number} of the log in {self._files.place} {what}. Not started, no record is '
-      'lost.'
-    )
+    outcomes = (redo(theta, record, self._files.place) for record in self._wal.records(after))
+    return Recovered(recovery.recovered(machine, outcomes), replayed)
 
   # --- Commit -------------------------------------------------------------------------------------
 

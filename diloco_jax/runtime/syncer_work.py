@@ -186,7 +186,8 @@ class SyncerWork:
       self._post(events.SaveDone(step=step, error=str(error)))
       return
     failpoints.reached('save.after')
-    self._log.compact(self._checkpoints)
+    if not self._assembled.config.sync.keep_log:
+      self._log.compact(self._checkpoints)
     failpoints.reached('compact.after')
     self._post(events.SaveDone(step=step))
 
