@@ -111,5 +111,6 @@ class Story:
         self.note(now_ns, f'{life.start.node:6}{to} {text}')
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    if note.kind not in ('appended', 'durable'):
+    begins = note.kind == 'recovered' and not note.number
+    if note.kind not in ('appended', 'durable') and not begins:
       self.note(now_ns, f'log    {note.kind}, record {note.number} {note.text}'.rstrip())
