@@ -127,7 +127,7 @@ def discard_without_ledger(original):
 
 
 @mutant('What was trained after the snapshot and then overwritten is forgotten.',
-        membership.Membership, 'adopted', 'I7')
+        membership.Membership, 'adopted', 'I7 I16')
 def overwrite_without_ledger(original):
   def adopted(self, now_ns, member, message):
     with mock.patch.object(ledger.Account, 'overwrite', lambda *args: None):
