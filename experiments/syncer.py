@@ -6,7 +6,7 @@
 It listens on 127.0.0.1 and writes HOST:PORT to WORKDIR/syncer/address once it does; learners may be
 started with `--syncer=file:WORKDIR/syncer/address` before that. Started again with the same
 command, however it ended, it goes on from its checkpoint and its log in WORKDIR/syncer. Exit codes:
-0 done, 42 never retry, 65 never retry (the log is damaged), 74 the disk failed, anything else
+0 done, 42 never retry, 74 the disk failed or is full, anything else
 retry, too.
 """
 

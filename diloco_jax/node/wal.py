@@ -75,7 +75,7 @@ def open_log(
   try:
     found = wal_recovery.scan(files, run)
     if found.damage:
-      raise found.damaged(files, found.damage)
+      raise found.damaged(files, found.damage, after)
     if not found.segments and not after:
       return begin(files, run, segment_bytes=segment_bytes)
     _check_snapshot(files, found, after, chain)
@@ -131,7 +131,7 @@ def _check_snapshot(
     raise _misfit(files, found, f'the log ends with record {found.last}', after)
   if after < found.first - 1:
     raise _misfit(files, found, f'the log begins with record {found.first}', after)
-  if chain is not None and _chain_at(files, found.segments, after) != chain:
+  if chain is not None and chain_at(files, found.segments, after) != chain:
     raise _misfit(files, found, 'the log has another history up to there (another hash)', after)
 
 
@@ -142,7 +142,8 @@ def _misfit(
   last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
   return fmt.WalDamaged(
     f'The snapshot holds all records up to {after}, but {why}, in {files.place}. Not started, '
-    'nothing changed. Restore the missing files of the log, or a snapshot that fits it.',
+    'nothing changed. Restore the missing files of the log, or a snapshot that fits it, or see what '
+    f'can be kept: {wal_recovery.REPAIR.format(place=files.place)}',
     last.name, last.size, found.last,
   )
 
@@ -171,7 +172,7 @@ def _recover(files: files_lib.Files, found: wal_recovery.Found) -> list[str]:
   return words
 
 
-def _chain_at(
+def chain_at(
   files: files_lib.Files, segments: list[wal_recovery.Segment], number: int
 ) -> bytes | None:
   """The hash after a record, or before the first; None: the log does not hold it."""

@@ -58,7 +58,7 @@ ENTRY_HEADER_BYTES = _ENTRY.size + _CRC.size
 
 _NAME = re.compile(r'(\d{20})\.wal')
 NEW = '.new'  # a file that is being written; it counts once it has its right name
-CUT = '.cut'  # what a repair has put aside
+ASIDE = '.aside'  # what a repair has put aside
 
 
 class WalError(Exception):

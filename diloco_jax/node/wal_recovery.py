@@ -23,7 +23,7 @@ from typing import Iterator
 from diloco_jax.node import files as files_lib
 from diloco_jax.node import wal_format as fmt
 
-REPAIR = 'diloco wal repair {place} --to {number}'
+REPAIR = 'python -m experiments.wal_repair {place}'  # shows what there is; with --to=N it acts
 
 
 @dataclasses.dataclass
@@ -58,10 +58,11 @@ class Found:
   def first(self) -> int:
     return self.segments[0].first if self.segments else 1
 
-  def damaged(self, files: files_lib.Files, damage: Damage) -> fmt.WalDamaged:
-    """The error in words."""
-    lost = max(damage.newest - self.last, 0)
-    repair = REPAIR.format(place=files.place, number=self.last)
+  def damaged(self, files: files_lib.Files, damage: Damage, after: int = 0) -> fmt.WalDamaged:
+    """The error in words; `after`: the last record that a whole snapshot holds."""
+    keep = max(self.last, after)
+    lost = max(damage.newest - keep, 0)
+    repair = f'{REPAIR.format(place=files.place)} --to={keep}'
     return fmt.WalDamaged(
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
       f'{damage.why}. Not started, nothing changed; records {self.first} to {self.last} are whole. '
@@ -289,10 +290,10 @@ def repair(files: files_lib.Files, keep_through: int) -> str:
   end = _end_of(files, kept[-1], keep_through) if kept else 0
   moved = []
   if kept and files.size(kept[-1].name) > end:  # first a durable copy, then the cuts
-    moved.append(_free(files, f'{kept[-1].name}.{end}{fmt.CUT}'))
+    moved.append(free(files, f'{kept[-1].name}.{end}{fmt.ASIDE}'))
     copy(files, kept[-1].name, end, files.size(kept[-1].name), moved[0])
   for name in reversed(names[len(kept):]):
-    moved.append(_free(files, name + fmt.CUT))
+    moved.append(free(files, name + fmt.ASIDE))
     files.rename(name, moved[-1])
   files.fsync_names()
   if kept:
@@ -310,7 +311,7 @@ def _end_of(files: files_lib.Files, segment: Segment, number: int) -> int:
   raise ValueError(f'record {number} is not in {segment.name}')
 
 
-def _free(files: files_lib.Files, name: str) -> str:
+def free(files: files_lib.Files, name: str) -> str:
   """A name that no file has."""
   taken, free, count = set(files.names()), name, 1
   while free in taken:

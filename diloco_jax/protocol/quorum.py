@@ -5,6 +5,7 @@ that is withdrawn before may take the quorum with it; the window starts anew onc
 """
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import messages
@@ -24,6 +25,7 @@ class Gather:
   grace_ns: int = 0
   merging: bool = False
   participants: tuple[actions.Participant, ...] = ()
+  facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the outer step, to be told
 
   @property
   def deadline_ns(self) -> int | None:

@@ -52,6 +52,8 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
+SAFE = 'the older ones are untouched and every outer step since is in the log'
+TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
 
 SYNC_STATES = (
   ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
@@ -100,10 +102,11 @@ class SyncerMachine:
     self._saving = saving_lib.Saving(config.save_syncs)
     self._synced = self._cancelled = self._skipped = 0
     self._stopping = ''
-    self._finished = False
+    self._finished = False  # everybody is told that the run is over
     self._exiting = False
     self._exited = False
     self._linger_ns: int | None = None
+    self._tell_ns = 0  # a save that fails again is not spoken of before
     self._sweep_ns = 0
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ class SyncerMachine:
       case events.FragmentRead():
         self._published.send_whole(event)
       case events.SaveDone():
-        self._saved(event)
+        self._saved(now_ns, event)
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
       case events.Connected() | events.Wake():
@@ -258,13 +261,15 @@ class SyncerMachine:
       sync=gather.sync, fragment=gather.fragment, version=base + 1,
       participants=gather.participants, books=self.snapshot(),
     ))
-    self._out.report(
-      'synced', sync=gather.sync, fragment=gather.fragment, version=base + 1,
-      participants=[p.learner for p in participants],
-      waited_ns=now_ns - gather.opened_ns, grace_ns=gather.grace_ns,
-      tokens=sum(p.tokens for p in participants), why=why,
-      staleness=max(base - message.version for message, _ in gather.payloads.values()),
-    )
+    gather.facts = {
+      'sync': gather.sync, 'fragment': gather.fragment, 'version': base + 1,
+      'participants': [p.learner for p in participants],
+      'waited_ns': now_ns - gather.opened_ns, 'grace_ns': gather.grace_ns,
+      'tokens': sum(p.tokens for p in participants), 'why': why,
+      'staleness': max(base - message.version for message, _ in gather.payloads.values()),
+    }
+    self._out.report('merging', **gather.facts)
+    self._saving.decided(over=self._pace.over)
 
   def _participant(
     self, learner: str, message: messages.Contribution, handle: int
@@ -283,6 +288,7 @@ class SyncerMachine:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
+    self._out.report('synced', **gather.facts)  # not before: now it is durable
     lives = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():
       if (member.learner, member.incarnation) in lives:
@@ -328,8 +334,8 @@ class SyncerMachine:
     """Whatever ends the process: every fragment closed, or it was asked to stop."""
     if self._gathering.merging:
       return
-    if not self._finished and self._pace.over and not self._gathering.open:
-      self._finish(now_ns)
+    if self._closed and not self._finished and not self._stopping:
+      self._close_run(now_ns)
     # Whoever is away but has not left is given a lease to come back and hear that it is over.
     gone = all(member.left for member in self._members.by_id.values())
     over = self._finished and bool(gone or self._stopping or now_ns >= self._linger_ns)
@@ -337,6 +343,19 @@ class SyncerMachine:
       self._ledger.close_all(Reason.END_OF_RUN)
     if over or self._stopping:
       self._exit()
+
+  @property
+  def _closed(self) -> bool:
+    """Every sync is over."""
+    return self._pace.over and not self._gathering.open
+
+  def _close_run(self, now_ns: int) -> None:
+    """Learners leave once they hear that the run is over. So first the disk has to say it: a syncer
+    that is killed behind this point begins as one that has only to tell it once more."""
+    if self._saving.farewell:
+      self._finish(now_ns)
+    elif not self._saving.running and now_ns >= self._saving.again_ns:
+      self._save()
 
   def _finish(self, now_ns: int) -> None:
     self._finished = True
@@ -360,13 +379,13 @@ class SyncerMachine:
     return self._saving.due and self._gathering.merging
 
   def _save(self) -> None:
-    self._saving.begin(last=self._exiting)
+    self._saving.begin(closed=self._closed, last=self._exiting)
     self._out.do(actions.Save(step=self.clock, snapshot=self.snapshot()))
 
-  def _saved(self, done: events.SaveDone) -> None:
-    last = self._saving.end()
-    if done.error:
-      self._out.say(f'checkpoint of step {done.step} failed: {done.error}')
+  def _saved(self, now_ns: int, done: events.SaveDone) -> None:
+    last = self._saving.end(bool(done.error), now_ns + self._config.heartbeat_ns)
+    if done.error and not last:
+      self._tell_failed(now_ns, done)
     if not self._exiting:
       return
     if not last:
@@ -374,9 +393,20 @@ class SyncerMachine:
       return
     self._exited = True
     what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
+    if done.error:
+      what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
     self._out.do(actions.Exit(
       code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
     ))
+
+  def _tell_failed(self, now_ns: int, done: events.SaveDone) -> None:
+    """Once a minute: a save that has to be made is tried again and again."""
+    if now_ns < self._tell_ns:
+      return
+    self._tell_ns = now_ns + TELL_AGAIN_NS
+    wait = '' if self._saving.farewell or not self._closed else (
+      ' Learners hear that the run is over once it can be written; it is tried again.')
+    self._out.say(f'checkpoint of step {done.step} failed: {done.error}; {SAFE}.{wait}')
 
   # --- What others may see ------------------------------------------------------------------------
 
@@ -415,6 +445,7 @@ class SyncerMachine:
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
     machine._membership.admission.started = True
+    machine._saving.farewell = machine._pace.over
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']

@@ -31,7 +31,7 @@ class Facts:
 
   def __init__(self, learners: list[str]):
     self.steps: dict[str, list[int]] = {name: [] for name in learners}
-    self.merges: list[int] = []  # when each merge began
+    self.merges: list[int] = []  # when each outer step was published
     self.merged: dict[str, list[int]] = collections.defaultdict(list)  # and with whom
     self.joined: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)  # incarnation
     self.lost: dict[str, list[tuple[int, str]]] = collections.defaultdict(list)  # why

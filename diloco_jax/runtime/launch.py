@@ -1,11 +1,11 @@
 """How every program of the project starts: flags, the config, and what its exit code means.
 
 Exit codes are the contract with whatever restarts processes (a supervisor, Kubernetes): 0 is done,
-42 is *never retry* (the command or the config is wrong, a retry would fail the same way), 65 *never
-retry* either (the log on disk is damaged or does not belong here: a person has to decide), 74 the
-disk has failed or is full at the start (a retry recovers what was committed), anything else is
-worth another try, too. What ends with 42, 65 or 74 is said in one line that starts with `error:`
-and shows the values and the remedy; a traceback is for errors that nobody expected.
+42 is *never retry* (the command or the config is wrong, or the log on disk is damaged or does not
+belong here: a retry would fail the same way, a person has to decide), 74 the disk has failed or is
+full (a retry recovers what was committed), anything else is worth another try, too. What ends with
+42 or 74 is said in one line that starts with `error:` and shows the values and the remedy; a
+traceback is for errors that nobody expected.
 
 No jax in here: `--help`, a mistyped flag and the supervisor answer at once.
 """
@@ -28,7 +28,6 @@ from diloco_jax.node import wal_format
 from diloco_jax.runtime import config as config_lib
 
 NEVER_RETRY = 42
-DAMAGED = 65
 DISK_FAILED = 74
 INTERRUPTED = 130
 
@@ -36,24 +35,16 @@ _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
 
 
 class NeverRetry(Exception):
-  """The command, the config or the machine's set-up is wrong: one line, exit 42."""
+  """The command, the config, the machine's set-up or what is on its disk is wrong: one line, exit
+  42."""
 
   code = NEVER_RETRY
-
-
-class Damaged(NeverRetry):
-  """What is on disk is not what was committed, or not of this run: one line, exit 65."""
-
-  code = DAMAGED
 
 
 class DiskFailed(Exception):
   """The disk failed; what was committed is safe: one line, exit 74."""
 
   code = DISK_FAILED
-
-
-NEVER_RETRIED = {kind.code: kind for kind in (NeverRetry, Damaged)}
 
 
 class _OptionalIntParser(flags.ArgumentParser):
@@ -117,13 +108,13 @@ def never_retry(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_failures() -> Iterator[None]:
-  """A write-ahead log with which nothing can go on ends the process with 74 or 65, one line."""
+  """A write-ahead log with which nothing can go on ends the process with 74 or 42, one line."""
   try:
     yield
   except (wal_format.WalBroken, wal_format.WalFull) as error:
     raise DiskFailed(one_line(error)) from error
   except wal_format.WalError as error:
-    raise Damaged(one_line(error)) from error
+    raise NeverRetry(one_line(error)) from error
 
 
 def one_line(error: BaseException | str) -> str:

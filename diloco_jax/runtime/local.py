@@ -166,8 +166,8 @@ def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence
   else:
     outcome = _run_processes(config, workdir, config_flags, alone)
     code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
-  if code in launch.NEVER_RETRIED:
-    raise launch.NEVER_RETRIED[code](text)
+  if code == launch.NEVER_RETRY:
+    raise launch.NeverRetry(text)
   summary = report.write(config, workdir, fates, time.monotonic() - started_s,
                          plot=not interrupted)
   print(report.text(summary, workdir))

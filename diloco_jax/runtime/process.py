@@ -2,7 +2,7 @@
 
 What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a
 folder that cannot be written or that another syncer has, a config that does not fit the model, a
-checkpoint of another model. The write-ahead log may end in 65 or 74 (launch.py).
+checkpoint of another model, a damaged log. A failing or full disk ends it in 74 (launch.py).
 """
 
 import contextlib

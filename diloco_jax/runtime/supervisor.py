@@ -4,7 +4,7 @@ The life of a program under the supervisor::
 
     waiting --the run begins--> running
     running --exit 0--> done
-    running --exit 42 or 65--> refused        never retried; the others go on
+    running --exit 42--> refused              never retried; the others go on
     running --anything else--> down --back-off--> running
     running --brought down on purpose--> down --the pause asked for--> running
     down --MAX_SHORT_LIVES short lives in a row--> failed
@@ -55,11 +55,9 @@ class Program:
 
 @dataclasses.dataclass(slots=True)
 class Fate:
-  """What became of a program: its state (top of this file), lives and time without a process.
-  `refusal`: the exit code, if it was refused."""
+  """What became of a program: its state (top of this file), lives and time without a process."""
 
   state: str = 'waiting'
-  refusal: int = launch.NEVER_RETRY
   starts: int = 0
   kills: int = 0
   last_error: str = ''
@@ -182,7 +180,7 @@ class Supervisor:
     while not self._ending(program.name).is_set():
       code, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
-      ended = code in launch.NEVER_RETRIED or (code == 0 and pause_s is None)
+      ended = code == launch.NEVER_RETRY or (code == 0 and pause_s is None)
       if ended or self._ending(program.name).is_set():
         self._seal(program.name, code)
         return
@@ -223,8 +221,7 @@ class Supervisor:
     return self._stopping if name == SYNCER else self._retiring
 
   def _seal(self, name: str, code: int) -> None:
-    if code in launch.NEVER_RETRIED:
-      self.fates[name].refusal = code
+    if code == launch.NEVER_RETRY:
       self._note(name, 'refused', self.fates[name].last_error or _ended(code))
     else:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _ended(code))
@@ -328,9 +325,11 @@ def _verdict(syncer: Fate | None, learners: list[Fate], interrupted: bool) -> di
   if interrupted:
     return {'code': launch.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
-    return {'code': syncer.refusal, 'text': syncer.last_error or 'the syncer refused to start'}
+    return {'code': launch.NEVER_RETRY,
+            'text': syncer.last_error or 'the syncer refused to start'}
   if learners and all(fate.state == 'refused' for fate in learners):
-    return {'code': learners[0].refusal, 'text': learners[0].last_error or 'no learner could start'}
+    return {'code': launch.NEVER_RETRY,
+            'text': learners[0].last_error or 'no learner could start'}
   if syncer is not None and syncer.state != 'done':
     return {'code': 1, 'text': f'the syncer {syncer.state} (its log says why)'}
   if not any(fate.state == 'done' for fate in learners):

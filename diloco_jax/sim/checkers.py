@@ -50,7 +50,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   ids.JoinerCatchesUp, ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
   liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
   liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
-  liveness.QueuesDrain,
+  liveness.QueuesDrain, durability.FinishIsKnown,
 )
 
 

@@ -158,7 +158,7 @@ class Marks(observers.Observer):
   def _reported(self, report: actions.Report, failed: bool) -> None:
     values = report.values
     match report.name:
-      case 'synced':
+      case 'merging':
         self.counts[f'merged because {values["why"].split()[0]}'] += 1
       case 'cancelled':
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1

@@ -107,9 +107,6 @@ class Network:
     self._numbers = itertools.count(1)
     self._sessions: dict[tuple[Any, int], Session] = {}  # by process and its number for it
 
-  def session(self, process: Any, number: int) -> Session | None:
-    return self._sessions.get((process, number))
-
   def of(self, process: Any) -> list[Session]:
     return [session for (owner, _), session in self._sessions.items() if owner is process]
 
@@ -161,8 +158,6 @@ class Network:
       session=session.number if up else session.learner_session, message=message)
 
     def deliver() -> None:
-      if isinstance(message, messages.Finish):
-        session.learner.finished_by = process
       self._post(session, end, event, content)
 
     self._carry(session, lane, time_ns, deliver)

@@ -212,7 +212,6 @@ class Learner(Process):
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self._training = False
     self._incarnation, self._exact = 0, True
-    self.finished_by: Any = None  # the syncer's process that told it that the run is over
 
   def work(self, action: actions.Work) -> None:
     match action:
@@ -229,12 +228,10 @@ class Learner(Process):
         self._boundary()
         self.save(step, snapshot, self.world.engine.now_ns)
 
-  def post(self, event: Any, content: Any = None) -> None:
-    if isinstance(event, events.Received) and isinstance(event.message, messages.Finish):
-      session = self.world.network.session(self, event.session)
-      if session is not None:  # else it was frozen, and has been here before
-        self.finished_by = session.syncer
-    super().post(event, content)
+  @property
+  def done(self) -> bool:
+    """It has ended because it heard that the run is over."""
+    return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
 
   def _boundary(self) -> None:
     arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)

@@ -38,7 +38,7 @@ def words(action: Any) -> str:
       return f'saves at {step}'
     case actions.Report(name='cancelled', values=values):
       return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
-    case actions.Report(name='synced', values=values):
+    case actions.Report(name='merging', values=values):
       return f'  because {values["why"]} (grace {values["grace_ns"] / MS:g} ms)'
     case actions.Report(name='member', values={'state': 'lost', 'learner': name, **values}):
       return f'loses {name}: {values["reason"]}'

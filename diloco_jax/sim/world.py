@@ -49,7 +49,7 @@ class World:
     self._disks: dict[str, disk_lib.Disk] = {}
     self.learners: dict[str, processes.Learner] = {}
     self.ended: list[processes.Process] = []
-    self.done: set[str] = set()  # learner ids that have heard from this syncer that all is over
+    self.done: set[str] = set()  # learner ids that have heard that the run is over, and ended
     self.rolled_back = False  # an operator repaired a damaged log: what was in it may be lost
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
@@ -120,7 +120,6 @@ class World:
     if found.journal.torn:
       self.logged('torn')
     self.syncer.look()
-    self.done.clear()
     self._begin(self.syncer)
     return True
 
@@ -144,6 +143,7 @@ class World:
 
   def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
     self.rolled_back = True
+    self.done.clear()  # they are needed again
     self.logged('repaired', len(disk.rot), text=text)
 
   def fell(self, process: processes.Syncer, text: str = '') -> None:
@@ -207,7 +207,7 @@ class World:
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    if getattr(process, 'finished_by', None) is self.syncer and process.exit is not None:
+    if isinstance(process, processes.Learner) and process.done:
       self.done.add(process.name.rstrip('*'))
     self.network.gone(process, silent)
     if self.learners.get(process.name) is process:

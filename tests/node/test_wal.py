@@ -545,7 +545,7 @@ def test_a_missing_segment_is_refused():
   gap = Storage(files={name: files[name] for name in names if name != names[1]})
   words = refused(gap)
   assert f'{names[2]} is damaged at byte 0' in words
-  assert f'--to {fmt.first_of(names[1]) - 1} ' in words
+  assert f'--to={fmt.first_of(names[1]) - 1} ' in words
   headless = Storage(files={name: files[name] for name in names[1:]})
   assert f'begins with record {fmt.first_of(names[1])}' in refused(headless)
 
@@ -560,7 +560,7 @@ def test_damage_names_file_offset_and_repair():
   assert words == (
     f'DD402 WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
     'damaged. Not started, nothing changed; records 1 to 2 are whole. Restore the file, or run: '
-    'diloco wal repair state --to 2 (drops 3 updates).'
+    'python -m experiments.wal_repair state --to=2 (drops 3 updates).'
   )
 
 
@@ -722,7 +722,7 @@ def test_repair_of_a_damaged_log_makes_it_open_again():
   wal_recovery.repair(bad, good)
   wal_recovery.repair(bad, good)  # once more: nothing to do
   assert read_log(wal.open_log(bad, RUN)) == expected(good)
-  assert any(fmt.CUT in name for name in bad.names())
+  assert any(fmt.ASIDE in name for name in bad.names())
 
 
 def test_a_repair_that_is_interrupted_can_be_run_again():

@@ -48,13 +48,13 @@ def test_the_grace_window_ends_in_time():
   seen.start('l0').start('l1', step_ms=100)
   seen.world.learners['l1'].island.encode_ns = 2000 * MS
   seen.run(2200)
-  merges = [action for _, _, action in seen.of(actions.Report) if action.name == 'synced']
+  merges = [action for _, _, action in seen.of(actions.Report) if action.name == 'merging']
   graces = [report.values['grace_ns'] for report in merges]
   assert graces[0] == 0 and graces[1] > 0, graces
   answers = dict(
     (message.sync, time) for time, message in seen.sent(messages.Contribution, 'l0'))
   for time, _, report in seen.of(actions.Report):
-    if report.name == 'synced':
+    if report.name == 'merging':
       waited = time - answers[report.values['sync']]
       assert waited <= report.values['grace_ns'] + 10 * MS
 

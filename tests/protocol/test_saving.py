@@ -3,10 +3,13 @@
 Each test opens with the sentence that it checks and its source.
 """
 
-from diloco_jax.protocol import actions
+from typing import Any
+
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.sim import engine, network
 from diloco_jax.sim import world as world_lib
-from tests.protocol.single import advance, contribution, joined, merge_done, received
+from tests.protocol.single import (
+  advance, confirm, contents, contribution, join, joined, merge_done, received)
 from tests.protocol.recording import Recording
 
 MS = engine.MS
@@ -34,3 +37,96 @@ def test_a_snapshot_restores_the_machine():
     machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot())
   assert again.snapshot() == machine.snapshot()
   again.check()
+
+
+# --- The farewell ---------------------------------------------------------------------------------
+
+DISK_FULL = events.SaveDone(step=2, error='no space')
+
+
+def over(merged: bool = True) -> tuple[Any, list]:
+  """A syncer whose only sync has ended, and what it did then."""
+  machine, session = joined(total_steps=1)
+  advance(machine, session, step=2)
+  if merged:
+    machine.handle(3, received(session, contribution(sync=2), handle=1))
+    return machine, machine.handle(4, merge_done(2))
+  empty = messages.Decline(sync=2, fragment=0, reason='empty', tokens_to=20)
+  return machine, machine.handle(3, received(session, empty))
+
+
+def saves(out: list) -> list:
+  return [action for action in out if isinstance(action, actions.Save)]
+
+
+def again(machine: Any, snapshot: dict) -> Any:
+  """The next syncer, which begins with this snapshot."""
+  return type(machine).restore(
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+
+
+def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
+  # Issue 4: no committed outer step is ever lost. A learner that has heard Finish is gone, so a
+  # syncer that dies behind it must begin again as one that needs nobody.
+  machine, out = over()
+  [save] = saves(out)
+  assert not contents(out, messages.Finish)
+  assert contents(machine.handle(9, events.SaveDone(step=2)), messages.Finish)
+  following = again(machine, save.snapshot)
+  following.handle(0, received(5, join()))
+  out = following.handle(1, received(5, confirm()))
+  assert contents(out, messages.Joined) and contents(out, messages.Finish)
+
+
+def test_a_syncer_that_begins_when_all_is_over_ends_a_lease_later():
+  machine, out = over()
+  following = again(machine, saves(out)[0].snapshot)
+  assert not saves(following.handle(0, events.Wake()))
+  assert saves(following.handle(machine._config.lease_ns, events.Wake()))
+  [end] = following.handle(machine._config.lease_ns + 1, events.SaveDone(step=2))
+  assert isinstance(end, actions.Exit) and 'every fragment is closed' in end.text
+
+
+def test_if_it_cannot_be_saved_the_log_will_do():
+  """Its last outer step was decided when no sync was to open any more."""
+  machine, _ = over()
+  out = machine.handle(9, DISK_FULL)
+  assert contents(out, messages.Finish)
+  assert any('every outer step since is in the log' in one.text for one in out
+             if isinstance(one, actions.Say))
+
+
+def test_a_cancelled_sync_is_in_no_log_so_the_save_is_tried_again():
+  machine, out = over(merged=False)
+  now_ns = 10
+  for _ in range(3):
+    [save] = saves(out)
+    out = machine.handle(now_ns, DISK_FULL)
+    assert not contents(out, messages.Finish) and not saves(out)
+    machine._members.by_id['l0'].heard_ns = now_ns = now_ns + 2 * machine._config.heartbeat_ns
+    out = machine.handle(now_ns, events.Wake())
+  assert saves(out)
+  assert contents(machine.handle(now_ns, events.SaveDone(step=2)), messages.Finish)
+  assert again(machine, save.snapshot)._pace.over
+
+
+def test_a_disk_that_stays_full_is_spoken_of_once_a_minute():
+  machine, out = over(merged=False)
+  lines = 0
+  for second in range(1, 130):
+    if saves(out):
+      out = machine.handle(second * 1000 * MS, DISK_FULL)
+      lines += sum(isinstance(one, actions.Say) for one in out)
+    machine._members.by_id['l0'].heard_ns = second * 1000 * MS
+    out = machine.handle(second * 1000 * MS, events.Wake())
+  assert lines == 3  # of two minutes and ten seconds
+
+
+def test_a_syncer_that_is_asked_to_stop_does_so_whatever_its_disk_does():
+  machine, _ = over(merged=False)
+  machine.handle(9, DISK_FULL)
+  out = machine.handle(10, events.Stop(reason='SIGTERM'))
+  assert saves(out)
+  [end] = machine.handle(11, DISK_FULL)
+  assert isinstance(end, actions.Exit) and end.code == 0
+  assert 'stopped: SIGTERM' in end.text and 'every outer step since is in the log' in end.text

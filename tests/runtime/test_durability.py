@@ -340,11 +340,11 @@ def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tm
   life.log.commit(outer_log.OuterStep(outcome, 3, given))
   life.crash()
   before = _content(tmp_path / 'wal')
-  with pytest.raises(launch.Damaged, match='Record 2 of the log .* sync 2, fragment 0, version 1 '
+  with pytest.raises(launch.NeverRetry, match='Record 2 of the log .* sync 2, fragment 0, version 1 '
                      'has digest [0-9a-f]{16}, was committed with 000000000000007b') as refusal:
     with launch.log_failures():
       rig()
-  assert refusal.value.code == 65
+  assert refusal.value.code == 42
   assert _content(tmp_path / 'wal') == before
 
 
@@ -364,10 +364,10 @@ def test_the_log_of_another_run_is_refused(rig, assembled, tmp_path):
   rig().crash()
   with contextlib.closing(outer_log.OuterLog(
       files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)) as other:
-    with pytest.raises(launch.Damaged, match='belongs to the run') as refusal:
+    with pytest.raises(launch.NeverRetry, match='belongs to the run') as refusal:
       with launch.log_failures():
         other.recover(None, {})
-  assert refusal.value.code == 65
+  assert refusal.value.code == 42
 
 
 def _content(folder: pathlib.Path) -> dict[str, bytes]:
@@ -425,8 +425,8 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   assert bits(rig().theta) in (expected[1], expected[2])
 
 
-def test_74_and_65_are_exit_codes_with_one_line(capsys):
-  for error, code in ((launch.DiskFailed('the disk\nfailed'), 74), (launch.Damaged('bad'), 65)):
+def test_74_and_42_are_exit_codes_with_one_line(capsys):
+  for error, code in ((launch.DiskFailed('the disk\nfailed'), 74), (launch.NeverRetry('bad'), 42)):
     def main(argv, error=error):
       raise error
 

@@ -134,18 +134,18 @@ def test_42_of_a_learner_ends_only_that_learner(tmp_path):
   assert outcome.fates['syncer'].state == 'done'
 
 
-def test_65_of_the_syncer_ends_the_run_with_65_and_74_is_tried_again(tmp_path):
+def test_42_of_the_syncer_ends_the_run_with_42_and_74_is_tried_again(tmp_path):
   """First the disk fails, which a restart may help; then the log is found damaged."""
   syncer = ('import pathlib, sys\n'
             'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
             'again = failed.exists(); failed.touch()\n'
             'print("error: DD402" if again else "error: DD405", file=sys.stderr)\n'
-            'sys.exit(65 if again else 74)')
+            'sys.exit(42 if again else 74)')
   run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
   outcome = run.run()
-  assert (outcome.code, outcome.text) == (65, 'DD402')
+  assert (outcome.code, outcome.text) == (42, 'DD402')
   assert outcome.fates['syncer'] == supervisor_lib.Fate(
-    state='refused', refusal=65, starts=2, last_error='DD402')
+    state='refused', starts=2, last_error='DD402')
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 

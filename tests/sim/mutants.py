@@ -30,6 +30,7 @@ from diloco_jax.protocol import pace
 from diloco_jax.protocol import published
 from diloco_jax.protocol import quorum
 from diloco_jax.protocol import recovery
+from diloco_jax.protocol import saving
 from diloco_jax.protocol import syncer
 from diloco_jax.protocol import verdicts
 from diloco_jax.sim import journal
@@ -548,6 +549,18 @@ def ack_before_fsync(original):
         return
       yield delay_ns
   return _commit
+
+
+@mutant('Learners are told that the run is over before the disk says it.', SyncerMachine,
+        '_close_run', 'I8b')
+def finish_before_it_is_saved(original):
+  return lambda self, now_ns: self._finish(now_ns)
+
+
+@mutant('A last checkpoint that failed is as good as one that did not.', saving.Saving, 'end',
+        'I8b')
+def failed_save_says_it(original):
+  return lambda self, failed, again_ns: original(self, False, again_ns)
 
 
 @mutant('A failed fsync is taken for one that will do the next time.', wal.Wal, '_do', 'I8')

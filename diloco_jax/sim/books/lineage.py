@@ -143,12 +143,14 @@ class Lineage:
 @dataclasses.dataclass(slots=True)
 class Saved:
   """A snapshot that a syncer asked to be saved; `open` are the fragments of its open syncs,
-  `position` is the last record that it holds; `verified`: it was written, and read back."""
+  `position` is the last record that it holds; `closed`: every sync was over; `verified`: it was
+  written, and read back."""
 
   snapshot: dict[str, Any]
   lineage: Lineage
   open: tuple[int, ...]
   position: int
+  closed: bool = False
   verified: bool = False
 
 

@@ -112,6 +112,7 @@ class SyncerBook:
     self.longest_step_ns = 0
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
+    self.farewell = self.over  # the disk says that the run is over
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -280,6 +281,9 @@ class SyncerBook:
   def save_done(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
     saved = self.saving.popleft()
     saved.verified = not event.error
+    records = self.run.records
+    logged = bool(records) and records[-1].lineage.next > self.schedule.last
+    self.farewell = self.farewell or (saved.closed and (saved.verified or logged))
 
   # --- Actions ------------------------------------------------------------------------------------
 
@@ -366,7 +370,7 @@ class SyncerBook:
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
     saved = lineage_book.Saved(
-      save.snapshot, self.lineage.copy(), self._open(), len(self.run.records))
+      save.snapshot, self.lineage.copy(), self._open(), len(self.run.records), self._closed)
     self.saving.append(saved)
     self.run.saved.append(saved)
 
@@ -377,11 +381,16 @@ class SyncerBook:
 
   def can_end(self, now_ns: int) -> bool:
     """Whether the run may be over now, perhaps since this very turn."""
-    if self.finished_ns is None and not self._closed:
+    if self.finished_ns is None and not self._finishes:
       return False
     gone = all(holder.left for holder in self.lineage.holders.values())
     finished_ns = now_ns if self.finished_ns is None else self.finished_ns
     return self.stopping or gone or now_ns >= finished_ns + self.config.lease_ns
+
+  @property
+  def _finishes(self) -> bool:
+    """Learners may be told now that the run is over."""
+    return self._closed and self.farewell and not self.stopping
 
   @property
   def _closed(self) -> bool:
@@ -392,7 +401,7 @@ class SyncerBook:
     """The end of the run follows from what is open."""
     if self.exiting or self.merges:
       return
-    if self.finished_ns is None and self._closed:
+    if self.finished_ns is None and self._finishes:
       self.finished_ns = now_ns
     self.exiting = self.stopping or self.can_end(now_ns)
 

@@ -164,8 +164,8 @@ class Quorum(invariant.Invariant):
       if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
         self.fail(merge, peer)
 
-  @invariant.on(SYNCER, 'synced')
-  def synced(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, 'merging')
+  def merging(self, book, now_ns, report, event):
     """The reason that is recorded holds."""
     values = report.values
     gather = book.gathers[values['sync']]

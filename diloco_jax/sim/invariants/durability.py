@@ -20,7 +20,7 @@ class SnapshotIsACut(invariant.Invariant):
       self.fail('an outer step is under way')
     self._same(snapshot, lineage)
 
-  @invariant.on(SYNCER, 'synced')
+  @invariant.on(SYNCER, 'merging')
   def books(self, book, now_ns, report, event):
     """So are the books of an outer step, of the moment at which it is decided."""
     merge = book.gathers[report.values['sync']].merging
@@ -77,6 +77,26 @@ class DurableFirst(invariant.Invariant):
     durable, told = self.run.durable, self.run.told
     if durable is not None and durable < told:
       self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
+
+
+class FinishIsKnown(invariant.Invariant):
+  id = 'I8b'
+  sentence = ('Finish is sent only once a syncer that begins from what is on the disk knows that '
+              'the run is over.')
+
+  @invariant.on(SYNCER, messages.Finish)
+  def finish(self, book, now_ns, send, event):
+    """It begins with the newest snapshot, or with the books of the outer steps behind it."""
+    last, records = book.schedule.last, self.run.records
+    verified = (one for one in reversed(self.run.saved) if one.verified)
+    saved = max(verified, key=lambda one: one.position, default=None)
+    if saved is not None and saved.position == len(records):
+      known = saved.lineage.next
+    else:
+      known = records[-1].lineage.next if records else 0
+    begun = book.life.start.snapshot
+    if max(known, begun['next'] if begun else 0) <= last:
+      self.fail(send, f'it would go on with sync {known} of {last}')
 
 
 class RecoveredState(invariant.Invariant):
