@@ -4,7 +4,8 @@ One sync of fragment p, with A_v the value published as version v (learners hold
 bit for bit), Theta the syncer's float32 master, C and D a codec's encode and decode:
 
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
-  syncer      Theta'  = Theta - OuterOpt(Merge({D_up(bytes_m)}, w))
+  syncer      ||D_up(bytes_m)||, to leave out who is beyond all measure             payload_norm
+              Theta'  = Theta - OuterOpt(Merge({D_up(bytes_m)}, w))
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   A_{v+1} = A_v + D_down(bytes)                                     apply_delta
@@ -104,6 +105,16 @@ def init_outer(
 ) -> PyTree:
   """Syncer: the state of the outer optimizer for fragment p."""
   return outer.init(fragments.split(layout, p, master_N))
+
+
+def payload_norm(codec: codecs.Codec, n: int, data: jax.Array) -> jax.Array:
+  """Syncer: the norm of an encoded pseudo-gradient of n values, float32[]. It is not finite if one
+  of the values is not, or if their squares do not fit in float32.
+
+  Squares are summed block by block, so that no addend is lost against a long sum.
+  """
+  squares_BxK = jnp.square(codec.decode(data, n)).reshape(-1, codecs.BLOCK)
+  return jnp.sqrt(jnp.sum(jnp.sum(squares_BxK, axis=1)))
 
 
 def outer_step(

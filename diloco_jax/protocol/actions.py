@@ -90,18 +90,23 @@ class UseStream:
 
 @_action
 class Participant:
-  """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps)."""
+  """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps).
+
+  `limit`: the norm beyond which it is left out (screening.py); None: any finite one will do.
+  """
 
   learner: str
   incarnation: int
   handle: int
   tokens: int
   steps: int
+  limit: int | None = None
 
 
 @_action
 class Merge:
-  """Run the outer step that makes `version`; participants in the order of learner ids.
+  """Run the outer step that makes `version`; participants in the order of learner ids. Who brings
+  a value that is not finite, or a norm beyond its limit, is left out.
 
   Answered by MergeDone once it is committed: the shell has written down what it needs to run it
   again, with `books`, the machine's snapshot with this merge under way (recovery.py). Nothing of it

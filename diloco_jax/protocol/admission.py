@@ -12,6 +12,7 @@ What may not happen, and why:
   by mistake must not ruin the first.
 * A process that was replaced never comes back under its id: what it holds was settled as lost, and
   its tokens would count twice.
+* A process in quarantine never comes back (screening.py); another one may take its id.
 * An offer binds nobody. Two processes may be offered the same incarnation; the first Confirm gets
   it, so the offer is looked at again before it counts.
 
@@ -30,6 +31,7 @@ from diloco_jax.protocol import ledger as ledger_lib
 from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
+from diloco_jax.protocol import screening
 
 Reason = messages.Reason
 
@@ -63,7 +65,8 @@ def unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
 def taken(
   join: messages.Join, members: members_lib.Members, config: config_lib.ProtocolConfig, now_ns: int
 ) -> messages.Refused | None:
-  """Why the id is not this process's to take, if so: it is fenced, or another one lives."""
+  """Why the id is not this process's to take, if so: it is fenced or in quarantine, or another one
+  lives."""
   if members.replaced(join.learner, join.nonce):
     return messages.Refused(
       code='FENCED',
@@ -72,6 +75,9 @@ def taken(
       '--learner_id, or stop the other.',
       retry_ns=None,
     )
+  member = members.by_id.get(join.learner)
+  if member is not None and member.nonce == join.nonce and members.quarantined(member):
+    return screening.quarantine(member)
   holder = members.held_by_other(join.learner, join.nonce)
   if holder is None:
     return None

@@ -7,6 +7,7 @@ import dataclasses
 
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
+NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,10 @@ class ProtocolConfig:
     redial_ns: first and longest pause before a new attempt to connect.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
+    norm_factor: a pseudo-gradient longer than so many times the median norm of its fragment is
+      refused; 0: however long it is (screening.py).
+    norm_warmup: commits of a fragment before its norms are judged.
+    strikes: refused updates in a row that put their sender into quarantine; 0: never.
   """
 
   learners: int
@@ -47,6 +52,9 @@ class ProtocolConfig:
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
   save_steps: int = 0
   save_syncs: int = 0
+  norm_factor: int = 10
+  norm_warmup: int = 8
+  strikes: int = 3
 
   def __post_init__(self):
     for name, low, high, remedy in (
@@ -64,6 +72,9 @@ class ProtocolConfig:
       ('start_wait_ns', 0, None, '0 starts with the first learner'),
       ('save_steps', 0, None, '0 saves only at the end'),
       ('save_syncs', 0, None, '0 saves only at the end'),
+      ('norm_factor', 0, None, '0 refuses nothing for its norm'),
+      ('norm_warmup', 1, NORM_WINDOW, 'a median needs a few commits, and so many are kept'),
+      ('strikes', 0, None, '0 puts nobody into quarantine'),
     ):
       value = getattr(self, name)
       if value < low or (high is not None and value > high):

@@ -86,7 +86,9 @@ class AdoptDone:
 class MergeDone:
   """The outer step of `sync` is done: `handle` holds the encoded delta to the version before.
 
-  `failed` in words if the outer step was refused (a value that is not finite): Theta is unchanged.
+  `norms` are those of the participants' pseudo-gradients, in their order (screening.py: in parts of
+  1.0, -1 not finite); `refused` are the learners that were left out. `failed` in words if the outer
+  step was refused (nobody is left, or the result is not finite): Theta is unchanged.
   """
 
   sync: int
@@ -95,6 +97,8 @@ class MergeDone:
   payload: messages.Payload | None
   digest: int
   failed: str = ''
+  norms: tuple[int, ...] = ()
+  refused: tuple[str, ...] = ()
 
 
 @_event

@@ -112,10 +112,6 @@ class Gathering:
       account = self._ledger.of(member)
       start = account.cursors[message.fragment]
       account.settle(message.fragment, start, max(start, message.tokens_to), Reason.BAD_VALUE)
-      self._out.say(
-        f'{member.learner} on {member.host} has NaN or Inf in fragment {message.fragment}; '
-        'refused before merging, its fragment is replaced. Check that host for faulty hardware.'
-      )
       self._published.resend_whole(member, message.fragment)
     self._answered(member, message.sync)
 

@@ -395,6 +395,9 @@ class LearnerMachine:
   def _give_up(self) -> None:
     """Refused for good: ends at once, but not in the middle of a checkpoint."""
     if not self._saving:
+      for _, handle in self._arrivals:
+        self._out.drop(handle)
+      self._arrivals.clear()
       self._exit(42, self._refused)
 
   def _end(self) -> None:

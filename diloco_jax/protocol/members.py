@@ -27,7 +27,8 @@ class Member:
   """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
   before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: of which
   fragments too many are (published.py). `anchored[p]`: this life's tokens when it adopted its
-  anchor of p, as last told."""
+  anchor of p, as last told. `strikes`: of its updates in a row that were refused (screening.py),
+  `worst`: the most of them in this life."""
 
   learner: str
   stream: int
@@ -47,6 +48,8 @@ class Member:
   behind: set[int] = dataclasses.field(default_factory=set)
   anchored: dict[int, int] = dataclasses.field(default_factory=dict)
   replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
+  strikes: int = 0
+  worst: int = 0
 
   @property
   def live(self) -> bool:
@@ -87,6 +90,10 @@ class Members:
     member = self.by_id.get(learner)
     return member is not None and nonce in member.replaced
 
+  def quarantined(self, member: Member) -> bool:
+    """Whether the process that has the id is refused for good."""
+    return 0 < self._config.strikes <= member.worst
+
   def lease_left_ns(self, member: Member, now_ns: int) -> int:
     return max(0, member.heard_ns + self._config.lease_ns - now_ns)
 
@@ -102,6 +109,7 @@ class Members:
         member.replaced.append(member.nonce)
       member.step, member.finished, member.step_ns = 0, False, grace_lib.Average()
       member.anchored.clear()
+      member.strikes = member.worst = 0
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.heard_ns = session, now_ns
     self.by_session[session] = member
@@ -119,7 +127,8 @@ class Members:
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
   def snapshot(self) -> list:
-    fields = ('learner', 'stream', 'incarnation', 'nonce', 'step', 'left')
+    fields = ('learner', 'stream', 'incarnation', 'nonce', 'host', 'pid', 'step', 'left', 'strikes',
+              'worst')
     return [
       {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}
       for _, m in sorted(self.by_id.items())

@@ -4,6 +4,7 @@
     welcome --every due fragment adopted--> caught up: it contributes and sets the pace
     any of them --stream closed, lease over--> lost: it may come back (members.py)
     any of them --Leave--> left: its account is closed
+    any of them --too many refused updates in a row--> quarantined: as lost, but it may not come back
 
 Losing a learner disturbs nobody: it is taken out of the pace and of the open syncs, that is all.
 While a process goes on in its incarnation its account stays open, since it will send again what was
@@ -24,6 +25,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import pace as pace_lib
 from diloco_jax.protocol import published as published_lib
+from diloco_jax.protocol import screening
 
 Reason = messages.Reason
 
@@ -153,6 +155,12 @@ class Membership:
     for member in self._members.expired(now_ns):
       self._close(member, 'lease expired', 'lease expired')
 
+  def quarantine(self, member: members_lib.Member) -> None:
+    """It is refused for good; if it is away it hears so when it comes back (admission.py)."""
+    if member.live:
+      self._out.send(member.session, screening.quarantine(member))
+      self._close(member, 'quarantined', 'QUARANTINED')
+
   def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
     """Loses a member whose stream is open still; `told` is what it hears."""
     session = member.session
@@ -167,4 +175,5 @@ class Membership:
   def check(self) -> None:
     for session, member in self._members.by_session.items():
       assert member.session == session, (session, member)
+      assert not self._members.quarantined(member), member
     self.admission.check()

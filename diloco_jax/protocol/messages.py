@@ -205,7 +205,7 @@ class Reason:
   LATE = 'late'  # the sync had closed before the payload came
   STALE = 'stale'  # the anchor was more than max_staleness versions old
   OVERWRITTEN = 'overwritten'  # trained after the snapshot, then overwritten by the publish
-  BAD_VALUE = 'bad_value'  # NaN or Inf, refused by the encoder
+  BAD_VALUE = 'bad_value'  # NaN, Inf or an absurd norm, refused by the encoder or before the merge
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged

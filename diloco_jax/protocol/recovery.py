@@ -7,7 +7,8 @@ merges ended that were under way then, this one among them. The records before i
 
     state = books of the last record
             + of each merge under way in them: its version, digest and sync if it succeeded,
-              its tokens revoked if the outer step was refused
+              its tokens revoked if the outer step was refused, or those of who was left out,
+              their strikes, and the norms of the others (screening.py)
 
 What was neither settled by a merge nor in the books of one (a report of progress, a late payload)
 is told again: learners come back with their totals, and what they trained is settled anew.
@@ -18,6 +19,7 @@ import dataclasses
 from typing import Any, Iterable
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import screening
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +27,8 @@ class Outcome:
   """One record of the log without its payloads: the Merge, and how it ended.
 
   `participants` are (learner, incarnation, tokens, steps); `digest` is that of the published value
-  after it; `failed` in words if the outer step was refused.
+  after it; `failed` in words if the outer step was refused. `norms` and `refused` are as in
+  MergeDone; a log of a release that did not screen has neither.
   """
 
   sync: int
@@ -35,6 +38,8 @@ class Outcome:
   digest: int
   failed: str
   books: dict[str, Any]
+  norms: tuple[int, ...] = ()
+  refused: tuple[str, ...] = ()
 
 
 def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str, Any]:
@@ -56,20 +61,37 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
     if not outcome.failed:
       versions[p], digests[p], syncs[p] = outcome.version, outcome.digest, outcome.sync
     state = copy.deepcopy(outcome.books)
-  for sync in state.pop('merging', ()):
-    _close(state, ended[sync])
+  merging = state.pop('merging', ())
+  for sync, outcome in ended.items():  # in the order in which they ended
+    if sync in merging:
+      _close(state, outcome)
   return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs}
 
 
 def _close(state: dict[str, Any], outcome: Outcome) -> None:
   """A merge that was under way in the books has ended."""
-  if not outcome.failed:
-    state['counts']['synced'] += 1
-    return
-  state['counts']['cancelled'] += 1
+  state['counts']['cancelled' if outcome.failed else 'synced'] += 1
   accounts = {(learner, incarnation): fields for learner, incarnation, fields in state['ledger']}
   for learner, incarnation, tokens, _ in outcome.participants:
-    account = accounts[learner, incarnation]
-    account['merged'] -= tokens
-    discarded = account['discarded']
-    discarded[messages.Reason.BAD_VALUE] = discarded.get(messages.Reason.BAD_VALUE, 0) + tokens
+    if outcome.failed or learner in outcome.refused:
+      account = accounts[learner, incarnation]
+      account['merged'] -= tokens
+      discarded = account['discarded']
+      discarded[messages.Reason.BAD_VALUE] = discarded.get(messages.Reason.BAD_VALUE, 0) + tokens
+  _screen(state, outcome)
+
+
+def _screen(state: dict[str, Any], outcome: Outcome) -> None:
+  """Norms and strikes, as Screening.ended has them."""
+  rows, merged = {row['learner']: row for row in state['members']}, []
+  for (learner, incarnation, _, steps), norm in zip(outcome.participants, outcome.norms):
+    row = rows[learner]
+    present = row['incarnation'] == incarnation
+    if learner in outcome.refused and present:
+      row['strikes'], row['worst'] = screening.struck(row['strikes'], row['worst'])
+    elif learner not in outcome.refused and not outcome.failed:
+      merged.append((norm, steps))
+      row['strikes'] = 0 if present else row['strikes']
+  if merged:
+    p = outcome.fragment
+    state['norms'][p] = screening.taken(state['norms'][p], merged)

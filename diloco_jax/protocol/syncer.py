@@ -6,7 +6,7 @@ The life of a sync (docs/protocol.md draws it from SYNC_STATES)::
     gathering --quorum and grace over, or all answered--> merging
     gathering --all answered, quorum impossible--> cancelled
     merging --outer step done--> published
-    merging --result not finite--> cancelled
+    merging --every payload refused, or the result not finite--> cancelled
 
 What may not happen, and why:
 * No two syncs of one fragment are in flight: the second's pseudo-gradients would be measured from a
@@ -29,6 +29,7 @@ theory of its own, and none calls back::
     quorum.py       when a sync has waited enough;  grace.py: how long it may
     published.py    the versions, and who holds which
     saving.py       when to save
+    screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
 """
 
@@ -49,6 +50,7 @@ from diloco_jax.protocol import published as published_lib
 from diloco_jax.protocol import quorum as quorum_lib
 from diloco_jax.protocol import saving as saving_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import screening as screening_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
@@ -60,7 +62,7 @@ SYNC_STATES = (
   ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
   ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
   ('merging', 'published', 'the outer step is done'),
-  ('merging', 'cancelled', 'the result is not finite'),
+  ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
 )
 
 
@@ -99,6 +101,7 @@ class SyncerMachine:
       config, agreement, self._members, self._ledger, self._pace, self._published,
       self._gathering, self._out,
     )
+    self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = saving_lib.Saving(config.save_syncs)
     self._synced = self._cancelled = self._skipped = 0
     self._stopping = ''
@@ -144,12 +147,8 @@ class SyncerMachine:
       case events.Disconnected(session=session, reason=reason):
         self._out.closing.discard(session)
         self._membership.lose(session, reason)
-      case events.MergeDone(failed=failed):
-        gather = self._gathering.open.pop(event.sync)
-        if failed:
-          self._fail(gather, failed)
-        else:
-          self._publish(gather, event)
+      case events.MergeDone():
+        self._merged(now_ns, event)
       case events.FragmentRead():
         self._published.send_whole(event)
       case events.SaveDone():
@@ -187,6 +186,8 @@ class SyncerMachine:
         self._gathering.contribution(now_ns, member, message, handle)
       case messages.Decline():
         self._gathering.decline(member, message)
+        if message.reason == Reason.BAD_VALUE:
+          self._strike(now_ns, member, message.fragment)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
       case messages.Heartbeat():
@@ -282,17 +283,38 @@ class SyncerMachine:
     return actions.Participant(
       learner=learner, incarnation=member.incarnation, handle=handle,
       tokens=message.tokens_to - message.tokens_from, steps=message.steps,
+      limit=self._screening.limit(message.fragment, message.steps),
     )
+
+  def _merged(self, now_ns: int, done: events.MergeDone) -> None:
+    gather = self._gathering.open.pop(done.sync)
+    if done.failed:
+      self._fail(gather, done.failed)
+    else:
+      self._publish(gather, done)
+    for member in self._screening.ended(now_ns, gather.participants, done):
+      self._membership.quarantine(member)
+
+  def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
+    """A learner's own encoder has refused its values."""
+    what = screening_lib.words(screening_lib.NOT_FINITE, [])
+    if self._screening.strike(now_ns, member, fragment, what):
+      self._membership.quarantine(member)
 
   def _publish(self, gather: quorum_lib.Gather, done: events.MergeDone) -> None:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
     self._out.report('synced', **gather.facts)  # not before: now it is durable
-    lives = {(one.learner, one.incarnation) for one in gather.participants}
+    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
+    for one in gather.participants:
+      if one.learner in done.refused:  # the new version is its fresh anchor
+        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
+        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
     for member in self._members.live():
-      if (member.learner, member.incarnation) in lives:
-        self._gathering.settle(member, done.sync, done.fragment, '')
+      end = ends.get((member.learner, member.incarnation))
+      if end is not None:
+        self._gathering.settle(member, done.sync, done.fragment, end)
       self._published.send_delta(member, publish, done.handle)
     self._out.drop(done.handle)
 
@@ -430,6 +452,7 @@ class SyncerMachine:
       **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
+      'norms': [[list(pair) for pair in window] for window in self._screening.windows],
     }
 
   @classmethod
@@ -444,6 +467,7 @@ class SyncerMachine:
     machine._pace.next, machine._pace.opened = snapshot['next'], snapshot['opened']
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
+    machine._screening.windows = snapshot.get('norms', machine._screening.windows)
     machine._membership.admission.started = True
     machine._saving.farewell = machine._pace.over
     counts = snapshot['counts']
@@ -453,7 +477,9 @@ class SyncerMachine:
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""
-    for part in (self._membership, self._gathering, self._pace, self._ledger):
+    for part in (
+      self._membership, self._gathering, self._pace, self._ledger, self._screening
+    ):
       part.check()
     syncs = self._gathering.open.keys()
     assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)

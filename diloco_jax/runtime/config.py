@@ -56,6 +56,10 @@ class SyncConfig:
     checkpoint_every_syncs: the syncer saves every so many outer steps (0: only at the end).
     keep_log: keep every outer step in the log, so that the whole run can be made again from its
       arrays (experiments/replay.py --arrays); else what two checkpoints hold is dropped.
+    norm_factor: a pseudo-gradient whose norm is more than so many times the running median of its
+      fragment is refused before the merge (0: however long it is; NaN and Inf always are).
+    norm_warmup: outer steps of a fragment before its norms are judged.
+    strikes: refused updates in a row that put a learner into quarantine (0: never).
   """
 
   learners: int = 4
@@ -80,6 +84,9 @@ class SyncConfig:
   alpha: float = 0.0
   checkpoint_every_syncs: int = 0
   keep_log: bool = False
+  norm_factor: int = 10
+  norm_warmup: int = 8
+  strikes: int = 3
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
@@ -189,6 +196,7 @@ class Config:
         heartbeat_ns=round(second * sync.heartbeat_s),
         start_wait_ns=round(second * sync.start_wait_s),
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
+        norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
       )
     except ValueError as error:
       raise ValueError(f'sync.{error}') from None
@@ -207,8 +215,10 @@ class Config:
     return dict(_flatten('', self.to_dict()))
 
   def agreement(self) -> dict[str, Any]:
-    """What every learner must share with the syncer; where it trains and saves is its own."""
-    own = {'sync.checkpoint_every_syncs', 'sync.keep_log'}
+    """What every learner must share with the syncer; where it trains and saves is its own, and what
+    the syncer refuses or keeps can be changed by starting it again."""
+    own = {f'sync.{name}' for name in (
+      'checkpoint_every_syncs', 'keep_log', 'norm_factor', 'norm_warmup', 'strikes')}
     shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed')
     return {
       name: value for name, value in self.flat().items()

@@ -1,9 +1,10 @@
 """The log of outer steps: what the syncer commits, and how Theta is made again from it.
 
 A record of the write-ahead log (node/wal.py, in WORKDIR/syncer/wal) is one outer step: who took
-part, how it ended, the machine's books (protocol/recovery.py), and the participants' payloads as
-they came. `commit` returns once it is durable, and only then does anything about it leave the
-process. So whatever anybody has seen of an outer step can be made again::
+part, who of them was refused and at what norms, how it ended, the machine's books
+(protocol/recovery.py), and the participants' payloads as they came. `commit` returns once it is
+durable, and only then does anything about it leave the process. So whatever anybody has seen of an
+outer step can be made again::
 
     Theta and books = checkpoint + the records behind it, each merged again by the function that
                       merged it first; the digest of the result must be the one that was committed
@@ -69,7 +70,8 @@ def encode(step: OuterStep) -> list[Any]:
   return wal_format.pack({
     'sync': outcome.sync, 'fragment': outcome.fragment, 'version': outcome.version,
     'participants': outcome.participants, 'digest': outcome.digest, 'failed': outcome.failed,
-    'books': outcome.books, 'width': step.width,
+    'books': outcome.books, 'norms': outcome.norms, 'refused': outcome.refused,
+    'width': step.width,
     'payload_bytes': [memoryview(payload).nbytes for payload in step.payloads],
   }, *step.payloads)
 
@@ -79,19 +81,21 @@ def decode(payload: memoryview) -> OuterStep:
   header, data = wal_format.unpack(payload)
   width, sizes = header.pop('width'), header.pop('payload_bytes')
   participants = tuple(tuple(one) for one in header.pop('participants'))
+  screened = {name: tuple(header.pop(name, ())) for name in ('norms', 'refused')}
   if len(sizes) != len(participants) or sum(sizes) != len(data):
     raise ValueError(
       f'{len(data)} bytes are left for payloads of {sizes} bytes from {len(participants)} learners'
     )
   ends = list(itertools.accumulate(sizes))
   payloads = [data[end - size : end] for size, end in zip(sizes, ends)]
-  return OuterStep(recovery.Outcome(participants=participants, **header), width, payloads)
+  return OuterStep(recovery.Outcome(participants=participants, **screened, **header), width, payloads)
 
 
-def shares(step: OuterStep) -> list[theta_lib.Share]:
+def shares(step: OuterStep) -> list[theta_lib.Share | None]:
+  """In the order of the participants; None is one that was refused."""
   return [
-    theta_lib.Share(payload, tokens, steps)
-    for (_, _, tokens, steps), payload in zip(step.outcome.participants, step.payloads)
+    None if learner in step.outcome.refused else theta_lib.Share(payload, tokens, steps)
+    for (learner, _, tokens, steps), payload in zip(step.outcome.participants, step.payloads)
   ]
 
 

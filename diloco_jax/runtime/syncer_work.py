@@ -1,10 +1,12 @@
 """The work of the syncer: outer steps, whole fragments, saves and held-out loss, on the CPU.
 
 One *work thread* changes Theta, first in first out, so a save or a whole fragment sees what every
-merge before it has made. An outer step is committed to the log before anything about it is posted.
-The *evaluation thread* works on copies and delays nobody.
+merge before it has made. Payloads are looked at one by one, and who is refused is left out of the
+outer step (protocol/screening.py), which is committed to the log before anything about it is
+posted. The *evaluation thread* works on copies and delays nobody.
 """
 
+import dataclasses
 import queue
 import threading
 from typing import Any, Callable
@@ -140,23 +142,22 @@ class SyncerWork:
     """Carries out an outer step, commits it, and only then lets anybody know."""
     p, width = merge.fragment, self._theta.width(len(merge.participants))
     payloads = [self._payloads.get(one.handle) for one in merge.participants]
-    shares = [
-      theta_lib.Share(payload, one.tokens, one.steps)
-      for payload, one in zip(payloads, merge.participants)
-    ]
-    merged = self._theta.merge(p, shares, width)
-    self._log.commit(outer_log.OuterStep(_outcome(merge, merged), width, payloads))
+    screened = self._theta.screen(merge.participants, payloads, p)
+    step = outer_log.OuterStep(_outcome(merge, screened), width, payloads)
+    merged = self._theta.merge(p, outer_log.shares(step), width)
+    outcome = dataclasses.replace(step.outcome, digest=merged.digest, failed=merged.failed)
+    self._log.commit(step._replace(outcome=outcome))
     for one in merge.participants:
       self._payloads.drop(one.handle)
+    done = events.MergeDone(
+      sync=merge.sync, fragment=p, handle=None, payload=None, digest=merged.digest,
+      failed=merged.failed, norms=screened.norms, refused=screened.refused,
+    )
     if merged.failed:
-      self._post(events.MergeDone(
-        sync=merge.sync, fragment=p, handle=None, payload=None, digest=merged.digest,
-        failed=merged.failed,
-      ))
+      self._post(done)
       return
-    self._post(events.MergeDone(
-      sync=merge.sync, fragment=p, handle=self._payloads.put(merged.delta),
-      payload=assembly.announce(merged.delta), digest=merged.digest,
+    self._post(dataclasses.replace(
+      done, handle=self._payloads.put(merged.delta), payload=assembly.announce(merged.delta)
     ))
     self._records.report('outer', {
       'sync': merge.sync, 'fragment': p, 'version': merge.version, 'norm': merged.norm,
@@ -192,11 +193,12 @@ class SyncerWork:
     self._post(events.SaveDone(step=step))
 
 
-def _outcome(merge: actions.Merge, merged: theta_lib.Merged) -> recovery.Outcome:
+def _outcome(merge: actions.Merge, screened: theta_lib.Screened) -> recovery.Outcome:
+  """As far as it is known before the outer step."""
   return recovery.Outcome(
     sync=merge.sync, fragment=merge.fragment, version=merge.version,
     participants=tuple(
       (one.learner, one.incarnation, one.tokens, one.steps) for one in merge.participants
     ),
-    digest=merged.digest, failed=merged.failed, books=merge.books,
+    digest=0, failed='', books=merge.books, norms=screened.norms, refused=screened.refused,
   )

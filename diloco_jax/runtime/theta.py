@@ -5,6 +5,7 @@ A flat float32 vector per fragment. What is merged now and what is merged again 
 """
 
 import functools
+import math
 from typing import Any, NamedTuple, Sequence
 
 import jax
@@ -16,10 +17,13 @@ from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import exchange
 from diloco_jax.numerics import fragments
 from diloco_jax.numerics import weights
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import screening
 from diloco_jax.runtime import assembly
 from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
+NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
 class Share(NamedTuple):
@@ -37,6 +41,13 @@ class Merged(NamedTuple):
   digest: int  # of the published value after it
   delta: memoryview  # what takes holders of the version before to it; not to be sent if it failed
   norm: float
+
+
+class Screened(NamedTuple):
+  """What participants bring (protocol/screening.py): their norms, and who of them is left out."""
+
+  norms: tuple[int, ...]
+  refused: tuple[str, ...]
 
 
 class Theta:
@@ -68,6 +79,10 @@ class Theta:
       )
       for p in range(count)
     ]
+    self._norm = [
+      jax.jit(functools.partial(exchange.payload_norm, assembled.codec_up, layout.size(p)))
+      for p in range(count)
+    ]
     self._digest = jax.jit(digest_lib.digest)
     self._to_params = jax.jit(self._assemble)
 
@@ -84,17 +99,36 @@ class Theta:
     expected = self._assembled.config.sync.learners
     return expected if participants <= expected else 1 << (participants - 1).bit_length()
 
-  def merge(self, p: int, shares: Sequence[Share], width: int) -> Merged:
+  def screen(
+    self, participants: Sequence[actions.Participant], payloads: Sequence[memoryview | bytes],
+    p: int,
+  ) -> Screened:
+    """Looks at each payload of fragment p by itself: nobody else's changes what becomes of it."""
+    norms = tuple(self.norm(p, payload) for payload in payloads)
+    refused = tuple(
+      one.learner for one, norm in zip(participants, norms, strict=True)
+      if screening.refused(norm, one.limit)
+    )
+    return Screened(norms, refused)
+
+  def norm(self, p: int, payload: memoryview | bytes) -> int:
+    """In screening.UNIT; NOT_FINITE if it is not."""
+    norm = float(self._norm[p](np.frombuffer(payload, np.uint8)))
+    return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
+
+  def merge(self, p: int, shares: Sequence[Share | None], width: int) -> Merged:
     """Carries out an outer step of fragment p; its next version, unless it is refused.
 
     Args:
-      shares: in the order of learner ids.
+      shares: in the order of learner ids; None is left out, as if it were absent.
       width: rows of the stack; those beyond the shares are absent learners. Part of the input: a
         sum over more rows may be rounded in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
     tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
     for m, share in enumerate(shares):
+      if share is None:
+        continue
       payloads_MxB[m] = np.frombuffer(share.payload, np.uint8)
       tokens_M[m], steps_M[m] = share.tokens, share.steps
     result = self._outer_step[p](
@@ -103,7 +137,7 @@ class Theta:
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state
-    failed = '' if bool(result.ok) else NOT_FINITE
+    failed = '' if bool(result.ok) else NOT_FINITE if any(shares) else NOBODY
     if not failed:
       self.versions[p] += 1
     return Merged(
@@ -114,6 +148,7 @@ class Theta:
   def warm_up(self, p: int) -> None:
     """Compiles the outer step of fragment p for M participants, by an empty contribution: nobody
     has a weight, so it is refused and nothing changes."""
+    self.norm(p, bytes(self._assembled.payload_bytes[p]))
     self.merge(p, (), self.width(1))
 
   def params(self) -> Any:

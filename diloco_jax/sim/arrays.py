@@ -1,7 +1,7 @@
 """Arrays as far as the protocol can see them: every value is a number that nothing else has.
 
-A published value is one number, a pseudo-gradient is the range of tokens it really covers, and a
-delta knows the value it was measured from. So the world sees what real arrays would hide: a delta
+A published value is one number, a pseudo-gradient is the range of tokens it really covers and its
+norm, and a delta knows the value it was measured from. So the world sees what real arrays would hide: a delta
 applied to another value, a token that counts twice, a merge of somebody else's bytes.
 
 An outer step is a function, as with real arrays: the same payloads merged into the same value make
@@ -14,8 +14,10 @@ import json
 from typing import Any, Sequence
 
 from diloco_jax.protocol import actions
+from diloco_jax.protocol import screening
 
 Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
+HUGE, NAN = 'huge', 'poison'  # what a faulty host makes of a pseudo-gradient behind its encoder
 
 
 class Untrue(AssertionError):
@@ -35,7 +37,8 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
   """What a pseudo-gradient's bytes are: whose, and which of its tokens they cover. `exact`: its
-  process has one incarnation only, so all of them count."""
+  process has one incarnation only, so all of them count. `spoiled`: HUGE or NAN, its host is
+  faulty."""
 
   learner: str
   nonce: int
@@ -43,6 +46,16 @@ class Gradient:
   end: int
   steps: int
   exact: bool = True
+  spoiled: str = ''
+
+  @property
+  def norm(self) -> int:
+    """In screening.UNIT. Of an honest one it is unequal, but for its steps never more than twice
+    that of another: nobody may be refused for it."""
+    if self.spoiled == NAN:
+      return screening.NOT_FINITE
+    honest = self.steps * (4 + value(self.nonce, self.start) % 5) * screening.UNIT
+    return 1_000_000 * honest if self.spoiled else honest
 
   def encode(self) -> bytes:
     return json.dumps(dataclasses.astuple(self)).encode()
@@ -63,7 +76,8 @@ class Published:
 class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 
-  `ranges` are the token ranges merged per (process, fragment), in the process's own tokens.
+  `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
+  `finite`: nothing that is not was merged.
   """
 
   def __init__(self, values: list[int]):
@@ -71,6 +85,7 @@ class Theta:
     self.versions = [0] * len(values)
     self.merged: dict[str, int] = {}
     self.ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    self.finite = True
 
   def outer_step(
     self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
@@ -95,6 +110,7 @@ class Theta:
     """The outer step is done."""
     for (_, _, tokens, _), grad in zip(shares, grads):
       self._count(grad, fragment, tokens)
+      self.finite = self.finite and grad.spoiled != NAN
     self.versions[fragment], self.values[fragment] = version, result
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
@@ -108,12 +124,13 @@ class Theta:
     """As JSON types."""
     ranges = [[*key, spans] for key, spans in self.ranges.items()]
     return {'values': self.values, 'versions': self.versions, 'merged': self.merged,
-            'ranges': ranges}
+            'ranges': ranges, 'finite': self.finite}
 
   @classmethod
   def load(cls, saved: dict) -> 'Theta':
     theta = cls(saved['values'])
     theta.versions, theta.merged = saved['versions'], saved['merged']
+    theta.finite = saved['finite']
     theta.ranges = {(nonce, p): [tuple(span) for span in spans]
                     for nonce, p, spans in saved['ranges']}
     return theta
@@ -127,6 +144,26 @@ def value(*made_of: Any) -> int:
 def initial(fragments: int) -> tuple[int, ...]:
   """Version 0 of all fragments."""
   return tuple(value(0, p, 0) for p in range(fragments))
+
+
+def screened(
+  participants: Sequence[actions.Participant], grads: Sequence[Gradient]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+  """The norms of what participants bring, and who of them is refused."""
+  norms = tuple(grad.norm for grad in grads)
+  refused = tuple(
+    one.learner for one, norm in zip(participants, norms) if screening.refused(norm, one.limit))
+  for one, grad in zip(participants, grads):
+    claim(grad.spoiled or one.learner not in refused, 'Nobody honest is refused.', one, grad)
+  return norms, refused
+
+
+def good(
+  shares_: Sequence[Share], grads: Sequence[Gradient], refused: Sequence[str]
+) -> tuple[list[Share], list[Gradient]]:
+  """Those that are not refused."""
+  pairs = [(one, grad) for one, grad in zip(shares_, grads) if one[0] not in refused]
+  return [one for one, _ in pairs], [grad for _, grad in pairs]
 
 
 def shares(participants: Sequence[actions.Participant]) -> tuple[Share, ...]:

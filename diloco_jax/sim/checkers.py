@@ -34,6 +34,7 @@ from diloco_jax.sim.invariants import ids
 from diloco_jax.sim.invariants import invariant
 from diloco_jax.sim.invariants import liveness
 from diloco_jax.sim.invariants import pace
+from diloco_jax.sim.invariants import screening
 from diloco_jax.sim.invariants import tokens
 
 Life = observers.Life
@@ -44,7 +45,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.InOrder, contributions.Quorum, contributions.CountedOnce, contributions.OneAnswer,
   contributions.VersionsInOrder, contributions.NeverBack, contributions.DeltasFit,
   contributions.Fresh, tokens.HonestLearner, tokens.HonestDigests, tokens.TokensConserved,
-  tokens.Verdicts, tokens.Finite, tokens.Bounded, durability.SnapshotIsACut,
+  tokens.Verdicts, tokens.Finite, screening.Screened, screening.Quarantine, tokens.Bounded, durability.SnapshotIsACut,
   durability.NothingSpokenIsLost, durability.DurableFirst, durability.RecoveredState,
   durability.CompactionKeeps, ids.Incarnations, ids.HolderStays, ids.RefusedWithReason,
   ids.JoinerCatchesUp, ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,

@@ -70,12 +70,12 @@ def recover(disk: disk_lib.Disk, fresh: dict[str, Any], initial: Sequence[int]) 
 def _redo(theta: arrays.Theta, record: wal.Record) -> recovery.Outcome:
   """Carries out an outer step again."""
   outcome, grads = decode(record.payload)
-  p = outcome.fragment
+  p, made_of = outcome.fragment, arrays.good(outcome.participants, grads, outcome.refused)
   if outcome.failed:
     digest = theta.values[p]
   else:
-    digest = theta.outer_step(p, outcome.version, outcome.participants, grads)
-    theta.take(p, outcome.version, outcome.participants, grads, digest)
+    digest = theta.outer_step(p, outcome.version, *made_of)
+    theta.take(p, outcome.version, *made_of, digest)
   if digest != outcome.digest:
     raise ValueError(f'record {record.number} makes {digest}, it was {outcome.digest}')
   return outcome
@@ -94,7 +94,8 @@ def decode(payload: memoryview) -> tuple[recovery.Outcome, list[arrays.Gradient]
     grads.append(arrays.Gradient.decode(bytes(data[:size])))
     data = data[size:]
   participants = tuple(tuple(one) for one in header.pop('participants'))
-  return recovery.Outcome(participants=participants, **header), grads
+  screened = {name: tuple(header.pop(name)) for name in ('norms', 'refused')}
+  return recovery.Outcome(participants=participants, **screened, **header), grads
 
 
 class Journal:

@@ -22,10 +22,12 @@ from diloco_jax.protocol import syncer
 from diloco_jax.sim import observers
 from diloco_jax.sim import plans
 
-REFUSALS = ('ID_IN_USE', 'FENCED')  # others need another run's learner, or a very rare race
+REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')  # others need another run's learner, or a very rare race
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
-VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
-MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason
+VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
+# The first word of the reason.
+MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
+REJECTED_WHY = ('norm', 'NaN')
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
@@ -52,6 +54,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'declined {reason}' for reason in DECLINES), *(f'refused {code}' for code in REFUSALS),
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
+    *(f'rejected for {why}' for why in REJECTED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
     *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
@@ -163,6 +166,8 @@ class Marks(observers.Observer):
       case 'cancelled':
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
+      case 'refused':
+        self.counts[f'rejected for {values["why"].split()[0]}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1

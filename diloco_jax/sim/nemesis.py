@@ -113,6 +113,9 @@ class Nemesis:
         self._world.start(fault.node, second=True)
       case 'slow' | 'shrink':
         setattr(learner.island, fault.kind, fault.amount)
+      case 'huge' | 'poison':
+        spoiled = (fault.kind, fault.amount)
+        learner.spoiled = dict.fromkeys(range(self._world.config.fragments), spoiled)
       case 'nan' | 'flip':
         fragment = fault.amount % self._world.config.fragments
         (learner.nan if fault.kind == 'nan' else learner.flips).add(fragment)
@@ -232,6 +235,7 @@ class Nemesis:
       process.thaw()
       process.nan.clear()
       process.flips.clear()
+      process.spoiled.clear()
 
 
 def _lanes(kind: str) -> tuple[str, ...]:

@@ -42,6 +42,8 @@ class LogNote:
   digest: int = 0
   failed: str = ''
   text: str = ''
+  norms: tuple[int, ...] = ()
+  refused: tuple[str, ...] = ()
 
 
 class Observer(Protocol):

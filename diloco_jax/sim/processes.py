@@ -206,6 +206,7 @@ class Learner(Process):
     self.learner, self.nonce = identity.learner, identity.nonce
     self.island = island
     self.nan: set[int] = set()  # fragments whose next snapshot holds a NaN
+    self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and for how many snapshots yet
     self.flips: set[int] = set()  # fragments whose next adoption goes wrong by a bit
     self.steps = self.tokens = 0
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
@@ -256,11 +257,19 @@ class Learner(Process):
     (start, steps), content = self.adopted[fragment], None
     if fragment not in self.nan:
       content = arrays.Gradient(
-        self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact)
+        self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact,
+        self._spoils(fragment))
     self.nan.discard(fragment)
     self.answer(self.island.encode_ns, events.Encoded(
       sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,
     ), content, lane='egress')
+
+  def _spoils(self, fragment: int) -> str:
+    """What becomes of the next snapshot behind the encoder."""
+    how, more = self.spoiled.pop(fragment, ('', 0))
+    if more > 1:
+      self.spoiled[fragment] = how, more - 1
+    return how
 
   def _adopt(self, adopt: actions.Adopt) -> None:
     self._boundary()
@@ -355,18 +364,22 @@ class Syncer(Process):
     base = self.theta.values[p]
     grads = [self.contents.pop(one.handle) for one in merge.participants]
     yield self.merge_ns
-    value, failed = self.theta.outer_step(p, merge.version, shares, grads), ''
-    if self.not_finite:
-      self.not_finite, value, failed = False, base, 'not finite'
+    norms, refused = arrays.screened(merge.participants, grads)
+    made_of = arrays.good(shares, grads, refused)
+    value, failed = self.theta.outer_step(p, merge.version, *made_of), ''
+    if self.not_finite or len(refused) == len(shares):
+      failed = 'not finite' if self.not_finite else 'every payload was rejected'
+      self.not_finite, value = False, base
     yield from self._commit(recovery.Outcome(
       sync=merge.sync, fragment=p, version=merge.version, participants=shares, digest=value,
-      failed=failed, books=merge.books), grads)
+      failed=failed, books=merge.books, norms=norms, refused=refused), grads)
     done = events.MergeDone(
-      sync=merge.sync, fragment=p, handle=None, payload=None, digest=value, failed=failed)
+      sync=merge.sync, fragment=p, handle=None, payload=None, digest=value, failed=failed,
+      norms=norms, refused=refused)
     if failed:
       self.post(done)
       return
-    self.theta.take(p, merge.version, shares, grads, value)
+    self.theta.take(p, merge.version, *made_of, value)
     self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, value))
 
   def _commit(
@@ -380,7 +393,8 @@ class Syncer(Process):
       except wal_format.WalFull:
         self.world.logged('full')
       yield RETRY_NS
-    self.world.logged('appended', number, outcome.digest, outcome.failed)
+    self.world.logged('appended', number, outcome.digest, outcome.failed, norms=outcome.norms,
+                      refused=outcome.refused)
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
     yield self.fsync_ns

@@ -122,6 +122,7 @@ def _check_books(world: world_lib.World) -> None:
     and ledger['unsettled'] == 0, 'Every token trained is merged or discarded.', ledger)
   arrays.claim(world.flipped or not ledger['repaired'],
                'No published value differs unless a bit was flipped.', ledger)
+  arrays.claim(theta.finite, 'The global state is finite.')
   arrays.claim(ledger['merged'] == sum(theta.merged.values()),
                'What the ledger calls merged was merged.', ledger, theta.merged)
   for name, row in ledger['learners'].items():

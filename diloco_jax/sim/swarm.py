@@ -48,7 +48,9 @@ class Setting:
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
-def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
+def _config(
+  draw: random.Random, screen: random.Random, lease_ns: int
+) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
   long = draw.randrange(4) == 0
@@ -68,6 +70,9 @@ def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
     redial_ns=(50 * MS, 500 * MS),
     save_steps=draw.choice([0, 3]),
     save_syncs=draw.choice([0, 1, 4]),
+    norm_factor=screen.choice([0, 10, 10]),
+    norm_warmup=screen.choice([1, 1, 2, 8]),
+    strikes=screen.choice([0, 1, 2, 3]),
   )
 
 
@@ -84,6 +89,8 @@ AMOUNTS = {
   'delay': (30 * MS, 400 * MS, 2 * SECOND),
   'throttle': (200, 2_000, 20_000),
   'nan': tuple(range(6)),
+  'huge': (1, 1, 3),
+  'poison': (1, 1, 3),
   'flip': tuple(range(6)),
   'fsync_fails': (1, 2),
 }
@@ -114,7 +121,8 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
-  config = _config(engine_lib.stream(seed, 'config'), lease_ns)
+  config = _config(
+    engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns)
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))

@@ -186,9 +186,10 @@ class World:
 
   def logged(
     self, kind: str, number: int = 0, digest: int = 0, failed: str = '', text: str = '',
+    norms: tuple[int, ...] = (), refused: tuple[str, ...] = (),
   ) -> None:
     """Tells observers what happened to the syncer's log."""
-    note = observers.LogNote(kind, number, digest, failed, text)
+    note = observers.LogNote(kind, number, digest, failed, text, norms, refused)
     for watcher in self._watchers:
       watcher.logged(self.now_ns, note)
 

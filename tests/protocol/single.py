@@ -32,7 +32,12 @@ def joined(**settings: Any) -> tuple[Any, int]:
 
 def two_learners(quorum: int) -> Any:
   """A syncer with l0 on session 1 and l1 on session 2, and sync 2 open."""
-  machine, _ = joined(learners=2, quorum=quorum)
+  return two_learners_of(quorum=quorum)
+
+
+def two_learners_of(**settings: Any) -> Any:
+  """The same, of a run with other settings."""
+  machine, _ = joined(learners=2, **settings)
   machine.handle(1, received(2, join(learner='l1', nonce=8)))
   machine.handle(1, received(2, confirm(nonce=8)))
   for number in (1, 2):

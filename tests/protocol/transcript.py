@@ -10,6 +10,7 @@ A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` 
     partition ID [up|down]        nothing passes (that way), and nobody is told
     restart syncer                from its last durable snapshot
     nan | flip  ID FRAGMENT       its next snapshot holds a NaN; its next adoption errs by a bit
+    spoil ID huge|poison N        its next N snapshots of each fragment: an absurd norm, NaN
     fail                          the next outer step is not finite
     ledger                        the newest one
 
@@ -87,6 +88,9 @@ class Script:
       case ('nan' | 'flip'), [name, fragment]:
         process = self._process(name)
         (process.nan if verb == 'nan' else process.flips).add(int(fragment))
+      case 'spoil', [name, how, number]:
+        fragments = range(self._world.config.fragments)
+        self._process(name).spoiled = dict.fromkeys(fragments, (how, int(number)))
       case 'fail', []:
         self._world.syncer.not_finite = True
       case 'ledger', []:

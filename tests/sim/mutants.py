@@ -31,6 +31,7 @@ from diloco_jax.protocol import published
 from diloco_jax.protocol import quorum
 from diloco_jax.protocol import recovery
 from diloco_jax.protocol import saving
+from diloco_jax.protocol import screening
 from diloco_jax.protocol import syncer
 from diloco_jax.protocol import verdicts
 from diloco_jax.sim import journal
@@ -267,6 +268,99 @@ def tokens_of_the_last_life(original):
   def _begin_life(self, joined):
     self._incarnation = joined.incarnation
   return _begin_life
+
+
+# --- Bad updates ----------------------------------------------------------------------------------
+
+
+@mutant('No norm is ever too large.', screening, 'limit', 'I9b')
+def no_limit(original):
+  return lambda window, steps, config: None
+
+
+@mutant('Norms are judged before there are enough of them.', screening, 'limit', 'I9b')
+def no_warm_up(original):
+  def limit(window, steps, config):
+    return original(window, steps, dataclasses.replace(config, norm_warmup=1))
+  return limit
+
+
+@mutant('What was refused counts among the usual norms.', screening, 'taken', 'I9b I10 I16')
+def refused_norms_are_kept(original):
+  return lambda window, merged: original(window, [(100 * norm, steps) for norm, steps in merged])
+
+
+@mutant('A payload with NaN is merged.', screening, 'refused', 'I9b')
+def nan_is_merged(original):
+  return lambda norm, limit: norm > 0 and original(norm, limit)
+
+
+def _without_refused(done: events.MergeDone) -> events.MergeDone:
+  return dataclasses.replace(done, refused=())
+
+
+@mutant('The tokens of who was refused stay merged.', SyncerMachine, '_publish', 'I7 I7c I16')
+def refused_tokens_stay_merged(original):
+  return lambda self, gather, done: original(self, gather, _without_refused(done))
+
+
+@mutant('With one that was refused everybody is.', SyncerMachine, '_publish', 'I7 I7c I16')
+def the_innocent_are_punished(original):
+  def _publish(self, gather, done):
+    everybody = tuple(one.learner for one in gather.participants) if done.refused else ()
+    original(self, gather, dataclasses.replace(done, refused=everybody))
+  return _publish
+
+
+@mutant('Strikes are never taken back.', screening.Screening, 'ended', 'I16 I13 I13b I10')
+def strikes_stay(original):
+  def ended(self, now_ns, participants, done):
+    before = {one.learner: self._members.by_id[one.learner].strikes for one in participants}
+    out = original(self, now_ns, participants, done)
+    for name, strikes in before.items():
+      member = self._members.by_id[name]
+      member.strikes = max(member.strikes, strikes)
+    return out
+  return ended
+
+
+@mutant('Who is refused again and again is never put into quarantine.', members.Members,
+        'quarantined', 'I9c')
+def no_quarantine(original):
+  return lambda self, member: False
+
+
+@mutant('Who is in quarantine joins again.', admission, 'taken', 'I9c')
+def quarantined_comes_back(original):
+  def taken(join, members_, config, now_ns):
+    refused = original(join, members_, config, now_ns)
+    return None if refused is not None and refused.code == 'QUARANTINED' else refused
+  return taken
+
+
+@mutant('A syncer that begins again has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
+def strikes_not_recovered(original):
+  def recovered(snapshot, outcomes):
+    state = original(snapshot, outcomes)
+    for row in state['members']:
+      row['strikes'] = row['worst'] = 0
+    return state
+  return recovered
+
+
+@mutant('A syncer that begins again has forgotten the norms.', recovery, 'recovered', 'I10 I2')
+def norms_not_recovered(original):
+  def recovered(snapshot, outcomes):
+    state = original(snapshot, outcomes)
+    return {**state, 'norms': [[] for _ in state['norms']]}
+  return recovered
+
+
+@mutant('A redone outer step merges what was refused.', recovery, '_close', 'I10 I2')
+def recovery_merges_the_refused(original):
+  def _close(state, outcome):
+    original(state, dataclasses.replace(outcome, refused=()))
+  return _close
 
 
 # --- Quorum and pace ------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ MS = 1_000_000
 AGREEMENT = '{}'
 CONFIG = config_lib.ProtocolConfig(
   learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=2, lease_ns=1000 * MS,
-  heartbeat_ns=200 * MS)
+  heartbeat_ns=200 * MS, strikes=1)
 PAYLOAD = m.Payload(size_bytes=64, crc32=0)
 SYNCER = checkers.Life(1, tape.Start(
   role='syncer', node='syncer', config=CONFIG, agreement=AGREEMENT, payload_bytes=(64,),
@@ -77,15 +77,18 @@ SNAPSHOT = {
   'merging': [], 'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
   'counts': {'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0},
   'members': [{'learner': 'l0', 'nonce': 7, 'incarnation': 1, 'left': False, 'step': 2,
-               'replaced': []}],
+               'replaced': [], 'strikes': 0, 'worst': 0}],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
+  'norms': [[[5, 2]]],
 }
 BOOKS = {
   **SNAPSHOT, 'merging': [2], 'versions': [0], 'digests': [100], 'last_sync': [0],
-  'counts': {**SNAPSHOT['counts'], 'synced': 0},
+  'counts': {**SNAPSHOT['counts'], 'synced': 0}, 'norms': [[]],
 }
 MERGE = a.Merge(sync=2, fragment=0, version=1, books=BOOKS, participants=(
   a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),))
+DONE = e.MergeDone(
+  sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101, norms=(5,))
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
@@ -110,7 +113,7 @@ STORY = {
   'encoded': Turn(LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=3, payload=PAYLOAD),
                   (say(CONTRIBUTION, handle=3), a.Drop(handle=3))),
   'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, handle=5), (MERGE, merging())),
-  'merged': Turn(SYNCER, 13, e.MergeDone(sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101),
+  'merged': Turn(SYNCER, 13, DONE,
                  (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
   'save': Turn(SYNCER, 14, e.Wake(), (ledger(), a.Save(step=2, snapshot=SNAPSHOT))),
   'publish': Turn(LEARNER, 15, got(PUBLISH, handle=4),
@@ -158,6 +161,14 @@ def contributed(message: m.Contribution, merge: a.Merge = MERGE, *more: a.Action
   """The syncer hears another contribution."""
   def change(story):
     story['contribution'] = Turn(SYNCER, 12, got(message, handle=5), (merge, *more))
+  return change
+
+
+def ended(**changes: Any) -> Callable[[dict], None]:
+  """The outer step ends otherwise."""
+  def change(story):
+    event = dataclasses.replace(DONE, **changes)
+    story['merged'] = dataclasses.replace(story['merged'], event=event)
   return change
 
 
@@ -215,6 +226,13 @@ BROKEN = [
   ('I7c', with_out('merged', say(PUBLISH, handle=6), a.Drop(handle=6))),
   ('I9', lambda story: story.update(encoded=Turn(
     LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=None, payload=None)))),
+  ('I9b', with_out('contribution', participant(limit=50), merging())),
+  ('I9b', ended(refused=('l0',))),
+  ('I9b', ended(norms=(-1,))),
+  ('I9b', ended(norms=())),
+  ('I9c', lambda story: story.update(merged=Turn(
+    SYNCER, 13, dataclasses.replace(DONE, handle=None, failed='every', norms=(-1,), refused=('l0',)),
+    (say(dataclasses.replace(LATE, reason='cancelled')), CANCELLED, a.ReadFragment(fragment=0))))),
   ('I11', with_out('merged', say(MERGED), say(PUBLISH, handle=6))),
   ('I11', with_out('encoded', say(CONTRIBUTION, handle=3))),
   ('I12', with_out('join', say(m.Offer(incarnation=2)))),
@@ -294,7 +312,7 @@ def log(watcher: checkers.Checkers, *notes: tuple) -> None:
     watcher.logged(40 * MS, observers.LogNote(kind, *values))
 
 
-WRITTEN = ('appended', 1, 101)  # record 1: the outer step of the story
+WRITTEN = ('appended', 1, 101, '', '', (5,))  # record 1: the outer step of the story
 RECOVERED = {name: value for name, value in SNAPSHOT.items() if name != 'merging'}
 
 

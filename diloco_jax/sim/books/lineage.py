@@ -11,13 +11,14 @@ be sent an older one.
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, Sequence
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import messages
 
 Reason = messages.Reason
 Range = tuple[int, int]
+KEPT = 16  # commits of a fragment whose norms are remembered
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,6 +81,12 @@ class Holder:
   stream: int | None = None
   step: int = 0
   done: bool = False  # with its last step
+  strikes: int = 0  # of its updates in a row that were refused
+  worst: int = 0  # the most of them
+
+  def struck(self) -> None:
+    self.strikes += 1
+    self.worst = max(self.worst, self.strikes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,6 +105,7 @@ class Lineage:
   holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
   merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+  norms: dict[int, tuple[Range, ...]] = dataclasses.field(default_factory=dict)  # (norm, steps)
 
   def copy(self) -> 'Lineage':
     lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
@@ -105,7 +113,7 @@ class Lineage:
       self, **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
-      merged_upto=dict(self.merged_upto))
+      merged_upto=dict(self.merged_upto), norms=dict(self.norms))
 
   def account(self, learner: str, incarnation: int) -> Account:
     key = learner, incarnation
@@ -165,19 +173,47 @@ class Record:
   under_way: tuple['Record', ...] = ()
   digest: int | None = None
   failed: str = ''
+  norms: tuple[int, ...] = ()
+  refused: tuple[str, ...] = ()
+  number: int = 0  # outer steps end in this order
 
   def end(self, lineage: Lineage) -> None:
     """Books how it ended."""
     p = self.merge.fragment
     if self.failed:
       lineage.cancelled[p] += 1
-      for one in self.merge.participants:
-        account = lineage.account(one.learner, one.incarnation)
-        account.merged -= one.tokens
-        account.discard(one.tokens, Reason.BAD_VALUE)
     else:
       lineage.versions[p] += 1
       lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
+    for one in self.merge.participants:
+      if self.failed or one.learner in self.refused:
+        account = lineage.account(one.learner, one.incarnation)
+        account.merged -= one.tokens
+        account.discard(one.tokens, Reason.BAD_VALUE)
+    self._screen(lineage)
+
+  def _screen(self, lineage: Lineage) -> None:
+    """Strikes of who was refused, norms of who was not."""
+    good = []
+    for one, norm in zip(self.merge.participants, self.norms):
+      holder = lineage.holders[one.learner]
+      present = holder.incarnation == one.incarnation
+      if one.learner in self.refused:
+        if present:
+          holder.struck()
+      elif not self.failed:
+        good.append((norm, one.steps))
+        if present:
+          holder.strikes = 0
+    if good:
+      p = self.merge.fragment
+      lineage.norms[p] = (*lineage.norms.get(p, ()), medians(good))[-KEPT:]
+
+
+def medians(pairs: Sequence[Range]) -> Range:
+  """Of norms and of steps; of two in the middle the upper one."""
+  norms, steps = zip(*pairs)
+  return sorted(norms)[len(pairs) // 2], sorted(steps)[len(pairs) // 2]
 
 
 def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
@@ -188,11 +224,13 @@ def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
   said = {name: snapshot[name] for name in true}
   said['members'] = {
     row['learner']: (
-      row['nonce'], row['incarnation'], row['left'], row['step'], tuple(row['replaced']))
+      row['nonce'], row['incarnation'], row['left'], row['step'], tuple(row['replaced']),
+      row['strikes'], row['worst'])
     for row in snapshot['members']
   }
   true['members'] = {
-    name: (one.nonce, one.incarnation, one.left, one.step, one.replaced)
+    name: (
+      one.nonce, one.incarnation, one.left, one.step, one.replaced, one.strikes, one.worst)
     for name, one in lineage.holders.items()
   }
   said['ledger'] = {
@@ -206,6 +244,8 @@ def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
   counts = 'synced', 'cancelled', 'repaired'
   said['counts'] = tuple(snapshot['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
+  said['norms'] = [[tuple(pair) for pair in window] for window in snapshot['norms']]
+  true['norms'] = [list(lineage.norms.get(p, ())) for p in range(len(lineage.versions))]
   for name, value in true.items():
     if said[name] != value:
       return f'{name}: {said[name]}, it should be {value}'

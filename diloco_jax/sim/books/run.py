@@ -72,6 +72,7 @@ class Run:
       case 'appended':
         record = self.records[note.number - 1]
         record.digest, record.failed = note.digest, note.failed
+        record.norms, record.refused = note.norms, note.refused
       case 'durable':
         self.durable = note.number
       case 'repaired':
@@ -133,7 +134,10 @@ class Run:
       if one.digest is None:  # nobody knows: the snapshot may say it
         made = snapshot['versions'][p] == one.merge.version
         one.digest, one.failed = snapshot['digests'][p], '' if made else 'unknown'
+        one.refused = _struck(one, twin, snapshot)
       one.end(twin)
+      if not one.norms:
+        _believe(one, twin, snapshot)
     return twin
 
   def _ended(self, lineage: lineage_book.Lineage, open_: Sequence[int]) -> lineage_book.Lineage:
@@ -152,6 +156,27 @@ class Run:
     zeros = [0] * self.config.fragments
     return lineage_book.Lineage(list(zeros), list(digests), list(zeros), list(zeros), list(zeros),
                    self.schedule.next(0))
+
+
+def _struck(
+  record: lineage_book.Record, before: lineage_book.Lineage, snapshot: dict[str, Any]
+) -> tuple[str, ...]:
+  """Who was refused in an outer step of which only a snapshot tells: those with more strikes."""
+  strikes = {row['learner']: row['strikes'] for row in snapshot['members']}
+  return tuple(
+    one.learner for one in record.merge.participants
+    if strikes[one.learner] > before.holders[one.learner].strikes)
+
+
+def _believe(
+  record: lineage_book.Record, after: lineage_book.Lineage, snapshot: dict[str, Any]
+) -> None:
+  """Takes strikes and norms after an outer step from the only one who tells of them."""
+  rows, p = {row['learner']: row for row in snapshot['members']}, record.merge.fragment
+  for one in record.merge.participants:
+    holder = after.holders[one.learner]
+    holder.strikes, holder.worst = rows[one.learner]['strikes'], rows[one.learner]['worst']
+  after.norms[p] = tuple(tuple(pair) for pair in snapshot['norms'][p])
 
 
 def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:

@@ -229,6 +229,7 @@ class SyncerBook:
       self.gathers[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
       self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
+      self.lineage.holders[peer.join.learner].struck()
 
   def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -256,6 +257,7 @@ class SyncerBook:
     self.ended, self.merges = gather, self.merges - 1
     record = gather.record
     record.digest, record.failed = done.digest, done.failed
+    record.norms, record.refused = done.norms, done.refused
     record.end(self.lineage)
     self.run.told += 1
     if done.failed:
@@ -312,8 +314,8 @@ class SyncerBook:
   def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
     """A verdict on the contribution of this turn."""
     message = send.message
-    if message.merged or message.reason == messages.CANCELLED:
-      return  # merged was settled when the merge began
+    if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
+      return  # what was merged was settled when the merge began, and what was refused of it after
     peer, said = self.peers[send.session], event.message
     self.account(peer).settle(said.fragment, (said.tokens_from, said.tokens_to), message.reason)
 
@@ -338,8 +340,9 @@ class SyncerBook:
     gather.payloads.clear()
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
     record.open = self._open()
-    record.under_way = tuple(
-      other.record for other in self.gathers.values() if other.record is not None)
+    under_way = (other.record for other in self.gathers.values() if other.record is not None)
+    record.number = len(self.run.records) + 1
+    record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
     self.run.records.append(record)
 
   def _open(self) -> tuple[int, ...]:

@@ -78,6 +78,9 @@ class HolderStays(invariant.Invariant):
         return
       if type(event.message) is messages.Confirm and book.peer.join.nonce == peer.join.nonce:
         return
+    worst = book.lineage.holders[peer.join.learner].worst
+    if 0 < self.config.strikes <= worst:
+      return  # quarantined
     if now_ns - peer.heard_ns < self.config.lease_ns:
       self.fail(close, peer, f'heard {now_ns - peer.heard_ns} ns ago')
 
@@ -107,6 +110,9 @@ class RefusedWithReason(invariant.Invariant):
     match said.code:
       case 'FENCED':
         true = holder is not None and peer.join.nonce in holder.replaced
+      case 'QUARANTINED':
+        true = holder is not None and peer.join.nonce == holder.nonce and (
+          0 < self.config.strikes <= holder.worst)
       case 'ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':

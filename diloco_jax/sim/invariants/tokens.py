@@ -155,8 +155,12 @@ class Verdicts(invariant.Invariant):
       ended = book.ended
       merged = isinstance(event, events.MergeDone) and not event.failed and ended.sync == said.sync
       nonce = book.peers[send.session].join.nonce  # on whatever stream it has now
-      if not merged or all(peer.join.nonce != nonce for peer, _ in ended.merged):
+      if not merged or nonce not in self._nonces(ended, event, refused=False):
         self.fail(send, event, ended.merged)
+    elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
+      nonce = book.peers[send.session].join.nonce
+      if event.failed or nonce not in self._nonces(book.ended, event, refused=True):
+        self.fail(send, event, book.ended.merged)
     elif said.reason == messages.CANCELLED:
       gather = book.gathers.get(said.sync)
       if said.sync <= book.lineage.last_sync[said.fragment] or (gather and gather.merging):
@@ -165,6 +169,13 @@ class Verdicts(invariant.Invariant):
         self._told.setdefault(said.sync, set()).add(send.session)
     else:
       self._discarded(book, send, event)
+
+  def _nonces(self, ended, done, refused):
+    """The processes whose payloads were refused in an outer step, or were not."""
+    return {
+      peer.join.nonce for peer, _ in ended.merged
+      if (peer.join.learner in done.refused) == refused
+    }
 
   def _discarded(self, book, send, event):
     said = send.message
@@ -220,7 +231,8 @@ class Verdicts(invariant.Invariant):
       and one.message.sync == done.sync
     }
     for peer, message in book.ended.merged:
-      if peer.member and (peer.session, not done.failed) not in told:
+      merged = not done.failed and peer.join.learner not in done.refused
+      if peer.member and (peer.session, merged) not in told:
         self.fail(done, f'{peer.join.learner} was not told')
 
 

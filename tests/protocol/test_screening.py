@@ -1,0 +1,298 @@
+"""Bad updates: each is refused by itself, its sender is told, and after three it is out.
+
+What is "too long" is pure; what follows is shown on one syncer with two learners.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from diloco_jax.protocol import actions, events, messages, recovery, screening, syncer
+from diloco_jax.sim import network
+from diloco_jax.sim import world as world_lib
+from tests.protocol import single, transcript
+
+UNIT, BAD = screening.UNIT, screening.NOT_FINITE
+SECOND_NS = 10**9
+
+
+def config(**changes):
+  return transcript.protocol_config(**{
+    'learners': 1, 'fragments': 1, 'period': 1, 'overlap': 0, 'quorum': 1, 'total_steps': 9,
+    **changes})
+
+
+# --- What is too long -----------------------------------------------------------------------------
+
+
+def test_the_limit_is_ten_times_the_median_after_the_warm_up():
+  window = [[norm * UNIT, 4] for norm in (3, 1, 2, 900, 2, 1, 3, 2)]
+  assert screening.limit(window, 4, config()) == 20 * UNIT
+  assert screening.limit(window[:7], 4, config()) is None  # not yet
+  assert screening.limit(window[:2], 4, config(norm_warmup=2)) == 30 * UNIT
+  assert screening.limit(window, 4, config(norm_factor=3)) == 6 * UNIT
+  assert screening.limit(window, 4, config(norm_factor=0)) is None
+
+
+def test_more_steps_may_be_longer_and_fewer_are_not_held_to_less():
+  window = [[2 * UNIT, 4]] * 8
+  limits = [screening.limit(window, steps, config()) for steps in (1, 4, 8, 400)]
+  assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 2_000 * UNIT]
+
+
+def test_nothing_is_too_long_where_nothing_has_moved():
+  assert screening.limit([[0, 4]] * 8, 4, config()) is None
+
+
+def test_what_is_not_finite_is_refused_always():
+  assert screening.refused(BAD, None) and screening.refused(BAD, 10)
+  assert not screening.refused(11, None) and not screening.refused(10, 10)
+  assert screening.refused(11, 10)
+
+
+def test_a_commit_counts_once_however_many_take_part_and_old_ones_are_forgotten():
+  window = []
+  for number in range(40):
+    window = screening.taken(window, [(number, 1), (number, 2), (10**9, 3)])
+  assert window == [[number, 2] for number in range(24, 40)]
+
+
+@pytest.mark.parametrize('field, value, words', [
+  ('norm_factor', -1, 'norm_factor is -1, it must be at least 0'),
+  ('norm_warmup', 17, 'norm_warmup is 17, it must be between 1 and 16'),
+  ('strikes', -1, 'strikes is -1'),
+])
+def test_impossible_settings_do_not_start(field, value, words):
+  with pytest.raises(ValueError, match=words):
+    config(**{field: value})
+
+
+# --- What follows ---------------------------------------------------------------------------------
+
+
+class Duo:
+  """A syncer with l0 on session 1 and l1 on session 2; every sync gets a payload of both."""
+
+  def __init__(self, **settings):
+    self.machine = single.two_learners_of(quorum=2, total_steps=400, **settings)
+    self.sync, self.version, self.now_ns = 2, 0, 2
+    self.tokens = [0, 0]
+    self.out: list = []
+    self.merge: actions.Merge | None = None
+
+  def send(self, session: int, message: messages.Message, handle: int | None = None) -> None:
+    self.now_ns += 1
+    self.out += self.machine.handle(self.now_ns, single.received(session, message, handle))
+    self.machine.check()
+
+  def contribute(self) -> actions.Merge:
+    """Both answer the open sync; the Merge that comes of it."""
+    self.out = []
+    for m in (0, 1):
+      said = dataclasses.replace(
+        single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20), version=self.version)
+      self.send(m + 1, said, handle=10 + m)
+      self.tokens[m] += 20
+    (self.merge,) = [one for one in self.out if isinstance(one, actions.Merge)]
+    return self.merge
+
+  def ends(self, *norms: int) -> list:
+    """The outer step ends with such norms; what the syncer does."""
+    refused = tuple(
+      one.learner for one, norm in zip(self.merge.participants, norms)
+      if screening.refused(norm, one.limit))
+    failed = 'every payload' if len(refused) == len(norms) else ''
+    self.now_ns += 1
+    done = events.MergeDone(
+      sync=self.sync, fragment=0, handle=None if failed else 50, digest=78,
+      payload=None if failed else messages.Payload(size_bytes=64, crc32=0), failed=failed,
+      norms=norms, refused=refused)
+    out = self.machine.handle(self.now_ns, done)
+    self.machine.check()
+    self.version += not failed
+    return out
+
+  def next(self) -> None:
+    """Both adopt and train on; the next sync opens."""
+    self.out = []
+    for m in (0, 1):
+      self.tokens[m] += 10
+      self.send(m + 1, messages.Adopted(
+        fragment=0, version=self.version, tokens=self.tokens[m], matched=True))
+      self.send(m + 1, single.progress(self.sync + 2))
+    self.sync += 2
+
+  def round(self, *norms: int) -> list:
+    self.contribute()
+    out = self.ends(*norms)
+    self.next()
+    return out
+
+  def member(self, name: str = 'l1') -> dict:
+    (row,) = [one for one in self.machine.snapshot()['members'] if one['learner'] == name]
+    return row
+
+
+def told(out: list, session: int) -> list:
+  return [one.message for one in out if isinstance(one, actions.Send) and one.session == session]
+
+
+def said(out: list) -> list[str]:
+  return [one.text for one in out if isinstance(one, actions.Say)]
+
+
+def warm(**settings) -> Duo:
+  """After the warm-up: norms of 2."""
+  duo = Duo(**settings)
+  for _ in range(8):
+    duo.round(2 * UNIT, 2 * UNIT)
+  return duo
+
+
+def test_one_bad_payload_costs_nobody_else_anything():
+  duo = warm()
+  merged = duo.machine._ledger.totals()['merged']
+  assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
+  out = duo.ends(2 * UNIT, 60 * UNIT)
+  settled = [[m for m in told(out, s) if isinstance(m, messages.Settled)] for s in (1, 2)]
+  assert [(one.merged, one.reason) for (one,) in settled] == [(True, ''), (False, 'bad_value')]
+  for session in (1, 2):  # the new version is the fresh anchor of the refused one
+    assert [one.version for one in told(out, session) if isinstance(one, messages.Publish)] == [9]
+  totals = duo.machine._ledger.totals()
+  assert totals['merged'] == merged + 20 and totals['discarded']['bad_value'] == 20
+
+
+def test_people_are_told_which_host_to_look_at():
+  duo = warm()
+  duo.contribute()
+  (line,) = said(duo.ends(2 * UNIT, 60 * UNIT))
+  assert line == (
+    'Learner l1 on host sent norm 60, 30 times the median 2 for fragment 0; rejected before '
+    'merging, its fragment is replaced. Check that host for faulty hardware.')
+
+
+def test_a_refused_norm_does_not_become_usual():
+  duo = warm()
+  for _ in range(20):
+    duo.round(2 * UNIT, 60 * UNIT)
+    duo.round(2 * UNIT, 2 * UNIT)
+  assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
+
+
+def test_three_in_a_row_are_quarantine_and_a_merged_one_takes_them_back():
+  duo = Duo()
+  for norm in (BAD, BAD, 2 * UNIT, BAD, BAD):
+    assert not any(isinstance(one, actions.Close) for one in duo.round(UNIT, norm))
+  assert (duo.member()['strikes'], duo.member()['worst']) == (2, 2)
+  duo.contribute()
+  out = duo.ends(UNIT, BAD)
+  (refused,) = [one for one in told(out, 2) if isinstance(one, messages.Refused)]
+  assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
+  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'merged before is safe'):
+    assert words in refused.text
+  assert refused.text in said(out)
+  assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
+  # The other one goes on alone if the quorum allows it; nobody waits for who is out.
+  assert [member.learner for member in duo.machine._members.live()] == ['l0']
+
+
+def quarantined() -> Duo:
+  duo = Duo()
+  for _ in range(2):
+    duo.round(UNIT, BAD)
+  duo.contribute()
+  duo.ends(UNIT, BAD)
+  duo.machine.handle(duo.now_ns, events.Disconnected(session=2, reason='closed'))
+  return duo
+
+
+def answers(machine, now_ns: int, session: int, nonce: int) -> list:
+  return told(machine.handle(now_ns, single.received(
+    session, single.join(learner='l1', nonce=nonce))), session)
+
+
+def test_the_process_never_comes_back_and_another_one_begins_anew():
+  duo = quarantined()
+  (refused,) = answers(duo.machine, duo.now_ns, 3, nonce=8)
+  assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
+  (offer,) = answers(duo.machine, duo.now_ns, 4, nonce=9)
+  assert offer == messages.Offer(incarnation=2)
+  duo.machine.handle(duo.now_ns, single.received(
+    4, dataclasses.replace(single.confirm(nonce=9), incarnation=2)))
+  duo.machine.check()
+  assert (duo.member()['strikes'], duo.member()['worst']) == (0, 0)
+  (fenced,) = answers(duo.machine, duo.now_ns, 5, nonce=8)
+  assert (fenced.code, fenced.retry_ns) == ('FENCED', None)
+
+
+def test_quarantine_outlives_the_syncer():
+  duo = quarantined()
+  snapshot = json.loads(json.dumps(duo.machine.snapshot()))
+  again = syncer.SyncerMachine.restore(
+    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+  (refused,) = answers(again, 5, 1, nonce=8)
+  assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
+  free = syncer.SyncerMachine.restore(
+    dataclasses.replace(duo.machine._config, strikes=0), world_lib.AGREEMENT,
+    (network.PAYLOAD_BYTES,), snapshot)
+  assert answers(free, 5, 1, nonce=8) == [messages.Offer(incarnation=1)]  # switched off
+
+
+def test_what_its_own_encoder_refuses_is_a_strike_too():
+  duo = Duo()
+  for number in range(3):
+    duo.out = []
+    duo.send(2, messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=10))
+    refusals = [one for one in told(duo.out, 2) if isinstance(one, messages.Refused)]
+    assert len(refusals) == (number == 2)
+
+
+def test_nobody_is_put_into_quarantine_where_it_is_switched_off():
+  duo = Duo(strikes=0)
+  for _ in range(9):
+    assert not any(isinstance(one, actions.Close) for one in duo.round(UNIT, BAD))
+
+
+def test_repeats_are_said_once_a_minute_with_their_number():
+  duo = Duo(strikes=0, lease_ms=3_600_000)
+  lines = [said(duo.round(UNIT, BAD)) for _ in range(5)]
+  assert [len(one) for one in lines] == [1, 0, 0, 0, 0]
+  duo.now_ns += 60 * SECOND_NS
+  (line,) = said(duo.round(UNIT, BAD))
+  assert 'NaN or Inf for fragment 0 (4 more like it meanwhile); rejected' in line
+
+
+@pytest.mark.parametrize('norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD)])
+def test_recovery_makes_of_a_record_what_the_machine_made_of_it(norms):
+  """Strikes, norms and tokens: the books at the decision and its end are the machine afterwards."""
+  duo = Duo()
+  duo.round(UNIT, BAD)
+  before = json.loads(json.dumps(duo.machine.snapshot()))
+  merge = duo.contribute()
+  duo.ends(*norms)
+  refused = tuple(
+    one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
+  outcome = recovery.Outcome(
+    sync=merge.sync, fragment=0, version=merge.version, norms=norms, refused=refused, digest=78,
+    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants),
+    failed='every payload' if len(refused) == 2 else '', books=merge.books)
+  state = recovery.recovered(before, [outcome])
+  after = json.loads(json.dumps(duo.machine.snapshot()))
+  after.pop('merging')
+  assert json.loads(json.dumps(state)) == after
+
+
+def test_a_record_without_norms_is_read_as_ever():
+  """Of a release that did not screen."""
+  duo = Duo()
+  merge = duo.contribute()
+  books = {name: value for name, value in merge.books.items() if name != 'norms'}
+  outcome = recovery.Outcome(
+    sync=merge.sync, fragment=0, version=1, digest=78, failed='', books=books,
+    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants))
+  state = recovery.recovered(duo.machine.snapshot(), [outcome])
+  machine = syncer.SyncerMachine.restore(
+    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), state)
+  machine.check()
+  assert machine.snapshot()['norms'] == [[]]
