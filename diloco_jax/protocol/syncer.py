@@ -30,6 +30,7 @@ theory of its own, and none calls back::
     published.py    the versions, and who holds which
     saving.py       when to save
     members.py      the book of learner ids;  ledger.py: the book of tokens
+    streams.py      who reads which data stream, and how far each is committed
 """
 
 import copy
@@ -49,6 +50,7 @@ from diloco_jax.protocol import published as published_lib
 from diloco_jax.protocol import quorum as quorum_lib
 from diloco_jax.protocol import saving as saving_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import streams as streams_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
@@ -90,12 +92,13 @@ class SyncerMachine:
       [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
       self._members, self._out,
     )
+    self._streams = streams_lib.Streams(config.data_streams, config.fragments)
     self._gathering = gathering_lib.Gathering(
-      config, self._members, self._ledger, self._published, self._out
+      config, self._members, self._ledger, self._published, self._streams, self._out
     )
     self._membership = membership_lib.Membership(
       config, agreement, self._members, self._ledger, self._pace, self._published,
-      self._gathering, self._out,
+      self._gathering, self._streams, self._out,
     )
     self._saving = saving_lib.Saving(config.save_syncs)
     self._synced = self._cancelled = self._skipped = 0
@@ -143,6 +146,7 @@ class SyncerMachine:
         self._membership.lose(session, reason)
       case events.MergeDone(failed=failed):
         gather = self._gathering.open.pop(event.sync)
+        self._streams.end(event.sync, made=not failed)
         if failed:
           self._fail(gather, failed)
         else:
@@ -252,6 +256,8 @@ class SyncerMachine:
       self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
     ]
     gather.merging, gather.participants = True, tuple(participants)
+    contributions = (gather.payloads[one.learner][0] for one in participants)
+    self._streams.merge(gather.sync, gather.fragment, contributions)
     base = self._published.fragments[gather.fragment].version
     self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
     self._out.do(actions.Merge(
@@ -400,6 +406,7 @@ class SyncerMachine:
       **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
+      'data': self._streams.snapshot(),
     }
 
   @classmethod
@@ -414,6 +421,7 @@ class SyncerMachine:
     machine._pace.next, machine._pace.opened = snapshot['next'], snapshot['opened']
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
+    machine._streams.load(snapshot['data'])
     machine._membership.admission.started = True
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
@@ -422,7 +430,7 @@ class SyncerMachine:
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""
-    for part in (self._membership, self._gathering, self._pace, self._ledger):
+    for part in (self._membership, self._gathering, self._pace, self._ledger, self._streams):
       part.check()
     syncs = self._gathering.open.keys()
     assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)

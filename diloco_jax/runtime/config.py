@@ -165,12 +165,12 @@ class Config:
     self.train.validate()
     self.sync.validate()
     self.chaos.validate(self.sync.learners)
-    self.protocol()
     if self.data.streams < self.sync.learners:
       raise ValueError(
         f'data.streams is {self.data.streams} but sync.learners is {self.sync.learners}: two '
         f'learners would read the same text; set data.streams={self.sync.learners} or more'
       )
+    self.protocol()
 
   def protocol(self) -> protocol_config.ProtocolConfig:
     """The protocol's own numbers: integers, times in nanoseconds."""
@@ -182,7 +182,7 @@ class Config:
         max_staleness=sync.max_staleness, grace_permille=round(1000 * sync.gamma),
         total_steps=self.train.steps, lease_ns=round(second * sync.lease_s),
         heartbeat_ns=round(second * sync.heartbeat_s),
-        start_wait_ns=round(second * sync.start_wait_s),
+        start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
       )
     except ValueError as error:
@@ -202,9 +202,11 @@ class Config:
     return dict(_flatten('', self.to_dict()))
 
   def agreement(self) -> dict[str, Any]:
-    """What every learner must share with the syncer; where it trains and saves is its own."""
+    """What every learner must share with the syncer; where it trains and saves is its own. So is the
+    place of its corpus, but batch i of stream v must be the same text for all."""
     own = {'sync.checkpoint_every_syncs'}
-    shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed')
+    shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed', 'data.seq_len',
+              'data.batch_size', 'data.streams', 'data.seed')
     return {
       name: value for name, value in self.flat().items()
       if name.startswith(shared) and name not in own

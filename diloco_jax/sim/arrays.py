@@ -15,6 +15,7 @@ from typing import Any, Sequence
 
 from diloco_jax.protocol import actions
 
+Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
 Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
 
 
@@ -34,8 +35,9 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-  """What a pseudo-gradient's bytes are: whose, and which of its tokens they cover. `exact`: its
-  process has one incarnation only, so all of them count."""
+  """What a pseudo-gradient's bytes are: whose, which of its tokens they cover, and which batches it
+  really read: (stream, first, end). `exact`: its process has one incarnation only, so all tokens
+  count."""
 
   learner: str
   nonce: int
@@ -43,13 +45,15 @@ class Gradient:
   end: int
   steps: int
   exact: bool = True
+  reads: tuple[Batches, ...] = ()
 
   def encode(self) -> bytes:
     return json.dumps(dataclasses.astuple(self)).encode()
 
   @classmethod
   def decode(cls, data: bytes) -> 'Gradient':
-    return cls(*json.loads(data))
+    *rest, reads = json.loads(data)
+    return cls(*rest, reads=tuple(tuple(one) for one in reads))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +67,8 @@ class Published:
 class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 
-  `ranges` are the token ranges merged per (process, fragment), in the process's own tokens.
+  `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
+  `batches` are those merged per (data stream, fragment), whoever read them.
   """
 
   def __init__(self, values: list[int]):
@@ -71,6 +76,7 @@ class Theta:
     self.versions = [0] * len(values)
     self.merged: dict[str, int] = {}
     self.ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    self.batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
   def outer_step(
     self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
@@ -98,25 +104,33 @@ class Theta:
     self.versions[fragment], self.values[fragment] = version, result
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
-    ranges = self.ranges.setdefault((grad.nonce, fragment), [])
-    claim(all(grad.end <= start or end <= grad.start for start, end in ranges),
-          'No token is merged twice.', grad, ranges)
-    ranges.append((grad.start, grad.end))
+    _add(self.ranges.setdefault((grad.nonce, fragment), []), grad.start, grad.end,
+         'No token is merged twice.', grad)
+    for stream, first, end in grad.reads:
+      _add(self.batches.setdefault((stream, fragment), []), first, end,
+           'No batch is merged twice.', grad)
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
   def saved(self) -> dict:
     """As JSON types."""
     ranges = [[*key, spans] for key, spans in self.ranges.items()]
+    batches = [[*key, spans] for key, spans in self.batches.items()]
     return {'values': self.values, 'versions': self.versions, 'merged': self.merged,
-            'ranges': ranges}
+            'ranges': ranges, 'batches': batches}
 
   @classmethod
   def load(cls, saved: dict) -> 'Theta':
     theta = cls(saved['values'])
     theta.versions, theta.merged = saved['versions'], saved['merged']
-    theta.ranges = {(nonce, p): [tuple(span) for span in spans]
-                    for nonce, p, spans in saved['ranges']}
+    theta.ranges, theta.batches = (
+      {(owner, p): [tuple(span) for span in spans] for owner, p, spans in saved[name]}
+      for name in ('ranges', 'batches'))
     return theta
+
+
+def _add(spans: list[tuple[int, int]], start: int, end: int, sentence: str, grad: Gradient) -> None:
+  claim(all(end <= first or last <= start for first, last in spans), sentence, grad, spans)
+  spans.append((start, end))
 
 
 def value(*made_of: Any) -> int:

@@ -48,7 +48,7 @@ class Setting:
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
-def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
+def _config(draw: random.Random, lease_ns: int, spare_streams: int) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
   long = draw.randrange(4) == 0
@@ -68,6 +68,7 @@ def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
     redial_ns=(50 * MS, 500 * MS),
     save_steps=draw.choice([0, 3]),
     save_syncs=draw.choice([0, 1, 4]),
+    streams=learners + spare_streams,
   )
 
 
@@ -114,7 +115,8 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
-  config = _config(engine_lib.stream(seed, 'config'), lease_ns)
+  spare_streams = engine_lib.stream(seed, 'streams').choice((0, 0, 1, 3))
+  config = _config(engine_lib.stream(seed, 'config'), lease_ns, spare_streams)
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))

@@ -77,7 +77,6 @@ class Holder:
   incarnation: int
   left: bool = False
   replaced: tuple[int, ...] = ()
-  stream: int | None = None
   step: int = 0
   done: bool = False  # with its last step
 
@@ -98,6 +97,8 @@ class Lineage:
   holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
   merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+  # (data stream, fragment): the end of the batches that were merged.
+  batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
   def copy(self) -> 'Lineage':
     lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
@@ -105,7 +106,11 @@ class Lineage:
       self, **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
-      merged_upto=dict(self.merged_upto))
+      merged_upto=dict(self.merged_upto), batches=dict(self.batches))
+
+  def committed(self, stream: int) -> int:
+    """The first batch that no merge has covered for any fragment."""
+    return max((end for (of, _), end in self.batches.items() if of == stream), default=0)
 
   def account(self, learner: str, incarnation: int) -> Account:
     key = learner, incarnation
@@ -161,6 +166,7 @@ class Record:
   lineage: Lineage
   open: tuple[int, ...]
   under_way: tuple['Record', ...] = ()
+  batches: tuple[tuple[int, int, int], ...] = ()  # data stream, first, the one behind the last
   digest: int | None = None
   failed: str = ''
 
@@ -176,6 +182,8 @@ class Record:
     else:
       lineage.versions[p] += 1
       lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
+      for stream, _, end in self.batches:
+        lineage.batches[stream, p] = max(end, lineage.batches.get((stream, p), 0))
 
 
 def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
