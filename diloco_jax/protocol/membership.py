@@ -95,6 +95,7 @@ class Membership:
     self.admission.wait(member.session, confirm)
     if member.session not in self._told_to_wait and self._streams.all_read(self._live()):
       self._told_to_wait.add(member.session)
+      self._report(member, 'waits')
       self._out.say(
         f'{member.learner} waits: others read all {self._config.data_streams} data streams, and '
         'text that two learners read would count twice. It enters once a stream is free; a run '

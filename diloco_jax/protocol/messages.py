@@ -94,8 +94,8 @@ class Contribution:
   """A pseudo-gradient (payload) measured from the anchor `version`.
 
   It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
-  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens are
-  the batches [cursor - steps, cursor) of data stream `stream` (streams.py).
+  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
+  are the batches [cursor - steps, cursor) of data stream `stream` (streams.py).
   """
 
   sync: int
@@ -162,8 +162,8 @@ class Refused:
 
 @_message
 class Joined:
-  """The learner is a member. It adopts `step`; `due` fragments follow before it may train. It reads
-  data stream `stream` from batch `cursor` on; if that is what it claimed, it goes on where it is."""
+  """The learner is a member. It adopts `step`; `due` fragments follow before it may train. It
+  reads data stream `stream` from batch `cursor` on; if it claimed that, it goes on where it is."""
 
   incarnation: int
   step: int

@@ -15,8 +15,8 @@ since nobody knows yet where they go on.
 
 A process that comes back goes on where it is, if it claims so and its stream is still its own: what
 it has trained since is unsettled, not lost. A member that is away keeps its stream until another
-needs one and none is free. A syncer that was restarted may not know the latest leases, so the claims
-of those who come back are heard, and a contribution counts only if none of its batches was merged
+needs one and none is free. A syncer that was restarted may not know the latest leases, so it hears
+the claims of those who come back, and a contribution counts only if none of its batches was merged
 for its fragment before: this holds whatever else was forgotten.
 """
 

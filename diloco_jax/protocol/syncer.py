@@ -348,7 +348,8 @@ class SyncerMachine:
     self._finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
-      self._out.send(member.session, messages.Finish())
+      if member.sent:  # else it hears it when it is welcomed
+        self._out.send(member.session, messages.Finish())
 
   def _exit(self) -> None:
     """The books are closed; the process ends once they are saved."""

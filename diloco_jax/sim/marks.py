@@ -26,7 +26,7 @@ REFUSALS = ('ID_IN_USE', 'FENCED')  # others need another run's learner, or a ve
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason
-LEASES = ('begins', 'goes on', 'is kept', 'is changed')
+LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
@@ -54,7 +54,8 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
-    *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
+    *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
+    'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
   )
 
@@ -177,6 +178,8 @@ class Marks(observers.Observer):
       case 'cancelled':
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
+      case 'member' if values['state'] == 'waits':
+        self.counts['lease is waited for'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1

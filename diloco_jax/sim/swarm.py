@@ -28,6 +28,7 @@ class Setting:
     fsync_ns: of a record of the syncer's log.
     plan: the faults.
     heal_ns: when everything works again.
+    guest_ns: when one learner more than are expected begins, None: never; nothing is done to it.
   """
 
   config: config_lib.ProtocolConfig
@@ -43,6 +44,7 @@ class Setting:
   fsync_ns: int
   plan: list[plans.Fault]
   heal_ns: int
+  guest_ns: int | None
 
 
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
@@ -134,6 +136,7 @@ def draw(seed: int) -> Setting:
     fsync_ns=engine_lib.stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
+    guest_ns=engine_lib.stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
   )
 
 

@@ -1,4 +1,4 @@
-"""Learners and syncer are killed in turn: every batch that is committed counts once, whoever read it.
+"""Learners and syncer are killed in turn: every batch that is committed counts once.
 
 One run of real processes serves all tests: `tiny` with two learners, three data streams, and
 checkpoints of the learners that are behind what is committed. The books below are kept from the
