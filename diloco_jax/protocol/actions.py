@@ -80,9 +80,12 @@ class Adopt:
 
 @_action
 class UseStream:
-  """Train on data stream number `stream` from now on (sent before the first Step of a life)."""
+  """The next step reads batch `cursor` of data stream `stream`. `rewind`: the parameters go back to
+  the anchors, since what was trained on another stream is for others to read again."""
 
   stream: int
+  cursor: int
+  rewind: bool
 
 
 # --- Work of the syncer ---------------------------------------------------------------------------

@@ -18,7 +18,8 @@ What may not happen, and why:
 
 A new run begins with everybody who is expected, or `start_wait_ns` after the first was admitted,
 so that a quick starter does not train alone for the others to skip. Until then the admitted are in
-the *waiting room*; once the run has begun nobody stays there. A restored run has begun already.
+the *waiting room*; once the run has begun only those stay there for whom there is no data stream
+(streams.py). A restored run has begun already.
 
 Refusals are pure functions: the first reason that holds, with both sides and the remedy.
 """
@@ -32,6 +33,7 @@ from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import screening
+from diloco_jax.protocol import streams as streams_lib
 
 Reason = messages.Reason
 
@@ -105,7 +107,7 @@ class _Offered:
 
 class Admission:
   """Who is on the way in. Owns the offers and the waiting room; binds ids in `members` and opens
-  and closes their accounts."""
+  and closes their accounts; a life that ends returns its data stream."""
 
   def __init__(
     self,
@@ -113,22 +115,24 @@ class Admission:
     agreement: str,
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
+    streams: streams_lib.Streams,
     out: outbox.Outbox,
   ):
     self._config = config
     self._agreement = agreement
     self._members = members
     self._ledger = ledger
+    self._streams = streams
     self._out = out
     self._offered: dict[int, _Offered] = {}
-    self._waiting_room: dict[int, tuple[messages.Held, ...]] = {}  # session: what it holds
+    self._waiting_room: dict[int, messages.Confirm] = {}  # by session
     self.started = False  # set for a run that goes on from a snapshot
     self._start_ns: int | None = None
 
   @property
   def deadline_ns(self) -> int | None:
     """When the run begins whoever is there, if somebody waits for that."""
-    return self._start_ns if self._waiting_room else None
+    return self._start_ns if self._waiting_room and not self.started else None
 
   def join(self, now_ns: int, session: int, join: messages.Join) -> None:
     """Offers an incarnation, or says why not."""
@@ -184,6 +188,7 @@ class Admission:
     before = self._members.by_id.get(join.learner)
     if before is not None and before.nonce != join.nonce:
       self._ledger.of(before).close(Reason.LOST_WITH_PROCESS)
+      self._streams.give_back(join.learner)
     member = self._members.bind(join.learner, join.nonce, confirm.incarnation, session, now_ns)
     member.host, member.pid = join.host, join.pid
     member.step = max(member.step, confirm.step)
@@ -191,7 +196,7 @@ class Admission:
     account = self._ledger.of(member)
     account.closed = False  # a process that outlived the end of a run comes back to it
     account.train(confirm.steps, confirm.tokens)
-    self._waiting_room[session] = confirm.held
+    self._waiting_room[session] = confirm
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
@@ -200,14 +205,18 @@ class Admission:
     self._offered.pop(session, None)
     self._waiting_room.pop(session, None)
 
-  def welcome(self, now_ns: int) -> list[tuple[members_lib.Member, tuple[messages.Held, ...]]]:
-    """Those who leave the waiting room now, with what they hold."""
+  def wait(self, session: int, confirm: messages.Confirm) -> None:
+    """Back to the waiting room: there is no data stream to read."""
+    self._waiting_room[session] = confirm
+
+  def welcome(self, now_ns: int) -> list[tuple[members_lib.Member, messages.Confirm]]:
+    """Those who leave the waiting room now, with what they confirmed."""
     if not self.started and self._start_ns is not None:
       expected = len(self._members.by_session) >= self._config.learners
       self.started = expected or now_ns >= self._start_ns
     if not self.started or not self._waiting_room:
       return []
-    entering = [(self._members.by_session[s], held) for s, held in self._waiting_room.items()]
+    entering = [(self._members.by_session[s], one) for s, one in self._waiting_room.items()]
     self._waiting_room.clear()
     return entering
 

@@ -15,7 +15,7 @@ class ProtocolConfig:
   """Settings of one run. Data-parallel, DiLoCo, Streaming and Decoupled DiLoCo differ only here.
 
   Attributes:
-    learners: M, how many learners are expected; more may join, each gets a data stream of its own.
+    learners: M, how many learners are expected; more may join (see `streams`).
     fragments: P.
     period: H, inner steps between two syncs of one fragment.
     overlap: tau, syncs in flight and the latency budget of one sync in inner steps. 0: a learner
@@ -29,6 +29,8 @@ class ProtocolConfig:
     heartbeat_ns: longest silence that a live peer keeps.
     start_wait_ns: a new run starts once `learners` have joined, or so long after the first of them.
     redial_ns: first and longest pause before a new attempt to connect.
+    streams: V, how many data streams the text is cut into; a learner more than there are waits
+      until one is free. None: as many as learners.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
     norm_factor: a pseudo-gradient longer than so many times the median norm of its fragment is
@@ -50,6 +52,7 @@ class ProtocolConfig:
   heartbeat_ns: int = 2 * SECOND_NS
   start_wait_ns: int = 0
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
+  streams: int | None = None
   save_steps: int = 0
   save_syncs: int = 0
   norm_factor: int = 10
@@ -80,6 +83,11 @@ class ProtocolConfig:
       if value < low or (high is not None and value > high):
         bound = f'at least {low}' if high is None else f'between {low} and {high}'
         raise ValueError(f'{name} is {value}, it must be {bound}: {remedy}')
+    if self.data_streams < self.learners:
+      raise ValueError(
+        f'streams is {self.streams}, it must be at least {self.learners}: every learner reads a '
+        'data stream of its own, so that no text is read twice'
+      )
     if self.max_lag is not None and not 0 <= self.max_lag < self.period:
       raise ValueError(
         f'max_lag is {self.max_lag}, it must be between 0 and {self.period - 1}: a learner that '
@@ -90,6 +98,11 @@ class ProtocolConfig:
   def lag(self) -> int | None:
     """max_lag as it acts: no overlap means waiting at the boundary."""
     return 0 if self.overlap == 0 else self.max_lag
+
+  @property
+  def data_streams(self) -> int:
+    """V."""
+    return self.learners if self.streams is None else self.streams
 
   @property
   def in_flight(self) -> int:

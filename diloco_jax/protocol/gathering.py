@@ -21,6 +21,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import published as published_lib
 from diloco_jax.protocol import quorum as quorum_lib
+from diloco_jax.protocol import streams as streams_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
@@ -35,8 +36,10 @@ class Gathering:
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
     published: published_lib.Published,
+    streams: streams_lib.Streams,
     out: outbox.Outbox,
   ):
+    self._streams = streams
     self._config = config
     self._members = members
     self._ledger = ledger
@@ -77,6 +80,8 @@ class Gathering:
       message, member.learner, gather, self._published.fragments[message.fragment],
       self._ledger.of(member).cursors[message.fragment], self._config.max_staleness,
     )
+    if not reason and not self._streams.counts(member.learner, message):
+      reason = Reason.DUPLICATE
     if reason:
       self._turn_down(member, message, handle, reason)
       return

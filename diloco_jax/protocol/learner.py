@@ -9,9 +9,10 @@ TRAINING_STATES)::
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
-At a step boundary, in this order: adopt what has arrived, snapshot and encode what was pulled, save
-if it is time, start the next step. The clock `step` grows by one per inner step, and adopting what
-sync t published sets it to max(step, t), so unequal learners stay aligned (design.md section 4).
+At a step boundary, in this order: move to another data stream, adopt what has arrived, snapshot
+and encode what was pulled, save if it is time, start the next step. The clock `step` grows by one
+per inner step, and adopting what sync t published sets it to max(step, t), so unequal learners stay
+aligned (design.md section 4).
 
 A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
 so a second one would count the same tokens again. A pull that comes before the learner has trained
@@ -29,6 +30,7 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import streams as streams_lib
 
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted'),
@@ -82,7 +84,10 @@ class LearnerMachine:
     self._out = outbox.Outbox()
     self._connection = connection_lib.Connection(config, identity, self._out)
     self._incarnation = 0
-    self._stream: int | None = None
+    # Where it reads, what it told of that, and where it is to go at the next boundary.
+    self._position: streams_lib.Lease | None = None
+    self._claim: streams_lib.Lease | None = None
+    self._lease: streams_lib.Lease | None = None
     self._training = 'waiting'
     self.step = 0
     self.steps = 0
@@ -196,19 +201,21 @@ class LearnerMachine:
 
   def _confirm(self, now_ns: int, incarnation: int) -> None:
     going_on = incarnation == self._incarnation
+    self._claim = (self._lease or self._position) if going_on else None
+    stream, cursor = self._claim or (None, 0)
     self._connection.confirm(now_ns, messages.Confirm(
       nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
       steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
       held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
+      stream=stream, cursor=cursor,
     ))
 
   def _joined(self, joined: messages.Joined) -> None:
     self._connection.welcomed()
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
-    if joined.stream != self._stream:
-      self._stream = joined.stream
-      self._out.do(actions.UseStream(stream=joined.stream))
+    if (joined.stream, joined.cursor) != self._claim:
+      self._lease = streams_lib.Lease(joined.stream, joined.cursor)
     self.step = max(self.step, joined.step)
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
@@ -268,6 +275,7 @@ class LearnerMachine:
     self.step += 1
     self.steps += 1
     self.tokens += done.tokens
+    self._position = self._position._replace(cursor=self._position.cursor + 1)
     self._progress(done.step_ns)
 
   def _progress(self, step_ns: int) -> None:
@@ -280,6 +288,8 @@ class LearnerMachine:
 
   def _boundary(self) -> None:
     """Between two steps: the only moment at which parameters are read or replaced."""
+    if self._lease is not None:
+      self._move(self._lease)
     for publish, handle in self._arrivals:
       self._adopt(publish, handle)
     self._arrivals.clear()
@@ -298,6 +308,15 @@ class LearnerMachine:
       self._out.do(actions.Step(step=self.step))
     elif self._told_step != self.step:
       self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
+
+  def _move(self, lease: streams_lib.Lease) -> None:
+    """Goes on reading elsewhere. What it has trained since its anchors is not its own to send any
+    more: others read those batches, so it is undone."""
+    self._out.do(actions.UseStream(
+      stream=lease.stream, cursor=lease.cursor, rewind=self._position is not None))
+    self._position, self._lease = lease, None
+    for anchor in self._anchors:
+      anchor.steps, anchor.tokens = self.steps, self.tokens
 
   def _may_step(self) -> bool:
     if self._training != 'training':
@@ -371,6 +390,7 @@ class LearnerMachine:
       self._encoding.append((self._connection.session, messages.Contribution(
         sync=sync, fragment=fragment, version=anchor.version, steps=steps,
         tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
+        **self._position._asdict(),
       )))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]

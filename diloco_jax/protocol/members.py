@@ -31,7 +31,7 @@ class Member:
   `worst`: the most of them in this life."""
 
   learner: str
-  stream: int
+  stream: int | None = None  # the data stream of its last lease
   incarnation: int = 0
   nonce: int | None = None
   session: int | None = None
@@ -101,9 +101,7 @@ class Members:
     """The id is held by this process from now on, and this session speaks for it."""
     member = self.by_id.get(learner)
     if member is None:
-      taken = {other.stream for other in self.by_id.values()}
-      stream = next(n for n in range(len(taken) + 1) if n not in taken)
-      member = self.by_id[learner] = Member(learner=learner, stream=stream)
+      member = self.by_id[learner] = Member(learner=learner)
     if member.nonce != nonce:
       if member.nonce is not None:
         member.replaced.append(member.nonce)

@@ -26,6 +26,7 @@ from diloco_jax.protocol import outbox
 from diloco_jax.protocol import pace as pace_lib
 from diloco_jax.protocol import published as published_lib
 from diloco_jax.protocol import screening
+from diloco_jax.protocol import streams as streams_lib
 
 Reason = messages.Reason
 
@@ -43,16 +44,21 @@ class Membership:
     pace: pace_lib.Pace,
     published: published_lib.Published,
     gathering: gathering_lib.Gathering,
+    streams: streams_lib.Streams,
     out: outbox.Outbox,
   ):
+    self._config = config
+    self._streams = streams
     self._members = members
     self._ledger = ledger
     self._pace = pace
     self._published = published
     self._gathering = gathering
     self._out = out
-    self.admission = admission_lib.Admission(config, agreement, members, ledger, out)
+    self.admission = admission_lib.Admission(
+      config, agreement, members, ledger, streams, out)
     self.repaired = 0  # adopted values that differed from what was published
+    self._told_to_wait: set[int] = set()  # sessions
 
   # --- In -----------------------------------------------------------------------------------------
 
@@ -67,26 +73,54 @@ class Membership:
 
   def welcome(self, now_ns: int, finished: bool) -> None:
     """Takes in who may enter now; `finished`: only to hear that the run is over."""
-    for member, held in self.admission.welcome(now_ns):
-      self._welcome(member, held)
+    for member, confirm in self.admission.welcome(now_ns):
+      lease = self._lease(member, confirm)
+      if lease is None:
+        self._wait(member, confirm)
+        continue
+      self._welcome(member, confirm.held, lease)
       if finished:
         self._out.send(member.session, messages.Finish())
       elif member.caught_up:
         self._caught_up(member)
 
-  def _welcome(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
+  def _lease(
+    self, member: members_lib.Member, confirm: messages.Confirm
+  ) -> streams_lib.Lease | None:
+    claim = None if confirm.stream is None else streams_lib.Lease(confirm.stream, confirm.cursor)
+    return self._streams.lease(member.learner, claim, member.stream, self._live())
+
+  def _live(self) -> set[str]:
+    return {member.learner for member in self._members.by_session.values()}
+
+  def _wait(self, member: members_lib.Member, confirm: messages.Confirm) -> None:
+    self.admission.wait(member.session, confirm)
+    if member.session not in self._told_to_wait and self._streams.all_read(self._live()):
+      self._told_to_wait.add(member.session)
+      self._report(member, 'waits')
+      self._out.say(
+        f'{member.learner} waits: others read all {self._config.data_streams} data streams, and '
+        'text that two learners read would count twice. It enters once a stream is free; a run '
+        'with a larger data.streams takes more learners.'
+      )
+
+  def _welcome(
+    self, member: members_lib.Member, held: tuple[messages.Held, ...], lease: streams_lib.Lease
+  ) -> None:
+    member.stream = lease.stream
     self._published.compare(member, held)
     syncs = self._gathering.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
     member.step = max(member.step, clock)  # as the learner itself will do
     due = tuple(sorted(member.due))
     self._out.send(member.session, messages.Joined(
-      incarnation=member.incarnation, step=clock, stream=member.stream, due=due,
+      incarnation=member.incarnation, step=clock, stream=lease.stream, cursor=lease.cursor,
+      due=due,
     ))
     self._tell_cancelled(member, clock)
     for fragment in due:
       self._published.read(fragment)
-    self._report(member, 'joined', due=len(due), step=clock)
+    self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
 
   def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
     for p, fragment in enumerate(self._published.fragments):
@@ -137,6 +171,7 @@ class Membership:
   def lose(self, session: int, reason: str) -> None:
     """The session is gone. Its learner is not live any more; others go on without noticing."""
     self.admission.forget(session)
+    self._told_to_wait.discard(session)
     member = self._members.release(session)
     if member is None:
       return
@@ -148,6 +183,7 @@ class Membership:
     """It contributes no more; its account is closed."""
     self._close(member, f'left: {reason}', 'left')
     member.left = True
+    self._streams.give_back(member.learner)
     self._ledger.of(member).close(Reason.END_OF_RUN if finished else Reason.LEFT)
 
   def expire(self, now_ns: int) -> None:

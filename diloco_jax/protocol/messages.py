@@ -10,7 +10,7 @@ A learner's life on the wire::
       Join(nonce)          ->
                            <-  Offer(incarnation)            not yet durable, holds nothing
       Confirm(held)        ->                                from here on the id is held
-                           <-  Joined(step, stream, due)
+                           <-  Joined(step, stream, cursor, due)
                            <-  Publish(full) for each due fragment
       Progress(step)       ->                                after every inner step
                            <-  Pull(sync, fragment)          sync t has opened
@@ -65,7 +65,8 @@ class Join:
 
 @_message
 class Confirm:
-  """Accepts an Offer; `held` has one entry per fragment, `steps` and `tokens` are this life's."""
+  """Accepts an Offer; `held` has one entry per fragment, `steps` and `tokens` are this life's. A
+  process that goes on in its life claims the data `stream` it reads and the batch it is at."""
 
   nonce: int
   incarnation: int
@@ -73,6 +74,8 @@ class Confirm:
   steps: int
   tokens: int
   held: tuple[Held, ...]
+  stream: int | None
+  cursor: int
 
 
 @_message
@@ -91,7 +94,8 @@ class Contribution:
   """A pseudo-gradient (payload) measured from the anchor `version`.
 
   It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
-  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`.
+  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
+  are the batches [cursor - steps, cursor) of data stream `stream` (streams.py).
   """
 
   sync: int
@@ -100,6 +104,8 @@ class Contribution:
   steps: int
   tokens_from: int
   tokens_to: int
+  stream: int
+  cursor: int
   payload: Payload
 
 
@@ -156,11 +162,13 @@ class Refused:
 
 @_message
 class Joined:
-  """The learner is a member. It adopts `step`; `due` fragments follow before it may train."""
+  """The learner is a member. It adopts `step`; `due` fragments follow before it may train. It
+  reads data stream `stream` from batch `cursor` on; if it claimed that, it goes on where it is."""
 
   incarnation: int
   step: int
   stream: int
+  cursor: int
   due: tuple[int, ...]
 
 

@@ -6,9 +6,9 @@ the last record know of everything that was settled before; what they cannot kno
 merges ended that were under way then, this one among them. The records before it tell::
 
     state = books of the last record
-            + of each merge under way in them: its version, digest and sync if it succeeded,
-              its tokens revoked if the outer step was refused, or those of who was left out,
-              their strikes, and the norms of the others (screening.py)
+            + of each merge under way in them: its version, digest, sync and the cursors of its
+              data streams if it succeeded, its tokens revoked if the outer step was refused, or
+              those of who was left out, their strikes, and the norms of the others (screening.py)
 
 What was neither settled by a merge nor in the books of one (a report of progress, a late payload)
 is told again: learners come back with their totals, and what they trained is settled anew.
@@ -20,6 +20,7 @@ from typing import Any, Iterable
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
+from diloco_jax.protocol import streams
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +72,8 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
 def _close(state: dict[str, Any], outcome: Outcome) -> None:
   """A merge that was under way in the books has ended."""
   state['counts']['cancelled' if outcome.failed else 'synced'] += 1
+  state['data'] = streams.ended(state['data'], outcome.sync, len(state['versions']), outcome.refused,
+                                made=not outcome.failed)
   accounts = {(learner, incarnation): fields for learner, incarnation, fields in state['ledger']}
   for learner, incarnation, tokens, _ in outcome.participants:
     if outcome.failed or learner in outcome.refused:

@@ -31,6 +31,7 @@ theory of its own, and none calls back::
     saving.py       when to save
     screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
+    streams.py      who reads which data stream, and how far each is committed
 """
 
 import copy
@@ -51,6 +52,7 @@ from diloco_jax.protocol import quorum as quorum_lib
 from diloco_jax.protocol import saving as saving_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import screening as screening_lib
+from diloco_jax.protocol import streams as streams_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
@@ -94,12 +96,13 @@ class SyncerMachine:
       [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
       self._members, self._out,
     )
+    self._streams = streams_lib.Streams(config.data_streams, config.fragments)
     self._gathering = gathering_lib.Gathering(
-      config, self._members, self._ledger, self._published, self._out
+      config, self._members, self._ledger, self._published, self._streams, self._out
     )
     self._membership = membership_lib.Membership(
       config, agreement, self._members, self._ledger, self._pace, self._published,
-      self._gathering, self._out,
+      self._gathering, self._streams, self._out,
     )
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = saving_lib.Saving(config.save_syncs)
@@ -256,6 +259,8 @@ class SyncerMachine:
       self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
     ]
     gather.merging, gather.participants = True, tuple(participants)
+    self._streams.merge(gather.sync, gather.fragment, (
+      (one.learner, gather.payloads[one.learner][0]) for one in participants))
     base = self._published.fragments[gather.fragment].version
     self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
     self._out.do(actions.Merge(
@@ -288,6 +293,7 @@ class SyncerMachine:
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
     gather = self._gathering.open.pop(done.sync)
+    self._streams.end(done.sync, done.refused, made=not done.failed)
     if done.failed:
       self._fail(gather, done.failed)
     else:
@@ -383,7 +389,8 @@ class SyncerMachine:
     self._finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
-      self._out.send(member.session, messages.Finish())
+      if member.sent:  # else it hears it when it is welcomed
+        self._out.send(member.session, messages.Finish())
 
   def _exit(self) -> None:
     """The books are closed; the process ends once they are saved."""
@@ -453,6 +460,7 @@ class SyncerMachine:
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
+      'data': self._streams.snapshot(),
     }
 
   @classmethod
@@ -468,6 +476,7 @@ class SyncerMachine:
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
     machine._screening.windows = snapshot.get('norms', machine._screening.windows)
+    machine._streams.load(snapshot['data'])
     machine._membership.admission.started = True
     machine._saving.farewell = machine._pace.over
     counts = snapshot['counts']
@@ -478,7 +487,7 @@ class SyncerMachine:
   def check(self) -> None:
     """Asserts what must hold between any two events."""
     for part in (
-      self._membership, self._gathering, self._pace, self._ledger, self._screening
+      self._membership, self._gathering, self._pace, self._ledger, self._streams, self._screening,
     ):
       part.check()
     syncs = self._gathering.open.keys()

@@ -27,7 +27,7 @@ def impossible(message: messages.FromLearner, joined: bool, fragments: int) -> b
   if not joined:
     return True
   if isinstance(message, messages.Contribution) and (
-    message.steps < 1 or message.tokens_from > message.tokens_to
+    message.steps < 1 or message.tokens_from > message.tokens_to or message.cursor < message.steps
   ):
     return True
   return getattr(message, 'fragment', 0) >= fragments

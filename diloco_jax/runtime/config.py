@@ -177,12 +177,12 @@ class Config:
     self.train.validate()
     self.sync.validate()
     self.chaos.validate(self.sync.learners)
-    self.protocol()
     if self.data.streams < self.sync.learners:
       raise ValueError(
         f'data.streams is {self.data.streams} but sync.learners is {self.sync.learners}: two '
         f'learners would read the same text; set data.streams={self.sync.learners} or more'
       )
+    self.protocol()
 
   def protocol(self) -> protocol_config.ProtocolConfig:
     """The protocol's own numbers: integers, times in nanoseconds."""
@@ -194,7 +194,7 @@ class Config:
         max_staleness=sync.max_staleness, grace_permille=round(1000 * sync.gamma),
         total_steps=self.train.steps, lease_ns=round(second * sync.lease_s),
         heartbeat_ns=round(second * sync.heartbeat_s),
-        start_wait_ns=round(second * sync.start_wait_s),
+        start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
         norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
       )
@@ -216,10 +216,12 @@ class Config:
 
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own, and what
-    the syncer refuses or keeps can be changed by starting it again."""
+    the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
+    own too, but batch i of stream v must be the same text for all."""
     own = {f'sync.{name}' for name in (
       'checkpoint_every_syncs', 'keep_log', 'norm_factor', 'norm_warmup', 'strikes')}
-    shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed')
+    shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed', 'data.seq_len',
+              'data.batch_size', 'data.streams', 'data.seed')
     return {
       name: value for name, value in self.flat().items()
       if name.startswith(shared) and name not in own

@@ -79,14 +79,12 @@ def run(
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
-  A checkpoint of the island is continued: its inner optimizer, data position and clock; the
-  fragments come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
+  A checkpoint of the island is continued: its inner optimizer and clock; fragments and
+  data stream come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
-  work = learner_work.LearnerWork(
-    assembled, island, inbox.post, payloads, records, restored=restored is not None
-  )
+  work = learner_work.LearnerWork(assembled, island, inbox.post, payloads, records)
   identity = assembly.identity(
     assembled, learner_id, nonce=secrets.randbits(NONCE_BITS), pid=os.getpid(),
     seed=secrets.randbits(32),

@@ -98,6 +98,14 @@ class Exchange:
       adopt, donate_argnums=(0, 1), out_shardings=(self._island.shardings.params, place, place),
     ).lower(*self._abstract(p), jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place))
 
+  def _lower_rewind(self, p: int) -> jax.stages.Lowered:
+    def rewind(params, anchor_N):
+      return exchange.adopt(self._layout, p, params, anchor_N, anchor_N, alpha=0.0)[0]
+
+    return jax.jit(
+      rewind, donate_argnums=0, out_shardings=self._island.shardings.params,
+    ).lower(*self._abstract(p))
+
   def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     params = jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -123,6 +131,11 @@ class Exchange:
     )
     return digest
 
+  def rewind(self) -> None:
+    """The parameters are the anchors again; the inner optimizer keeps its state."""
+    for p, anchor_N in enumerate(self.anchors):
+      self._island.params = self._get(self._lower_rewind, p)(self._island.params, anchor_N)
+
 
 class LearnerWork:
   """The Work port of a learner (node.ports.Work). `run` on the step thread, `submit` from any."""
@@ -134,14 +147,12 @@ class LearnerWork:
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
-    restored: bool = False,
   ):
     self._config = assembled.config
     self._island = island
     self._post = post
     self._payloads = payloads
     self._records = records
-    self._restored = restored
     self.exchange = Exchange(assembled, island)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -181,18 +192,21 @@ class LearnerWork:
         digest = self.exchange.adopt(fragment, self._payloads.get(handle), whole)
         self._payloads.drop(handle)
         self._egress.put(functools.partial(self._adopted, fragment, version, digest))
-      case actions.UseStream(stream=stream):
-        self._use_stream(stream)
+      case actions.UseStream():
+        self._use_stream(action)
       case actions.Save(step=step, snapshot=snapshot):
         self._save(step, snapshot)
       case _:
         raise TypeError(f'not the work of a learner: {action}')
 
-  def _use_stream(self, stream: int) -> None:
-    """A process that comes back to its stream goes on reading where its checkpoint was."""
-    stream %= self._config.data.streams
-    if not (self._restored and self._island.stream == stream):
-      self._island.lease(stream)
+  def _use_stream(self, use: actions.UseStream) -> None:
+    """Goes on reading there, also if a checkpoint says something else: what was trained behind the
+    committed cursor is lost with the process that trained it, and is read again."""
+    if use.rewind:
+      self.exchange.rewind()
+    self._island.lease(use.stream, use.cursor)
+    self._records.report(
+      'data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
 
   def _step(self, step: int) -> None:
     result = self._island.step(step)

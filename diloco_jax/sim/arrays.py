@@ -16,6 +16,7 @@ from typing import Any, Sequence
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import screening
 
+Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
 Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
 HUGE, NAN = 'huge', 'poison'  # what a faulty host makes of a pseudo-gradient behind its encoder
 
@@ -36,9 +37,9 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-  """What a pseudo-gradient's bytes are: whose, and which of its tokens they cover. `exact`: its
-  process has one incarnation only, so all of them count. `spoiled`: HUGE or NAN, its host is
-  faulty."""
+  """What a pseudo-gradient's bytes are: whose, which of its tokens they cover, and which batches it
+  really read: (stream, first, end). `exact`: its process has one incarnation only, so all tokens
+  count. `spoiled`: HUGE or NAN, its host is faulty."""
 
   learner: str
   nonce: int
@@ -46,6 +47,7 @@ class Gradient:
   end: int
   steps: int
   exact: bool = True
+  reads: tuple[Batches, ...] = ()
   spoiled: str = ''
 
   @property
@@ -62,7 +64,8 @@ class Gradient:
 
   @classmethod
   def decode(cls, data: bytes) -> 'Gradient':
-    return cls(*json.loads(data))
+    *rest, reads, spoiled = json.loads(data)
+    return cls(*rest, reads=tuple(tuple(one) for one in reads), spoiled=spoiled)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 
   `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
-  `finite`: nothing that is not was merged.
+  `batches` are those merged per (data stream, fragment), whoever read them; `finite`: nothing that
+  is not was merged.
   """
 
   def __init__(self, values: list[int]):
@@ -86,6 +90,7 @@ class Theta:
     self.merged: dict[str, int] = {}
     self.ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
     self.finite = True
+    self.batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
   def outer_step(
     self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
@@ -114,26 +119,34 @@ class Theta:
     self.versions[fragment], self.values[fragment] = version, result
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
-    ranges = self.ranges.setdefault((grad.nonce, fragment), [])
-    claim(all(grad.end <= start or end <= grad.start for start, end in ranges),
-          'No token is merged twice.', grad, ranges)
-    ranges.append((grad.start, grad.end))
+    _add(self.ranges.setdefault((grad.nonce, fragment), []), grad.start, grad.end,
+         'No token is merged twice.', grad)
+    for stream, first, end in grad.reads:
+      _add(self.batches.setdefault((stream, fragment), []), first, end,
+           'No batch is merged twice.', grad)
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
   def saved(self) -> dict:
     """As JSON types."""
     ranges = [[*key, spans] for key, spans in self.ranges.items()]
+    batches = [[*key, spans] for key, spans in self.batches.items()]
     return {'values': self.values, 'versions': self.versions, 'merged': self.merged,
-            'ranges': ranges, 'finite': self.finite}
+            'ranges': ranges, 'batches': batches, 'finite': self.finite}
 
   @classmethod
   def load(cls, saved: dict) -> 'Theta':
     theta = cls(saved['values'])
     theta.versions, theta.merged = saved['versions'], saved['merged']
     theta.finite = saved['finite']
-    theta.ranges = {(nonce, p): [tuple(span) for span in spans]
-                    for nonce, p, spans in saved['ranges']}
+    theta.ranges, theta.batches = (
+      {(owner, p): [tuple(span) for span in spans] for owner, p, spans in saved[name]}
+      for name in ('ranges', 'batches'))
     return theta
+
+
+def _add(spans: list[tuple[int, int]], start: int, end: int, sentence: str, grad: Gradient) -> None:
+  claim(all(end <= first or last <= start for first, last in spans), sentence, grad, spans)
+  spans.append((start, end))
 
 
 def value(*made_of: Any) -> int:

@@ -29,6 +29,7 @@ from diloco_jax.sim.books import learner as learner_book
 from diloco_jax.sim.books import run as run_book
 from diloco_jax.sim.books import syncer as syncer_book
 from diloco_jax.sim.invariants import contributions
+from diloco_jax.sim.invariants import data
 from diloco_jax.sim.invariants import durability
 from diloco_jax.sim.invariants import ids
 from diloco_jax.sim.invariants import invariant
@@ -47,8 +48,9 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   contributions.Fresh, tokens.HonestLearner, tokens.HonestDigests, tokens.TokensConserved,
   tokens.Verdicts, tokens.Finite, screening.Screened, screening.Quarantine, tokens.Bounded, durability.SnapshotIsACut,
   durability.NothingSpokenIsLost, durability.DurableFirst, durability.RecoveredState,
-  durability.CompactionKeeps, ids.Incarnations, ids.HolderStays, ids.RefusedWithReason,
-  ids.JoinerCatchesUp, ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
+  durability.CompactionKeeps, data.BatchesOnce, data.LeasesJoin, data.HonestReader,
+  ids.Incarnations, ids.HolderStays, ids.RefusedWithReason, ids.JoinerCatchesUp,
+  ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
   liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
   liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
   liveness.QueuesDrain, durability.FinishIsKnown,

@@ -28,6 +28,7 @@ VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason
 # The first word of the reason.
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
+LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
@@ -56,7 +57,8 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
-    *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
+    *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
+    'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
   )
 
@@ -68,6 +70,7 @@ class _Process:
   connection: str = 'away'
   training: str = 'waiting'
   session: int = 0
+  claims: dict[int, tuple[int | None, int]] = dataclasses.field(default_factory=dict)  # by session
 
 
 class Marks(observers.Observer):
@@ -134,11 +137,15 @@ class Marks(observers.Observer):
     look(self._processes[life.number], event, out)
 
   def _syncer(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
+    if type(event) is events.Received and type(event.message) is messages.Confirm:
+      process.claims[event.session] = event.message.stream, event.message.cursor
     for action in out:
       kind = type(action)
       self._types[kind] += 1
       if kind is actions.Send:
         self._said(action.message)
+        if type(action.message) is messages.Joined:
+          self._leased(process.claims[action.session], action.message)
       elif kind is actions.Merge:
         self.counts['sync gathering -> merging'] += 1
       elif kind is actions.Report:
@@ -158,6 +165,14 @@ class Marks(observers.Observer):
     elif kind is messages.Refused:
       self.counts[f'refused {message.code}'] += 1
 
+  def _leased(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
+    if claim == (joined.stream, joined.cursor):
+      self.counts['lease is kept'] += 1
+    elif claim[0] is not None:
+      self.counts['lease is changed'] += 1
+    else:
+      self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
+
   def _reported(self, report: actions.Report, failed: bool) -> None:
     values = report.values
     match report.name:
@@ -168,6 +183,8 @@ class Marks(observers.Observer):
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
       case 'refused':
         self.counts[f'rejected for {values["why"].split()[0]}'] += 1
+      case 'member' if values['state'] == 'waits':
+        self.counts['lease is waited for'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1

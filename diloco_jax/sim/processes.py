@@ -211,6 +211,8 @@ class Learner(Process):
     self.steps = self.tokens = 0
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
+    self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
+    self.at = (-1, 0)  # data stream and next batch
     self._training = False
     self._incarnation, self._exact = 0, True
 
@@ -219,12 +221,18 @@ class Learner(Process):
       case actions.Step():
         self._boundary()
         self._training = True
+        self._read()
         step_ns, tokens = self.island.next_step()
         self.answer(step_ns, events.StepDone(tokens=tokens, step_ns=step_ns))
       case actions.Encode(sync=sync, fragment=fragment):
         self._encode(sync, fragment)
       case actions.Adopt():
         self._adopt(action)
+      case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
+        self._boundary()
+        self.at = stream, cursor
+        if rewind:  # its parameters are the anchors
+          self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
       case actions.Save(step=step, snapshot=snapshot):
         self._boundary()
         self.save(step, snapshot, self.world.engine.now_ns)
@@ -233,6 +241,26 @@ class Learner(Process):
   def done(self) -> bool:
     """It has ended because it heard that the run is over."""
     return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
+
+  def _read(self) -> None:
+    """Takes the next batch."""
+    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    arrays.claim(stream >= 0, 'Who trains has a data stream.', self.name)
+    if (last[0], last[2]) == (stream, batch):
+      self.reads[-1] = (stream, last[1], batch + 1)
+    else:
+      self.reads.append((stream, batch, batch + 1))
+    self.at = stream, batch + 1
+
+  def _last_reads(self, steps: int) -> tuple[arrays.Batches, ...]:
+    """What the last so many steps trained on."""
+    found: list[arrays.Batches] = []
+    for stream, first, end in reversed(self.reads):
+      if steps <= 0:
+        break
+      found.append((stream, max(first, end - steps), end))
+      steps -= end - first
+    return tuple(reversed(found))
 
   def _boundary(self) -> None:
     arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
@@ -258,7 +286,7 @@ class Learner(Process):
     if fragment not in self.nan:
       content = arrays.Gradient(
         self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact,
-        self._spoils(fragment))
+        self._last_reads(self.steps - steps), self._spoils(fragment))
     self.nan.discard(fragment)
     self.answer(self.island.encode_ns, events.Encoded(
       sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,

@@ -92,6 +92,8 @@ def _run(
   swarm.furnish(world, setting)
   for which in range(setting.config.learners):
     world.start(f'l{which}')
+  if setting.guest_ns is not None:
+    world.engine.at(setting.guest_ns, lambda: world.start('guest'))
   world.run(setting.heal_ns)
   note(world.now_ns, 'everything is healed')
   nemesis.heal()

@@ -32,8 +32,8 @@ def words(action: Any) -> str:
       return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
     case actions.Adopt(fragment=p, version=version, whole=whole):
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
-    case actions.UseStream(stream=stream):
-      return f'uses data stream {stream}'
+    case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
+      return f'reads data stream {stream} from batch {cursor} on{", rewound" if rewind else ""}'
     case actions.Save(step=step):
       return f'saves at {step}'
     case actions.Report(name='cancelled', values=values):
@@ -57,8 +57,9 @@ def _message(message: Any) -> str:
       return f'Offer incarnation {incarnation}'
     case messages.Confirm(incarnation=incarnation, step=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
-    case messages.Joined(incarnation=incarnation, step=step, stream=stream, due=due):
-      return f'Joined incarnation {incarnation}, clock {step}, stream {stream}, due {list(due)}'
+    case messages.Joined(incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due):
+      where = f'stream {v} from {cursor}'
+      return f'Joined incarnation {incarnation}, clock {step}, {where}, due {list(due)}'
     case messages.Pull(sync=sync, fragment=p):
       return f'Pull sync {sync} fragment {p}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):

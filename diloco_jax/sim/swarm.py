@@ -28,6 +28,7 @@ class Setting:
     fsync_ns: of a record of the syncer's log.
     plan: the faults.
     heal_ns: when everything works again.
+    guest_ns: when one learner more than are expected begins, None: never; nothing is done to it.
   """
 
   config: config_lib.ProtocolConfig
@@ -43,13 +44,14 @@ class Setting:
   fsync_ns: int
   plan: list[plans.Fault]
   heal_ns: int
+  guest_ns: int | None
 
 
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
 def _config(
-  draw: random.Random, screen: random.Random, lease_ns: int
+  draw: random.Random, screen: random.Random, lease_ns: int, spare_streams: int
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
@@ -73,6 +75,7 @@ def _config(
     norm_factor=screen.choice([0, 10, 10]),
     norm_warmup=screen.choice([1, 1, 2, 8]),
     strikes=screen.choice([0, 1, 2, 3]),
+    streams=learners + spare_streams,
   )
 
 
@@ -121,8 +124,10 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
+  spare_streams = engine_lib.stream(seed, 'streams').choice((0, 0, 1, 3))
   config = _config(
-    engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns)
+    engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns,
+    spare_streams)
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
@@ -140,6 +145,7 @@ def draw(seed: int) -> Setting:
     fsync_ns=engine_lib.stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
+    guest_ns=engine_lib.stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
   )
 
 

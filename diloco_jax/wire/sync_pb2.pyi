@@ -91,20 +91,24 @@ class Join(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., learner: _Optional[str] = ..., nonce: _Optional[int] = ..., agreement: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Confirm(_message.Message):
-    __slots__ = ("nonce", "incarnation", "step", "steps", "tokens", "held")
+    __slots__ = ("nonce", "incarnation", "step", "steps", "tokens", "held", "stream", "cursor")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     incarnation: int
     step: int
     steps: int
     tokens: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    def __init__(self, nonce: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ...) -> None: ...
+    stream: int
+    cursor: int
+    def __init__(self, nonce: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("step", "steps", "tokens", "step_ns", "finished")
@@ -121,13 +125,15 @@ class Progress(_message.Message):
     def __init__(self, step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., step_ns: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("sync", "fragment", "version", "steps", "tokens_from", "tokens_to", "payload")
+    __slots__ = ("sync", "fragment", "version", "steps", "tokens_from", "tokens_to", "stream", "cursor", "payload")
     SYNC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TO_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sync: int
     fragment: int
@@ -135,8 +141,10 @@ class Contribution(_message.Message):
     steps: int
     tokens_from: int
     tokens_to: int
+    stream: int
+    cursor: int
     payload: Payload
-    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens_from: _Optional[int] = ..., tokens_to: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens_from: _Optional[int] = ..., tokens_to: _Optional[int] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("sync", "fragment", "reason", "tokens_to")
@@ -189,16 +197,18 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ..., retry_ns: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("incarnation", "step", "stream", "due")
+    __slots__ = ("incarnation", "step", "stream", "cursor", "due")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STREAM_FIELD_NUMBER: _ClassVar[int]
+    CURSOR_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     step: int
     stream: int
+    cursor: int
     due: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., stream: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("sync", "fragment")

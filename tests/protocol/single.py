@@ -61,17 +61,22 @@ def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
 
 def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
   return messages.Confirm(nonce=nonce, incarnation=1, step=0, steps=0, tokens=0,
-                          held=(messages.Held(version=0, digest=77),) * fragments)
+                          held=(messages.Held(version=0, digest=77),) * fragments,
+                          stream=None, cursor=0)
 
 
 def progress(step: int) -> messages.Progress:
   return messages.Progress(step=step, steps=step, tokens=10 * step, step_ns=1, finished=False)
 
 
-def contribution(sync: int = 2, tokens_from: int = 0, tokens_to: int = 20) -> messages.Contribution:
+def contribution(
+  sync: int = 2, tokens_from: int = 0, tokens_to: int = 20, stream: int = 0,
+) -> messages.Contribution:
   return messages.Contribution(
     sync=sync, fragment=0, version=0, steps=2, tokens_from=tokens_from, tokens_to=tokens_to,
-    payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0))
+    stream=stream, cursor=tokens_to // 10,
+    payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0),
+  )
 
 
 def adopted() -> messages.Adopted:
@@ -102,9 +107,10 @@ def new_learner(**settings: Any) -> Any:
 def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
-  machine.handle(now_ms * MS, received(session, messages.Offer(incarnation=1)))
+  (told,) = contents(machine.handle(now_ms * MS, received(
+    session, messages.Offer(incarnation=1))), messages.Confirm)
   return machine.handle(now_ms * MS, received(session, messages.Joined(
-    incarnation=1, step=clock, stream=0, due=due)))
+    incarnation=1, step=clock, stream=0, cursor=told.cursor, due=due)))
 
 
 def train(machine: Any, now_ms: int) -> list:

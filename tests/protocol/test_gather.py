@@ -142,7 +142,7 @@ def test_a_delta_goes_only_to_who_holds_the_version_before():
   # Design section 4: "a learner of another version gets the whole fragment".
   machine = two_learners(quorum=1)
   machine.handle(3, received(1, contribution(), handle=1))
-  machine.handle(3, received(2, contribution(), handle=2))
+  machine.handle(3, received(2, contribution(stream=1), handle=2))
   machine.handle(3, received(2, adopted()))  # it does not match: the whole is on its way
   out = machine.handle(4, merge_done(2))
   to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]

@@ -39,7 +39,7 @@ def test_a_repeated_contribution_counts_once():
   machine.handle(3, received(1, contribution(), handle=1))
   again = machine.handle(3, received(1, contribution(), handle=2))
   assert again == [actions.Drop(handle=2)]
-  out = machine.handle(3, received(2, contribution(), handle=3))
+  out = machine.handle(3, received(2, contribution(stream=1), handle=3))
   merge, = [a for a in out if isinstance(a, actions.Merge)]
   assert [one.handle for one in merge.participants] == [1, 3]
 
@@ -96,6 +96,6 @@ def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
   machine.handle(3, received(1, contribution(), handle=1))
   out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))
   assert actions.Drop(handle=1) in out
-  out = machine.handle(3, received(2, contribution(), handle=3))
+  out = machine.handle(3, received(2, contribution(stream=1), handle=3))
   assert not any(isinstance(a, actions.Merge) for a in out)
   machine.check()

@@ -57,8 +57,13 @@ def test_nothing_before_joined_touches_the_run():
 
 @pytest.mark.parametrize('message', [
   messages.Contribution(sync=2, fragment=9, version=0, steps=1, tokens_from=0, tokens_to=10,
+                        stream=0, cursor=1,
                         payload=messages.Payload(size_bytes=64, crc32=0)),
   messages.Contribution(sync=2, fragment=0, version=0, steps=1, tokens_from=10, tokens_to=0,
+                        stream=0, cursor=1,
+                        payload=messages.Payload(size_bytes=64, crc32=0)),
+  messages.Contribution(sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=10,
+                        stream=0, cursor=1,
                         payload=messages.Payload(size_bytes=64, crc32=0)),
   messages.Adopted(fragment=1, version=0, tokens=0, matched=False),
   messages.Decline(sync=2, fragment=1, reason='bad_value', tokens_to=0),
@@ -131,7 +136,7 @@ def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are()
   assert machine.deadline_ns <= 300 * MS
   out = machine.handle(300 * MS, events.Wake())
   told = [a.message for a in out if isinstance(a, actions.Send)]
-  assert told == [messages.Joined(incarnation=2, step=0, stream=0, due=(0,))]
+  assert told == [messages.Joined(incarnation=2, step=0, stream=0, cursor=0, due=(0,))]
 
 
 def test_a_new_life_starts_anew():

@@ -91,7 +91,8 @@ class Duo:
     self.out = []
     for m in (0, 1):
       said = dataclasses.replace(
-        single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20), version=self.version)
+        single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20, stream=m),
+        version=self.version)
       self.send(m + 1, said, handle=10 + m)
       self.tokens[m] += 20
     (self.merge,) = [one for one in self.out if isinstance(one, actions.Merge)]

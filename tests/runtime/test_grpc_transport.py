@@ -327,7 +327,7 @@ def test_a_payload_beyond_the_limit_is_refused_when_announced(syncer, dial):
   connected(learner), connected(syncer)
   data = bytes(4 * MIB + 1)
   learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1,
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))), data)
   lost = event_of(syncer)
   assert str(4 * MIB + 1) in lost.reason and str(4 * MIB) in lost.reason
@@ -337,7 +337,7 @@ def test_a_wrong_total_checksum_is_never_delivered(syncer, dial):
   learner = dial(syncer.port)
   connected(learner), connected(syncer)
   learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1,
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
     payload=messages.Payload(size_bytes=3, crc32=1)), b'abc')
   assert 'announces' in event_of(syncer).reason
 
@@ -353,7 +353,7 @@ def test_a_peer_that_is_too_slow_is_disconnected(syncer, dial):
   learner = dial(syncer.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
   connected(learner)
   learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1,
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
     payload=messages.Payload(size_bytes=11, crc32=zlib.crc32(bytes(11)))), bytes(11))
   lost = event_of(learner)
   assert lost.reason == (

@@ -319,7 +319,7 @@ def _ends():
 
 def _contribution(data: bytes) -> messages.Contribution:
   return messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=8,
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=8, stream=0, cursor=1,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )
 

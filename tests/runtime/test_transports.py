@@ -132,7 +132,7 @@ def describe(data):
 
 def contribution(data, fragment=0):
   return messages.Contribution(
-    sync=1, fragment=fragment, version=0, steps=1, tokens_from=0, tokens_to=8,
+    sync=1, fragment=fragment, version=0, steps=1, tokens_from=0, tokens_to=8, stream=0, cursor=1,
     payload=describe(data),
   )
 

@@ -32,6 +32,7 @@ from diloco_jax.protocol import quorum
 from diloco_jax.protocol import recovery
 from diloco_jax.protocol import saving
 from diloco_jax.protocol import screening
+from diloco_jax.protocol import streams
 from diloco_jax.protocol import syncer
 from diloco_jax.protocol import verdicts
 from diloco_jax.sim import journal
@@ -87,7 +88,7 @@ SETTLES = (ledger.Account, 'settle', _never_refuses)
 
 
 @mutant('A range that was settled before counts again.', verdicts, 'judge', 'I1 I7',
-        also=(SETTLES,))
+        also=(SETTLES, (streams.Streams, 'counts', lambda original: lambda *args: True)))
 def no_dedup(original):
   def judge(message, name, gather, fragment, cursor, max_staleness):
     return original(message, name, gather, fragment, -1, max_staleness)
@@ -796,3 +797,95 @@ def pull_is_forgotten(original):
     else:
       original(self, fragment, sync)
   return _answer
+
+
+# --- Data streams ---------------------------------------------------------------------------------
+
+
+@mutant('A cursor moves when a contribution comes, not when it is merged.', gathering.Gathering,
+        'contribution', 'I21 I21a')
+def cursor_moves_at_contribution(original):
+  def contribution(self, now_ns, member, message, handle):
+    original(self, now_ns, member, message, handle)
+    if member.learner in getattr(self.open.get(message.sync), 'payloads', ()):
+      self._streams.merge(-1, message.fragment, [(member.learner, message)])
+      self._streams.end(-1, (), made=True)
+  return contribution
+
+
+@mutant('A cursor moves when the outer step is decided, and is in its books.', streams.Streams,
+        'merge', 'I21')
+def cursor_moves_at_decision(original):
+  def merge(self, sync, fragment, payloads):
+    original(self, sync, fragment, payloads)
+    moves = self._moves[sync]
+    self.end(sync, (), made=True)
+    self._moves[sync] = moves
+  return merge
+
+
+@mutant('The cursor of an outer step that was refused stays.', streams.Streams, 'end', 'I21 I21a')
+def refused_cursor_stays(original):
+  return lambda self, sync, refused, made: original(self, sync, (), True)
+
+
+@mutant('A syncer that begins again has forgotten the cursors.', streams.Streams, 'load',
+        'I21 I21a')
+def cursors_forgotten(original):
+  return lambda self, snapshot: original(self, {**snapshot, 'merged': []})
+
+
+@mutant('Recovery forgets the cursors of outer steps that were under way in the books.', streams,
+        'ended', 'I21 I21a')
+def cursors_under_way_forgotten(original):
+  return lambda snapshot, sync, fragments, made: original(snapshot, sync, fragments, False)
+
+
+@mutant('Every lease begins at the first batch.', streams.Streams, '_begin', 'I21 I21a')
+def lease_begins_at_zero(original):
+  return lambda self, learner, stream: self._hold(learner, streams.Lease(stream, 0))
+
+
+@mutant('A batch is committed once it is merged for all fragments.', streams.Streams, 'committed',
+        'I21 I21a')
+def committed_for_all_fragments(original):
+  return lambda self, stream: min(self._merged.get(stream, (0,)))
+
+
+@mutant('A stream is leased although somebody reads it.', streams.Streams, '_hold', 'I21 I21a')
+def two_learners_one_stream(original):
+  def _hold(self, learner, lease):
+    lease = original(self, learner, lease)
+    del self._holders[lease.stream]
+    self._holders[lease.stream - self._streams] = learner
+    return lease
+  return _hold
+
+
+@mutant('A stream is leased while an outer step may move its cursor.', streams.Streams, '_moving',
+        'I21a')
+def leased_during_a_merge(original):
+  return lambda self, stream: False
+
+
+@mutant('A process that is given another stream goes on with what it trained on the last one.',
+        LearnerMachine, '_move', 'I21b')
+def not_rewound(original):
+  def _move(self, lease):
+    before = [(anchor.steps, anchor.tokens) for anchor in self._anchors]
+    original(self, lease)
+    self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
+    for anchor, (anchor.steps, anchor.tokens) in zip(self._anchors, before):
+      pass
+  return _move
+
+
+@mutant('A learner claims to be one batch further than it is.', LearnerMachine, '_confirm', 'I21b')
+def claims_too_much(original):
+  def _confirm(self, now_ns, incarnation):
+    position = self._position
+    if position is not None:
+      self._position = position._replace(cursor=position.cursor + 1)
+    original(self, now_ns, incarnation)
+    self._position = position
+  return _confirm

@@ -68,11 +68,14 @@ def merging(**changes: Any) -> a.Report:
 
 
 JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
-CONFIRM = m.Confirm(nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD)
-JOINED = m.Joined(incarnation=1, step=0, stream=0, due=())
+CONFIRM = m.Confirm(
+  nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD, stream=None, cursor=0)
+JOINED = m.Joined(incarnation=1, step=0, stream=0, cursor=0, due=())
+USE = a.UseStream(stream=0, cursor=0, rewind=False)
 PULL = m.Pull(sync=2, fragment=0)
 CONTRIBUTION = m.Contribution(
-  sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=20, payload=PAYLOAD)
+  sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=20, stream=0, cursor=2,
+  payload=PAYLOAD)
 SNAPSHOT = {
   'merging': [], 'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
   'counts': {'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0},
@@ -80,10 +83,12 @@ SNAPSHOT = {
                'replaced': [], 'strikes': 0, 'worst': 0}],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
   'norms': [[[5, 2]]],
+  'data': {'holders': [[0, 'l0']], 'merged': [[0, [2]]], 'moves': []},
 }
 BOOKS = {
   **SNAPSHOT, 'merging': [2], 'versions': [0], 'digests': [100], 'last_sync': [0],
   'counts': {**SNAPSHOT['counts'], 'synced': 0}, 'norms': [[]],
+  'data': {'holders': [[0, 'l0']], 'merged': [], 'moves': [[2, [['l0', 0, 0, 2]]]]},
 }
 MERGE = a.Merge(sync=2, fragment=0, version=1, books=BOOKS, participants=(
   a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),))
@@ -103,7 +108,7 @@ STORY = {
   'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(incarnation=1)),)),
   'offer': Turn(LEARNER, 3, got(m.Offer(incarnation=1)), (say(CONFIRM),)),
   'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
-  'joined': Turn(LEARNER, 5, got(JOINED), (a.UseStream(stream=0), a.Step(step=0))),
+  'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(step=0))),
   'step 1': Turn(LEARNER, 6, e.StepDone(tokens=10, step_ns=MS),
                  (say(progress(1)), a.Step(step=1))),
   'progress 1': Turn(SYNCER, 7, got(progress(1))),
@@ -191,6 +196,14 @@ def double(story):
   story['again'] = Turn(SYNCER, 21, got(said(sync=4, version=1), handle=9), (merge,))
 
 
+def read_again(story):
+  """Sync 4 merges other tokens, but of a batch that sync 2 has merged."""
+  merge = dataclasses.replace(participant(handle=9), sync=4, version=2)
+  story['then'] = Turn(SYNCER, 20, e.Wake(), (say(NEXT),))
+  story['again'] = Turn(SYNCER, 21, got(
+    said(sync=4, version=1, tokens_from=20, tokens_to=40, cursor=3), handle=9), (merge,))
+
+
 def leaves_untold(story):
   """A learner says goodbye, and its last step was not told of."""
   for name in list(story)[list(story).index('progress 2'):]:
@@ -247,6 +260,15 @@ BROKEN = [
   ('I16', with_out('contribution', MERGE, merging(), a.Save(step=2, snapshot=SNAPSHOT))),
   ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
   ('I17', also('offer', a.Step(step=0))),
+  ('I21', read_again),
+  ('I21', with_out('save', a.Save(step=2, snapshot={**SNAPSHOT, 'data': {
+    **SNAPSHOT['data'], 'merged': []}}))),
+  ('I21', with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'data': {
+    **BOOKS['data'], 'moves': []}}), merging())),
+  ('I21a', with_out('confirm', say(dataclasses.replace(JOINED, cursor=1)))),
+  ('I21b', with_out('encoded', say(said(cursor=3), handle=3), a.Drop(handle=3))),
+  ('I21b', with_out('joined', a.Step(step=0))),
+  ('I21b', with_out('joined', dataclasses.replace(USE, cursor=1), a.Step(step=0))),
   ('I19', with_out('join', say(m.Finish()))),
   ('I19', with_out('offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0,
                                                                   tokens=0)))),

@@ -12,6 +12,7 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.sim import observers
 
 Range = tuple[int, int]
+Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,6 +39,7 @@ class Snapshot:
   steps: int
   true: Range
   told: Range
+  reads: tuple[Batches, ...]
 
 
 class LearnerBook:
@@ -65,6 +67,10 @@ class LearnerBook:
     self.handles: dict[int, Any] = {}  # what is behind each: a Publish or a Snapshot
     self.last_encoded: Snapshot | None = None
     self.last_adopted: Anchor | None = None
+    self.reads: list[Batches] = []  # all that it ever trained on, one row after the other
+    self.at: Range | None = None  # data stream and next batch
+    self.claim: Range | None = None  # what it told of that
+    self.lease: Range | None = None  # where it is to go
     self.limit = 0
     self._set_limit()
 
@@ -100,10 +106,26 @@ class LearnerBook:
       nexts = [self.schedule.due(p, anchor.ended) for p, anchor in enumerate(self.anchors)]
       self.limit = min(nexts) + self.config.lag
 
+  def last_reads(self, steps: int) -> tuple[Batches, ...]:
+    """The batches of the last so many steps."""
+    found: list[Batches] = []
+    for stream, first, end in reversed(self.reads):
+      if steps <= 0:
+        break
+      found.append((stream, max(first, end - steps), end))
+      steps -= end - first
+    return tuple(reversed(found))
+
   # --- Events -------------------------------------------------------------------------------------
 
   def step_done(self, now_ns: int, done: events.StepDone, out: Sequence) -> None:
     self.running = False
+    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    if (last[0], last[2]) == (stream, batch):
+      self.reads.pop()
+      batch = last[1]
+    self.reads.append((stream, batch, self.at[1] + 1))
+    self.at = stream, self.at[1] + 1
     self.steps, self.step, self.tokens = self.steps + 1, self.step + 1, self.tokens + done.tokens
 
   def hung_up(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
@@ -117,6 +139,8 @@ class LearnerBook:
     if event.session != self.session or self.joined:
       return  # of an old stream, or said twice
     self.joined = self.ever_joined = True
+    if (message.stream, message.cursor) != self.claim:
+      self.lease = message.stream, message.cursor
     if message.incarnation != self.incarnation:
       self.incarnation = message.incarnation
       self.base_tokens, self.base_steps = self.tokens, self.steps
@@ -180,13 +204,23 @@ class LearnerBook:
   def steps_on(self, now_ns: int, step: actions.Step, event: Any) -> None:
     self.running = True
 
+  def confirms(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    stream, cursor = send.message.stream, send.message.cursor
+    self.claim = None if stream is None else (stream, cursor)
+
+  def uses(self, now_ns: int, use: actions.UseStream, event: Any) -> None:
+    self.at, self.lease = (use.stream, use.cursor), None
+    for anchor in self.anchors if use.rewind else ():
+      anchor.tokens, anchor.steps = self.tokens, self.steps
+
   def encodes(self, now_ns: int, encode: actions.Encode, event: Any) -> None:
     p, anchor = encode.fragment, self.anchors[encode.fragment]
     anchor.contributed = encode.sync
     self.pulls.pop(p, None)
     self.encoding.append(Snapshot(
       encode.sync, p, anchor.version, self.session, self.trained_on(anchor),
-      (anchor.tokens, self.tokens), (self.told(anchor), self.told_tokens)))
+      (anchor.tokens, self.tokens), (self.told(anchor), self.told_tokens),
+      self.last_reads(self.steps - anchor.steps)))
 
   def declines(self, now_ns: int, send: actions.Send, event: Any) -> None:
     if self.pulls.get(send.message.fragment) == send.message.sync:
@@ -234,9 +268,11 @@ LEARNER_ACTIONS: dict[type, Callable] = {
   actions.Dial: LearnerBook.dialled,
   actions.Step: LearnerBook.steps_on,
   actions.Encode: LearnerBook.encodes,
+  actions.UseStream: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,
   actions.Save: LearnerBook.saves,
   actions.Drop: LearnerBook.drops,
   actions.Exit: LearnerBook.exits,
+  messages.Confirm: LearnerBook.confirms,
   messages.Decline: LearnerBook.declines,
 }

@@ -78,7 +78,6 @@ class Holder:
   incarnation: int
   left: bool = False
   replaced: tuple[int, ...] = ()
-  stream: int | None = None
   step: int = 0
   done: bool = False  # with its last step
   strikes: int = 0  # of its updates in a row that were refused
@@ -106,6 +105,8 @@ class Lineage:
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
   merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
   norms: dict[int, tuple[Range, ...]] = dataclasses.field(default_factory=dict)  # (norm, steps)
+  # (data stream, fragment): the end of the batches that were merged.
+  batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
   def copy(self) -> 'Lineage':
     lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
@@ -113,7 +114,11 @@ class Lineage:
       self, **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
-      merged_upto=dict(self.merged_upto), norms=dict(self.norms))
+      merged_upto=dict(self.merged_upto), norms=dict(self.norms), batches=dict(self.batches))
+
+  def committed(self, stream: int) -> int:
+    """The first batch that no merge has covered for any fragment."""
+    return max((end for (of, _), end in self.batches.items() if of == stream), default=0)
 
   def account(self, learner: str, incarnation: int) -> Account:
     key = learner, incarnation
@@ -171,6 +176,7 @@ class Record:
   lineage: Lineage
   open: tuple[int, ...]
   under_way: tuple['Record', ...] = ()
+  batches: tuple[tuple[int, int, int], ...] = ()  # data stream, first, the one behind the last
   digest: int | None = None
   failed: str = ''
   norms: tuple[int, ...] = ()
@@ -185,11 +191,13 @@ class Record:
     else:
       lineage.versions[p] += 1
       lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
-    for one in self.merge.participants:
+    for one, (stream, _, end) in zip(self.merge.participants, self.batches):
       if self.failed or one.learner in self.refused:
         account = lineage.account(one.learner, one.incarnation)
         account.merged -= one.tokens
         account.discard(one.tokens, Reason.BAD_VALUE)
+      else:
+        lineage.batches[stream, p] = max(end, lineage.batches.get((stream, p), 0))
     self._screen(lineage)
 
   def _screen(self, lineage: Lineage) -> None:

@@ -34,6 +34,8 @@ class Peer:
   on_way: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list))  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
+  claim: Range | None = None  # where its process was in the data when it confirmed
+  lease: Range | None = None  # where it was told to read
 
   @property
   def caught_up(self) -> bool:
@@ -181,12 +183,13 @@ class SyncerBook:
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
       holder = self.lineage.holders[learner] = lineage_book.Holder(
-        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce), stream=holder.stream)
+        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce))
     elif learner in self.members:  # the same process on a new stream: the old one goes first
       self._release(self.members[learner])
     holder.left, holder.step = False, max(holder.step, confirm.step)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
     peer.held = confirm.held
+    peer.claim = None if confirm.stream is None else (confirm.stream, confirm.cursor)
     self.members[learner] = peer
     self.account(peer).train(confirm.tokens)
 
@@ -296,7 +299,8 @@ class SyncerBook:
     peer = self.peers[send.session]
     peer.joined, peer.due = True, set(send.message.due)
     holder = self.lineage.holders[peer.join.learner]
-    holder.step, holder.stream = max(holder.step, send.message.step), send.message.stream
+    peer.lease = send.message.stream, send.message.cursor
+    holder.step = max(holder.step, send.message.step)
     for p, held in enumerate(peer.held):
       if p not in peer.due:
         peer.sent[p] = held.version
@@ -340,6 +344,8 @@ class SyncerBook:
     gather.payloads.clear()
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
     record.open = self._open()
+    record.batches = tuple(
+      (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged)
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
     record.number = len(self.run.records) + 1
     record.under_way = tuple(sorted(under_way, key=lambda one: one.number))

@@ -146,10 +146,6 @@ class JoinerCatchesUp(invariant.Invariant):
       published = held.version == lineage.versions[p] and held.digest == lineage.digests[p]
       if published == (p in due):
         self.fail(send, peer, lineage.versions, lineage.digests)
-    holder = lineage.holders[peer.join.learner]
-    for name, other in lineage.holders.items():
-      if other is not holder and other.stream == send.message.stream:
-        self.fail(send, f'{name} trains on this data stream')
 
   @invariant.on(SYNCER, messages.Pull)
   def pull(self, book, now_ns, send, event):

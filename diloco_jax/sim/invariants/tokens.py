@@ -191,7 +191,9 @@ class Verdicts(invariant.Invariant):
         age = lineage.versions[said.fragment] - message.version
         true = not 0 <= age <= self.config.max_staleness
       case Reason.DUPLICATE:
-        true = message.tokens_from < book.account(book.peer).cursors[said.fragment]
+        merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data stream
+        true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
+          message.cursor - message.steps < merged)
       case Reason.BAD_VALUE:
         true = message.payload.size_bytes != book.life.start.payload_bytes[said.fragment]
       case _:

@@ -1,0 +1,157 @@
+"""Data streams: who reads which, from where, and how far each is committed.
+
+The text is cut into V virtual streams, and batch i of stream v is the same for everybody
+(train/data.py). So a *lease* is two integers: a stream, and its *cursor*, the next batch to read. A
+learner reads one batch a step; a contribution of s steps that ends at cursor c has read [c - s, c).
+
+    free --lease--> held --the life of its reader ends, or another needs it--> free
+
+A batch is *committed* once a merge has covered it for any fragment, and a new lease begins exactly
+at the committed cursor: what was merged is never read again, what was not is. It is "any", not
+"all": a batch that was merged for one fragment and is read once more would count twice for that
+one. Cursors move when an outer step has succeeded and are written down with it (`books`), so they
+are durable exactly with the merges; while one is under way its streams are leased to nobody new,
+since nobody knows yet where they go on.
+
+A process that comes back goes on where it is, if it claims so and its stream is still its own: what
+it has trained since is unsettled, not lost. A member that is away keeps its stream until another
+needs one and none is free. A syncer that was restarted may not know the latest leases, so it hears
+the claims of those who come back, and a contribution counts only if none of its batches was merged
+for its fragment before: this holds whatever else was forgotten.
+"""
+
+from typing import Any, Collection, Iterable, NamedTuple
+
+from diloco_jax.protocol import messages
+
+
+class Lease(NamedTuple):
+  """A stream, and the batch to go on with."""
+
+  stream: int
+  cursor: int
+
+
+class Streams:
+  """The streams of a run: holders, and cursors per fragment."""
+
+  def __init__(self, streams: int, fragments: int):
+    self._streams, self._fragments = streams, fragments
+    self._holders: dict[int, str] = {}
+    self._merged: dict[int, list[int]] = {}  # per fragment: the end of what was merged
+    # sync: (learner, stream, fragment, cursor) of its participants, if they are merged
+    self._moves: dict[int, list[list[Any]]] = {}
+
+  def committed(self, stream: int) -> int:
+    """The batch at which its next lease begins."""
+    return max(self._merged.get(stream, (0,)))
+
+  # --- Leases -------------------------------------------------------------------------------------
+
+  def lease(
+    self, learner: str, claim: Lease | None, former: int | None, live: Collection[str]
+  ) -> Lease | None:
+    """A stream for a learner that enters; None: all are read, or wait for an outer step to end.
+
+    Args:
+      learner: its id.
+      claim: where the process is, if it has read one.
+      former: the stream that its id had before.
+      live: ids whose streams are not to be taken.
+    """
+    if claim is not None and self._may_keep(learner, claim):
+      return self._hold(learner, claim)
+    self.give_back(learner)
+    unheld = [stream for stream in range(self._streams) if stream not in self._holders]
+    free = [stream for stream in unheld if not self._moving(stream)]
+    if former in free:
+      return self._begin(learner, former)
+    if not unheld:
+      free = [stream for stream, holder in self._holders.items()
+              if holder not in live and not self._moving(stream)]
+    return self._begin(learner, min(free, key=self._order)) if free else None
+
+  def _may_keep(self, learner: str, claim: Lease) -> bool:
+    """Nobody else reads it, nor has read on from behind it."""
+    if not claim.stream < self._streams:
+      return False
+    holder = self._holders.get(claim.stream)
+    unknown = holder is None and not self._moving(claim.stream)
+    return claim.cursor >= self.committed(claim.stream) and (holder == learner or unknown)
+
+  def _order(self, stream: int) -> tuple[int, int]:
+    return self.committed(stream), stream
+
+  def _begin(self, learner: str, stream: int) -> Lease:
+    return self._hold(learner, Lease(stream, self.committed(stream)))
+
+  def _hold(self, learner: str, lease: Lease) -> Lease:
+    self.give_back(learner)
+    self._holders[lease.stream] = learner
+    return lease
+
+  def give_back(self, learner: str) -> None:
+    """The life of its reader is over."""
+    for stream in [stream for stream, holder in self._holders.items() if holder == learner]:
+      del self._holders[stream]
+
+  def all_read(self, live: Collection[str]) -> bool:
+    """Whether every stream is read by one of these."""
+    return len(self._holders) == self._streams and set(self._holders.values()) <= set(live)
+
+  # --- Cursors ------------------------------------------------------------------------------------
+
+  def counts(self, learner: str, contribution: messages.Contribution) -> bool:
+    """Whether its batches are the sender's to read, and none was merged for its fragment before."""
+    stream, first = contribution.stream, contribution.cursor - contribution.steps
+    merged = self._merged.get(stream)
+    return self._holders.get(stream) == learner and (
+      merged is None or first >= merged[contribution.fragment])
+
+  def merge(
+    self, sync: int, fragment: int, payloads: Iterable[tuple[str, messages.Contribution]]
+  ) -> None:
+    """An outer step of these learners' contributions begins: the cursors move if it succeeds."""
+    self._moves[sync] = [[name, one.stream, fragment, one.cursor] for name, one in payloads]
+
+  def end(self, sync: int, refused: Collection[str], made: bool) -> None:
+    """An outer step has ended; `made`: it succeeded, without those who were `refused`."""
+    for learner, stream, fragment, cursor in self._moves.pop(sync):
+      if made and learner not in refused:
+        self._merged.setdefault(stream, [0] * self._fragments)[fragment] = cursor
+
+  def _moving(self, stream: int) -> bool:
+    return any(move[1] == stream for moves in self._moves.values() for move in moves)
+
+  # --- What outlives a restart --------------------------------------------------------------------
+
+  def snapshot(self) -> dict[str, Any]:
+    """As JSON types; `moves` are of the outer steps under way."""
+    return {
+      'holders': [[stream, holder] for stream, holder in sorted(self._holders.items())],
+      'merged': [[stream, list(cursors)] for stream, cursors in sorted(self._merged.items())],
+      'moves': [[sync, [list(move) for move in moves]] for sync, moves in self._moves.items()],
+    }
+
+  def load(self, snapshot: dict[str, Any]) -> None:
+    self._holders = dict(snapshot['holders'])
+    self._merged = {stream: list(cursors) for stream, cursors in snapshot['merged']}
+    self._moves = {sync: moves for sync, moves in snapshot['moves']}
+
+  def check(self) -> None:
+    """Asserts that nobody holds two, and that cursors are possible."""
+    holders = list(self._holders.values())
+    assert len(set(holders)) == len(holders), self._holders
+    assert all(stream < self._streams for stream in self._holders), self._holders
+    for stream, cursors in self._merged.items():
+      assert len(cursors) == self._fragments and min(cursors) >= 0, (stream, cursors)
+
+
+def ended(
+  snapshot: dict[str, Any], sync: int, fragments: int, refused: Collection[str], made: bool
+) -> dict[str, Any]:
+  """A snapshot after the end of an outer step that was under way in it."""
+  streams = Streams(0, fragments)
+  streams.load(snapshot)
+  streams.end(sync, refused, made)
+  return streams.snapshot()

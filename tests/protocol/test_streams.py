@@ -1,0 +1,208 @@
+"""Leases of data streams: who gets which, from where, and what counts."""
+
+import dataclasses
+
+import pytest
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import streams
+from diloco_jax.sim import engine
+from tests.protocol.recording import Recording
+from tests.protocol.single import (
+  confirm, connect, contribution, join, joined, merge_done, new_learner, progress, received, train,
+)
+
+MS = engine.MS
+Lease = streams.Lease
+TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'streams': 2}
+
+
+def books(count: int = 3, **committed: int) -> streams.Streams:
+  """Streams of which some are committed (v0=5: stream 0, its first five batches) for fragment 0."""
+  made = streams.Streams(count, fragments=2)
+  for name, cursor in committed.items():
+    move(made, int(name[1:]), cursor)
+  return made
+
+
+def said(stream: int, cursor: int, fragment: int = 0, steps: int = 1) -> messages.Contribution:
+  return dataclasses.replace(
+    contribution(stream=stream), cursor=cursor, fragment=fragment, steps=steps)
+
+
+def move(made: streams.Streams, stream: int, cursor: int, fragment: int = 0) -> None:
+  made.merge(99, fragment, [('l0', said(stream, cursor, fragment))])
+  made.end(99, (), made=True)
+
+
+# --- Who gets which -------------------------------------------------------------------------------
+
+
+def test_the_free_stream_that_is_committed_least_comes_first():
+  made = books(v0=5, v1=3, v2=3)
+  assert made.lease('l0', None, None, {'l0'}) == Lease(1, 3)
+  assert made.lease('l1', None, None, {'l0', 'l1'}) == Lease(2, 3)
+  made.check()
+
+
+def test_an_id_gets_its_own_stream_again_at_the_committed_cursor():
+  made = books(v0=5)
+  made.lease('l0', None, 0, {'l0'})
+  move(made, 0, 8)
+  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 8)
+
+
+def test_a_process_that_comes_back_goes_on_where_it_is():
+  made = books()
+  made.lease('l0', None, None, {'l0'})
+  assert made.lease('l0', Lease(0, 7), 0, {'l0'}) == Lease(0, 7)
+
+
+def test_a_syncer_that_has_forgotten_a_lease_believes_who_claims_it():
+  assert books(v2=5).lease('l0', Lease(2, 7), None, {'l0'}) == Lease(2, 7)
+
+
+@pytest.mark.parametrize('claim', [Lease(2, 4), Lease(1, 9), Lease(3, 9)], ids=[
+  'merged further since', 'read by another', 'there is no such stream'])
+def test_a_claim_that_does_not_hold_is_not_kept(claim):
+  made = books(v2=5)
+  made.lease('l1', Lease(1, 0), None, {'l1'})
+  assert made.lease('l0', claim, None, {'l0', 'l1'}) == Lease(0, 0)
+
+
+def test_who_is_away_keeps_its_stream_until_there_is_no_other():
+  made = books(2)
+  made.lease('l0', None, None, {'l0'})
+  assert made.lease('l1', None, None, {'l1'}) == Lease(1, 0)
+  move(made, 1, 4)
+  assert made.lease('l2', None, None, {'l2'}) == Lease(0, 0)  # of the two away, the least read
+  assert made.lease('l3', None, None, {'l1', 'l2', 'l3'}) is None
+  assert made.all_read({'l1', 'l2', 'l3'})
+
+
+def test_a_stream_whose_cursor_may_move_is_leased_to_nobody_new():
+  made = books(1)
+  made.lease('l0', None, None, {'l0'})
+  made.merge(4, 0, [('l0', said(0, 6))])
+  assert made.lease('l0', Lease(0, 7), 0, {'l0'}) == Lease(0, 7)  # the same process
+  made.give_back('l0')
+  assert made.lease('l0', None, 0, {'l0'}) is None
+  assert not made.all_read({'l0'})
+  made.end(4, (), made=True)
+  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 6)
+
+
+def test_the_cursor_of_a_refused_outer_step_does_not_move():
+  made = books(1)
+  made.merge(4, 0, [('l0', said(0, 6))])
+  made.end(4, (), made=False)
+  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 0)
+
+
+def test_the_cursor_of_who_was_left_out_does_not_move():
+  made = books(2)
+  made.merge(4, 0, [('l0', said(0, 6)), ('l1', said(1, 5))])
+  made.end(4, ('l1',), made=True)
+  assert (made.committed(0), made.committed(1)) == (6, 0)
+
+
+# --- What counts ----------------------------------------------------------------------------------
+
+
+def test_a_batch_counts_once_for_each_fragment():
+  made = books(v0=5)
+  made.lease('l0', Lease(0, 9), None, {'l0'})
+  assert made.counts('l0', said(0, 9, fragment=0, steps=4))
+  assert not made.counts('l0', said(0, 9, fragment=0, steps=5))
+  assert made.counts('l0', said(0, 9, fragment=1, steps=5))
+  assert not made.counts('l1', said(0, 9, fragment=1, steps=1)), 'it is not its stream'
+
+
+def test_books_know_how_an_outer_step_under_way_ends():
+  made = books(2, v1=3)
+  made.merge(4, 1, [('l0', said(0, 6))])
+  before = made.snapshot()
+  assert streams.ended(before, 4, 2, (), made=False)['merged'] == before['merged']
+  assert streams.ended(before, 4, 2, (), made=True)['merged'] == [[0, [0, 6]], [1, [3, 0]]]
+  assert streams.ended(before, 4, 2, (), made=True)['moves'] == []
+
+
+def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
+  """Its tokens are new, its batches are not: a syncer that has forgotten leases asks for both."""
+  machine, session = joined()
+  machine.handle(2, received(session, progress(2)))
+  machine.handle(3, received(session, contribution(), handle=1))
+  machine.handle(4, merge_done(2))
+  machine.handle(5, received(session, messages.Adopted(
+    fragment=0, version=1, tokens=20, matched=True)))
+  machine.handle(6, received(session, progress(4)))
+  again = dataclasses.replace(
+    contribution(sync=4, tokens_from=20, tokens_to=40), version=1, cursor=3)
+  out = machine.handle(7, received(session, again, handle=2))
+  assert actions.Drop(handle=2) in out
+  assert 'duplicate' in [one.message.reason for one in out if isinstance(one, actions.Send)]
+  assert machine.snapshot()['data']['merged'] == [[0, [2]]]
+  machine.check()
+
+
+# --- A learner moves ------------------------------------------------------------------------------
+
+
+def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  train(machine, 10)
+  machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
+  machine.handle(5000 * MS, events.Wake())
+  machine.handle(5000 * MS, events.Connected(session=2))
+  out = machine.handle(5000 * MS, received(2, messages.Offer(incarnation=1)))
+  told = [one.message for one in out if isinstance(one, actions.Send)]
+  assert (told[0].stream, told[0].cursor) == (0, 1)
+  out = machine.handle(5001 * MS, received(2, messages.Joined(
+    incarnation=1, step=0, stream=5, cursor=30, due=())))
+  assert not any(isinstance(one, actions.UseStream) for one in out), 'a step runs'
+  machine.handle(5002 * MS, received(2, messages.Pull(sync=2, fragment=0)))
+  out = train(machine, 5010)
+  assert actions.UseStream(stream=5, cursor=30, rewind=True) in out
+  assert not any(isinstance(one, actions.Encode) for one in out), 'there is nothing to give'
+  out = train(machine, 5020)
+  assert any(isinstance(one, actions.Encode) for one in out)
+  _, message = machine._encoding[0]
+  assert (message.stream, message.cursor, message.steps) == (5, 31, 1)
+  assert (message.tokens_from, message.tokens_to) == (20, 30)
+
+
+# --- In a run -------------------------------------------------------------------------------------
+
+
+def test_a_learner_more_than_there_are_streams_waits_until_one_is_free():
+  seen = Recording(**TWO, total_steps=60)
+  seen.start('l0', 'l1').run(500)
+  seen.start('l2').run(1000)
+  assert len(seen.sent(messages.Joined)) == 2
+  (_, _, line), = [one for one in seen.of(actions.Say) if 'l2 waits' in one[2].text]
+  assert 'others read all 2 data streams' in line.text and 'data.streams' in line.text
+  seen.world.learners['l0'].stop('preempted')
+  seen.run(2000)
+  entered = seen.sent(messages.Joined)[-1][1]
+  assert entered.stream == 0 and entered.cursor > 0
+  assert any(name == 'l2' for _, name, _ in seen.of(actions.Step))
+
+
+def test_a_member_that_is_away_gives_way_and_is_given_another_stream():
+  """l1 comes back on its feet while l2 reads its stream, and l0 has gone: it reads on there."""
+  seen = Recording(**TWO, total_steps=80)
+  seen.start('l0', 'l1').run(500)
+  seen.world.link('l1').cut.update(('up', 'down'))
+  seen.run(2000)
+  seen.start('l2').run(2500)
+  assert seen.sent(messages.Joined)[-1][1].stream == 1
+  seen.world.learners['l0'].stop('preempted')
+  seen.run(3000)
+  seen.world.network.heal(seen.world.link('l1'))
+  seen.run(6000)
+  moved, = [action for _, name, action in seen.of(actions.UseStream)
+            if name == 'l1' and action.rewind]
+  assert moved.stream == 0 and moved.cursor > 0
