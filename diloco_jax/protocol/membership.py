@@ -4,7 +4,7 @@
     welcome --every due fragment adopted--> caught up: it contributes and sets the pace
     any of them --stream closed, lease over--> lost: it may come back (members.py)
     any of them --Leave--> left: its account is closed
-    any of them --too many refused updates in a row--> quarantined: as lost, but it may not come back
+    any of them --too many refused updates in a row--> quarantined: lost, and may not come back
 
 Losing a learner disturbs nobody: it is taken out of the pace and of the open syncs, that is all.
 While a process goes on in its incarnation its account stays open, since it will send again what was

@@ -1,4 +1,4 @@
-"""Screening: which pseudo-gradients are refused before the merge, and what becomes of their senders.
+"""Screening: which pseudo-gradients are refused before the merge, and what comes of it for senders.
 
 A learner with faulty hardware must not ruin the model, nor the work of the others. Before an outer
 step each payload is looked at by itself (the shell has the arrays), and left out if
@@ -13,8 +13,8 @@ fewer steps is allowed what is usual.
 
 Who is left out is told `bad_value`, its tokens are discarded, the others are merged without it. It
 gets a *strike*; a merged contribution takes its strikes back. With `strikes` of them in a row it is
-in *quarantine*: its stream is closed, and its process is refused for good. Another process under the
-same id begins without strikes.
+in *quarantine*: its stream is closed, and its process is refused for good. Another process under
+the same id begins without strikes.
 
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0. The functions are pure; recovery.py follows them as well.
@@ -167,9 +167,10 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
   """What the process hears that is in quarantine, now and whenever it joins again."""
   return messages.Refused(
     code='QUARANTINED',
-    text=f'Learner "{member.learner}" is in quarantine: {member.worst} of its updates in a row were '
-    f'refused before merging (NaN, Inf, or a norm far beyond what is usual). Nothing of them is in '
-    f'the model, what was merged before is safe, and the run goes on. Check host {member.host} '
-    f'(pid {member.pid}) for faulty hardware, then start the learner again, there or elsewhere.',
+    text=f'Learner "{member.learner}" is in quarantine: {member.worst} of its updates in a row '
+    'were refused before merging (NaN, Inf, or a norm far beyond what is usual). Nothing of them '
+    'is in the model, what was merged before is safe, and the run goes on. Check host '
+    f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '
+    'elsewhere.',
     retry_ns=None,
   )

@@ -3,6 +3,10 @@
 A process that reaches the place kills itself with SIGKILL, as a power button would: nothing is
 flushed, nobody is told. Without the variable, passing a place costs one comparison.
 
+DILOCO_SPOIL=nan:N or huge:N has a learner with an integer codec spoil what it sends from its N-th
+pseudo-gradient on, behind its encoder, as faulty hardware would: scales that mean NaN, or values
+far too large.
+
 | name | where in the syncer |
 |---|---|
 | wal.before_append | the outer step has been carried out, nothing of it is written |
@@ -33,6 +37,40 @@ def wanted(text: str) -> str:
   if text and (name not in NAMES or what != 'kill'):
     raise ValueError(f'{VARIABLE}={text}: it must be NAME:kill, NAME one of {", ".join(NAMES)}')
   return name
+
+
+SPOIL = 'DILOCO_SPOIL'
+_SCALES = {'nan': 255, 'huge': 150}  # exponent bytes of a block (numerics/codecs.py)
+_SPOILED_BLOCKS = 8
+
+
+class Spoiler:
+  """What becomes of a learner's payloads; `text`: the variable's, '' for nothing.
+
+  >>> spoiler = Spoiler('nan:2')
+  >>> [list(spoiler(bytes(3))) for _ in range(2)]
+  [[0, 0, 0], [255, 255, 255]]
+  """
+
+  def __init__(self, text: str):
+    how, _, first = text.partition(':')
+    if text and (how not in _SCALES or not first.isdigit()):
+      raise ValueError(f'{SPOIL}={text}: it must be nan:N or huge:N, like nan:3')
+    self._scale, self._left = _SCALES.get(how), int(first or 0)
+
+  def __call__(self, data: memoryview | bytes) -> memoryview | bytes:
+    if self._scale is None:
+      return data
+    self._left -= 1
+    if self._left > 0:
+      return data
+    count = min(_SPOILED_BLOCKS, len(data))
+    return memoryview(bytes([self._scale]) * count + bytes(data[count:]))
+
+
+def spoiler() -> Spoiler:
+  """As this process's environment wants it. Raises ValueError."""
+  return Spoiler(os.environ.get(SPOIL, ''))
 
 
 _WANTED = wanted(os.environ.get(VARIABLE, ''))

@@ -26,6 +26,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import events
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import config as config_lib
+from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.train import checkpoint
 from diloco_jax.train import island as island_lib
@@ -156,6 +157,7 @@ class LearnerWork:
     self.exchange = Exchange(assembled, island)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    self._spoil = failpoints.spoiler()
     self._steps = 0
     self._tokens = 0
 
@@ -219,7 +221,7 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
       return
-    view = assembly.host_bytes(data)
+    view = self._spoil(assembly.host_bytes(data))
     payload = assembly.announce(view)
     self._post(events.Encoded(
       sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload

@@ -88,7 +88,8 @@ def decode(payload: memoryview) -> OuterStep:
     )
   ends = list(itertools.accumulate(sizes))
   payloads = [data[end - size : end] for size, end in zip(sizes, ends)]
-  return OuterStep(recovery.Outcome(participants=participants, **screened, **header), width, payloads)
+  outcome = recovery.Outcome(participants=participants, **screened, **header)
+  return OuterStep(outcome, width, payloads)
 
 
 def shares(step: OuterStep) -> list[theta_lib.Share | None]:

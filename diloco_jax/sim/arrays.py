@@ -1,8 +1,8 @@
 """Arrays as far as the protocol can see them: every value is a number that nothing else has.
 
 A published value is one number, a pseudo-gradient is the range of tokens it really covers and its
-norm, and a delta knows the value it was measured from. So the world sees what real arrays would hide: a delta
-applied to another value, a token that counts twice, a merge of somebody else's bytes.
+norm, and a delta knows the value it was measured from. So the world sees what real arrays would
+hide: a delta applied to another value, a token that counts twice, a merge of somebody else's bytes.
 
 An outer step is a function, as with real arrays: the same payloads merged into the same value make
 the same number, whoever does it (journal.py does it again), and anything else makes another one.

@@ -22,7 +22,8 @@ from diloco_jax.protocol import syncer
 from diloco_jax.sim import observers
 from diloco_jax.sim import plans
 
-REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')  # others need another run's learner, or a very rare race
+# Others need another run's learner, or a very rare race.
+REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
 # The first word of the reason.

@@ -23,7 +23,7 @@ The simulated world has these too:
 | kind | what happens to `node` | `amount` |
 |---|---|---|
 | nan | its next snapshot of a fragment holds a NaN (syncer: its next outer step) | fragment |
-| huge, poison | `amount` snapshots of each fragment leave its encoder sound, and reach the syncer with an absurd norm, or with NaN | number |
+| huge, poison | its next `amount` snapshots of each fragment reach the syncer absurdly long, with NaN | number |
 | flip | its next adoption of a fragment errs by a bit | fragment |
 | disk_full | its disk takes nothing more | |
 | fsync_fails | so many fsyncs of its disk fail | number |

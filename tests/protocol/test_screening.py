@@ -190,7 +190,7 @@ def test_three_in_a_row_are_quarantine_and_a_merged_one_takes_them_back():
   out = duo.ends(UNIT, BAD)
   (refused,) = [one for one in told(out, 2) if isinstance(one, messages.Refused)]
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
-  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'merged before is safe'):
+  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'before is safe'):
     assert words in refused.text
   assert refused.text in said(out)
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]

@@ -21,7 +21,6 @@ from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import events
 from diloco_jax.protocol import ledger as ledger_lib
-from diloco_jax.protocol import members
 from diloco_jax.protocol import recovery
 from diloco_jax.protocol import tape
 from diloco_jax.runtime import assembly
@@ -191,7 +190,7 @@ def books(assembled: assembly.Assembly, sync: int) -> dict:
   account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
   snapshot['ledger'] = [[name, 1, account] for name in NAMES]
   snapshot['members'] = [
-    dataclasses.asdict(members.Member(learner=name, stream=m, incarnation=1))
+    {'learner': name, 'stream': m, 'incarnation': 1, 'strikes': 0, 'worst': 0}
     for m, name in enumerate(NAMES)
   ]
   return snapshot

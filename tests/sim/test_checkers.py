@@ -244,7 +244,8 @@ BROKEN = [
   ('I9b', ended(norms=(-1,))),
   ('I9b', ended(norms=())),
   ('I9c', lambda story: story.update(merged=Turn(
-    SYNCER, 13, dataclasses.replace(DONE, handle=None, failed='every', norms=(-1,), refused=('l0',)),
+    SYNCER, 13,
+    dataclasses.replace(DONE, handle=None, failed='every', norms=(-1,), refused=('l0',)),
     (say(dataclasses.replace(LATE, reason='cancelled')), CANCELLED, a.ReadFragment(fragment=0))))),
   ('I11', with_out('merged', say(MERGED), say(PUBLISH, handle=6))),
   ('I11', with_out('encoded', say(CONTRIBUTION, handle=3))),

@@ -11,8 +11,8 @@ SYNCER = invariant.SYNCER
 
 class Screened(invariant.Invariant):
   id = 'I9b'
-  sentence = ('Each payload is judged by itself: what is not finite, or too long for what was merged '
-              'of its fragment before, is left out of the outer step, and nothing else.')
+  sentence = ('Each payload is judged by itself: what is not finite, or too long for what was '
+              'merged of its fragment before, is left out of the outer step, and nothing else.')
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -44,8 +44,8 @@ class Screened(invariant.Invariant):
 
 class Quarantine(invariant.Invariant):
   id = 'I9c'
-  sentence = ('Who sends as many bad updates in a row as the settings say is put into quarantine at '
-              'once, and that process takes part no more.')
+  sentence = ('Who sends as many bad updates in a row as the settings say is put into quarantine '
+              'at once, and that process takes part no more.')
 
   def _out(self, book, peer):
     worst = book.lineage.holders[peer.join.learner].worst

@@ -1,0 +1,98 @@
+"""The norm of a payload: right for every codec and size, and what a flipped bit does to it.
+
+A flipped bit of one parameter shows in the pseudo-gradient anchor - local as a displacement of that
+parameter. With a limit of ten times the usual norm, exactly the displacements beyond it are caught:
+those by the upper exponent bits. What passes is no longer than ten honest steps; so passing are all
+mantissa and sign bits of ordinary weights (`python -m pytest -s` prints the table).
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.numerics import codecs
+from diloco_jax.numerics import exchange
+
+N = 1 << 18  # a fragment of the demo has about as many values
+SCALE = 1e-3  # of a displacement after one period
+WEIGHTS = (0.02, -0.3, 1.5, 2.4)
+
+
+@functools.cache
+def _norm(name: str, n: int):
+  return jax.jit(functools.partial(exchange.payload_norm, codecs.get(name), n))
+
+
+def _measured(name: str, values: np.ndarray) -> float:
+  """NaN also if the encoder refuses."""
+  data, ok = codecs.get_numpy(name).encode(values)
+  if not ok:
+    return math.nan
+  return float(_norm(name, len(values))(jnp.asarray(data)))
+
+
+def _displacements(n: int = N, seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).normal(scale=SCALE, size=n).astype(np.float32)
+
+
+@pytest.mark.parametrize('name, tolerance', [
+  ('float32', 1e-5), ('bfloat16', 1e-3), ('int8', 1e-2), ('int4', 0.1)])
+def test_the_norm_is_that_of_the_values(name, tolerance):
+  values = _displacements()
+  expected = float(np.linalg.norm(values.astype(np.float64)))
+  assert math.isclose(_measured(name, values), expected, rel_tol=tolerance)
+
+
+def test_no_addend_is_lost_in_a_long_sum():
+  """In one float32 sum equal addends stop to count after 2^24 of them."""
+  n = 1 << 26
+  norm = exchange.payload_norm(codecs.get('int8'), n, jnp.concatenate([
+    jnp.full(n // 32, 127, jnp.uint8), jnp.full(n, 64, jnp.uint8)]))  # all ones
+  assert math.isclose(float(norm), math.sqrt(n), rel_tol=1e-4)
+
+
+def test_zeros_have_no_norm():
+  assert _measured('int8', np.zeros(N, np.float32)) == 0.0
+
+
+@pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf, 1e30])
+def test_what_is_not_finite_shows(bad):
+  """Behind the encoder. 1e30 is finite, its square is not."""
+  values = _displacements()
+  values[N // 3] = bad
+  assert not math.isfinite(float(_norm('float32', N)(jnp.asarray(values.view(np.uint8)))))
+
+
+def test_a_scale_of_int8_that_means_nan_shows():
+  data = np.array(codecs.get_numpy('int8').encode(_displacements())[0])
+  data[7] = 255
+  assert not math.isfinite(float(_norm('int8', N)(jnp.asarray(data))))
+
+
+def _flipped(weight: float, bit: int) -> float:
+  bits = np.float32(weight).view(np.uint32) ^ np.uint32(1 << bit)
+  return float(bits.view(np.float32))
+
+
+@pytest.mark.parametrize('name', ['float32', 'int8'])
+@pytest.mark.parametrize('weight', WEIGHTS)
+def test_every_flipped_bit_that_matters_is_caught(weight, name):
+  limit = 10 * float(np.median([_measured(name, _displacements(seed=s)) for s in range(1, 9)]))
+  caught, passed = [], []
+  for bit in range(32):
+    values = _displacements()
+    moved = weight - _flipped(weight, bit)  # anchor - local
+    values[12_345] += np.float32(moved)
+    norm = _measured(name, values)
+    refused = not math.isfinite(norm) or norm > limit
+    (caught if refused else passed).append(bit)
+    assert refused == (not abs(moved) < limit), (bit, moved, norm, limit)
+  print(f'{name} {weight:5}: limit {limit:.2f}, caught bits {caught}, passed {passed}')
+  assert set(range(24)) <= set(passed)  # no mantissa bit moves a weight by more than half of it
+  assert 31 in passed  # nor does the sign
+  exponents = [bit for bit in range(23, 31) if not abs(_flipped(weight, bit)) < limit]
+  assert caught == exponents and caught  # all that make it huge, and at least one does
