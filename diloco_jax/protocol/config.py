@@ -30,6 +30,9 @@ class ProtocolConfig:
     redial_ns: first and longest pause before a new attempt to connect.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
+    snapshot_syncs: a snapshot of the whole run is taken every so many outer steps (0: only when
+      somebody asks for one).
+    snapshot_wait_ns: a learner that has not saved its part by then is left out of the snapshot.
   """
 
   learners: int
@@ -47,6 +50,8 @@ class ProtocolConfig:
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
   save_steps: int = 0
   save_syncs: int = 0
+  snapshot_syncs: int = 0
+  snapshot_wait_ns: int = 60 * SECOND_NS
 
   def __post_init__(self):
     for name, low, high, remedy in (
@@ -64,6 +69,8 @@ class ProtocolConfig:
       ('start_wait_ns', 0, None, '0 starts with the first learner'),
       ('save_steps', 0, None, '0 saves only at the end'),
       ('save_syncs', 0, None, '0 saves only at the end'),
+      ('snapshot_syncs', 0, None, '0 takes one only when asked'),
+      ('snapshot_wait_ns', 1, None, 'a part takes a step and a save'),
     ):
       value = getattr(self, name)
       if value < low or (high is not None and value > high):

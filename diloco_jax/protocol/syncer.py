@@ -28,7 +28,7 @@ theory of its own, and none calls back::
     gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
     quorum.py       when a sync has waited enough;  grace.py: how long it may
     published.py    the versions, and who holds which
-    saving.py       when to save
+    saving.py       when to save;  marking.py: snapshots of the whole run
     members.py      the book of learner ids;  ledger.py: the book of tokens
 """
 
@@ -40,6 +40,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering as gathering_lib
 from diloco_jax.protocol import ledger as ledger_lib
+from diloco_jax.protocol import marking as marking_lib
 from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import membership as membership_lib
 from diloco_jax.protocol import messages
@@ -52,6 +53,7 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import verdicts
 
 Reason = messages.Reason
+MANIFESTS = 'manifests'
 
 SYNC_STATES = (
   ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
@@ -98,6 +100,7 @@ class SyncerMachine:
       self._gathering, self._out,
     )
     self._saving = saving_lib.Saving(config.save_syncs)
+    self._marking = marking_lib.Marking(config, self._members, self._out)
     self._synced = self._cancelled = self._skipped = 0
     self._stopping = ''
     self._finished = False
@@ -122,7 +125,8 @@ class SyncerMachine:
     """When a Wake is wanted."""
     if self._exiting:
       return None if self._exited else self._sweep_ns
-    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns]
+    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns,
+             self._marking.deadline_ns]
     if not self._holds_back:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
@@ -151,6 +155,12 @@ class SyncerMachine:
         self._published.send_whole(event)
       case events.SaveDone():
         self._saved(event)
+      case events.PartSaved():
+        self._marking.saved(event)
+      case events.ManifestWritten():
+        self._marking.written(event)
+      case events.TakeSnapshot():
+        self._marking.ask()
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
       case events.Connected() | events.Wake():
@@ -186,6 +196,8 @@ class SyncerMachine:
         self._gathering.decline(member, message)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
+      case messages.Marked():
+        self._marking.marked(member, message)
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
@@ -196,8 +208,9 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """What follows from the time and from what is known, whichever event told it."""
     self._membership.welcome(now_ns, self._finished)
-    if self._saving.due and not self._holds_back:
-      self._save()
+    if not self._holds_back:
+      self._save_what_is_due(now_ns)
+    self._marking.advance(now_ns)
     for gather in list(self._gathering.open.values()):
       if not self._holds_back:
         self._decide(now_ns, gather)
@@ -283,6 +296,7 @@ class SyncerMachine:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
+    self._marking.outer_step()
     lives = {(one.learner, one.incarnation) for one in gather.participants}
     for member in self._members.live():
       if (member.learner, member.incarnation) in lives:
@@ -347,6 +361,7 @@ class SyncerMachine:
   def _exit(self) -> None:
     """The books are closed; the process ends once they are saved."""
     self._exiting = True
+    self._marking.abandon()
     for gather in self._gathering.open.values():
       for handle in gather.abandon():
         self._out.drop(handle)
@@ -357,7 +372,18 @@ class SyncerMachine:
   @property
   def _holds_back(self) -> bool:
     """A save waits for the merges under way, and no other begins before it (saving.py)."""
-    return self._saving.due and self._gathering.merging
+    return (self._saving.due or self._snapshot_due) and self._gathering.merging
+
+  @property
+  def _snapshot_due(self) -> bool:
+    """A run that is over needs none any more: who would go on from it?"""
+    return self._marking.due and not (self._stopping or self._finished)
+
+  def _save_what_is_due(self, now_ns: int) -> None:
+    if self._saving.due:
+      self._save()
+    if self._snapshot_due:
+      self._marking.begin(now_ns, self.clock, self.snapshot())
 
   def _save(self) -> None:
     self._saving.begin(last=self._exiting)
@@ -407,7 +433,9 @@ class SyncerMachine:
     cls, config: config_lib.ProtocolConfig, agreement: str, payload_bytes: tuple[int, ...],
     snapshot: dict[str, Any],
   ) -> 'SyncerMachine':
-    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves."""
+    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
+
+    Beside what `snapshot()` gave, it may hold MANIFESTS: which snapshots of the run are kept."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
@@ -415,6 +443,7 @@ class SyncerMachine:
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
     machine._membership.admission.started = True
+    machine._marking.load(snapshot.get(MANIFESTS, ()))
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
@@ -422,7 +451,8 @@ class SyncerMachine:
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""
-    for part in (self._membership, self._gathering, self._pace, self._ledger):
+    parts = self._membership, self._gathering, self._pace, self._ledger, self._marking
+    for part in parts:
       part.check()
     syncs = self._gathering.open.keys()
     assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)

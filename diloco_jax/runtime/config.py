@@ -52,6 +52,9 @@ class SyncConfig:
     outer_momentum: its momentum.
     alpha: share of the learner's own value that survives an adopt; 0 overwrites.
     checkpoint_every_syncs: the syncer saves every so many outer steps (0: only at the end).
+    snapshot_every_syncs: a snapshot of the whole run is taken every so many outer steps (0: only
+      when somebody asks for one).
+    snapshot_wait_s: a learner that has not saved its part by then is left out of it.
   """
 
   learners: int = 4
@@ -75,6 +78,8 @@ class SyncConfig:
   outer_momentum: float = 0.9
   alpha: float = 0.0
   checkpoint_every_syncs: int = 0
+  snapshot_every_syncs: int = 0
+  snapshot_wait_s: float = 60.0
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
@@ -88,6 +93,8 @@ class SyncConfig:
     _within('sync.outer_lr', self.outer_lr, 1e-6, 10.0, 'usual values are 0.3 to 1')
     _within('sync.outer_momentum', self.outer_momentum, 0.0, 0.999, 'usual values are 0 to 0.9')
     _within('sync.heartbeat_s', self.heartbeat_s, 0.01, 3600.0, 'usual values are 1 to 10')
+    _within('sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0,
+            'a part takes a step and a save')
     _within('sync.lease_s', self.lease_s, 2 * self.heartbeat_s, 7200.0,
             f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})')
 
@@ -184,6 +191,8 @@ class Config:
         heartbeat_ns=round(second * sync.heartbeat_s),
         start_wait_ns=round(second * sync.start_wait_s),
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
+        snapshot_syncs=sync.snapshot_every_syncs,
+        snapshot_wait_ns=round(second * sync.snapshot_wait_s),
       )
     except ValueError as error:
       raise ValueError(f'sync.{error}') from None
@@ -203,7 +212,7 @@ class Config:
 
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own."""
-    own = {'sync.checkpoint_every_syncs'}
+    own = {'sync.checkpoint_every_syncs', 'sync.snapshot_every_syncs', 'sync.snapshot_wait_s'}
     shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed')
     return {
       name: value for name, value in self.flat().items()

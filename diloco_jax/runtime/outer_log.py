@@ -90,6 +90,17 @@ def shares(step: OuterStep) -> list[theta_lib.Share]:
   ]
 
 
+def run_of(agreement: str) -> str:
+  """The name of a run in its log."""
+  return hashlib.sha256(agreement.encode()).hexdigest()[:32]
+
+
+def begin(files: files_lib.Files, agreement: str, position: dict[str, Any]) -> None:
+  """A log in a folder without one, behind the position of a checkpoint that a run was brought back
+  to (restoring.py). Raises ValueError, WalFull, WalBroken."""
+  wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
+
+
 class OuterLog:
   """The log of one run. `recover` first; one thread at a time, but `close` from any."""
 
@@ -109,7 +120,7 @@ class OuterLog:
       DirectoryError: it cannot be written, or another syncer has it.
     """
     self._files = files
-    self._run = hashlib.sha256(agreement.encode()).hexdigest()[:32]
+    self._run = run_of(agreement)
     self._say = say
     self._retry_s = retry_s
     self._wal: wal.Wal | None = None
