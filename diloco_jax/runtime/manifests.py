@@ -67,9 +67,15 @@ def write(workdir: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def remove_all_but(workdir: pathlib.Path, keep: Collection[int]) -> None:
-  """Removes the manifests of other snapshots; their parts may go from then on."""
-  for number in set(numbers(workdir)) - set(keep):
-    (workdir / FOLDER / f'{number}{_SUFFIX}').unlink(missing_ok=True)
+  """Removes the manifests of other snapshots, durably; their parts may go from then on. Raises
+  OSError, DirectoryError."""
+  files = files_lib.Files(workdir / FOLDER)
+  try:
+    for number in set(numbers(workdir)) - set(keep):
+      files.remove(f'{number}{_SUFFIX}')
+    files.fsync_names()  # none may come back once its parts are gone
+  finally:
+    files.close()
 
 
 def write_durably(folder: pathlib.Path, name: str, value: Any) -> None:

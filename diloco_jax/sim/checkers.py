@@ -34,6 +34,7 @@ from diloco_jax.sim.invariants import ids
 from diloco_jax.sim.invariants import invariant
 from diloco_jax.sim.invariants import liveness
 from diloco_jax.sim.invariants import pace
+from diloco_jax.sim.invariants import snapshots
 from diloco_jax.sim.invariants import tokens
 
 Life = observers.Life
@@ -50,7 +51,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   ids.JoinerCatchesUp, ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
   liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
   liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
-  liveness.QueuesDrain,
+  liveness.QueuesDrain, snapshots.ManifestIsTrue, snapshots.PartsAreACut, snapshots.SnapshotsEnd,
 )
 
 

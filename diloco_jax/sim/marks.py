@@ -28,6 +28,7 @@ VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
+SNAPSHOTS = ('of all', 'without somebody', 'given up')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -53,7 +54,8 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
-    *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
+    *(f'log {kind}' for kind in LOG), *(f'snapshot {how}' for how in SNAPSHOTS),
+    'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
   )
 
@@ -163,6 +165,9 @@ class Marks(observers.Observer):
       case 'cancelled':
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
+      case 'snapshot':
+        how = 'given up' if values['error'] else 'without somebody' if values['missing'] else 'of all'
+        self.counts[f'snapshot {how}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1
