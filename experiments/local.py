@@ -3,6 +3,7 @@
     python -m experiments.local                                  # the demo, stdlib_lm.py:cpu
     python -m experiments.local --config=experiments/configs/stdlib_lm.py:tiny --chaos=off
     python -m experiments.local --resume --workdir=runs/cpu-20260101-120000
+    python -m experiments.local --restore=latest --workdir=runs/cpu-20260101-120000
     python -m experiments.local --controller=single              # all in one process
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
@@ -21,6 +22,8 @@ _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
 launch.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
+_RESTORE = flags.DEFINE_string(
+  'restore', '', 'bring the run in --workdir back to a snapshot (its number, or latest), and go on')
 _CONTROLLER = flags.DEFINE_enum(
   'controller', 'processes', ['processes', 'single'],
   'a process for each learner, or one that drives them all',
@@ -38,9 +41,11 @@ def main(argv: list[str]) -> int:
   config = launch.config()
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
+  workdir, restored = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, bool(_RESTORE.value)
   with launch.never_retry():
-    workdir = local.open_workdir(config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None,
-                                 resume=_RESUME.value)
+    if restored and workdir is not None:
+      local.restore(config, workdir, _RESTORE.value)
+    workdir = local.open_workdir(config, workdir, resume=_RESUME.value, restored=restored)
   return local.run(
     config, workdir, config_flags=launch.config_flags_of_this_process(),
     alone=_SYNCER.value == 'none', single=_CONTROLLER.value == 'single',

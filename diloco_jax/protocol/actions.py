@@ -124,6 +124,28 @@ class Merge:
 
 
 @_action
+class Part:
+  """A learner's part of a snapshot: of which life, clock and content (`seal`)."""
+
+  learner: str
+  incarnation: int
+  step: int
+  seal: str
+
+
+@_action
+class WriteManifest:
+  """Make a snapshot whole: name the syncer's part (`step`, `seal`), those of the learners, and who
+  is missing, (learner, why). Answered by ManifestWritten once that is durable."""
+
+  snapshot: int
+  step: int
+  seal: str
+  parts: tuple[Part, ...]
+  missing: tuple[tuple[str, str], ...]
+
+
+@_action
 class ReadFragment:
   """Read the whole published value of a fragment; answered by FragmentRead."""
 
@@ -139,6 +161,17 @@ class Save:
 
   step: int
   snapshot: dict[str, Any]
+
+
+@_action
+class SavePart:
+  """Save this process's part of a snapshot: the arrays as they are now and `books`, this machine's
+  snapshot; PartSaved. Parts of snapshots that are neither this nor in `keep` may go afterwards."""
+
+  snapshot: int
+  step: int
+  books: dict[str, Any]
+  keep: tuple[int, ...]
 
 
 @_action
@@ -165,5 +198,7 @@ class Exit:
 
 
 Transport = Dial | Send | Close | Drop
-Work = Step | Encode | Adopt | UseStream | Merge | ReadFragment | Save
+Work = (
+  Step | Encode | Adopt | UseStream | Merge | ReadFragment | Save | SavePart | WriteManifest
+)
 Action = Transport | Work | Report | Say | Exit

@@ -37,6 +37,9 @@ class ProtocolConfig:
       refused; 0: however long it is (screening.py).
     norm_warmup: commits of a fragment before its norms are judged.
     strikes: refused updates in a row that put their sender into quarantine; 0: never.
+    snapshot_syncs: a snapshot of the whole run is taken every so many outer steps (0: only when
+      somebody asks for one).
+    snapshot_wait_ns: a learner that has not saved its part by then is left out of the snapshot.
   """
 
   learners: int
@@ -58,6 +61,8 @@ class ProtocolConfig:
   norm_factor: int = 10
   norm_warmup: int = 8
   strikes: int = 3
+  snapshot_syncs: int = 0
+  snapshot_wait_ns: int = 60 * SECOND_NS
 
   def __post_init__(self):
     for name, low, high, remedy in (
@@ -78,6 +83,8 @@ class ProtocolConfig:
       ('norm_factor', 0, None, '0 refuses nothing for its norm'),
       ('norm_warmup', 1, NORM_WINDOW, 'a median needs a few commits, and so many are kept'),
       ('strikes', 0, None, '0 puts nobody into quarantine'),
+      ('snapshot_syncs', 0, None, '0 takes one only when asked'),
+      ('snapshot_wait_ns', 1, None, 'a part takes a step and a save'),
     ):
       value = getattr(self, name)
       if value < low or (high is not None and value > high):

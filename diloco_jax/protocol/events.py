@@ -49,6 +49,11 @@ class Stop:
   reason: str
 
 
+@_event
+class TakeSnapshot:
+  """Somebody asks the syncer for a snapshot of the whole run now."""
+
+
 # --- Answers to the learner's work ----------------------------------------------------------------
 
 
@@ -113,6 +118,14 @@ class FragmentRead:
 
 
 @_event
+class ManifestWritten:
+  """A WriteManifest is finished; `error` in words if it failed: there is no such snapshot then."""
+
+  snapshot: int
+  error: str = ''
+
+
+@_event
 class SaveDone:
   """A Save is finished; `error` in words if it failed (training goes on)."""
 
@@ -120,7 +133,18 @@ class SaveDone:
   error: str = ''
 
 
+@_event
+class PartSaved:
+  """A SavePart is finished, of clock `step`; `seal` stands for its content (train/checkpoint.py),
+  `error` in words if it failed."""
+
+  snapshot: int
+  step: int
+  seal: str
+  error: str = ''
+
+
 Event = (
-  Connected | Disconnected | Received | Wake | Stop | StepDone | Encoded | AdoptDone | MergeDone
-  | FragmentRead | SaveDone
+  Connected | Disconnected | Received | Wake | Stop | TakeSnapshot | StepDone | Encoded | AdoptDone
+  | MergeDone | FragmentRead | ManifestWritten | SaveDone | PartSaved
 )

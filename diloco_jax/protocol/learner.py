@@ -27,6 +27,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import connection as connection_lib
 from diloco_jax.protocol import events
+from diloco_jax.protocol import marking as marking_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import schedule as schedule_lib
@@ -110,6 +111,7 @@ class LearnerMachine:
     self._saved_steps = 0
     self._ending = self._refused = ''
     self._saving = False
+    self._part = marking_lib.LearnerPart(self._connection, self._out)
     self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -154,6 +156,10 @@ class LearnerMachine:
         self._adopt_done(event)
       case events.SaveDone():
         self._saved(event)
+      case events.PartSaved():
+        self._part.saved(event)
+        if self._refused:
+          self._give_up()
       case events.Stop(reason=reason):
         self._ending = self._ending or reason
       case events.Wake():
@@ -169,6 +175,7 @@ class LearnerMachine:
     self._told_step = -1
     self._pulls.clear()
     self._pulled.clear()
+    self._part.forget()
     for _, handle in self._arrivals:
       self._out.drop(handle)
     self._arrivals.clear()
@@ -192,6 +199,8 @@ class LearnerMachine:
         self._arrivals.append((message, handle))
       case messages.Settled():
         self._settled(message)
+      case messages.Mark():
+        self._part.heard(message)
       case messages.Finish():
         self._training, self._ending = 'trained', self._ending or 'done'
       case messages.Heartbeat() | messages.Joined() | messages.Pull():
@@ -298,11 +307,13 @@ class LearnerMachine:
       self._report_state('trained')
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
+    if not (self._ending or self._refused or self._saving):
+      self._part.begin(self.step, self.snapshot())
     if self._ending:
       self._end()
     elif self._may_step():
       due = self._config.save_steps and self.steps - self._saved_steps >= self._config.save_steps
-      if due and not self._saving:
+      if due and not self._busy_saving:
         self._save()
       self._running = True
       self._out.do(actions.Step(step=self.step))
@@ -397,6 +408,11 @@ class LearnerMachine:
 
   # --- Saving and ending --------------------------------------------------------------------------
 
+  @property
+  def _busy_saving(self) -> bool:
+    """A checkpoint or a part of a snapshot is being written: one at a time."""
+    return self._saving or self._part.saving
+
   def _save(self) -> None:
     self._saved_steps = self.steps
     self._saving = True
@@ -414,7 +430,7 @@ class LearnerMachine:
 
   def _give_up(self) -> None:
     """Refused for good: ends at once, but not in the middle of a checkpoint."""
-    if not self._saving:
+    if not self._busy_saving:
       for _, handle in self._arrivals:
         self._out.drop(handle)
       self._arrivals.clear()
@@ -422,7 +438,7 @@ class LearnerMachine:
 
   def _end(self) -> None:
     """Save, say goodbye, exit; each once."""
-    if self._saving:
+    if self._busy_saving:
       return
     if self.steps > self._saved_steps:
       self._save()

@@ -109,6 +109,7 @@ class Membership:
   ) -> None:
     member.stream = lease.stream
     self._published.compare(member, held)
+    self._say_if_ahead(member, held)
     syncs = self._gathering.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
     member.step = max(member.step, clock)  # as the learner itself will do
@@ -121,6 +122,16 @@ class Membership:
     for fragment in due:
       self._published.read(fragment)
     self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
+
+  def _say_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
+    """It saw what a restore, or a repair of the log, has gone back over."""
+    for p, (own, here) in enumerate(zip(held, self._published.fragments)):
+      if own.version > here.version:
+        self._out.say(
+          f'{member.learner} holds version {own.version} of fragment {p}, this run is at '
+          f'{here.version}: it saw what a restore or a repair has gone back over. It is sent the '
+          'fragments as they are here, and nothing of its own counts that was trained before.')
+        return
 
   def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
     for p, fragment in enumerate(self._published.fragments):

@@ -135,6 +135,17 @@ class Heartbeat:
 
 
 @_message
+class Marked:
+  """Answers a Mark: the learner's part of the snapshot is saved, of clock `step`; `seal` is the
+  SHA-256 of its record (train/checkpoint.py). `error` in words if it could not be saved."""
+
+  snapshot: int
+  step: int
+  seal: str
+  error: str
+
+
+@_message
 class Leave:
   """The learner goes for good (`done`, `preempted`, ...); it contributes no more."""
 
@@ -203,6 +214,15 @@ class Settled:
 
 
 @_message
+class Mark:
+  """Snapshot number `snapshot` of the whole run: save your part at the next boundary. Parts of
+  other snapshots than this and `keep` are needed no more."""
+
+  snapshot: int
+  keep: tuple[int, ...]
+
+
+@_message
 class Finish:
   """The run is over; every fragment is closed."""
 
@@ -221,8 +241,10 @@ class Reason:
   ALL = (LATE, STALE, OVERWRITTEN, BAD_VALUE, LOST_WITH_PROCESS, LEFT, END_OF_RUN, DUPLICATE)
 
 
-FromLearner = Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Leave
+FromLearner = (
+  Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Marked | Leave
+)
 FromSyncer = (
-  Offer | Refused | Joined | Pull | Publish | Settled | Finish | Heartbeat
+  Offer | Refused | Joined | Pull | Publish | Settled | Mark | Finish | Heartbeat
 )
 Message = FromLearner | FromSyncer

@@ -16,8 +16,9 @@ is told again: learners come back with their totals, and what they trained is se
 
 import copy
 import dataclasses
-from typing import Any, Iterable
+from typing import Any, Collection, Iterable
 
+from diloco_jax.protocol import ledger
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
 from diloco_jax.protocol import streams
@@ -67,6 +68,19 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
     if sync in merging:
       _close(state, outcome)
   return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs}
+
+
+def without(snapshot: dict[str, Any], learners: Collection[str]) -> dict[str, Any]:
+  """The snapshot of a syncer that does not expect these learners back: they have left."""
+  state = copy.deepcopy(snapshot)
+  for row in state['members']:
+    row['left'] = row['left'] or row['learner'] in learners
+  for row in state['ledger']:
+    if row[0] in learners:
+      account = ledger.Account(**row[2])
+      account.close(messages.Reason.LEFT)
+      row[2] = dataclasses.asdict(account)
+  return state
 
 
 def _close(state: dict[str, Any], outcome: Outcome) -> None:

@@ -28,7 +28,7 @@ theory of its own, and none calls back::
     gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
     quorum.py       when a sync has waited enough;  grace.py: how long it may
     published.py    the versions, and who holds which
-    saving.py       when to save
+    saving.py       when to save;  marking.py: snapshots of the whole run
     screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
     streams.py      who reads which data stream, and how far each is committed
@@ -42,6 +42,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering as gathering_lib
 from diloco_jax.protocol import ledger as ledger_lib
+from diloco_jax.protocol import marking as marking_lib
 from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import membership as membership_lib
 from diloco_jax.protocol import messages
@@ -58,6 +59,7 @@ from diloco_jax.protocol import verdicts
 Reason = messages.Reason
 SAFE = 'the older ones are untouched and every outer step since is in the log'
 TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
+MANIFESTS = 'manifests'
 
 SYNC_STATES = (
   ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
@@ -106,6 +108,7 @@ class SyncerMachine:
     )
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = saving_lib.Saving(config.save_syncs)
+    self._marking = marking_lib.Marking(config, self._members, self._out)
     self._synced = self._cancelled = self._skipped = 0
     self._stopping = ''
     self._finished = False  # everybody is told that the run is over
@@ -131,7 +134,8 @@ class SyncerMachine:
     """When a Wake is wanted."""
     if self._exiting:
       return None if self._exited else self._sweep_ns
-    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns]
+    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns,
+             self._marking.deadline_ns]
     if not self._holds_back:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
@@ -156,6 +160,12 @@ class SyncerMachine:
         self._published.send_whole(event)
       case events.SaveDone():
         self._saved(now_ns, event)
+      case events.PartSaved():
+        self._marking.saved(event)
+      case events.ManifestWritten():
+        self._marking.written(event)
+      case events.TakeSnapshot():
+        self._marking.ask()
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
       case events.Connected() | events.Wake():
@@ -193,6 +203,8 @@ class SyncerMachine:
           self._strike(now_ns, member, message.fragment)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
+      case messages.Marked():
+        self._marking.marked(member, message)
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
@@ -203,8 +215,9 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """What follows from the time and from what is known, whichever event told it."""
     self._membership.welcome(now_ns, self._finished)
-    if self._saving.due and not self._holds_back:
-      self._save()
+    if not self._holds_back:
+      self._save_what_is_due(now_ns)
+    self._marking.advance(now_ns)
     for gather in list(self._gathering.open.values()):
       if not self._holds_back:
         self._decide(now_ns, gather)
@@ -311,6 +324,7 @@ class SyncerMachine:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
+    self._marking.outer_step()
     self._out.report('synced', **gather.facts)  # not before: now it is durable
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
@@ -395,6 +409,7 @@ class SyncerMachine:
   def _exit(self) -> None:
     """The books are closed; the process ends once they are saved."""
     self._exiting = True
+    self._marking.abandon()
     for gather in self._gathering.open.values():
       for handle in gather.abandon():
         self._out.drop(handle)
@@ -405,7 +420,18 @@ class SyncerMachine:
   @property
   def _holds_back(self) -> bool:
     """A save waits for the merges under way, and no other begins before it (saving.py)."""
-    return self._saving.due and self._gathering.merging
+    return (self._saving.due or self._snapshot_due) and self._gathering.merging
+
+  @property
+  def _snapshot_due(self) -> bool:
+    """A run that is over needs none any more: who would go on from it?"""
+    return self._marking.due and not (self._stopping or self._finished)
+
+  def _save_what_is_due(self, now_ns: int) -> None:
+    if self._saving.due:
+      self._save()
+    if self._snapshot_due:
+      self._marking.begin(now_ns, self.clock, self.snapshot())
 
   def _save(self) -> None:
     self._saving.begin(closed=self._closed, last=self._exiting)
@@ -468,7 +494,9 @@ class SyncerMachine:
     cls, config: config_lib.ProtocolConfig, agreement: str, payload_bytes: tuple[int, ...],
     snapshot: dict[str, Any],
   ) -> 'SyncerMachine':
-    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves."""
+    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
+
+    Beside what `snapshot()` gave, it may hold MANIFESTS: which snapshots of the run are kept."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
@@ -479,6 +507,7 @@ class SyncerMachine:
     machine._streams.load(snapshot['data'])
     machine._membership.admission.started = True
     machine._saving.farewell = machine._pace.over
+    machine._marking.load(snapshot.get(MANIFESTS, ()))
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
@@ -488,6 +517,7 @@ class SyncerMachine:
     """Asserts what must hold between any two events."""
     for part in (
       self._membership, self._gathering, self._pace, self._ledger, self._streams, self._screening,
+      self._marking,
     ):
       part.check()
     syncs = self._gathering.open.keys()

@@ -60,6 +60,9 @@ class SyncConfig:
       fragment is refused before the merge (0: however long it is; NaN and Inf always are).
     norm_warmup: outer steps of a fragment before its norms are judged.
     strikes: refused updates in a row that put a learner into quarantine (0: never).
+    snapshot_every_syncs: a snapshot of the whole run is taken every so many outer steps (0: only
+      when somebody asks for one).
+    snapshot_wait_s: a learner that has not saved its part by then is left out of it.
   """
 
   learners: int = 4
@@ -87,6 +90,8 @@ class SyncConfig:
   norm_factor: int = 10
   norm_warmup: int = 8
   strikes: int = 3
+  snapshot_every_syncs: int = 0
+  snapshot_wait_s: float = 60.0
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
@@ -100,6 +105,8 @@ class SyncConfig:
     _within('sync.outer_lr', self.outer_lr, 1e-6, 10.0, 'usual values are 0.3 to 1')
     _within('sync.outer_momentum', self.outer_momentum, 0.0, 0.999, 'usual values are 0 to 0.9')
     _within('sync.heartbeat_s', self.heartbeat_s, 0.01, 3600.0, 'usual values are 1 to 10')
+    _within('sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0,
+            'a part takes a step and a save')
     _within('sync.lease_s', self.lease_s, 2 * self.heartbeat_s, 7200.0,
             f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})')
 
@@ -197,6 +204,8 @@ class Config:
         start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
         norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
+        snapshot_syncs=sync.snapshot_every_syncs,
+        snapshot_wait_ns=round(second * sync.snapshot_wait_s),
       )
     except ValueError as error:
       raise ValueError(f'sync.{error}') from None
@@ -219,7 +228,8 @@ class Config:
     the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
     own too, but batch i of stream v must be the same text for all."""
     own = {f'sync.{name}' for name in (
-      'checkpoint_every_syncs', 'keep_log', 'norm_factor', 'norm_warmup', 'strikes')}
+      'checkpoint_every_syncs', 'snapshot_every_syncs', 'snapshot_wait_s', 'keep_log',
+      'norm_factor', 'norm_warmup', 'strikes')}
     shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed', 'data.seq_len',
               'data.batch_size', 'data.streams', 'data.seed')
     return {

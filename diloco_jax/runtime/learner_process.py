@@ -63,7 +63,8 @@ def make_island(
   return island_lib.Island(
     model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
     total_steps=config.train.steps, devices=devices, seed=config.train.seed,
-    checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'), corpus=corpus,
+    checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
+    snapshot_dir=str(workdir / 'islands' / learner_id / 'snapshots'), corpus=corpus,
   )
 
 

@@ -198,6 +198,8 @@ class LearnerWork:
         self._use_stream(action)
       case actions.Save(step=step, snapshot=snapshot):
         self._save(step, snapshot)
+      case actions.SavePart():
+        self._save_part(action)
       case _:
         raise TypeError(f'not the work of a learner: {action}')
 
@@ -248,6 +250,28 @@ class LearnerWork:
       self._post(events.SaveDone(step=step, error=str(error)))
     else:
       self._post(events.SaveDone(step=step))
+
+
+  def _save_part(self, part: actions.SavePart) -> None:
+    """Like `_save`, for a snapshot of the whole run."""
+    def failed(error: Exception) -> None:
+      self._post(events.PartSaved(
+        snapshot=part.snapshot, step=part.step, seal='', error=str(error)))
+
+    def finish() -> None:
+      try:
+        seal = wait()
+      except checkpoint.CheckpointError as error:
+        failed(error)
+      else:
+        self._post(events.PartSaved(snapshot=part.snapshot, step=part.step, seal=seal))
+
+    try:
+      wait = self._island.save_part(part.snapshot, self.exchange.anchors, part.books, part.keep)
+    except (checkpoint.CheckpointError, ValueError) as error:
+      failed(error)
+    else:
+      threading.Thread(target=finish, name='save', daemon=True).start()
 
 
 def record_step(

@@ -7,6 +7,8 @@
     WORKDIR/tensorboard/       curves
     WORKDIR/syncer/, islands/  checkpoints
     WORKDIR/syncer/wal/        the log of outer steps        (runtime/outer_log.py)
+    WORKDIR/snapshots/         of the whole run              (runtime/manifests.py)
+    WORKDIR/aside-1/           what a restore went back over (runtime/restoring.py)
     WORKDIR/report/            summary.json, timeline.png    (runtime/report.py)
 """
 
@@ -15,6 +17,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 from typing import Mapping, Sequence
@@ -33,6 +36,7 @@ from diloco_jax.runtime import view as view_lib
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUPERVISOR = 'supervisor'
 ADDRESS = 'syncer/address'
+_ERROR = 'error: '
 
 # glibc gives freed pages back and takes fresh ones, page fault by page fault; for buffers that come
 # and go with every fragment that costs more than the arithmetic. 32 MiB is the largest threshold
@@ -45,15 +49,17 @@ _MALLOC = {
 
 
 def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
-                 resume: bool) -> pathlib.Path:
-  """Makes the folder of a run, or finds the one to go on with. Raises ValueError."""
+                 resume: bool, restored: bool = False) -> pathlib.Path:
+  """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
+  to a snapshot, perhaps with other learners. Raises ValueError."""
   if workdir is None:
-    if resume:
-      raise ValueError('--resume needs --workdir=DIR, the run to go on with')
+    if resume or restored:
+      flag = '--restore' if restored else '--resume'
+      raise ValueError(f'{flag} needs --workdir=DIR, the run to go on with')
     workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
   workdir = workdir.absolute()
-  if resume:
-    _check_same_run(config, workdir)
+  if resume or restored:
+    _check_same_run(config, workdir, restored)
   elif workdir.is_dir() and any(workdir.iterdir()):
     raise ValueError(f'{workdir} holds a run already: go on with it (--resume), or choose another '
                      '--workdir')
@@ -68,10 +74,39 @@ def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
   return workdir
 
 
-def _check_same_run(config: config_lib.Config, workdir: pathlib.Path) -> None:
+def restore(config: config_lib.Config, workdir: pathlib.Path, which: str) -> None:
+  """Brings the run in a folder back to a snapshot (restoring.py, a process of its own: it uses jax)
+  and says what it did. `open_workdir` with `resume` is to follow.
+
+  Raises:
+    ValueError: it cannot; nothing was changed.
+    DiskFailed: the disk failed on the way; to be done again.
+  """
+  if not (workdir / config_lib.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir} to restore')
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax.runtime.restoring', str(workdir.absolute()), which],
+    env=environment(1), input=json.dumps(config.to_dict()), stdout=subprocess.PIPE, text=True,
+    check=False,
+  )
+  *lines, last = done.stdout.splitlines() or ['']
+  for line in (*lines, last):
+    if not line.startswith(_ERROR):
+      print(line, flush=True)
+  if done.returncode:
+    text = last.removeprefix(_ERROR) or f'the restore ended with exit code {done.returncode}'
+    raise (launch.DiskFailed if done.returncode == launch.DISK_FAILED else ValueError)(text)
+
+
+def _check_same_run(
+  config: config_lib.Config, workdir: pathlib.Path, restored: bool = False
+) -> None:
+  """`restored`: it was brought back, and what may differ then was looked at (restoring.py)."""
   path = workdir / config_lib.FILE
   if not path.is_file():
     raise ValueError(f'there is no run in {workdir} to go on with; leave --resume out to start one')
+  if restored:
+    return
   before = config_lib.Config.from_dict(json.loads(path.read_text())).agreement()
   found = agreement.differences(
     agreement.encode(config.agreement()), agreement.encode(before)

@@ -158,6 +158,12 @@ def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
 # --- The log --------------------------------------------------------------------------------------
 
 
+def begin(files: files_lib.Files, agreement: str, position: dict[str, Any]) -> None:
+  """A log in a folder without one, behind the position of a checkpoint that a run was brought back
+  to (restoring.py). Raises ValueError, WalFull, WalBroken."""
+  wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
+
+
 class OuterLog:
   """The log of one run. `recover` first; one thread at a time, but `close` from any."""
 

@@ -57,6 +57,7 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
   with (
     _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.log_failures(),
     launch.never_retry(ValueError, files.DirectoryError),
+    _asks(lambda: inbox.post(events.TakeSnapshot())),
   ):
     result = syncer_process.run(assembled, folder, inbox, listen, records)
   return _end(result, records)
@@ -152,6 +153,16 @@ def _stops(stop: Callable[[str], None]) -> Iterator[None]:
   finally:
     for number, handler in before.items():
       signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _asks(take_snapshot: Callable[[], None]) -> Iterator[None]:
+  """SIGUSR1 asks for a snapshot of the whole run."""
+  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGUSR1, before)
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:

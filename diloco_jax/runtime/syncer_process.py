@@ -6,22 +6,27 @@ checkpoint and the log of outer steps behind it (outer_log.py).
 """
 
 import dataclasses
+import json
 import pathlib
 import time
-from typing import Callable
+from typing import Any, Callable, Sequence
 
 import jax
 
 from diloco_jax.node import loop
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions
+from diloco_jax.protocol import recovery
+from diloco_jax.protocol import syncer as syncer_lib
 from diloco_jax.protocol import tape as tape_lib
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import clock
 from diloco_jax.runtime import files as files_lib
+from diloco_jax.runtime import manifests
 from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import snapshot_work
 from diloco_jax.runtime import syncer_work
 from diloco_jax.runtime import tapes
 from diloco_jax.runtime import theta as theta_lib
@@ -89,9 +94,11 @@ def run(
     The machine's Exit; what it saved is on disk.
 
   Raises:
-    DirectoryError: the log's folder cannot be written, or another syncer has it.
+    DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
+      ended.
     WalError: the log cannot be recovered, or the disk failed on the way.
   """
+  manifests.require_no_restore(workdir)
   log = outer_log.OuterLog(
     files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
   )
@@ -111,13 +118,17 @@ def _run(
   try:
     theta = theta_lib.Theta(assembled)
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
-    start = recover(assembled, theta, checkpoints, log, records)
+    start = recover(
+      assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
+    )
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
     machine = start.make()
+    snapshots = snapshot_work.SyncerSnapshots(workdir, assembled, log)
     evaluation = syncer_work.Evaluation(assembled, theta, records)
     evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
-      assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation
+      assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation,
+      snapshots,
     )
     work.start()
     node = loop.Node(
@@ -129,6 +140,7 @@ def _run(
     evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
+    snapshots.close()
     return result
   finally:
     transport.shutdown(SHUTDOWN_S)
@@ -138,9 +150,13 @@ def _run(
 
 def recover(
   assembled: assembly.Assembly, theta: theta_lib.Theta, checkpoints: checkpoint.Checkpoints,
-  log: outer_log.OuterLog, records: records_lib.Recorder,
+  log: outer_log.OuterLog, records: records_lib.Recorder, kept: Sequence[int] = (),
+  brought_back: dict[str, Any] | None = None,
 ) -> tape_lib.Start:
-  """Moves `theta` (version 0) to where the last process was; what the machine is made of there."""
+  """Moves `theta` (version 0) to where the last process was; what the machine is made of there.
+
+  `kept`: the snapshots of the run that have a manifest; `brought_back`: what the last restore has
+  left for the syncer (restoring.py)."""
   began_s = time.monotonic()
   like = theta.arrays()
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
@@ -154,8 +170,10 @@ def recover(
   else:
     snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
     theta.restore(restored.state, snapshot['versions'])
+  if brought_back and snapshot.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
+    snapshot = recovery.without(snapshot, brought_back['gone'])
   found = log.recover(theta, snapshot)
-  if restored is None and not found.replayed:
+  if restored is None and not found.replayed and not kept:
     return start
   records.say(
     f'syncer goes on from {origin} and {found.replayed} later outer steps in its log, at sync '
@@ -166,4 +184,11 @@ def recover(
     'versions': found.snapshot['versions'], 'seconds': time.monotonic() - began_s,
     **log.position,
   })
-  return dataclasses.replace(start, digests=None, snapshot=found.snapshot)
+  snapshot = {**found.snapshot, syncer_lib.MANIFESTS: list(kept)}
+  return dataclasses.replace(start, digests=None, snapshot=snapshot)
+
+
+def restored(workdir: pathlib.Path) -> dict[str, Any] | None:
+  """What the last restore of this run has left for the syncer, if there was one."""
+  path = manifests.syncer_folder(workdir) / manifests.RESTORED
+  return json.loads(path.read_text()) if path.is_file() else None

@@ -22,6 +22,7 @@ from diloco_jax.runtime import assembly
 from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import snapshot_work
 from diloco_jax.runtime import theta as theta_lib
 from diloco_jax.train import checkpoint
 from diloco_jax.train import config as train_config
@@ -90,6 +91,7 @@ class SyncerWork:
     checkpoints: checkpoint.Checkpoints,
     log: outer_log.OuterLog,
     evaluation: Evaluation,
+    snapshots: snapshot_work.SyncerSnapshots,
   ):
     """`fail` ends the node: without work nothing is merged, nor saved."""
     self._assembled = assembled
@@ -101,6 +103,7 @@ class SyncerWork:
     self._checkpoints = checkpoints
     self._log = log
     self._evaluation = evaluation
+    self._snapshots = snapshots
     self._evaluated = 0
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
@@ -135,6 +138,10 @@ class SyncerWork:
         self._read(fragment)
       case actions.Save(step=step, snapshot=snapshot):
         self._save(step, snapshot)
+      case actions.SavePart():
+        self._post(self._snapshots.save(action, self._theta.arrays()))
+      case actions.WriteManifest():
+        self._post(self._snapshots.write(action))
       case _:
         raise TypeError(f'not the work of a syncer: {action}')
 

@@ -36,6 +36,7 @@ from diloco_jax.sim.invariants import invariant
 from diloco_jax.sim.invariants import liveness
 from diloco_jax.sim.invariants import pace
 from diloco_jax.sim.invariants import screening
+from diloco_jax.sim.invariants import snapshots
 from diloco_jax.sim.invariants import tokens
 
 Life = observers.Life
@@ -54,7 +55,8 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
   liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
   liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
-  liveness.QueuesDrain, durability.FinishIsKnown,
+  liveness.QueuesDrain, durability.FinishIsKnown, snapshots.ManifestIsTrue, snapshots.PartsAreACut,
+  snapshots.SnapshotsEnd,
 )
 
 

@@ -32,6 +32,7 @@ REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
+SNAPSHOTS = ('of all', 'without somebody', 'given up')
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -59,6 +60,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'rejected for {why}' for why in REJECTED_WHY),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
     *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
+    *(f'snapshot {how}' for how in SNAPSHOTS),
     'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
   )
@@ -186,6 +188,9 @@ class Marks(observers.Observer):
         self.counts[f'rejected for {values["why"].split()[0]}'] += 1
       case 'member' if values['state'] == 'waits':
         self.counts['lease is waited for'] += 1
+      case 'snapshot':
+        how = 'given up' if values['error'] else 'without somebody' if values['missing'] else 'of all'
+        self.counts[f'snapshot {how}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1

@@ -26,6 +26,7 @@ from diloco_jax.sim import hardware
 from diloco_jax.sim import journal as journal_lib
 from diloco_jax.sim import network
 from diloco_jax.sim import observers
+from diloco_jax.sim import snapshots
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # a full disk is tried again
@@ -144,25 +145,33 @@ class Process(abc.ABC):
 
   def save(self, step: int, state: dict, start_ns: int) -> None:
     """Writes a checkpoint in stages, between which the process may die; then SaveDone."""
-    stages = self.checkpoints.save(state)
+    self.stage(self.checkpoints.save(state), start_ns,
+               lambda error: events.SaveDone(step=step, error=error))
+
+  def stage(
+    self, stages: Iterator[None], start_ns: int, done: Callable[[str], events.Event]
+  ) -> None:
+    """Carries out the stages of a save; `done` is the event that answers it."""
     third = self.save_ns // 3
     self.world.engine.at(start_ns, lambda: self._save_on(
-      step, stages, iter((third, third, self.save_ns - 2 * third, 0))))
+      stages, iter((third, third, self.save_ns - 2 * third, 0)), done))
 
-  def _save_on(self, step: int, stages: Iterator[None], times_ns: Iterator[int]) -> None:
+  def _save_on(
+    self, stages: Iterator[None], times_ns: Iterator[int], done: Callable[[str], events.Event]
+  ) -> None:
     if self.frozen:
-      self._held.append(lambda: self._save_on(step, stages, times_ns))
+      self._held.append(lambda: self._save_on(stages, times_ns, done))
       return
     if not self.alive:
       return
     try:
       next(stages)
     except StopIteration:
-      self.post(events.SaveDone(step=step))
+      self.post(done(''))
     except OSError as error:
-      self.post(events.SaveDone(step=step, error=error.strerror))
+      self.post(done(error.strerror))
     else:
-      self.world.engine.after(next(times_ns), lambda: self._save_on(step, stages, times_ns))
+      self.world.engine.after(next(times_ns), lambda: self._save_on(stages, times_ns, done))
 
   # --- What happens to it -------------------------------------------------------------------------
 
@@ -236,6 +245,22 @@ class Learner(Process):
       case actions.Save(step=step, snapshot=snapshot):
         self._boundary()
         self.save(step, snapshot, self.world.engine.now_ns)
+      case actions.SavePart():
+        self._save_part(action)
+
+  def _save_part(self, save: actions.SavePart) -> None:
+    """Its part of a snapshot of the whole run."""
+    self._boundary()
+    state = {'nonce': self.nonce, 'steps': self.steps, 'at_ns': self.world.now_ns, **save.books}
+    seal = snapshots.seal(state)
+
+    def done(error: str) -> events.PartSaved:
+      if not error:
+        self.world.parts[seal] = self.disk
+      return events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error)
+
+    self.stage(snapshots.save_part(self.disk, save.snapshot, state, save.keep),
+               self.world.engine.now_ns, done)
 
   @property
   def done(self) -> bool:
@@ -355,6 +380,10 @@ class Syncer(Process):
         job = self._read(fragment)
       case actions.Save(step=step, snapshot=snapshot):
         job = self._checkpoint(step, snapshot)
+      case actions.SavePart():
+        job = self._save_part(action)
+      case actions.WriteManifest():
+        job = self._write_manifest(action)
     self._jobs.append(job)
     if not self._working:
       self._working = True
@@ -427,6 +456,36 @@ class Syncer(Process):
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
     self.journal.commit()
+
+  def _save_part(self, save: actions.SavePart) -> Iterator[int]:
+    """The syncer's part of a snapshot of the whole run."""
+    arrays.claim(save.books['versions'] == self.theta.versions,
+                 'A snapshot is of no half-done merge.', save.books['versions'])
+    state = {'snapshot': save.books, 'theta': self.theta.saved(), **self.journal.position,
+             'at_ns': self.world.now_ns}
+    seal, error = snapshots.seal(state), ''
+    yield MS
+    try:
+      for _ in snapshots.save_part(self.disk, save.snapshot, state, save.keep):
+        yield self.save_ns // 3
+    except OSError as failed:
+      error = failed.strerror
+    else:
+      self.world.parts[seal] = self.disk
+    self.post(events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error))
+
+  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
+    manifest = {
+      'snapshot': write.snapshot, 'syncer': write.seal,
+      'learners': {part.learner: part.seal for part in write.parts}}
+    error = ''
+    yield MS
+    try:
+      for _ in snapshots.write_manifest(self.disk, manifest):
+        yield MS
+    except OSError as failed:
+      error = failed.strerror
+    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
 
   def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> Iterator[int]:
     """A checkpoint, and what it makes superfluous is dropped from the log."""

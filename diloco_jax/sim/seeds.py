@@ -10,12 +10,14 @@ import traceback
 from typing import Any, Sequence
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
 from diloco_jax.sim import arrays
 from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import engine as engine_lib
 from diloco_jax.sim import nemesis as nemesis_lib
 from diloco_jax.sim import observers
 from diloco_jax.sim import processes
+from diloco_jax.sim import snapshots
 from diloco_jax.sim import swarm
 from diloco_jax.sim import world as world_lib
 
@@ -94,6 +96,8 @@ def _run(
     world.start(f'l{which}')
   if setting.guest_ns is not None:
     world.engine.at(setting.guest_ns, lambda: world.start('guest'))
+  if setting.ask_ns:
+    world.engine.at(setting.ask_ns, lambda: world.syncer.post(events.TakeSnapshot()))
   world.run(setting.heal_ns)
   note(world.now_ns, 'everything is healed')
   nemesis.heal()
@@ -101,6 +105,7 @@ def _run(
   _finish(world, nemesis)
   checkers.finished(world.now_ns)
   _check_books(world)
+  _check_snapshots(world)
 
 
 def _finish(world: world_lib.World, nemesis: nemesis_lib.Nemesis) -> None:
@@ -133,6 +138,18 @@ def _check_books(world: world_lib.World) -> None:
                  'What the ledger calls merged was merged.', name, row, theta.merged)
     arrays.claim(world.rolled_back or row['tokens'] <= trained,
                  'No more tokens are counted than were trained.', name, row, trained)
+
+
+def _check_snapshots(world: world_lib.World) -> None:
+  """Every part that a manifest names is where it was saved, unless that disk has lost it."""
+  disk = world.disk('syncer')
+  for number in () if disk.rot else snapshots.manifests(disk):
+    manifest = snapshots.manifest(disk, number)
+    arrays.claim(manifest is not None, 'A manifest is whole or not there.', number)
+    for seal in (manifest['syncer'], *manifest['learners'].values()):
+      where = world.parts[seal]
+      arrays.claim(where.rot or snapshots.part(where, number, seal) is not None,
+                   'What a manifest names is there, and is what was saved.', number, manifest)
 
 
 def run_calm(config: config_lib.ProtocolConfig) -> int:

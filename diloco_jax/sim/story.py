@@ -36,6 +36,11 @@ def words(action: Any) -> str:
       return f'reads data stream {stream} from batch {cursor} on{", rewound" if rewind else ""}'
     case actions.Save(step=step):
       return f'saves at {step}'
+    case actions.SavePart(step=step, snapshot=number):
+      return f'saves its part of snapshot {number} at {step}'
+    case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
+      return (f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
+              + ''.join(f', not {name}: {why}' for name, why in missing))
     case actions.Report(name='cancelled', values=values):
       return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
     case actions.Report(name='merging', values=values):
@@ -72,6 +77,10 @@ def _message(message: Any) -> str:
       return f'Settled sync {sync}: {"merged" if merged else reason}'
     case messages.Refused(code=code, retry_ns=retry_ns):
       return f'Refused {code}, {"for good" if retry_ns is None else f"for {retry_ns / MS:g} ms"}'
+    case messages.Mark(snapshot=number):
+      return f'Mark snapshot {number}'
+    case messages.Marked(snapshot=number, step=step, error=error):
+      return f'Marked snapshot {number} at {step}{error and ": " + error}'
     case messages.Leave(reason=reason):
       return f'Leave: {reason}'
   return type(message).__name__

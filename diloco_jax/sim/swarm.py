@@ -26,6 +26,7 @@ class Setting:
     loss, duplicate: of every link until all is healed, per mille.
     noise: of every step, per mille.
     fsync_ns: of a record of the syncer's log.
+    ask_ns: when somebody asks for a snapshot of the whole run; 0: never.
     plan: the faults.
     heal_ns: when everything works again.
     guest_ns: when one learner more than are expected begins, None: never; nothing is done to it.
@@ -42,6 +43,7 @@ class Setting:
   duplicate: int
   noise: int
   fsync_ns: int
+  ask_ns: int
   plan: list[plans.Fault]
   heal_ns: int
   guest_ns: int | None
@@ -128,6 +130,10 @@ def draw(seed: int) -> Setting:
   config = _config(
     engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns,
     spare_streams)
+  snapshots = engine_lib.stream(seed, 'snapshots')
+  config = dataclasses.replace(
+    config, snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
+    snapshot_wait_ns=snapshots.choice([300 * MS, 3 * SECOND]))
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
@@ -143,6 +149,7 @@ def draw(seed: int) -> Setting:
     duplicate=_rate(net, 5, 50, 300),
     noise=_rate(hardware, 100, 2_000),
     fsync_ns=engine_lib.stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
+    ask_ns=_rate(snapshots, MS, heal_ns // 3, heal_ns // 2),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
     guest_ns=engine_lib.stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),

@@ -16,6 +16,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import learner
+from diloco_jax.protocol import syncer as syncer_lib
 from diloco_jax.protocol import tape
 from diloco_jax.sim import arrays
 from diloco_jax.sim import disk as disk_lib
@@ -25,6 +26,7 @@ from diloco_jax.sim import journal
 from diloco_jax.sim import network as network_lib
 from diloco_jax.sim import observers
 from diloco_jax.sim import processes
+from diloco_jax.sim import snapshots
 
 AGREEMENT = '{"model.width":8}'
 CHECKED_ALWAYS = 16  # up to so many learners check() runs after every event
@@ -55,6 +57,7 @@ class World:
     self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
     self.on_fall: Callable[[], None] = lambda: None  # called when the syncer's disk ends it
     self.flipped = 0  # adoptions that went wrong
+    self.parts: dict[str, disk_lib.Disk] = {}  # of snapshots of the run, by seal: where they are
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -114,7 +117,9 @@ class World:
     except disk_lib.Cut:
       self.logged('cut', text='while it began')
       return False
-    life = self._life(dataclasses.replace(start, snapshot=found.snapshot))
+    snapshot = found.snapshot and {
+      **found.snapshot, syncer_lib.MANIFESTS: snapshots.manifests(disk)}
+    life = self._life(dataclasses.replace(start, snapshot=snapshot))
     self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
     self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
     if found.journal.torn:

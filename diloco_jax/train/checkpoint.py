@@ -10,13 +10,17 @@ is used.
   <root>/<clock>/anchors  one float32 array per fragment; absent for an island that trains alone
   <root>/<clock>/record   JSON: data cursor, the protocol's own record, shapes, digests
 
+The record's own SHA-256, its *seal*, is what a save gives back. Kept elsewhere (a snapshot's
+manifest, runtime/manifests.py), it makes `verify` independent of what the folder says of itself.
+
 A checkpoint is a cache of one island's progress; the truth of a run is the syncer's log.
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 import contextlib
+import hashlib
 import json
 import logging
 import threading
@@ -53,19 +57,21 @@ class Checkpoints:
 
   Args:
     root: a folder of this island alone; created if it is not there. `gs://` works with gcsfs.
+    keep_all: keeps every one until `remove_all_but`.
 
   Raises:
     ValueError: the folder cannot be written.
   """
 
-  def __init__(self, root: str):
+  def __init__(self, root: str, keep_all: bool = False):
     self._root = epath.Path(root).resolve()
     _require_writable(self._root)
+    policies = ocp.training.preservation_policies
     self._checkpointer = ocp.training.Checkpointer(
         self._root, context=_context(),
-        preservation_policy=ocp.training.preservation_policies.LatestN(KEPT),
+        preservation_policy=policies.PreserveAll() if keep_all else policies.LatestN(KEPT),
         cleanup_tmp_directories=True)
-    self._under_way: futures.Future[None] | None = None
+    self._under_way: futures.Future[str] | None = None
 
   @property
   def steps(self) -> list[int]:
@@ -86,14 +92,15 @@ class Checkpoints:
         f'{self._root / str(step)} does not read back: {_one_line(error)}') from error
 
   def save(self, step: int, state: Any, data_state: int, anchors: Sequence[jax.Array] = (),
-           protocol: dict[str, Any] | None = None) -> Callable[[], None]:
+           protocol: dict[str, Any] | None = None) -> Callable[[], str]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
     A save under way is waited for first. A save at a clock that has one replaces it.
 
     Returns:
-      A function that blocks until this save is complete and raises CheckpointError if it failed.
-      It may be called from another thread, or not at all: `wait` and `close` do the same.
+      A function that blocks until this save is complete, and raises CheckpointError if it failed;
+      what it returns is the seal. It may be called from another thread, or not at all: `wait` and
+      `close` wait as well.
 
     Raises:
       CheckpointError: this save cannot start.
@@ -113,8 +120,8 @@ class Checkpoints:
       _ONE_OPERATION.release()
       raise self._failed(step, error) from error
     done = self._under_way = futures.Future()
-    threading.Thread(target=self._complete, args=(step, response, done), name='save',
-                     daemon=True).start()
+    threading.Thread(target=self._complete, args=(step, response, done, _seal(record)),
+                     name='save', daemon=True).start()
     return done.result
 
   def restore(self, shardings: Any, anchor_sharding: jax.sharding.Sharding,
@@ -146,6 +153,37 @@ class Checkpoints:
                             'was written: remove the folder to start afresh')
     return None
 
+  def verify(self, step: int, seal: str) -> dict[str, Any]:
+    """Reads a whole checkpoint, whatever model it is of, and compares it with its seal.
+
+    Returns:
+      The protocol's own record.
+
+    Raises:
+      CheckpointError: it is not what was saved; says which leaf, or that the record is not.
+    """
+    try:
+      with _ONE_OPERATION:
+        record = self._record(step)
+        if _seal(record) != seal:
+          raise ValueError('its record is not the one that was saved')
+        arrays = self._checkpointer.load_checkpointables(step, self._abstract_of(step))
+        _require_same_shapes(record['shapes'], _shapes(arrays))
+        _require_same_digests(record['digests'], _digests(arrays))
+    except Exception as error:  # whatever the storage says: it does not read back
+      raise CheckpointError(f'{self._root / str(step)} does not read back as it was written: '
+                            f'{_one_line(error)}') from error
+    return record['protocol']
+
+  def remove_all_but(self, steps: Collection[int]) -> None:
+    """Removes the other complete checkpoints; what cannot be removed is left, with a warning."""
+    for step in set(self.steps) - set(steps):
+      try:
+        (self._root / str(step)).rmtree()
+      except OSError as error:
+        _LOG.warning('cannot remove %s: %s', self._root / str(step), _one_line(error))
+    self._checkpointer.reload()
+
   def wait(self) -> None:
     """Blocks until the save under way, if any, is complete.
 
@@ -168,7 +206,8 @@ class Checkpoints:
     finally:
       self._checkpointer.close()
 
-  def _complete(self, step: int, response: Any, done: futures.Future[None]) -> None:
+  def _complete(
+      self, step: int, response: Any, done: futures.Future[str], seal: str) -> None:
     """Runs in a thread of its own, so that the next save may start even if nobody waits."""
     try:
       response.result()
@@ -178,7 +217,7 @@ class Checkpoints:
       failure = None
     _ONE_OPERATION.release()
     if failure is None:
-      done.set_result(None)
+      done.set_result(seal)
     else:
       done.set_exception(failure)
 
@@ -203,6 +242,16 @@ class Checkpoints:
     _require_same_digests(record['digests'], _digests(arrays))
     return Restored(step, arrays['state'], record['data_state'], arrays.get('anchors', []),
                     record['protocol'])
+
+  def _abstract_of(self, step: int) -> dict[str, Any]:
+    """The arrays of a checkpoint as it describes them itself, all on the first device."""
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    described = self._checkpointer.checkpointables_metadata(step).metadata
+    for name, tree in described.items():
+      if tree is None and name != 'record':  # Orbax has warned, and would guess
+        raise ValueError(f'what its {name} is made of cannot be read')
+    return {name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
+            for name, tree in described.items() if name != 'record'}
 
   def _record(self, step: int) -> dict[str, Any]:
     return self._checkpointer.load_checkpointables(step, {'record': None})['record']
@@ -292,6 +341,12 @@ def _digest_leaf(leaf: jax.Array) -> jax.Array:
     index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
     stride *= leaf.shape[axis]
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def _seal(record: dict[str, Any]) -> str:
+  """SHA-256 of a record; it holds a digest of every leaf, so it stands for the checkpoint."""
+  text = json.dumps(record, sort_keys=True, separators=(',', ':'))
+  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:

@@ -47,13 +47,15 @@ class Island:
     seed: of the initial parameters; the same for every learner of a run.
     stream: the data stream to start on, in [0, data.streams).
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
+    snapshot_dir: where its parts of snapshots of the whole run go; None = `save_part` is refused.
     corpus: one already loaded, to share among islands of a process.
   """
 
   def __init__(self, *, model: config_lib.ModelConfig, optimizer: config_lib.OptimizerConfig,
                data: config_lib.DataConfig, mesh: config_lib.MeshConfig, total_steps: int,
                devices: Sequence[jax.Device] | None = None, seed: int = 0, stream: int = 0,
-               checkpoint_dir: str | None = None, corpus: data_lib.Corpus | None = None):
+               checkpoint_dir: str | None = None, snapshot_dir: str | None = None,
+               corpus: data_lib.Corpus | None = None):
     config_lib.validate(model, optimizer, data, mesh)
     self._data = data
     self.corpus = corpus or data_lib.load_corpus(data.corpus)
@@ -65,6 +67,7 @@ class Island:
     self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
     self._eval_batches = None
     self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
+    self._snapshot_dir, self._parts = snapshot_dir, None
 
   # Training.
 
@@ -154,10 +157,35 @@ class Island:
   # Checkpoints.
 
   def save(self, clock: int, anchors: Sequence[jax.Array] = (),
-           protocol: dict[str, Any] | None = None) -> Callable[[], None]:
+           protocol: dict[str, Any] | None = None) -> Callable[[], str]:
     """Starts an asynchronous checkpoint of everything the island is; returns what waits for it."""
+    return self._save(self._require_checkpoints(), clock, anchors, protocol)
+
+  def save_part(self, snapshot: int, anchors: Sequence[jax.Array], protocol: dict[str, Any],
+                keep: Sequence[int]) -> Callable[[], str]:
+    """The same as this island's part of a snapshot of the whole run, under the snapshot's number.
+
+    Returns:
+      What waits for it, removes the parts that are not in `keep`, and returns its seal; to be
+      called before the next part is saved.
+    """
+    if self._parts is None:
+      if self._snapshot_dir is None:
+        raise ValueError('this island has no folder for snapshots: pass snapshot_dir')
+      self._parts = checkpoint.Checkpoints(self._snapshot_dir, keep_all=True)
+    done, parts = self._save(self._parts, snapshot, anchors, protocol), self._parts
+
+    def wait() -> str:
+      seal = done()
+      parts.remove_all_but({*keep, snapshot})
+      return seal
+
+    return wait
+
+  def _save(self, checkpoints: checkpoint.Checkpoints, number: int, anchors: Sequence[jax.Array],
+            protocol: dict[str, Any] | None) -> Callable[[], str]:
     record = {'stream': self._stream_index, 'protocol': protocol or {}}
-    return self._require_checkpoints().save(clock, self._state, self._next_index, anchors, record)
+    return checkpoints.save(number, self._state, self._next_index, anchors, record)
 
   def restore(self) -> checkpoint.Restored | None:
     """Becomes what the newest verified checkpoint holds; None, and no change, if there is none."""
@@ -173,8 +201,9 @@ class Island:
     self._require_checkpoints().wait()
 
   def close(self) -> None:
-    if self._checkpoints:
-      self._checkpoints.close()
+    for checkpoints in (self._checkpoints, self._parts):
+      if checkpoints:
+        checkpoints.close()
 
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:

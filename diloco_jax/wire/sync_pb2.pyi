@@ -11,7 +11,7 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave")
+    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "marked")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class ControlRequest(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
+    MARKED_FIELD_NUMBER: _ClassVar[int]
     check: int
     transfer_id: int
     join: Join
@@ -32,10 +33,11 @@ class ControlRequest(_message.Message):
     adopted: Adopted
     heartbeat: Heartbeat
     leave: Leave
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ...) -> None: ...
+    marked: Marked
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., marked: _Optional[_Union[Marked, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat")
+    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "mark")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +48,7 @@ class ControlResponse(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    MARK_FIELD_NUMBER: _ClassVar[int]
     check: int
     transfer_id: int
     offer: Offer
@@ -56,7 +59,8 @@ class ControlResponse(_message.Message):
     settled: Settled
     finish: Finish
     heartbeat: Heartbeat
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ...) -> None: ...
+    mark: Mark
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("size_bytes", "crc32")
@@ -174,6 +178,18 @@ class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Marked(_message.Message):
+    __slots__ = ("snapshot", "step", "seal", "error")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SEAL_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    snapshot: int
+    step: int
+    seal: str
+    error: str
+    def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., seal: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+
 class Leave(_message.Message):
     __slots__ = ("reason",)
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +261,14 @@ class Settled(_message.Message):
     merged: bool
     reason: str
     def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., merged: bool = ..., reason: _Optional[str] = ...) -> None: ...
+
+class Mark(_message.Message):
+    __slots__ = ("snapshot", "keep")
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    snapshot: int
+    keep: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, snapshot: _Optional[int] = ..., keep: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Finish(_message.Message):
     __slots__ = ()

@@ -31,6 +31,8 @@ MAX_STRING_BYTES = {
   'learner': 63,
   'code': 63,
   'reason': 255,
+  'seal': 255,
+  'error': 1 << 10,
   'host': 255,
   'agreement': 1 << 16,
   'text': 1 << 16,

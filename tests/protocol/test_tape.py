@@ -16,7 +16,7 @@ from diloco_jax.protocol import config as config_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer.SyncerMachine, learner.LearnerMachine)
-PARTS = {messages.Payload, messages.Held, actions.Participant}  # of others, never sent alone
+PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}  # of others, never sent alone
 
 
 def config(**settings: Any) -> config_lib.ProtocolConfig:

@@ -109,7 +109,7 @@ class Rig:
     self.failed: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     self.work = syncer_work.SyncerWork(
       assembled, self.theta, self.posted.put, self.failed.put, self.payloads, self.records,
-      self.checkpoints, self.log, evaluation=None,
+      self.checkpoints, self.log, evaluation=None, snapshots=None,
     )
     self.work.start()
 

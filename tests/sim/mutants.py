@@ -23,6 +23,7 @@ from diloco_jax.protocol import gathering
 from diloco_jax.protocol import grace
 from diloco_jax.protocol import learner
 from diloco_jax.protocol import ledger
+from diloco_jax.protocol import marking
 from diloco_jax.protocol import members
 from diloco_jax.protocol import membership
 from diloco_jax.protocol import messages
@@ -838,7 +839,7 @@ def cursors_forgotten(original):
 @mutant('Recovery forgets the cursors of outer steps that were under way in the books.', streams,
         'ended', 'I21 I21a')
 def cursors_under_way_forgotten(original):
-  return lambda snapshot, sync, fragments, made: original(snapshot, sync, fragments, False)
+  return lambda *args, made: original(*args, made=False)
 
 
 @mutant('Every lease begins at the first batch.', streams.Streams, '_begin', 'I21 I21a')
@@ -889,3 +890,62 @@ def claims_too_much(original):
     original(self, now_ns, incarnation)
     self._position = position
   return _confirm
+
+
+# --- Snapshots of the whole run -------------------------------------------------------------------
+
+
+@mutant('The manifest is written as soon as the syncer itself has saved.', marking.Marking,
+        'advance', 'I16b')
+def manifest_before_all_answered(original):
+  def advance(self, now_ns):
+    if self._taking is not None and self._taking.own is not None:
+      self._taking.awaited.clear()
+    original(self, now_ns)
+  return advance
+
+
+class _Everybody:
+  """Sessions of which none is ever closed."""
+
+  def __contains__(self, session):
+    return True
+
+
+@mutant('A snapshot waits for a learner that has died for ever.', marking.Marking, 'advance', 'L9')
+def dead_are_waited_for(original):
+  def advance(self, now_ns):
+    if self._taking is not None:
+      self._taking.deadline_ns = 1 << 60
+    with mock.patch.object(self._members, 'by_session', _Everybody()):
+      original(self, now_ns)
+  return advance
+
+
+@mutant('A manifest names a part that could not be saved.', marking.Marking, 'marked', 'I16b')
+def failed_parts_are_named(original):
+  def marked(self, member, message):
+    original(self, member, dataclasses.replace(message, error=''))
+  return marked
+
+
+@mutant('A learner says that it saved its part, and did not.', marking.LearnerPart, 'saved',
+        'I16c')
+def failed_parts_are_told(original):
+  def saved(self, done):
+    original(self, dataclasses.replace(done, error=''))
+  return saved
+
+
+@mutant('A snapshot does not wait for the merges under way.', SyncerMachine, '_holds_back', 'I16')
+def snapshot_amid_merges(original):
+  return property(lambda self: self._saving.due and self._gathering.merging)
+
+
+@mutant('A learner saves its part in the middle of a step.', LearnerMachine, '_receive', 'I16c')
+def part_within_a_step(original):
+  def _receive(self, now_ns, message, handle):
+    original(self, now_ns, message, handle)
+    if isinstance(message, messages.Mark):
+      self._part.begin(self.step, self.snapshot())
+  return _receive

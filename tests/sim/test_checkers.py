@@ -97,6 +97,14 @@ DONE = e.MergeDone(
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
+MARK = m.Mark(snapshot=1, keep=())
+SAVE_PART = a.SavePart(snapshot=1, step=2, books=SNAPSHOT, keep=())
+PART_SAVED = e.PartSaved(snapshot=1, step=2, seal='part of l0')
+MARKED = m.Marked(snapshot=1, step=2, seal='part of l0', error='')
+WRITE = a.WriteManifest(snapshot=1, step=2, seal='part of the syncer', missing=(), parts=(
+  a.Part(learner='l0', incarnation=1, step=2, seal='part of l0'),))
+
+
 def progress(step: int) -> m.Progress:
   return m.Progress(step=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
 
@@ -125,6 +133,13 @@ STORY = {
                   (a.Adopt(fragment=0, version=1, handle=4, whole=False),)),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
+  'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (SAVE_PART, say(MARK))),
+  'mark': Turn(LEARNER, 18, got(MARK), (SAVE_PART,)),
+  'part': Turn(LEARNER, 18, PART_SAVED, (say(MARKED),)),
+  'own part': Turn(SYNCER, 18, dataclasses.replace(PART_SAVED, seal='part of the syncer')),
+  'marked': Turn(SYNCER, 19, got(MARKED), (WRITE,)),
+  'written': Turn(SYNCER, 19, e.ManifestWritten(snapshot=1), (a.Report(
+    name='snapshot', values={'number': 1, 'parts': ['l0'], 'missing': [], 'error': ''}),)),
 }
 
 
@@ -259,6 +274,16 @@ BROKEN = [
   ('I16', with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'merging': []}),
                    merging())),
   ('I16', with_out('contribution', MERGE, merging(), a.Save(step=2, snapshot=SNAPSHOT))),
+  ('I16', with_out('begin', dataclasses.replace(SAVE_PART, books={**SNAPSHOT, 'versions': [0]}),
+                   say(MARK))),
+  ('I16b', also('own part', WRITE)),
+  ('I16b', with_out('marked', dataclasses.replace(WRITE, seal='part of another'))),
+  ('I16b', with_out('marked', dataclasses.replace(WRITE, parts=(), missing=(('l0', 'late'),)))),
+  ('I16b', also('marked', SAVE_PART)),
+  ('I16c', also('step 2', SAVE_PART)),
+  ('I16c', lambda story: story.update(part=dataclasses.replace(
+    story['part'], event=dataclasses.replace(PART_SAVED, error='no space')))),
+  ('L9', with_out('marked')),
   ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
   ('I17', also('offer', a.Step(step=0))),
   ('I21', read_again),

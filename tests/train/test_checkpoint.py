@@ -175,7 +175,7 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with futures.ThreadPoolExecutor(4) as pool:
     ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
-    assert [end.result() for end in ends] == [None] * 4
+    assert len({end.result() for end in ends}) == 4  # their seals
   assert checkpoints.steps == [3, 4]
   checkpoints.close()
 

@@ -8,6 +8,7 @@ from typing import Any, Sequence
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol import syncer as syncer_lib
 from diloco_jax.sim import observers
 from diloco_jax.sim.books import learner as learner_book
 from diloco_jax.sim.books import lineage as lineage_book
@@ -180,5 +181,7 @@ def _believe(
 
 
 def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
-  """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves."""
-  return {**saved, 'merging': []} == {**snapshot, 'merging': []}
+  """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves. Which
+  snapshots of the run there are is no part of one."""
+  moment = {'merging': [], syncer_lib.MANIFESTS: []}
+  return {**saved, **moment} == {**snapshot, **moment}

@@ -20,6 +20,13 @@ class SnapshotIsACut(invariant.Invariant):
       self.fail('an outer step is under way')
     self._same(snapshot, lineage)
 
+  @invariant.on(SYNCER, actions.SavePart)
+  def save_part(self, book, now_ns, save, event):
+    """The syncer's part of a snapshot of the whole run is one, too."""
+    if book.merges:
+      self.fail('an outer step is under way')
+    self._same(save.books, book.lineage)
+
   @invariant.on(SYNCER, 'merging')
   def books(self, book, now_ns, report, event):
     """So are the books of an outer step, of the moment at which it is decided."""

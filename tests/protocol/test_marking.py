@@ -1,0 +1,133 @@
+"""Snapshots of the whole run, as the syncer's machine decides them; more in tests/sim."""
+
+import copy
+
+import pytest
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol import marking
+from diloco_jax.protocol import members as members_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import outbox
+from diloco_jax.protocol import recovery
+
+CONFIG = config_lib.ProtocolConfig(
+  learners=2, fragments=1, period=1, overlap=0, quorum=1, total_steps=9, snapshot_syncs=2,
+  snapshot_wait_ns=100)
+BOOKS = {'versions': [3]}
+SEALED = events.PartSaved(snapshot=1, step=7, seal='own')
+
+
+class Syncer:
+  """The syncer's half with two joined learners, on sessions 1 and 2."""
+
+  def __init__(self):
+    self.members, self.out = members_lib.Members(CONFIG), outbox.Outbox()
+    for session, learner in enumerate(('l0', 'l1'), 1):
+      self.members.bind(learner, session, 1, session, 0).sent = [0]
+    self.marking = marking.Marking(CONFIG, self.members, self.out)
+
+  def begin(self) -> list:
+    self.out.take()
+    self.marking.begin(0, 7, BOOKS)
+    return self.out.take()
+
+  def marked(self, session: int, error: str = '', snapshot: int = 1) -> None:
+    self.marking.marked(self.members.by_session[session], messages.Marked(
+      snapshot=snapshot, step=8, seal='' if error else f'of {session}', error=error))
+
+  def manifest(self, now_ns: int = 1) -> actions.WriteManifest | None:
+    """What is written now, if anything."""
+    self.marking.advance(now_ns)
+    self.marking.check()
+    written = [one for one in self.out.take() if isinstance(one, actions.WriteManifest)]
+    return written[0] if written else None
+
+
+@pytest.fixture(name='syncer')
+def _syncer() -> Syncer:
+  return Syncer()
+
+
+def test_it_begins_every_so_many_outer_steps_or_when_asked(syncer):
+  for _ in range(CONFIG.snapshot_syncs):
+    assert not syncer.marking.due
+    syncer.marking.outer_step()
+  assert syncer.marking.due
+  own, *marks = syncer.begin()
+  assert own == actions.SavePart(snapshot=1, step=7, books=BOOKS, keep=())
+  assert [(one.session, one.message.snapshot) for one in marks] == [(1, 1), (2, 1)]
+  syncer.marking.ask()
+  assert not syncer.marking.due  # one at a time
+  syncer.marking.saved(events.PartSaved(snapshot=1, step=7, seal='', error='no space'))
+  assert syncer.marking.due
+
+
+def test_the_manifest_comes_after_every_answer(syncer):
+  syncer.begin()
+  syncer.marked(2)
+  syncer.marked(2, snapshot=9)  # of another one
+  assert syncer.manifest() is None
+  syncer.marking.saved(SEALED)
+  assert syncer.manifest() is None and syncer.marking.deadline_ns == 100
+  syncer.marked(1)
+  written = syncer.manifest()
+  assert (written.seal, written.missing) == ('own', ())
+  assert [(part.learner, part.seal) for part in written.parts] == [('l0', 'of 1'), ('l1', 'of 2')]
+  assert syncer.manifest() is None  # once
+
+
+def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name(syncer):
+  syncer.begin()
+  syncer.marking.saved(SEALED)
+  syncer.members.release(1)
+  syncer.marked(2, error='no space')
+  missing = dict(syncer.manifest().missing)
+  assert missing == {'l0': 'it was gone before it had saved', 'l1': 'it could not save: no space'}
+
+
+def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
+  syncer.begin()
+  syncer.marking.saved(SEALED)
+  assert syncer.manifest(99) is None
+  assert set(dict(syncer.manifest(100).missing)) == {'l0', 'l1'}
+  assert syncer.marking.deadline_ns is None
+  syncer.marked(1)  # too late
+  syncer.marking.written(events.ManifestWritten(snapshot=1))
+  assert not syncer.marking.due
+
+
+def test_numbers_go_on_and_two_are_kept(syncer):
+  syncer.marking.load([3, 4, 7])
+  for number, keep in ((8, (4, 7)), (9, (7, 8)), (10, (8, 9))):
+    own, *marks = syncer.begin()
+    assert (own.snapshot, own.keep) == (number, keep)
+    assert {one.message.keep for one in marks} == {keep}
+    syncer.marking.saved(events.PartSaved(snapshot=number, step=7, seal='own'))
+    syncer.manifest(100)
+    syncer.marking.written(events.ManifestWritten(snapshot=number))
+
+
+def test_what_was_not_written_is_no_snapshot(syncer):
+  syncer.begin()
+  syncer.marking.saved(SEALED)
+  syncer.manifest(100)
+  syncer.marking.written(events.ManifestWritten(snapshot=1, error='no space'))
+  assert any('snapshot 1 is given up: its manifest' in one.text for one in syncer.out.take()
+             if isinstance(one, actions.Say))
+  assert syncer.begin()[0].keep == ()
+
+
+def test_learners_without_a_place_have_left():
+  account = {'cursors': [5, 10], 'trained': 10, 'steps': 1, 'merged': 15, 'discarded': {},
+             'closed': False}
+  snapshot = {'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
+              'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]]}
+  state = recovery.without(snapshot, ['l1'])
+  assert [row['left'] for row in state['members']] == [False, True]
+  assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
+  assert state['ledger'][1][2] == {
+    **account, 'cursors': [10, 10], 'discarded': {'left': 5}, 'closed': True}
+  assert recovery.without(state, ['l1']) == state
