@@ -85,6 +85,24 @@ class UseStream:
   stream: int
 
 
+@_action
+class ReadMoments:
+  """Snapshot the inner optimizer's state as it is between two steps and bring it to the host beside
+  the steps that follow; answered by MomentsRead."""
+
+  transfer: int
+
+
+@_action
+class TakeMoments:
+  """Replace the inner optimizer's state by what is behind `handle` if its digest is `digest`, else
+  leave it as it is; answered by MomentsTaken. The handle is dropped by the shell afterwards."""
+
+  transfer: int
+  handle: int
+  digest: int
+
+
 # --- Work of the syncer ---------------------------------------------------------------------------
 
 
@@ -157,5 +175,7 @@ class Exit:
 
 
 Transport = Dial | Send | Close | Drop
-Work = Step | Encode | Adopt | UseStream | Merge | ReadFragment | Save
+Work = (
+  Step | Encode | Adopt | UseStream | ReadMoments | TakeMoments | Merge | ReadFragment | Save
+)
 Action = Transport | Work | Report | Say | Exit

@@ -79,6 +79,25 @@ class AdoptDone:
   digest: int
 
 
+@_event
+class MomentsRead:
+  """The snapshot of a ReadMoments, with the digest of its arrays; `handle` None: it held NaN or Inf
+  and is nothing to give away."""
+
+  transfer: int
+  handle: int | None
+  payload: messages.Payload | None
+  digest: int
+
+
+@_event
+class MomentsTaken:
+  """`matched`: the inner optimizer's state is the donated one now; else it is what it was."""
+
+  transfer: int
+  matched: bool
+
+
 # --- Answers to the syncer's work -----------------------------------------------------------------
 
 
@@ -117,6 +136,6 @@ class SaveDone:
 
 
 Event = (
-  Connected | Disconnected | Received | Wake | Stop | StepDone | Encoded | AdoptDone | MergeDone
-  | FragmentRead | SaveDone
+  Connected | Disconnected | Received | Wake | Stop | StepDone | Encoded | AdoptDone | MomentsRead
+  | MomentsTaken | MergeDone | FragmentRead | SaveDone
 )

@@ -28,6 +28,8 @@ VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate')
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not')  # the first word of the reason
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
+DONATIONS = ('asked', 'relayed', 'given up')
+WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -52,6 +54,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'declined {reason}' for reason in DECLINES), *(f'refused {code}' for code in REFUSALS),
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
+    *(f'donation {state}' for state in DONATIONS), *(f'recovered by {way}' for way in WAYS),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
     *(f'log {kind}' for kind in LOG), 'log recovered one more', 'syncer restored',
     'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
@@ -163,6 +166,8 @@ class Marks(observers.Observer):
       case 'cancelled':
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
+      case 'donation':
+        self.counts[f'donation {values["state"]}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1
@@ -192,6 +197,8 @@ class Marks(observers.Observer):
       self._connect(process, 'dialing')
     elif kind is actions.Step:
       self._train(process, 'training')
+    elif kind is actions.Report and action.name == 'recovered':
+      self.counts[f'recovered by {action.values["by"]}'] += 1
     elif kind is actions.Report and action.values.get('state') == 'trained':
       self._train(process, 'trained')
     elif kind is actions.Exit:

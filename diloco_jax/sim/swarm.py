@@ -22,6 +22,8 @@ class Setting:
   Attributes:
     config: of the machines.
     up_ns, down_ns, bulk_ns, encode_ns, step_ns: per learner.
+    donate_ns: to bring a donor's moments to its host.
+    garble: donations whose bits go wrong, per mille.
     jitter_ns: of every link.
     loss, duplicate: of every link until all is healed, per mille.
     noise: of every step, per mille.
@@ -36,6 +38,8 @@ class Setting:
   bulk_ns: list[int]
   encode_ns: list[int]
   step_ns: list[int]
+  donate_ns: int
+  garble: int
   jitter_ns: int
   loss: int
   duplicate: int
@@ -48,7 +52,7 @@ class Setting:
 LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
-def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
+def _config(draw: random.Random, lease_ns: int, donor_wait_ns: int) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
   long = draw.randrange(4) == 0
@@ -63,6 +67,7 @@ def _config(draw: random.Random, lease_ns: int) -> config_lib.ProtocolConfig:
     grace_permille=draw.choice([0, 500, 999]),
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
+    donor_wait_ns=donor_wait_ns,
     lease_ns=lease_ns,
     heartbeat_ns=lease_ns // 5,
     redial_ns=(50 * MS, 500 * MS),
@@ -114,7 +119,9 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
-  config = _config(engine_lib.stream(seed, 'config'), lease_ns)
+  donor = engine_lib.stream(seed, 'donor')
+  donor_wait_ns = donor.choice((0, SECOND // 2, 2 * SECOND, 8 * SECOND))
+  config = _config(engine_lib.stream(seed, 'config'), lease_ns, donor_wait_ns)
   net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
   learners = range(config.learners)
   heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
@@ -125,6 +132,8 @@ def draw(seed: int) -> Setting:
     bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
     encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
     step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
+    donate_ns=donor.choice((0, 20 * MS, 300 * MS, SECOND)),
+    garble=donor.choice((0, 0, 200)),
     jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
@@ -143,6 +152,7 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       island, link = world.island(name), world.link(name)
       island.step_ns, island.noise = setting.step_ns[which], setting.noise
       island.encode_ns = island.adopt_ns = setting.encode_ns[which]
+      island.donate_ns, island.garble = setting.donate_ns, setting.garble
       link.up_ns, link.down_ns = setting.up_ns[which], setting.down_ns[which]
       link.bulk_ns, link.jitter_ns = setting.bulk_ns[which], setting.jitter_ns
       link.loss, link.duplicate = setting.loss, setting.duplicate
