@@ -304,7 +304,8 @@ class LearnerMachine:
       self._adopt(publish, handle)
     self._arrivals.clear()
     if self._training == 'waiting' and not self._due:
-      self._taker.boundary(self.step)
+      if not self._adopting:  # what is adopted still would let the donation age before the first step
+        self._taker.boundary(self.step)
       if self._taker.way:
         self._training = 'training'
     trains = self._training in ('training', 'trained')
