@@ -4,10 +4,16 @@ A link has two lanes. *Control* carries messages in the order in which they were
 nothing. *Bulk* carries payloads, one *transfer* after the other, each cut into chunks on demand.
 A message with a payload is an *announcement*: it enters the control lane when its transfer begins.
 So a heartbeat is never behind a gigabyte, and what has not begun can still be replaced.
+A *donation* (a donor's moments, larger than anything else, and nobody but its joiner waits for it)
+goes out in the background of the bulk lane: one chunk at a time when no other payload waits, and no
+faster than it is granted.
 
 Rules of the outgoing half (`Outbox`):
 
-* transfers leave in the order in which they were sent; transfer numbers grow and are never reused;
+* transfers leave in the order in which they were sent, but for donations, which any other payload
+  overtakes; transfer numbers grow and are never reused;
+* donations leave one after the other; more than MAX_DONATIONS do not wait, and a closing link does
+  not finish them;
 * a whole Publish (`base_version` None) of a fragment replaces the older Publishes of that fragment
   whose transfer has not begun: they would be overwritten on arrival. A delta replaces nothing, its
   base may be the very version that waits;
@@ -28,6 +34,7 @@ Buffer = memoryview | bytes
 Split = Callable[[int, Buffer], Iterator[bytes]]
 """Cuts the payload of a transfer into frames, lazily."""
 
+MAX_DONATIONS = 2  # the machines ask for one at a time; the one before may just be ending
 NO_TRANSFER = 0  # the transfer number of a message without payload
 
 
@@ -42,6 +49,7 @@ class Limits:
   max_payload_bytes: int  # the largest payload accepted
   max_queued_bytes: int = 8 << 30  # payloads waiting to go out (by reference, often shared)
   max_queued_messages: int = 1 << 14  # control messages waiting to go out
+  donation_bytes_per_s: int = 0  # of the donations that go out; 0: as fast as it goes
   max_open_transfers: int = 4  # incoming, incomplete or not yet announced
   max_sessions: int = 64  # peers at a time (syncer)
   handshake_s: float = 5.0  # for both streams of a session to be up
@@ -71,35 +79,43 @@ def _words(payload: Buffer | None) -> str:
   return 'no payload' if payload is None else f'{size_bytes(payload)} bytes'
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Transfer:
-  number: int
+@dataclasses.dataclass
+class _Background:
+  """A donation on its way out: its frames (None before the first), and when the next may go."""
+
   message: messages.Message
   payload: Buffer
+  frames: Iterator[bytes] | None = None
+  next_s: float = 0.0
 
 
 class Outbox:
-  """What is to go out to one peer. Not thread-safe: its owner holds a lock."""
+  """What is to go out to one peer. Not thread-safe: its owner holds a lock. Frames are made outside
+  of it, by one thread."""
 
-  def __init__(self, split: Split, max_bytes: int, max_messages: int):
+  def __init__(self, split: Split, max_bytes: int, max_messages: int, bytes_per_s: int = 0):
     self._split = split
     self._max_bytes = max_bytes
     self._max_messages = max_messages
     self._control: collections.deque[tuple[messages.Message, int]] = collections.deque()
-    self._bulk: collections.deque[_Transfer] = collections.deque()
+    self._bulk: collections.deque[tuple[messages.Message, Buffer]] = collections.deque()
+    self._bytes_per_s = bytes_per_s
+    self._donations: collections.deque[_Background] = collections.deque()
     self._under_way_bytes = 0
     self._last_transfer = NO_TRANSFER
 
   @property
   def queued_bytes(self) -> int:
-    """Payload bytes that wait, with those of the transfer under way."""
-    return self._under_way_bytes + sum(size_bytes(t.payload) for t in self._bulk)
+    """Payload bytes that wait, with those of the transfer under way; donations do not count."""
+    return self._under_way_bytes + sum(size_bytes(payload) for _, payload in self._bulk)
 
   def push(self, message: messages.Message, payload: Buffer | None = None) -> None:
     """Queues a message. Raises LinkError if more would wait than this peer is granted."""
     check_payload(message, payload)
     if payload is None:
       self._push_control(message, NO_TRANSFER)
+    elif isinstance(message, messages.Donation):
+      self._push_background(message, payload)
     else:
       self._supersede(message)
       self._push_bulk(message, payload)
@@ -116,15 +132,44 @@ class Outbox:
     self._under_way_bytes = 0
     if not self._bulk:
       return None
-    transfer = self._bulk.popleft()
-    self._under_way_bytes = size_bytes(transfer.payload)
-    self._control.append((transfer.message, transfer.number))
-    return self._split(transfer.number, transfer.payload)
+    message, payload = self._bulk.popleft()
+    self._under_way_bytes = size_bytes(payload)
+    return self._begin(message, payload)
+
+  def next_donated(self, now_s: float) -> Iterator[bytes] | None:
+    """The next frame of the donation, lazily, if there is one and its time has come. To be asked for
+    when no other transfer is there; the first one announces it."""
+    if not self._donations or now_s < self._donations[0].next_s:
+      return None
+    background = self._donations[0]
+    if background.frames is None:
+      background.frames = self._begin(background.message, background.payload)
+    return self._one_frame(background, now_s)
+
+  def donation_wait_s(self, now_s: float) -> float | None:
+    """How long until `next_donated` has something; None: there is no donation."""
+    return max(0.0, self._donations[0].next_s - now_s) if self._donations else None
+
+  def _begin(self, message: messages.Message, payload: Buffer) -> Iterator[bytes]:
+    self._last_transfer += 1
+    self._control.append((message, self._last_transfer))
+    return self._split(self._last_transfer, payload)
+
+  def _one_frame(self, background: _Background, now_s: float) -> Iterator[bytes]:
+    frame = next(background.frames, None)
+    if frame is None:
+      if self._donations and self._donations[0] is background:  # else it was cleared meanwhile
+        self._donations.popleft()
+      return
+    if self._bytes_per_s:
+      background.next_s = max(background.next_s, now_s) + len(frame) / self._bytes_per_s
+    yield frame
 
   def clear(self) -> None:
     """Forgets everything that waits, and its bytes."""
     self._control.clear()
     self._bulk.clear()
+    self._donations.clear()
 
   def _push_control(self, message: messages.Message, transfer: int) -> None:
     if len(self._control) >= self._max_messages:
@@ -137,13 +182,18 @@ class Outbox:
     if queued + size_bytes(payload) > self._max_bytes:
       raise LinkError(f'too slow: {queued} payload bytes wait to go out and '
                       f'{size_bytes(payload)} more would be over the {self._max_bytes} granted')
-    self._last_transfer += 1
-    self._bulk.append(_Transfer(self._last_transfer, message, payload))
+    self._bulk.append((message, payload))
+
+  def _push_background(self, message: messages.Message, payload: Buffer) -> None:
+    if len(self._donations) >= MAX_DONATIONS:
+      raise LinkError(f'too slow: {len(self._donations)} donations wait to go out, at most '
+                      f'{MAX_DONATIONS} may')
+    self._donations.append(_Background(message, payload))
 
   def _supersede(self, message: messages.Message) -> None:
     if not isinstance(message, messages.Publish) or message.base_version is not None:
       return
-    kept = [t for t in self._bulk if not _is_older_publish(t.message, message)]
+    kept = [one for one in self._bulk if not _is_older_publish(one[0], message)]
     self._bulk = collections.deque(kept)
 
 

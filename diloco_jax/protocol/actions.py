@@ -88,6 +88,24 @@ class UseStream:
   rewind: bool
 
 
+@_action
+class ReadMoments:
+  """Snapshot the inner optimizer's state as it is between two steps and bring it to the host beside
+  the steps that follow; answered by MomentsRead."""
+
+  transfer: int
+
+
+@_action
+class TakeMoments:
+  """Replace the inner optimizer's state by what is behind `handle` if its digest is `digest`, else
+  leave it as it is; answered by MomentsTaken. The handle is dropped by the shell afterwards."""
+
+  transfer: int
+  handle: int
+  digest: int
+
+
 # --- Work of the syncer ---------------------------------------------------------------------------
 
 
@@ -199,6 +217,7 @@ class Exit:
 
 Transport = Dial | Send | Close | Drop
 Work = (
-  Step | Encode | Adopt | UseStream | Merge | ReadFragment | Save | SavePart | WriteManifest
+  Step | Encode | Adopt | UseStream | ReadMoments | TakeMoments | Merge | ReadFragment | Save
+  | SavePart | WriteManifest
 )
 Action = Transport | Work | Report | Say | Exit

@@ -31,6 +31,7 @@ class ProtocolConfig:
     redial_ns: first and longest pause before a new attempt to connect.
     streams: V, how many data streams the text is cut into; a learner more than there are waits
       until one is free. None: as many as learners.
+    donor_wait_ns: how long a joiner may wait for a donor's moments (donation.py); 0: nobody is asked.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
     norm_factor: a pseudo-gradient longer than so many times the median norm of its fragment is
@@ -56,6 +57,7 @@ class ProtocolConfig:
   start_wait_ns: int = 0
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
   streams: int | None = None
+  donor_wait_ns: int = 0
   save_steps: int = 0
   save_syncs: int = 0
   norm_factor: int = 10
@@ -78,6 +80,7 @@ class ProtocolConfig:
       ('heartbeat_ns', 1, self.lease_ns // 2,
        'a lease must outlive a lost heartbeat: heartbeat <= lease / 2'),
       ('start_wait_ns', 0, None, '0 starts with the first learner'),
+      ('donor_wait_ns', 0, None, '0 asks nobody'),
       ('save_steps', 0, None, '0 saves only at the end'),
       ('save_syncs', 0, None, '0 saves only at the end'),
       ('norm_factor', 0, None, '0 refuses nothing for its norm'),

@@ -84,6 +84,25 @@ class AdoptDone:
   digest: int
 
 
+@_event
+class MomentsRead:
+  """The snapshot of a ReadMoments, with the digest of its arrays; `handle` None: it held NaN or Inf
+  and is nothing to give away."""
+
+  transfer: int
+  handle: int | None
+  payload: messages.Payload | None
+  digest: int
+
+
+@_event
+class MomentsTaken:
+  """`matched`: the inner optimizer's state is the donated one now; else it is what it was."""
+
+  transfer: int
+  matched: bool
+
+
 # --- Answers to the syncer's work -----------------------------------------------------------------
 
 
@@ -146,5 +165,5 @@ class PartSaved:
 
 Event = (
   Connected | Disconnected | Received | Wake | Stop | TakeSnapshot | StepDone | Encoded | AdoptDone
-  | MergeDone | FragmentRead | ManifestWritten | SaveDone | PartSaved
+  | MomentsRead | MomentsTaken | MergeDone | FragmentRead | ManifestWritten | SaveDone | PartSaved
 )

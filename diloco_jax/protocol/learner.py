@@ -4,7 +4,9 @@ Two things run side by side: the *connection* (connection.py), and the *training
 connection only once, to start from what the run holds (docs/protocol.md draws it from
 TRAINING_STATES)::
 
-    waiting --every due fragment adopted--> training --clock reached T--> trained --Finish--> ended
+    waiting --every due fragment adopted, moments there--> training --clock reached T--> trained --Finish--> ended
+
+Whose moments a new process trains with, and how a peer gets them: moments.py.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
@@ -29,12 +31,13 @@ from diloco_jax.protocol import connection as connection_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import marking as marking_lib
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import moments as moments_lib
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import streams as streams_lib
 
 TRAINING_STATES = (
-  ('waiting', 'training', 'every due fragment is adopted'),
+  ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
   ('training', 'trained', 'the clock reached T'),
   ('waiting', 'ended', 'refused for good, or asked to stop'),
   ('training', 'ended', 'asked to stop, or fenced'),
@@ -84,6 +87,8 @@ class LearnerMachine:
     self._identity = identity
     self._out = outbox.Outbox()
     self._connection = connection_lib.Connection(config, identity, self._out)
+    self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
+    self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
     self._incarnation = 0
     # Where it reads, what it told of that, and where it is to go at the next boundary.
     self._position: streams_lib.Lease | None = None
@@ -121,6 +126,7 @@ class LearnerMachine:
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._no_more)
+      self._taker.expire(now_ns, self.step)
     if not self._running and not self._exited:
       self._boundary()
     return self._out.take()
@@ -128,7 +134,10 @@ class LearnerMachine:
   @property
   def deadline_ns(self) -> int | None:
     """When a Wake is wanted."""
-    return None if self._exited else self._connection.deadline_ns(self._no_more)
+    if self._exited:
+      return None
+    times = self._connection.deadline_ns(self._no_more), self._taker.deadline_ns
+    return min((time for time in times if time is not None), default=None)
 
   @property
   def _no_more(self) -> bool:
@@ -154,6 +163,10 @@ class LearnerMachine:
         self._encoded(event)
       case events.AdoptDone():
         self._adopt_done(event)
+      case events.MomentsRead():
+        self._giver.read(event)
+      case events.MomentsTaken():
+        self._taker.taken(event, self.step)
       case events.SaveDone():
         self._saved(event)
       case events.PartSaved():
@@ -179,6 +192,8 @@ class LearnerMachine:
     for _, handle in self._arrivals:
       self._out.drop(handle)
     self._arrivals.clear()
+    self._giver.hung_up()
+    self._taker.hung_up()
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason=reason)
@@ -192,11 +207,17 @@ class LearnerMachine:
           self._refused = message.text
           self._give_up()
       case messages.Joined() if not self._connection.joined:
-        self._joined(message)
+        self._joined(now_ns, message)
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
         self._pulls[fragment] = self._pulled[fragment] = sync
       case messages.Publish():
         self._arrivals.append((message, handle))
+      case messages.Donate():
+        self._giver.asked(message)
+      case messages.Donation():
+        self._taker.arrived(message, handle)
+      case messages.NoDonation():
+        self._taker.none(message, self.step)
       case messages.Settled():
         self._settled(message)
       case messages.Mark():
@@ -219,7 +240,7 @@ class LearnerMachine:
       stream=stream, cursor=cursor,
     ))
 
-  def _joined(self, joined: messages.Joined) -> None:
+  def _joined(self, now_ns: int, joined: messages.Joined) -> None:
     self._connection.welcomed()
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
@@ -229,8 +250,7 @@ class LearnerMachine:
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
       self._renew(fragment, anchor, joined.step)
-    if self._training == 'waiting' and not self._due:
-      self._training = 'training'
+    self._taker.joined(now_ns, joined)
     self._report_state('joined', due=len(self._due))
 
   def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
@@ -302,6 +322,13 @@ class LearnerMachine:
     for publish, handle in self._arrivals:
       self._adopt(publish, handle)
     self._arrivals.clear()
+    if self._training == 'waiting' and not self._due:
+      if not self._adopting:  # what is adopted still would let the donation age before the first step
+        self._taker.boundary(self.step)
+      if self._taker.way:
+        self._training = 'training'
+    trains = self._training in ('training', 'trained')
+    self._giver.boundary(trains, self.step, tuple(anchor.version for anchor in self._anchors))
     if self._training == 'training' and self.step >= self._config.total_steps:
       self._training = 'trained'
       self._report_state('trained')
@@ -364,8 +391,6 @@ class LearnerMachine:
       del self._pulls[fragment]
     self.step = max(self.step, publish.sync)
     self._due.discard(fragment)
-    if self._training == 'waiting' and not self._due:
-      self._training = 'training'
 
   def _adopt_done(self, done: events.AdoptDone) -> None:
     """Both sides must hold the same bits, or deltas would drift apart."""
@@ -451,6 +476,7 @@ class LearnerMachine:
   def _exit(self, code: int, text: str) -> None:
     self._training = 'ended'
     self._exited = True
+    self._taker.close()
     self._out.do(actions.Exit(code=code, text=text))
 
   # --- What others may see ------------------------------------------------------------------------

@@ -28,7 +28,8 @@ class Member:
   before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: of which
   fragments too many are (published.py). `anchored[p]`: this life's tokens when it adopted its
   anchor of p, as last told. `strikes`: of its updates in a row that were refused (screening.py),
-  `worst`: the most of them in this life."""
+  `worst`: the most of them in this life. `awaits`: the donation that was promised to it and that it
+  has not told to be done with (donation.py), 0: none."""
 
   learner: str
   stream: int | None = None  # the data stream of its last lease
@@ -46,6 +47,7 @@ class Member:
   due: set[int] = dataclasses.field(default_factory=set)
   on_way: list[list[int]] = dataclasses.field(default_factory=list)
   behind: set[int] = dataclasses.field(default_factory=set)
+  awaits: int = 0
   anchored: dict[int, int] = dataclasses.field(default_factory=dict)
   replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
   strikes: int = 0
@@ -57,8 +59,8 @@ class Member:
 
   @property
   def caught_up(self) -> bool:
-    """It trains on published values only, so it may contribute and set the pace."""
-    return self.live and bool(self.sent) and not self.due
+    """It trains, on published values only, so it may contribute and set the pace."""
+    return self.live and bool(self.sent) and not self.due and not self.awaits
 
 
 class Members:

@@ -18,6 +18,7 @@ from typing import Any
 
 from diloco_jax.protocol import admission as admission_lib
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import donation as donation_lib
 from diloco_jax.protocol import gathering as gathering_lib
 from diloco_jax.protocol import ledger as ledger_lib
 from diloco_jax.protocol import members as members_lib
@@ -45,6 +46,7 @@ class Membership:
     published: published_lib.Published,
     gathering: gathering_lib.Gathering,
     streams: streams_lib.Streams,
+    relay: donation_lib.Relay,
     out: outbox.Outbox,
   ):
     self._config = config
@@ -54,6 +56,7 @@ class Membership:
     self._pace = pace
     self._published = published
     self._gathering = gathering
+    self._relay = relay
     self._out = out
     self.admission = admission_lib.Admission(
       config, agreement, members, ledger, streams, out)
@@ -78,7 +81,7 @@ class Membership:
       if lease is None:
         self._wait(member, confirm)
         continue
-      self._welcome(member, confirm.held, lease)
+      self._welcome(now_ns, member, confirm.held, lease, finished)
       if finished:
         self._out.send(member.session, messages.Finish())
       elif member.caught_up:
@@ -105,7 +108,8 @@ class Membership:
       )
 
   def _welcome(
-    self, member: members_lib.Member, held: tuple[messages.Held, ...], lease: streams_lib.Lease
+    self, now_ns: int, member: members_lib.Member, held: tuple[messages.Held, ...],
+    lease: streams_lib.Lease, finished: bool,
   ) -> None:
     member.stream = lease.stream
     self._published.compare(member, held)
@@ -114,9 +118,11 @@ class Membership:
     clock = min(syncs) - 1 if syncs else self._pace.opened
     member.step = max(member.step, clock)  # as the learner itself will do
     due = tuple(sorted(member.due))
+    fresh = not finished and self._ledger.of(member).trained == 0
+    member.awaits = self._relay.promise(now_ns, member, clock) if fresh else 0
     self._out.send(member.session, messages.Joined(
       incarnation=member.incarnation, step=clock, stream=lease.stream, cursor=lease.cursor,
-      due=due,
+      due=due, donation=member.awaits,
     ))
     self._tell_cancelled(member, clock)
     for fragment in due:
@@ -169,6 +175,16 @@ class Membership:
       if member.caught_up:
         self._caught_up(member)
 
+  def recovered(self, member: members_lib.Member, recovered: messages.Recovered) -> None:
+    """A joiner has its moments, whichever way; said again it is no news."""
+    if recovered.transfer != member.awaits:
+      return
+    member.awaits = 0
+    self._relay.done(recovered.transfer)
+    self._report(member, 'recovered', by=recovered.way)
+    if member.caught_up:
+      self._caught_up(member)
+
   def _repair(self, member: members_lib.Member, adopted: messages.Adopted) -> None:
     self.repaired += 1
     self._out.say(
@@ -188,6 +204,7 @@ class Membership:
       return
     self._pace.leave(member.learner)
     self._gathering.leave(member.learner)
+    self._relay.leave(member)
     self._report(member, 'lost', reason=reason)
 
   def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:

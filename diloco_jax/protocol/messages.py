@@ -12,6 +12,8 @@ A learner's life on the wire::
       Confirm(held)        ->                                from here on the id is held
                            <-  Joined(step, stream, cursor, due)
                            <-  Publish(full) for each due fragment
+                           <-  Donation(transfer)            a peer's moments, if promised
+      Recovered(way)       ->
       Progress(step)       ->                                after every inner step
                            <-  Pull(sync, fragment)          sync t has opened
       Contribution(...)    ->                                at the next step boundary
@@ -146,6 +148,38 @@ class Marked:
 
 
 @_message
+class Donation:
+  """A donor's inner optimizer state (payload) at a step boundary, for the joiner of `transfer`.
+
+  Relayed by the syncer as it came. `step` and `versions` are the donor's vector clock at the
+  snapshot: its clock and the version of each fragment that it held; `digest` is of the arrays.
+  """
+
+  transfer: int
+  donor: str
+  step: int
+  versions: tuple[int, ...]
+  digest: int
+  payload: Payload
+
+
+@_message
+class NoDonation:
+  """From a donor: it cannot give. From the syncer: nobody does, the joiner takes the next way."""
+
+  transfer: int
+  reason: str
+
+
+@_message
+class Recovered:
+  """The joiner has its moments, by one of `Way`, and trains once it holds every due fragment."""
+
+  transfer: int
+  way: str
+
+
+@_message
 class Leave:
   """The learner goes for good (`done`, `preempted`, ...); it contributes no more."""
 
@@ -174,13 +208,25 @@ class Refused:
 @_message
 class Joined:
   """The learner is a member. It adopts `step`; `due` fragments follow before it may train. It
-  reads data stream `stream` from batch `cursor` on; if it claimed that, it goes on where it is."""
+  reads data stream `stream` from batch `cursor` on; if it claimed that, it goes on where it is.
+  `donation`: the transfer by which a peer's moments come before it may train; 0: there is none."""
 
   incarnation: int
   step: int
   stream: int
   cursor: int
   due: tuple[int, ...]
+  donation: int = 0
+
+
+@_message
+class Donate:
+  """Give your moments for `transfer` at the first boundary at which you have seen this vector clock:
+  your clock is at least `step`, your anchors are at least `versions`."""
+
+  transfer: int
+  step: int
+  versions: tuple[int, ...]
 
 
 @_message
@@ -241,10 +287,21 @@ class Reason:
   ALL = (LATE, STALE, OVERWRITTEN, BAD_VALUE, LOST_WITH_PROCESS, LEFT, END_OF_RUN, DUPLICATE)
 
 
+class Way:
+  """Where a process has the moments of its inner optimizer from when it begins to train."""
+
+  DONOR = 'donor'  # a peer's
+  CHECKPOINT = 'checkpoint'  # its own, as of its checkpoint
+  FRAGMENTS = 'fragments'  # fresh ones: it has the published fragments only
+  START = 'start'  # fresh ones, as everybody's: the run begins
+
+
 FromLearner = (
-  Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Marked | Leave
+  Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Donation | NoDonation
+  | Recovered | Marked | Leave
 )
 FromSyncer = (
-  Offer | Refused | Joined | Pull | Publish | Settled | Mark | Finish | Heartbeat
+  Offer | Refused | Joined | Pull | Publish | Settled | Donate | Donation | NoDonation | Mark
+  | Finish | Heartbeat
 )
 Message = FromLearner | FromSyncer

@@ -28,6 +28,7 @@ theory of its own, and none calls back::
     gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
     quorum.py       when a sync has waited enough;  grace.py: how long it may
     published.py    the versions, and who holds which
+    donation.py     who gives its moments to whom
     saving.py       when to save;  marking.py: snapshots of the whole run
     screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
@@ -39,6 +40,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import donation as donation_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering as gathering_lib
 from diloco_jax.protocol import ledger as ledger_lib
@@ -102,9 +104,10 @@ class SyncerMachine:
     self._gathering = gathering_lib.Gathering(
       config, self._members, self._ledger, self._published, self._streams, self._out
     )
+    self._relay = donation_lib.Relay(config, self._members, self._published, self._out)
     self._membership = membership_lib.Membership(
       config, agreement, self._members, self._ledger, self._pace, self._published,
-      self._gathering, self._streams, self._out,
+      self._gathering, self._streams, self._relay, self._out,
     )
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = saving_lib.Saving(config.save_syncs)
@@ -135,7 +138,7 @@ class SyncerMachine:
     if self._exiting:
       return None if self._exited else self._sweep_ns
     times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns,
-             self._marking.deadline_ns]
+             self._marking.deadline_ns, self._relay.deadline_ns]
     if not self._holds_back:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
@@ -205,6 +208,12 @@ class SyncerMachine:
         self._membership.adopted(now_ns, member, message)
       case messages.Marked():
         self._marking.marked(member, message)
+      case messages.Donation():
+        self._relay.donation(member, message, handle)
+      case messages.NoDonation():
+        self._relay.refused(member, message)
+      case messages.Recovered():
+        self._membership.recovered(member, message)
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
@@ -215,6 +224,7 @@ class SyncerMachine:
   def _advance(self, now_ns: int) -> None:
     """What follows from the time and from what is known, whichever event told it."""
     self._membership.welcome(now_ns, self._finished)
+    self._relay.advance(now_ns)
     if not self._holds_back:
       self._save_what_is_due(now_ns)
     self._marking.advance(now_ns)
@@ -517,7 +527,7 @@ class SyncerMachine:
     """Asserts what must hold between any two events."""
     for part in (
       self._membership, self._gathering, self._pace, self._ledger, self._streams, self._screening,
-      self._marking,
+      self._marking, self._relay,
     ):
       part.check()
     syncs = self._gathering.open.keys()

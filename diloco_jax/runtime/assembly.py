@@ -23,6 +23,8 @@ from diloco_jax.protocol import learner as learner_protocol
 from diloco_jax.protocol import messages
 from diloco_jax.runtime import config as config_lib
 from diloco_jax.train import model as model_lib
+from diloco_jax.train import moments
+from diloco_jax.train import optimizer
 
 CRC_CHUNK_BYTES = 1 << 20
 
@@ -55,8 +57,16 @@ class Assembly:
 
   @property
   def max_payload_bytes(self) -> int:
-    """The largest payload that either side may announce: a whole fragment in float32."""
-    return 4 * max(self.layout.size(p) for p in range(self.layout.num_fragments))
+    """The largest payload that either side may announce: the inner optimizer's state of a donor, or
+    a whole fragment in float32."""
+    fragments_ = (self.layout.size(p) for p in range(self.layout.num_fragments))
+    return max(4 * max(fragments_), self.moments_bytes)
+
+  @property
+  def moments_bytes(self) -> int:
+    """Of the inner optimizer's state: what a donation takes."""
+    tx = optimizer.make_optimizer(self.config.optimizer, self.config.train.steps)
+    return moments.size_bytes(jax.eval_shape(tx.init, self.shapes))
 
   def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
     """Merge rules by label, then the optax transform, for fragment p."""

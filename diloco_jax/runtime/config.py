@@ -44,6 +44,11 @@ class SyncConfig:
     lease_s: a learner unheard of for so long counts as dead.
     start_wait_s: a new run starts once M learners have joined, or so long after the first.
     heartbeat_s: the longest silence that a live peer keeps.
+    donor_wait_s: how long a joiner may wait for a peer's moments before it trains with its own; 0:
+      no peer is asked.
+    donor_rate_mib_s: bandwidth that a donation may take, of the donor and of the syncer, in MiB a
+      second. To arrive at most H steps old, as it must, it has to cross both within that time:
+      2 * moments / rate < H * step time.
     fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients: 'float32', 'bfloat16', 'int8' or 'int4'.
     codec_down: encoding of what is published, a delta to the version before.
@@ -76,6 +81,8 @@ class SyncConfig:
   lease_s: float = 10.0
   heartbeat_s: float = 2.0
   start_wait_s: float = 20.0
+  donor_wait_s: float = 60.0
+  donor_rate_mib_s: int = 256
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
@@ -107,6 +114,8 @@ class SyncConfig:
     _within('sync.heartbeat_s', self.heartbeat_s, 0.01, 3600.0, 'usual values are 1 to 10')
     _within('sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0,
             'a part takes a step and a save')
+    _within('sync.donor_wait_s', self.donor_wait_s, 0.0, 86400.0, '0 asks no donor')
+    _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
     _within('sync.lease_s', self.lease_s, 2 * self.heartbeat_s, 7200.0,
             f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})')
 
@@ -202,6 +211,7 @@ class Config:
         total_steps=self.train.steps, lease_ns=round(second * sync.lease_s),
         heartbeat_ns=round(second * sync.heartbeat_s),
         start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
+        donor_wait_ns=round(second * sync.donor_wait_s),
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
         norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
         snapshot_syncs=sync.snapshot_every_syncs,
@@ -229,7 +239,7 @@ class Config:
     own too, but batch i of stream v must be the same text for all."""
     own = {f'sync.{name}' for name in (
       'checkpoint_every_syncs', 'snapshot_every_syncs', 'snapshot_wait_s', 'keep_log',
-      'norm_factor', 'norm_warmup', 'strikes')}
+      'norm_factor', 'norm_warmup', 'strikes', 'donor_rate_mib_s')}
     shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed', 'data.seq_len',
               'data.batch_size', 'data.streams', 'data.seed')
     return {

@@ -21,6 +21,7 @@ import enum
 import ipaddress
 import os
 import threading
+import time
 from typing import Callable, Iterable, Iterator
 
 # Read when gRPC is imported: a peer that goes away is our business to report, not its log's.
@@ -92,7 +93,9 @@ class Session:
     self._outgoing = outgoing
     self._incoming = incoming
     self._dialed = dialed
-    self._outbox = link.Outbox(chunks.split, limits.max_queued_bytes, limits.max_queued_messages)
+    self._outbox = link.Outbox(
+      chunks.split, limits.max_queued_bytes, limits.max_queued_messages,
+      limits.donation_bytes_per_s)
     self._inbox = link.Inbox(limits.max_payload_bytes, limits.max_open_transfers)
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
@@ -221,7 +224,11 @@ class Session:
           self._bulk_done = True
           self._changed.notify_all()
           return None
-        self._changed.wait()
+        now_s = time.monotonic()
+        if (frames := self._outbox.next_donated(now_s)) is not None:
+          self._changed.notify_all()
+          return frames
+        self._changed.wait(self._outbox.donation_wait_s(now_s))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------

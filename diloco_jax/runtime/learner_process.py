@@ -100,9 +100,9 @@ def run(
   if own_process:
     with compile_cache.turn():
       island.warm_up()
-      work.exchange.compile_all()
+      work.compile_all()
   else:  # islands of one process compile for devices of their own: nothing to share
-    threading.Thread(target=work.exchange.compile_all, name='compile', daemon=True).start()
+    threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
     island.warm_up()
   transport = make_transport(inbox.post, payloads)
   tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())

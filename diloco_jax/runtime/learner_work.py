@@ -27,6 +27,7 @@ from diloco_jax.protocol import events
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import config as config_lib
 from diloco_jax.runtime import failpoints
+from diloco_jax.runtime import learner_moments
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.train import checkpoint
 from diloco_jax.train import island as island_lib
@@ -155,11 +156,17 @@ class LearnerWork:
     self._payloads = payloads
     self._records = records
     self.exchange = Exchange(assembled, island)
+    self._moments = learner_moments.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._spoil = failpoints.spoiler()
     self._steps = 0
     self._tokens = 0
+
+  def compile_all(self) -> None:
+    """Everything that is exchanged, ahead of use."""
+    self.exchange.compile_all()
+    self._moments.compile()
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
@@ -196,6 +203,10 @@ class LearnerWork:
         self._egress.put(functools.partial(self._adopted, fragment, version, digest))
       case actions.UseStream():
         self._use_stream(action)
+      case actions.ReadMoments(transfer=transfer):
+        self._moments.read(transfer)
+      case actions.TakeMoments():
+        self._moments.take(action)
       case actions.Save(step=step, snapshot=snapshot):
         self._save(step, snapshot)
       case actions.SavePart():

@@ -43,7 +43,7 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
   inbox = loop.Inbox()
   limits = link.Limits(
     max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=_open_transfers(config),
+    max_open_transfers=_open_transfers(config), donation_bytes_per_s=_donor_rate(config),
     max_sessions=config.sync.learners + SPARE_SESSIONS,
   )
 
@@ -81,7 +81,8 @@ def learner(config: config_lib.Config, workdir: str, learner_id: str, address: s
       return _end(alone.run(config, island, records, stopped.is_set), records)
   inbox = loop.Inbox()
   limits = link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes, max_open_transfers=_open_transfers(config)
+    max_payload_bytes=assembled.max_payload_bytes, max_open_transfers=_open_transfers(config),
+    donation_bytes_per_s=_donor_rate(config),
   )
 
   def connect(post, payloads):
@@ -96,6 +97,11 @@ def _open_transfers(config: config_lib.Config) -> int:
   """A joiner gets every fragment at once, and new versions on top; their announcements may be read
   later than their bytes, since the two travel on streams of their own."""
   return 2 * config.sync.fragments + SPARE_SESSIONS
+
+
+def _donor_rate(config: config_lib.Config) -> int:
+  """In bytes a second."""
+  return config.sync.donor_rate_mib_s << 20
 
 
 def _prepare_jax(devices: int) -> None:

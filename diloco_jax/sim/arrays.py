@@ -76,6 +76,15 @@ class Published:
   value: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Moments:
+  """What a donation's bytes are: whose moments, after how many of its steps, and their value."""
+
+  learner: str
+  steps: int
+  value: int
+
+
 class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 

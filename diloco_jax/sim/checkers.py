@@ -25,11 +25,13 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 from diloco_jax.protocol import tape
 from diloco_jax.sim import observers
+from diloco_jax.sim.books import donation as donation_book
 from diloco_jax.sim.books import learner as learner_book
 from diloco_jax.sim.books import run as run_book
 from diloco_jax.sim.books import syncer as syncer_book
 from diloco_jax.sim.invariants import contributions
 from diloco_jax.sim.invariants import data
+from diloco_jax.sim.invariants import donation
 from diloco_jax.sim.invariants import durability
 from diloco_jax.sim.invariants import ids
 from diloco_jax.sim.invariants import invariant
@@ -56,7 +58,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
   liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
   liveness.QueuesDrain, durability.FinishIsKnown, snapshots.ManifestIsTrue, snapshots.PartsAreACut,
-  snapshots.SnapshotsEnd,
+  snapshots.SnapshotsEnd, donation.Donated, donation.DonationEnds,
 )
 
 
@@ -82,8 +84,10 @@ class Checkers:
         for role, kind in getattr(method, '_after', ()):
           self._after[role][kind] = (*self._after[role].get(kind, ()), method)
     for role, tables in (
-      (LEARNER, (learner_book.LEARNER_EVENTS, learner_book.LEARNER_ACTIONS)),
-      (SYNCER, (syncer_book.SYNCER_EVENTS, syncer_book.SYNCER_ACTIONS)),
+      (LEARNER, (learner_book.LEARNER_EVENTS, learner_book.LEARNER_ACTIONS,
+                 donation_book.LEARNER_EVENTS, donation_book.LEARNER_ACTIONS)),
+      (SYNCER, (syncer_book.SYNCER_EVENTS, syncer_book.SYNCER_ACTIONS,
+                donation_book.SYNCER_EVENTS, donation_book.SYNCER_ACTIONS)),
     ):
       for kind, update in (pair for table in tables for pair in table.items()):
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)

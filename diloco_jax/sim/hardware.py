@@ -19,6 +19,8 @@ class Island:
   Attributes:
     step_ns: an inner step without noise.
     encode_ns, adopt_ns: to encode a fragment, to adopt one.
+    donate_ns: to bring the moments to the host.
+    garble: per mille of the donations whose bits it gets wrong.
     noise: up to so many per mille more, drawn for each step.
     tokens: of an inner step on all devices.
     slow, shrink: factors of the faults, 1: none.
@@ -28,6 +30,8 @@ class Island:
   step_ns: int = 100 * MS
   encode_ns: int = 2 * MS
   adopt_ns: int = MS
+  donate_ns: int = 20 * MS
+  garble: int = 0
   noise: int = 0
   tokens: int = 10
   slow: int = 1

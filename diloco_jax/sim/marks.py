@@ -33,6 +33,8 @@ LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = (
   'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 SNAPSHOTS = ('of all', 'without somebody', 'given up')
+DONATIONS = ('asked', 'relayed', 'given up')
+WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
 
@@ -58,6 +60,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
+    *(f'donation {state}' for state in DONATIONS), *(f'recovered by {way}' for way in WAYS),
     *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
     *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
     *(f'snapshot {how}' for how in SNAPSHOTS),
@@ -191,6 +194,8 @@ class Marks(observers.Observer):
       case 'snapshot':
         how = 'given up' if values['error'] else 'without somebody' if values['missing'] else 'of all'
         self.counts[f'snapshot {how}'] += 1
+      case 'donation':
+        self.counts[f'donation {values["state"]}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1
@@ -220,6 +225,8 @@ class Marks(observers.Observer):
       self._connect(process, 'dialing')
     elif kind is actions.Step:
       self._train(process, 'training')
+    elif kind is actions.Report and action.name == 'recovered':
+      self.counts[f'recovered by {action.values["by"]}'] += 1
     elif kind is actions.Report and action.values.get('state') == 'trained':
       self._train(process, 'trained')
     elif kind is actions.Exit:

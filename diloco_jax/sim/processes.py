@@ -222,6 +222,8 @@ class Learner(Process):
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
     self.at = (-1, 0)  # data stream and next batch
+    self.taken_from: arrays.Moments | None = None  # a donor's
+    self.moments = arrays.value('moments', self.nonce)
     self._training = False
     self._incarnation, self._exact = 0, True
 
@@ -242,6 +244,10 @@ class Learner(Process):
         self.at = stream, cursor
         if rewind:  # its parameters are the anchors
           self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
+      case actions.ReadMoments(transfer=transfer):
+        self._read_moments(transfer)
+      case actions.TakeMoments():
+        self._take_moments(action)
       case actions.Save(step=step, snapshot=snapshot):
         self._boundary()
         self.save(step, snapshot, self.world.engine.now_ns)
@@ -295,6 +301,7 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
+      self.moments = arrays.value('moments', self.moments, event.tokens)
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
@@ -341,6 +348,27 @@ class Learner(Process):
     self.answer(self.island.adopt_ns, events.AdoptDone(
       fragment=fragment, version=adopt.version, digest=abs(self.values[fragment]),
     ), lane='egress')
+
+
+  def _read_moments(self, transfer: int) -> None:
+    """A snapshot that is brought to the host beside the steps, on a lane of its own."""
+    self._boundary()
+    content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
+    event = events.MomentsRead(
+      transfer=transfer, handle=None, payload=content and PAYLOAD, digest=self.moments)
+    self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
+
+  def _take_moments(self, take: actions.TakeMoments) -> None:
+    self._boundary()
+    arrays.claim(not self.steps, 'Moments are taken before the first step.', self.name)
+    moments = self.contents.pop(take.handle)
+    garbled = engine_lib.chance(self.island.draw, self.island.garble)
+    matched = moments.value == take.digest and not garbled
+    if matched:
+      self.moments = moments.value
+      self.taken_from = moments
+    self.answer(self.island.adopt_ns, events.MomentsTaken(
+      transfer=take.transfer, matched=matched))
 
 
 class Syncer(Process):

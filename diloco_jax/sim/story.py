@@ -34,6 +34,10 @@ def words(action: Any) -> str:
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
     case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
       return f'reads data stream {stream} from batch {cursor} on{", rewound" if rewind else ""}'
+    case actions.ReadMoments(transfer=transfer):
+      return f'snapshots its moments for donation {transfer}'
+    case actions.TakeMoments(transfer=transfer):
+      return f'takes the moments of donation {transfer}'
     case actions.Save(step=step):
       return f'saves at {step}'
     case actions.SavePart(step=step, snapshot=number):
@@ -62,9 +66,19 @@ def _message(message: Any) -> str:
       return f'Offer incarnation {incarnation}'
     case messages.Confirm(incarnation=incarnation, step=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
-    case messages.Joined(incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due):
-      where = f'stream {v} from {cursor}'
-      return f'Joined incarnation {incarnation}, clock {step}, {where}, due {list(due)}'
+    case messages.Joined(incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due,
+                         donation=d):
+      told = (f'Joined incarnation {incarnation}, clock {step}, stream {v} from {cursor}, due '
+              f'{list(due)}')
+      return told + (f', donation {d}' if d else '')
+    case messages.Donate(transfer=transfer, step=step, versions=versions):
+      return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
+    case messages.Donation(transfer=transfer, donor=donor, step=step):
+      return f'Donation {transfer}: moments of {donor} at step {step}'
+    case messages.NoDonation(transfer=transfer, reason=reason):
+      return f'NoDonation {transfer}: {reason}'
+    case messages.Recovered(transfer=transfer, way=way):
+      return f'Recovered by {way}, donation {transfer}'
     case messages.Pull(sync=sync, fragment=p):
       return f'Pull sync {sync} fragment {p}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):

@@ -22,6 +22,8 @@ class Setting:
   Attributes:
     config: of the machines.
     up_ns, down_ns, bulk_ns, encode_ns, step_ns: per learner.
+    donate_ns: to bring a donor's moments to its host.
+    garble: donations whose bits go wrong, per mille.
     jitter_ns: of every link.
     loss, duplicate: of every link until all is healed, per mille.
     noise: of every step, per mille.
@@ -38,6 +40,8 @@ class Setting:
   bulk_ns: list[int]
   encode_ns: list[int]
   step_ns: list[int]
+  donate_ns: int
+  garble: int
   jitter_ns: int
   loss: int
   duplicate: int
@@ -53,7 +57,8 @@ LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
 def _config(
-  draw: random.Random, screen: random.Random, lease_ns: int, spare_streams: int
+  draw: random.Random, screen: random.Random, lease_ns: int, spare_streams: int,
+  donor_wait_ns: int,
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
   period = draw.randint(1, 6)
@@ -69,6 +74,7 @@ def _config(
     grace_permille=draw.choice([0, 500, 999]),
     total_steps=draw.randint(50, 80) if long else draw.randint(1, 24),
     start_wait_ns=draw.choice([0, 300 * MS]),
+    donor_wait_ns=donor_wait_ns,
     lease_ns=lease_ns,
     heartbeat_ns=lease_ns // 5,
     redial_ns=(50 * MS, 500 * MS),
@@ -127,9 +133,11 @@ def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
   spare_streams = engine_lib.stream(seed, 'streams').choice((0, 0, 1, 3))
+  donor = engine_lib.stream(seed, 'donor')
+  donor_wait_ns = donor.choice((0, SECOND // 2, 2 * SECOND, 8 * SECOND))
   config = _config(
     engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns,
-    spare_streams)
+    spare_streams, donor_wait_ns)
   snapshots = engine_lib.stream(seed, 'snapshots')
   config = dataclasses.replace(
     config, snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
@@ -144,6 +152,8 @@ def draw(seed: int) -> Setting:
     bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
     encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
     step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
+    donate_ns=donor.choice((0, 20 * MS, 300 * MS, SECOND)),
+    garble=donor.choice((0, 0, 200)),
     jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
@@ -164,6 +174,7 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       island, link = world.island(name), world.link(name)
       island.step_ns, island.noise = setting.step_ns[which], setting.noise
       island.encode_ns = island.adopt_ns = setting.encode_ns[which]
+      island.donate_ns, island.garble = setting.donate_ns, setting.garble
       link.up_ns, link.down_ns = setting.up_ns[which], setting.down_ns[which]
       link.bulk_ns, link.jitter_ns = setting.bulk_ns[which], setting.jitter_ns
       link.loss, link.duplicate = setting.loss, setting.duplicate

@@ -326,10 +326,10 @@ def _digests(tree: Any) -> dict[str, int]:
 
 @jax.jit
 def _digest_leaves(tree: Any) -> Any:
-  return jax.tree.map(_digest_leaf, tree)
+  return jax.tree.map(digest_leaf, tree)
 
 
-def _digest_leaf(leaf: jax.Array) -> jax.Array:
+def digest_leaf(leaf: jax.Array) -> jax.Array:
   """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
 
   Every weight is odd, hence any change of one element changes the sum.

@@ -127,6 +127,17 @@ class Island:
     return _place(params, self._state.params, self.shardings.params)
 
   @property
+  def moments(self) -> Any:
+    """The inner optimizer's state: of each parameter two averages, and their step count."""
+    return self._state.opt_state
+
+  @moments.setter
+  def moments(self, moments: Any) -> None:
+    """Replaces the optimizer's state and keeps the parameters (a donor's moments)."""
+    self._state = self._state._replace(
+        opt_state=_place(moments, self._state.opt_state, self.shardings.opt_state))
+
+  @property
   def replicated(self) -> jax.sharding.NamedSharding:
     """Where anchors and other flat arrays of this island go."""
     return mesh_lib.replicated(self.mesh)

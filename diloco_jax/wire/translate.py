@@ -30,6 +30,8 @@ MAX_ITEMS = 4096  # more fragments than anyone cuts a model into
 MAX_STRING_BYTES = {
   'learner': 63,
   'code': 63,
+  'donor': 63,
+  'way': 63,
   'reason': 255,
   'seal': 255,
   'error': 1 << 10,
@@ -46,6 +48,7 @@ _RANGES = {
   (messages.Held, 'digest'): (0, 2**64 - 1),
   (messages.Held, 'version'): (-1, 2**63 - 1),
   (messages.Publish, 'digest'): (0, 2**64 - 1),
+  (messages.Donation, 'digest'): (0, 2**64 - 1),
 }
 
 

@@ -191,3 +191,60 @@ def test_what_a_peer_can_make_us_keep_is_bounded():
   box.on_message(publish(b'a'), 4), box.on_message(publish(b'a'), 5)
   with pytest.raises(link.LinkError, match='have not come'):
     box.on_message(publish(b'a'), 6)
+
+
+# --- Donations ------------------------------------------------------------------------------------
+
+
+def donation(data, transfer=1):
+  return messages.Donation(
+    transfer=transfer, donor='l0', step=1, versions=(1,), digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+
+
+def frame_of(box, now_s=0.0):
+  """The next frame of a donation, if it may go out now."""
+  frames = box.next_donated(now_s)
+  return None if frames is None else next(frames, 'end')
+
+
+def test_a_donation_goes_out_frame_by_frame_and_everything_else_overtakes_it():
+  box = outbox()
+  box.push(donation(b'abcdef'), b'abcdef')
+  assert box.next_transfer() is None and frame_of(box) == (1, b'ab')
+  box.push(publish(b'12'), b'12')
+  assert list(box.next_transfer()) == [(2, b'12')]
+  assert [frame_of(box) for _ in range(4)] == [(1, b'cd'), (1, b'ef'), 'end', None]
+  assert [number for _, number in control_of(box)] == [1, 2]
+
+
+def test_transfer_numbers_grow_in_the_order_of_their_beginnings():
+  """A payload that overtakes a donation which has not begun is announced first."""
+  box, peer = outbox(), inbox()
+  box.push(donation(b'ab'), b'ab')
+  box.push(publish(b'12'), b'12')
+  assert list(box.next_transfer()) == [(1, b'12')] and frame_of(box) == (2, b'ab')
+  for message, number in control_of(box):
+    assert peer.on_message(message, number) is None
+  assert peer.on_transfer(2, b'ab', zlib.crc32(b'ab')) == (donation(b'ab'), b'ab')
+  assert peer.on_transfer(1, b'12', zlib.crc32(b'12')) == (publish(b'12'), b'12')
+
+
+def test_a_donation_keeps_to_its_rate():
+  box = link.Outbox(split, 100, 10, bytes_per_s=1)  # of the frames: two items each
+  box.push(donation(b'abcd'), b'abcd')
+  assert box.donation_wait_s(5.0) == 0 and frame_of(box, 5.0) == (1, b'ab')
+  assert frame_of(box, 6.9) is None and box.donation_wait_s(6.5) == 0.5
+  assert frame_of(box, 7.0) == (1, b'cd')
+
+
+def test_donations_do_not_count_for_what_waits_and_are_bounded_themselves():
+  box = outbox(max_bytes=3)
+  for number in range(link.MAX_DONATIONS):
+    box.push(donation(b'abcdef', number), b'abcdef')
+  box.push(publish(b'123'), b'123')
+  assert box.queued_bytes == 3
+  with pytest.raises(link.LinkError, match='2 donations wait to go out'):
+    box.push(donation(b'x'), b'x')
+  box.clear()
+  assert box.donation_wait_s(0.0) is None and frame_of(box) is None

@@ -165,7 +165,7 @@ def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleTyp
    "the kind of value.Received.message is 'Wake', it must be one of Join, "),
   ({'kind': 'Received', 'session': 1, 'handle': None,
     'message': {'kind': 'Joined', 'incarnation': 1, 'step': 0, 'stream': 0, 'cursor': 0,
-                'due': 3}},
+                'due': 3, 'donation': 0}},
    'message.Joined.due is 3, it must be a list'),
 ])
 def test_what_this_code_does_not_know_is_an_error_with_both_values(data: Any, words: str):

@@ -3,7 +3,8 @@
 A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` begins a comment.
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
-    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk, encode
+    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk, encode,
+                                  donate
     set ID|syncer NAME=MS ...     changes such times; loss and duplicate are per mille of messages
     for MS [quiet]                time passes; what happens is printed unless quiet
     reset | kill | freeze | thaw | heal | stop  ID|syncer
@@ -25,7 +26,7 @@ from diloco_jax.sim import world as world_lib
 
 MS = engine.MS
 LINK = ('up', 'down', 'bulk')
-ISLAND = ('step', 'encode', 'adopt')
+ISLAND = ('step', 'encode', 'adopt', 'donate')
 RATES = ('loss', 'duplicate')
 
 

@@ -18,6 +18,7 @@ from diloco_jax.node import wal_format
 from diloco_jax.node import wal_recovery
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import admission
+from diloco_jax.protocol import donation
 from diloco_jax.protocol import events
 from diloco_jax.protocol import gathering
 from diloco_jax.protocol import grace
@@ -27,6 +28,7 @@ from diloco_jax.protocol import marking
 from diloco_jax.protocol import members
 from diloco_jax.protocol import membership
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import moments
 from diloco_jax.protocol import pace
 from diloco_jax.protocol import published
 from diloco_jax.protocol import quorum
@@ -949,3 +951,120 @@ def part_within_a_step(original):
     if isinstance(message, messages.Mark):
       self._part.begin(self.step, self.snapshot())
   return _receive
+
+
+# --- Donations ------------------------------------------------------------------------------------
+
+
+@mutant('A donor is asked that has not caught up.', donation.Relay, '_might_give', 'I23')
+def donor_has_not_caught_up(original):
+  def _might_give(self, transfer):
+    return [member for member in self._members.live()
+            if member.sent and member is not transfer.joiner]
+  return _might_give
+
+
+@mutant('A donor is asked that has not seen the clock which its joiner was given.',
+        donation.Relay, '_ask', 'I23')
+def donor_is_behind_the_clock(original):
+  def _ask(self, transfer):
+    step, transfer.step = transfer.step, 0
+    original(self, transfer)
+    transfer.step = step
+  return _ask
+
+
+@mutant('A donor that dies is waited for as long as there is time.', donation.Relay, 'leave', 'L10')
+def dead_donor_is_waited_for(original):
+  def leave(self, member):
+    for transfer in list(self._transfers.values()):
+      if transfer.joiner is member:
+        del self._transfers[transfer.number]
+    self._giving.pop(member.learner, None)
+  return leave
+
+
+@mutant('A promise has no end.', donation.Relay, 'advance', 'L10')
+def promise_without_end(original):
+  def advance(self, now_ns):
+    original(self, 0)
+  return advance
+
+
+@mutant('Two joiners are promised one donation.', donation.Relay, 'promise', 'I23')
+def two_joiners_share_a_transfer(original):
+  def promise(self, now_ns, joiner, clock):
+    under_way = [one.number for one in self._transfers.values() if one.donor]
+    return under_way[0] if under_way else original(self, now_ns, joiner, clock)
+  return promise
+
+
+@mutant('One donor gives two donations at a time.', donation.Relay, '_ask', 'I23')
+def donor_gives_twice(original):
+  def _ask(self, transfer):
+    giving, self._giving = self._giving, {}
+    original(self, transfer)
+    self._giving = giving | self._giving
+  return _ask
+
+
+@mutant('Moments that differ from those that were given are taken for whole.', moments.Taker,
+        'taken', 'I23')
+def flipped_moments_are_taken(original):
+  def taken(self, event, step):
+    original(self, dataclasses.replace(event, matched=True), step)
+  return taken
+
+
+@mutant('Moments of any age are taken.', moments.Taker, 'boundary', 'I23')
+def old_moments_are_taken(original):
+  def boundary(self, step):
+    if self._arrived is not None:
+      step = min(step, self._arrived[0].step)
+    original(self, step)
+  return boundary
+
+
+@mutant('A donor gives before it has seen the clock of the joiner, or its versions.',
+        moments.Giver, 'boundary', 'I23')
+def donor_does_not_wait(original):
+  def boundary(self, trains, step, versions):
+    if self._asked is not None:
+      nothing = (0,) * len(versions)
+      self._asked = dataclasses.replace(self._asked, step=0, versions=nothing)
+    original(self, trains, step, versions)
+  return boundary
+
+
+@mutant('A donation tells the clock at which it is sent, not that of its snapshot.',
+        LearnerMachine, '_dispatch', 'I23')
+def donation_tells_a_later_clock(original):
+  def _dispatch(self, now_ns, event):
+    if isinstance(event, events.MomentsRead):
+      session, donation_ = self._giver._reading[0]
+      self._giver._reading[0] = session, dataclasses.replace(donation_, step=self.step)
+    original(self, now_ns, event)
+  return _dispatch
+
+
+@mutant('A joiner that was promised a donation trains without waiting for it.', moments.Taker,
+        'joined', 'I23')
+def joiner_does_not_wait(original):
+  def joined(self, now_ns, message):
+    original(self, now_ns, message)
+    if not self.way:
+      self._decide(self._own(message.step), message.step)
+  return joined
+
+
+@mutant('A joiner waits for its donation for ever.', moments.Taker, 'expire', 'L10')
+def joiner_waits_for_ever(original):
+  return lambda self, now_ns, step: None
+
+
+@mutant('A joiner is not told that nobody donates.', donation.Relay, '_give_up', 'L10 I23 L5')
+def nobody_tells_the_joiner(original):
+  def _give_up(self, transfer, reason):
+    if 'time' not in reason:
+      original(self, transfer, reason)
+  return _give_up

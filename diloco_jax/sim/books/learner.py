@@ -66,6 +66,9 @@ class LearnerBook:
     self.encoding: collections.deque[Snapshot] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
     self.handles: dict[int, Any] = {}  # what is behind each: a Publish or a Snapshot
+    # How it came by its moments (books/donation.py); '': it has not begun.
+    self.way, self.awaits, self.welcomed_on, self.taking = '', 0, 0, False
+    self.deadline_ns: int | None = None
     self.last_encoded: Snapshot | None = None
     self.last_adopted: Anchor | None = None
     self.reads: list[Batches] = []  # all that it ever trained on, one row after the other
@@ -150,7 +153,11 @@ class LearnerBook:
       anchor.contributed = 0
       anchor.ended = message.step if p in self.due else max(anchor.ended, message.step)
     self._set_limit()
-    self.training = self.training or not self.due
+    self.begin()
+
+  def begin(self) -> None:
+    """It trains once it holds all fragments, and has its moments."""
+    self.training = self.training or (bool(self.way) and not self.due)
 
   def pulled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     sync, p = event.message.sync, event.message.fragment
@@ -241,8 +248,7 @@ class LearnerBook:
       del self.pulls[p]
     self.step = max(self.step, publish.sync)
     self.due.discard(p)
-    if self.joined and not self.due:
-      self.training = True
+    self.begin()
 
   def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
     self.saving = True

@@ -30,6 +30,7 @@ class Peer:
   joined: bool = False  # it was told so
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
+  awaits: int = 0  # the donation that was promised to it, until it tells that it is done
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
   on_way: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list))  # fragment: versions not adopted yet
@@ -39,7 +40,7 @@ class Peer:
 
   @property
   def caught_up(self) -> bool:
-    return self.joined and self.member and not self.due
+    return self.joined and self.member and not self.due and not self.awaits
 
 
 @dataclasses.dataclass(slots=True)
@@ -108,6 +109,9 @@ class SyncerBook:
     self.pending: dict[int, Gather] = {}  # handle: the sync that holds it
     self.handles: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
+    self.promises: dict[int, Any] = {}  # by transfer (books/donation.py)
+    self.waiting: set[int] = set()  # those that may be open still
+    self.asked: dict[int, int] = {}  # transfers by the session of who was asked
     self.peer: Peer | None = None  # who spoke in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)

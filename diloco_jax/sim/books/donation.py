@@ -1,0 +1,129 @@
+"""Who was promised a peer's moments, who was asked for them, and how a learner came by its own.
+
+Extends the books of the syncer (`SyncerBook.promises`, `Peer.awaits`) and of the learner
+(`LearnerBook.way` and what leads to it); its tables are looked up after theirs.
+"""
+
+import dataclasses
+from typing import Any, Callable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+
+Way = messages.Way
+
+
+@dataclasses.dataclass(slots=True)
+class Promise:
+  """One transfer: to whom, the vector clock it was given, and who was asked."""
+
+  peer: Any
+  step: int
+  versions: tuple[int, ...]
+  since_ns: int
+  donor: Any = None
+  refused: set[str] = dataclasses.field(default_factory=set)
+  open: bool = True  # neither relayed nor given up
+
+
+def giving(book) -> set[int]:
+  """Sessions of the donors that were asked and have neither answered nor gone."""
+  return {session for session, _ in book.asked.items() if session in book.peers
+          and book.peers[session].member}
+
+
+# --- The syncer -----------------------------------------------------------------------------------
+
+
+def promises(book, now_ns: int, send: actions.Send, event: Any) -> None:
+  message = send.message
+  peer = book.peers[send.session]
+  peer.awaits = message.donation
+  if message.donation:
+    book.promises[message.donation] = Promise(
+      peer, message.step, tuple(book.lineage.versions), now_ns)
+    book.waiting.add(message.donation)
+
+
+def asks(book, now_ns: int, send: actions.Send, event: Any) -> None:
+  promise = book.promises[send.message.transfer]
+  promise.donor = book.peers[send.session]
+  book.asked[send.session] = send.message.transfer
+
+
+def answer(book, now_ns: int, what: Any, other: Any) -> None:
+  """A Donation or NoDonation: heard from a donor, or sent on to a joiner."""
+  if type(what) is actions.Send:
+    book.promises[what.message.transfer].open = False
+    return
+  message = what.message
+  if type(message) is messages.Donation:
+    book.handles.add(what.handle)
+  if book.asked.get(what.session) == message.transfer:
+    del book.asked[what.session]
+    promise = book.promises[message.transfer]
+    if promise.donor is book.peer:
+      promise.donor = None
+      promise.refused.add(book.peer.join.learner)  # what it gave is relayed in this turn, or never
+
+
+def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
+  peer, transfer = book.peer, event.message.transfer
+  if peer.joined and peer.member and not book.exiting and peer.awaits == transfer and transfer:
+    peer.awaits = 0
+    book.promises[transfer].open = False
+
+
+SYNCER_EVENTS: dict[type, Callable] = {messages.Recovered: recovered}
+SYNCER_ACTIONS: dict[Any, Callable] = {
+  messages.Joined: promises, messages.Donate: asks, messages.Donation: answer,
+  messages.NoDonation: answer,
+}
+
+
+# --- The learner ----------------------------------------------------------------------------------
+
+
+def welcomed(book, now_ns: int, event: events.Received, out: Sequence) -> None:
+  message = event.message
+  if event.session != book.session or book.welcomed_on == event.session:
+    return
+  book.welcomed_on, book.awaits = event.session, message.donation
+  if message.donation and book.deadline_ns is None and not book.way:
+    book.deadline_ns = now_ns + book.config.donor_wait_ns + book.config.lease_ns
+  if not (message.donation or message.step or book.life.start.snapshot or book.taking or book.way):
+    book.way = Way.START
+  book.begin()
+
+
+def hung_up(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
+  if gone.session == book.session:
+    book.awaits = 0
+
+
+def heard(book, now_ns: int, what: Any, other: Any) -> None:
+  """A Donation or NoDonation, heard as a joiner or sent as a donor."""
+  if type(what) is events.Received and what.session == book.session:
+    if type(what.message) is messages.NoDonation and what.message.transfer == book.awaits:
+      book.awaits = 0
+
+
+def takes(book, now_ns: int, take: actions.TakeMoments, event: Any) -> None:
+  book.taking = True
+
+
+def taken(book, now_ns: int, event: events.MomentsTaken, out: Sequence) -> None:
+  book.taking = False
+
+
+def decides(book, now_ns: int, report: actions.Report, event: Any) -> None:
+  book.way, book.deadline_ns = report.values['by'], None
+  book.begin()
+
+
+LEARNER_EVENTS: dict[type, Callable] = {
+  messages.Joined: welcomed, events.Disconnected: hung_up, events.MomentsTaken: taken,
+  messages.Donation: heard, messages.NoDonation: heard,
+}
+LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, 'recovered': decides}

@@ -1,0 +1,66 @@
+"""Moments as bytes: what one island gives, another one has, bit for bit, whatever their meshes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import moments
+
+
+def states(island):
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(island.moments)]
+
+
+def equal(ours, theirs):
+  return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_snapshot_is_of_the_boundary_at_which_it_was_taken(make_island):
+  island = make_island()
+  island.step(0)
+  before = states(island)
+  copied = moments.snapshot(island.moments)
+  island.step(1)  # donates what the snapshot was taken of
+  assert not equal(states(island), before)
+  assert bytes(moments.to_bytes(copied.moments)) == b''.join(one.tobytes() for one in before)
+  assert bool(copied.finite)
+
+
+def test_what_is_given_is_what_is_taken_on_another_mesh(make_island):
+  donor = make_island(config_lib.MeshConfig(data=2))
+  joiner = make_island(config_lib.MeshConfig(fsdp=2))
+  for clock in range(3):
+    donor.step(clock)
+  copied = moments.snapshot(donor.moments)
+  data = moments.to_bytes(copied.moments)
+  assert data.nbytes == moments.size_bytes(joiner.moments)
+  params = [np.asarray(leaf) for leaf in jax.tree.leaves(joiner.params)]
+  joiner.moments = moments.from_bytes(data, joiner.moments)
+  assert equal(states(joiner), states(donor))
+  assert moments.digest(moments.snapshot(joiner.moments).digests) == moments.digest(copied.digests)
+  assert equal(params, [np.asarray(leaf) for leaf in jax.tree.leaves(joiner.params)])
+  joiner.step(3)
+
+
+def test_one_bit_changes_the_digest():
+  state = {'count': jnp.int32(3), 'mu': jnp.float32([1.0, -0.0]), 'nu': jnp.float32([[0.5]])}
+  data = bytearray(moments.to_bytes(state))
+  right = moments.digest(moments.snapshot(state).digests)
+  for bit in range(8 * len(data)):
+    data[bit // 8] ^= 1 << bit % 8
+    wrong = jax.tree.map(jnp.asarray, moments.from_bytes(bytes(data), state))
+    assert moments.digest(moments.snapshot(wrong).digests) != right, bit
+    data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_what_is_not_finite_is_no_gift(value):
+  assert not bool(moments.snapshot({'mu': jnp.float32([1.0, value])}).finite)
+
+
+def test_another_size_is_refused_with_both_sizes():
+  state = {'mu': jnp.float32([1.0, 2.0])}
+  with pytest.raises(ValueError, match='7 bytes of moments came, this optimizer has 8'):
+    moments.from_bytes(bytes(7), state)
