@@ -166,8 +166,8 @@ class Marks(observers.Observer):
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
       case 'snapshot':
-        how = 'given up' if values['error'] else 'without somebody' if values['missing'] else 'of all'
-        self.counts[f'snapshot {how}'] += 1
+        whole = 'without somebody' if values['missing'] else 'of all'
+        self.counts[f'snapshot {"given up" if values["error"] else whole}'] += 1
       case 'ledger':
         for reason in values['discarded']:
           self.counts[f'discarded {reason}'] += 1
