@@ -192,8 +192,8 @@ class Marks(observers.Observer):
       case 'member' if values['state'] == 'waits':
         self.counts['lease is waited for'] += 1
       case 'snapshot':
-        how = 'given up' if values['error'] else 'without somebody' if values['missing'] else 'of all'
-        self.counts[f'snapshot {how}'] += 1
+        whole = 'without somebody' if values['missing'] else 'of all'
+        self.counts[f'snapshot {"given up" if values["error"] else whole}'] += 1
       case 'donation':
         self.counts[f'donation {values["state"]}'] += 1
       case 'ledger':

@@ -168,7 +168,7 @@ class PartsAreACut(invariant.Invariant):
 
 class SnapshotsEnd(_Snapshots):
   id = 'L9'
-  sentence = ('A snapshot that was begun ends: once the syncer\'s part is saved it waits for nobody '
+  sentence = ("A snapshot that was begun ends: once the syncer's part is saved it waits for nobody "
               'who has answered or is gone, and for nobody longer than snapshot_wait_ns.')
 
   @invariant.on(SYNCER, actions.WriteManifest)
