@@ -121,11 +121,11 @@ class Conductor:
     for name in set(dead):
       last = [n for n, (who, fact) in enumerate(self.facts) if who == 'supervisor'
               and fact['name'] == 'exit' and fact['child'] == name][-1]
-      await self.until(lambda: self.since(name, 'recovered', last))
+      await self.until(lambda: self.since(name, 'moments', last))
       await self.steps([name], last)
       if name in learners:
         self.returns.append(Return(
-          places, name, dead, self.since(name, 'recovered', last)[-1]))
+          places, name, dead, self.since(name, 'moments', last)[-1]))
 
 
 @pytest.fixture(scope='module', name='run')
