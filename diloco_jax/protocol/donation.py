@@ -5,15 +5,16 @@ the others do, the state of the inner optimizer (moments and their step count), 
 *donor*. The syncer relays it, since no learner listens on a port (paper section 6, Recovery)::
 
     promised --a donor that can--> asked --its Donation--> relayed to the joiner
-    asked --the donor is gone, or refuses--> promised
+    asked --the donor is gone, refuses, or is slow while another could--> promised
     promised, asked --nobody is left, or donor_wait_ns is over--> given up: NoDonation
 
 The donor's *parameters* are not donated: they hold what the donor has trained since its anchors, and
 that displacement is the donor's to contribute. In the joiner's pseudo-gradient it would count twice.
 
 Who may give: a live learner that has caught up, has moments of its own (it awaits no donation
-itself) and has seen the clock that the joiner was given; of these the furthest. It gives at most one
-donation at a time, and at most UNDER_WAY of them are on their way at once, because the syncer holds
+itself) and has seen the clock that the joiner was given; of these the furthest. Once half of the
+joiner's time has passed since it was asked, another is asked if there is one. A donor gives at most
+one donation at a time, also if it is not wanted any more, and at most UNDER_WAY of them are on their way at once, because the syncer holds
 each one whole; further joiners wait for their turn, in the order in which they came.
 
 A transfer number is promised to one joiner on one stream and never used again, so what comes for a
@@ -35,7 +36,8 @@ UNDER_WAY = 2
 @dataclasses.dataclass(slots=True)
 class Transfer:
   """One promise: `step` and `versions` are the vector clock that the joiner was given; `donor` is
-  who was asked, '' while nobody is; `refused` are those who cannot give."""
+  who was asked, '' while nobody is, and `patience_ns` when it is asked no longer; `refused` are those
+  who cannot give."""
 
   number: int
   joiner: members_lib.Member
@@ -44,6 +46,7 @@ class Transfer:
   versions: tuple[int, ...]
   deadline_ns: int
   donor: str = ''
+  patience_ns: int = 0
   refused: set[str] = dataclasses.field(default_factory=set)
 
 
@@ -76,8 +79,9 @@ class Relay:
 
   @property
   def deadline_ns(self) -> int | None:
-    """When the next promise is given up."""
-    return min((one.deadline_ns for one in self._transfers.values()), default=None)
+    """When the next promise or donor is given up."""
+    return min((min(one.deadline_ns, one.patience_ns) if one.donor else one.deadline_ns
+                for one in self._transfers.values()), default=None)
 
   def promise(self, now_ns: int, joiner: members_lib.Member, clock: int) -> int:
     """The transfer number that a process which has trained nothing yet shall wait for; 0: the run
@@ -108,22 +112,36 @@ class Relay:
       if now_ns >= transfer.deadline_ns:
         self._give_up(transfer, 'no donation came in time')
       elif not transfer.donor:
-        self._ask(transfer)
+        self._ask(now_ns, transfer)
+      elif now_ns >= transfer.patience_ns:
+        self._lose_patience(now_ns, transfer)
 
-  def _ask(self, transfer: Transfer) -> None:
-    hopes = self._might_give(transfer)
-    able = [
-      member for member in hopes
+  def _lose_patience(self, now_ns: int, transfer: Transfer) -> None:
+    """The donor is slow: somebody else is asked, if there is anybody."""
+    if self._able(transfer):
+      self._next(transfer, transfer.donor)
+      self._ask(now_ns, transfer)
+    else:
+      transfer.patience_ns = transfer.deadline_ns
+
+  def _able(self, transfer: Transfer) -> list[members_lib.Member]:
+    """Those who can give now."""
+    return [] if len(self._giving) >= UNDER_WAY else [
+      member for member in self._might_give(transfer)
       if member.step >= transfer.step and member.learner not in self._giving
     ]
-    if not hopes:
-      self._give_up(transfer, 'no learner can donate')
-    elif able and len(self._giving) < UNDER_WAY:
+
+  def _ask(self, now_ns: int, transfer: Transfer) -> None:
+    able = self._able(transfer)
+    if able:
       donor = max(able, key=lambda member: member.step)  # of equals the first, in order of ids
       transfer.donor, self._giving[donor.learner] = donor.learner, transfer.number
+      transfer.patience_ns = now_ns + self._config.donor_wait_ns // 2
       self._out.send(donor.session, messages.Donate(
         transfer=transfer.number, step=transfer.step, versions=transfer.versions))
       self._report(transfer, 'asked')
+    elif not self._might_give(transfer):
+      self._give_up(transfer, 'no learner can donate')
 
   def _give_up(self, transfer: Transfer, reason: str) -> None:
     del self._transfers[transfer.number]

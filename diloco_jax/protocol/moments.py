@@ -175,7 +175,7 @@ class Taker:
     self._forget()
     if way != Way.START:
       self._out.report(
-        'recovered', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+        'moments', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
     if way == Way.DONOR:
       self._out.say(f'recovered by: donor {donor}, moments of its step {donated}')
     elif way != Way.START and self._config.donor_wait_ns:

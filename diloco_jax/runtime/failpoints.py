@@ -15,9 +15,19 @@ far too large.
 | save.before | a checkpoint is due, nothing of it is written |
 | save.after | it is written, the log still holds all that it makes superfluous |
 | compact.after | that part of the log is dropped, the machine does not know of the checkpoint |
+
+A donation on its way is no place but a share, and who gives it is the run's choice. So these are
+armed by a file in the folder DILOCO_FAILPOINT_DIR, named as the place (or NAME.1, ... for more than
+one): the first process that comes by takes a file away and kills itself.
+
+| name | where in a learner |
+|---|---|
+| donation.sent_10, _50, _90 | the donor has handed so many percent of its moments to the network |
+| donation.got_10, _50, _90 | the joiner has received so many percent of them |
 """
 
 import os
+import pathlib
 import signal
 
 VARIABLE = 'DILOCO_FAILPOINT'
@@ -73,10 +83,32 @@ def spoiler() -> Spoiler:
   return Spoiler(os.environ.get(SPOIL, ''))
 
 
+FOLDER = 'DILOCO_FAILPOINT_DIR'
+PERCENTS = (10, 50, 90)
 _WANTED = wanted(os.environ.get(VARIABLE, ''))
 
 
 def reached(name: str) -> None:
   """This place was reached."""
   if name == _WANTED:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+_FOLDER = os.environ.get(FOLDER, '')
+ARMED = bool(_FOLDER)
+
+
+def donated(name: str, share: float) -> None:
+  """This share of a donation has passed; `name` is 'donation.sent' or 'donation.got'."""
+  for percent in PERCENTS:
+    if 100 * share >= percent:
+      _take(f'{name}_{percent}')
+
+
+def _take(name: str) -> None:
+  for path in sorted(pathlib.Path(_FOLDER).glob(f'{name}*')):
+    try:
+      path.unlink()
+    except FileNotFoundError:  # somebody else was here first
+      continue
     os.kill(os.getpid(), signal.SIGKILL)

@@ -33,6 +33,7 @@ from diloco_jax.node import link
 from diloco_jax.node import ports
 from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
+from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import traffic as traffic_lib
 from diloco_jax.wire import chunks
 from diloco_jax.wire import errors
@@ -105,6 +106,7 @@ class Session:
     self._state = _State.CONNECTING
     self._failed = False
     self._bulk_done = False
+    self._donated_bytes = 0
     self._cancels: list[Callable[[], None]] = []  # one per stream
     self._streams_up = 0
     self._streams_read = 0  # to their orderly end
@@ -203,6 +205,10 @@ class Session:
           return
         self._traffic.add(sent_bytes=len(frame))
         yield frame
+        if failpoints.ARMED:
+          with self._changed:
+            share = self._outbox.donated
+          failpoints.donated('donation.sent', share)
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
@@ -271,6 +277,8 @@ class Session:
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
+    if failpoints.ARMED:
+      self._count_donated(len(frame))
     if transfer is not None:
       with self._changed:
         # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
@@ -279,6 +287,13 @@ class Session:
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
+
+  def _count_donated(self, size_bytes: int) -> None:
+    with self._changed:
+      expected = self._inbox.donation_bytes
+    self._donated_bytes = self._donated_bytes + size_bytes if expected else 0
+    if expected:
+      failpoints.donated('donation.got', self._donated_bytes / expected)
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:

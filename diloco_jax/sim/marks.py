@@ -225,7 +225,7 @@ class Marks(observers.Observer):
       self._connect(process, 'dialing')
     elif kind is actions.Step:
       self._train(process, 'training')
-    elif kind is actions.Report and action.name == 'recovered':
+    elif kind is actions.Report and action.name == 'moments':
       self.counts[f'recovered by {action.values["by"]}'] += 1
     elif kind is actions.Report and action.values.get('state') == 'trained':
       self._train(process, 'trained')

@@ -967,9 +967,9 @@ def donor_has_not_caught_up(original):
 @mutant('A donor is asked that has not seen the clock which its joiner was given.',
         donation.Relay, '_ask', 'I23')
 def donor_is_behind_the_clock(original):
-  def _ask(self, transfer):
+  def _ask(self, now_ns, transfer):
     step, transfer.step = transfer.step, 0
-    original(self, transfer)
+    original(self, now_ns, transfer)
     transfer.step = step
   return _ask
 
@@ -984,11 +984,14 @@ def dead_donor_is_waited_for(original):
   return leave
 
 
-@mutant('A promise has no end.', donation.Relay, 'advance', 'L10')
+@mutant('A promise has no end.', donation.Relay, 'promise', 'L10')
 def promise_without_end(original):
-  def advance(self, now_ns):
-    original(self, 0)
-  return advance
+  def promise(self, now_ns, joiner, clock):
+    number = original(self, now_ns, joiner, clock)
+    if number:
+      self._transfers[number].deadline_ns += 10**15
+    return number
+  return promise
 
 
 @mutant('Two joiners are promised one donation.', donation.Relay, 'promise', 'I23')
@@ -1001,9 +1004,9 @@ def two_joiners_share_a_transfer(original):
 
 @mutant('One donor gives two donations at a time.', donation.Relay, '_ask', 'I23')
 def donor_gives_twice(original):
-  def _ask(self, transfer):
+  def _ask(self, now_ns, transfer):
     giving, self._giving = self._giving, {}
-    original(self, transfer)
+    original(self, now_ns, transfer)
     self._giving = giving | self._giving
   return _ask
 
@@ -1068,3 +1071,11 @@ def nobody_tells_the_joiner(original):
     if 'time' not in reason:
       original(self, transfer, reason)
   return _give_up
+
+
+@mutant('Another donor is asked while the first one has time still.', donation.Relay, '_ask', 'I23')
+def donor_is_given_no_time(original):
+  def _ask(self, now_ns, transfer):
+    original(self, now_ns, transfer)
+    transfer.patience_ns = now_ns + 1
+  return _ask

@@ -115,7 +115,7 @@ def steps_at_once(who, event, out):
 
 def says_checkpoint(report):
   return dataclasses.replace(report, values={**report.values, 'by': 'checkpoint'}) if (
-    report.name == 'recovered') else report
+    report.name == 'moments') else report
 
 
 def of_another(send):

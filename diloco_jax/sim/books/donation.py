@@ -23,6 +23,7 @@ class Promise:
   versions: tuple[int, ...]
   since_ns: int
   donor: Any = None
+  asked_ns: int = 0
   refused: set[str] = dataclasses.field(default_factory=set)
   open: bool = True  # neither relayed nor given up
 
@@ -48,7 +49,9 @@ def promises(book, now_ns: int, send: actions.Send, event: Any) -> None:
 
 def asks(book, now_ns: int, send: actions.Send, event: Any) -> None:
   promise = book.promises[send.message.transfer]
-  promise.donor = book.peers[send.session]
+  if promise.donor is not None and promise.donor.member:
+    promise.refused.add(promise.donor.join.learner)  # too slow
+  promise.donor, promise.asked_ns = book.peers[send.session], now_ns
   book.asked[send.session] = send.message.transfer
 
 
@@ -126,4 +129,4 @@ LEARNER_EVENTS: dict[type, Callable] = {
   messages.Joined: welcomed, events.Disconnected: hung_up, events.MomentsTaken: taken,
   messages.Donation: heard, messages.NoDonation: heard,
 }
-LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, 'recovered': decides}
+LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, 'moments': decides}

@@ -49,8 +49,8 @@ class Donated(invariant.Invariant):
     busy = donation_book.giving(book)
     if donor.session in busy or len(busy) >= donation.UNDER_WAY:
       self.fail(send, f'{book.asked} are asked')
-    if promise.donor is not None and book.asked.get(promise.donor.session) == message.transfer and (
-        promise.donor.member):
+    patient = now_ns < promise.asked_ns + self.config.donor_wait_ns // 2
+    if promise.donor is not None and promise.donor.member and patient:
       self.fail(send, f'{promise.donor} was asked')
     holder = book.lineage.holders[donor.join.learner]
     if not donor.caught_up or holder.step < promise.step:
@@ -126,7 +126,7 @@ class Donated(invariant.Invariant):
     if book.step - message.step > self.config.period:
       self.fail(book, take, f'the clock is {book.step}, that of the donation {message.step}')
 
-  @invariant.on(LEARNER, 'recovered')
+  @invariant.on(LEARNER, 'moments')
   def recovered(self, book, now_ns, report, event):
     way, restored = report.values['by'], book.life.start.snapshot is not None
     taken = type(event) is events.MomentsTaken and event.matched

@@ -1,0 +1,145 @@
+"""What a donation costs the donor: its steps while one is on its way, against those before and after.
+
+A donor's island trains in this process; the syncer's end of the wire is another process. Rounds of
+steps with and without a donation alternate, so that whatever else the machine does meets both. A step
+counts as disturbed if a donation was under way at any time of it, from the snapshot between two steps
+until the last byte has arrived.
+
+    python scripts/benchmarks/donation.py [--rate_mib_s=16] [--rounds=10]
+
+prints medians in ms, their ratio (steps/s while donating over steps/s otherwise), and the bytes.
+"""
+
+import argparse
+import multiprocessing
+import pathlib
+import statistics
+import sys
+import threading
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+STEPS_BETWEEN = 12
+
+
+def syncer(pipe, max_payload_bytes: int) -> None:
+  """The other end: takes donations and says so."""
+  from diloco_jax.node import link  # pylint: disable=g-import-not-at-top
+  from diloco_jax.protocol import events, messages
+  from diloco_jax.runtime import grpc_server, payloads
+  kept = payloads.PayloadStore()
+
+  def post(event):
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Donation):
+      kept.drop(event.handle)
+      pipe.send(event.message.transfer)
+
+  transport = grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', post, kept, link.Limits(max_payload_bytes=max_payload_bytes))
+  pipe.send(transport.port)
+  pipe.recv()
+  transport.shutdown(1.0)
+
+
+class Donor:
+  """An island and its link to the syncer."""
+
+  def __init__(self, pipe, port: int, config, rate_bytes_per_s: int, assembled):
+    from diloco_jax.node import link  # pylint: disable=g-import-not-at-top
+    from diloco_jax.runtime import grpc_client, learner_moments, payloads
+    from diloco_jax.train import island as island_lib
+    self._pipe = pipe
+    self.island = island_lib.Island(
+      model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
+      total_steps=100_000)
+    self.island.warm_up()
+    self._payloads = payloads.PayloadStore()
+    self._moments = learner_moments.Moments(self.island, self._post, self._payloads, None)
+    self._moments.compile()
+    self._connected = threading.Event()
+    limits = link.Limits(max_payload_bytes=assembled.max_payload_bytes,
+                         donation_bytes_per_s=rate_bytes_per_s)
+    self._transport = grpc_client.GrpcLearnerTransport(
+      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits)
+    self._transport.dial(1)
+    self._connected.wait()
+
+  def _post(self, event) -> None:
+    from diloco_jax.protocol import events, messages  # pylint: disable=g-import-not-at-top
+    if isinstance(event, events.Connected):
+      self._connected.set()
+    elif isinstance(event, events.MomentsRead):
+      donation = messages.Donation(
+        transfer=event.transfer, donor='l0', step=0, versions=(0,), digest=event.digest,
+        payload=event.payload)
+      self._transport.send(1, donation, self._payloads.get(event.handle))
+      self._payloads.drop(event.handle)
+
+  def give(self, transfer: int) -> None:
+    """At a step boundary."""
+    self._moments.read(transfer)
+
+  def arrived(self) -> bool:
+    return bool(self._pipe.poll() and self._pipe.recv())
+
+  def close(self) -> None:
+    self._transport.shutdown(1.0)
+
+
+def measure(donor: Donor, rounds: int) -> tuple[list[float], list[float]]:
+  """Seconds of the steps without a donation under way, and of those with one."""
+  calm, giving, clock = [], [], 0
+
+  def step() -> float:
+    nonlocal clock
+    start_s = time.perf_counter()
+    donor.island.step(clock)
+    clock += 1
+    return time.perf_counter() - start_s
+
+  for _ in range(STEPS_BETWEEN):
+    step()
+  for transfer in range(1, rounds + 1):
+    calm += [step() for _ in range(STEPS_BETWEEN)]
+    start_s, before = time.perf_counter(), clock
+    donor.give(transfer)
+    snapshot_s = time.perf_counter() - start_s
+    while not donor.arrived():
+      giving.append(step() + (snapshot_s if clock == before + 1 else 0.0))
+    calm += [step() for _ in range(STEPS_BETWEEN)]
+  return calm, giving
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument('--rate_mib_s', type=int, default=16)
+  parser.add_argument('--rounds', type=int, default=10)
+  parser.add_argument('--layers', type=int, default=4)
+  parser.add_argument('--width', type=int, default=128)
+  flags = parser.parse_args()
+  from diloco_jax.runtime import assembly  # pylint: disable=g-import-not-at-top
+  from experiments.configs import stdlib_lm
+  config = stdlib_lm.get_config('tiny')
+  config.mesh.data = 1
+  config.model.num_layers, config.model.embed_dim = flags.layers, flags.width
+  config.model.hidden_dim = 6 * flags.width
+  config.data.seq_len, config.data.batch_size = 128, 4
+  assembled = assembly.assemble(config)
+  ours, theirs = multiprocessing.get_context('spawn').Pipe()
+  process = multiprocessing.get_context('spawn').Process(
+    target=syncer, args=(theirs, assembled.max_payload_bytes), daemon=True)
+  process.start()
+  donor = Donor(ours, ours.recv(), config, flags.rate_mib_s << 20, assembled)
+  calm, giving = measure(donor, flags.rounds)
+  donor.close()
+  ours.send('end')
+  process.join(5)
+  alone_ms, during_ms = (1e3 * statistics.median(one) for one in (calm, giving))
+  print(f'moments {assembled.moments_bytes / 2**20:.1f} MiB at {flags.rate_mib_s} MiB/s, '
+        f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), {during_ms:.1f} ms '
+        f'while donating (n={len(giving)}), steps/s ratio {alone_ms / during_ms:.3f}')
+
+
+if __name__ == '__main__':
+  main()
