@@ -28,6 +28,7 @@ class ProtocolConfig:
     heartbeat_ns: longest silence that a live peer keeps.
     start_wait_ns: a new run starts once `learners` have joined, or so long after the first of them.
     redial_ns: first and longest pause before a new attempt to connect.
+    drain_ns: how long a learner that is asked to end waits for the verdicts on what it has given.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
   """
@@ -45,6 +46,7 @@ class ProtocolConfig:
   heartbeat_ns: int = 2 * SECOND_NS
   start_wait_ns: int = 0
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
+  drain_ns: int = 3 * SECOND_NS
   save_steps: int = 0
   save_syncs: int = 0
 
@@ -62,6 +64,7 @@ class ProtocolConfig:
       ('heartbeat_ns', 1, self.lease_ns // 2,
        'a lease must outlive a lost heartbeat: heartbeat <= lease / 2'),
       ('start_wait_ns', 0, None, '0 starts with the first learner'),
+      ('drain_ns', 0, None, '0 leaves at once'),
       ('save_steps', 0, None, '0 saves only at the end'),
       ('save_syncs', 0, None, '0 saves only at the end'),
     ):

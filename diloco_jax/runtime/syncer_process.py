@@ -22,6 +22,7 @@ from diloco_jax.runtime import files as files_lib
 from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import startup
 from diloco_jax.runtime import syncer_work
 from diloco_jax.runtime import tapes
 from diloco_jax.runtime import theta as theta_lib
@@ -109,24 +110,30 @@ def _run(
   transport = make_transport(inbox.post, payloads)
   tape = None
   try:
+    startup.reached(records, 'listens')
     theta = theta_lib.Theta(assembled)
+    startup.reached(records, 'began')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     start = recover(assembled, theta, checkpoints, log, records)
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+    startup.reached(records, 'recovered')
     machine = start.make()
     evaluation = syncer_work.Evaluation(assembled, theta, records)
-    evaluation.submit(machine.clock)
+    if start.snapshot is None:  # a run that goes on is evaluated when it is due: this costs time
+      evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
       assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation
     )
     work.start()
+    startup.reached(records, 'ready')
     node = loop.Node(
       machine, inbox, clock.Monotonic(), transport, work, payloads,
       SyncerRecords(records, transport.traffic, assembled), tape,
     )
     result = node.run()
     work.stop()
-    evaluation.submit(machine.clock)
+    if machine.finished:  # who is asked to stop has no time for it
+      evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
     return result
@@ -142,14 +149,16 @@ def recover(
 ) -> tape_lib.Start:
   """Moves `theta` (version 0) to where the last process was; what the machine is made of there."""
   began_s = time.monotonic()
-  like = theta.arrays()
+  like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
+  startup.reached(records, 'restored')
   start = tape_lib.Start(
     role='syncer', node='syncer', config=assembled.protocol, agreement=assembled.agreement,
     payload_bytes=assembled.payload_bytes,
-    digests=tuple(theta.digest(p) for p in range(assembled.protocol.fragments)),
   )
   if restored is None:
+    digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
+    start = dataclasses.replace(start, digests=digests)
     snapshot, origin = start.make().snapshot(), 'version 0'
   else:
     snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
