@@ -41,7 +41,7 @@ RANDOM_KILLS, LEARNER_KILLS, SITE_KILLS = 20, 10, 3
 PLAN = tuple(
   place for name in failpoints.NAMES for place in (ANY, name)
 ) + (ANY,) * (RANDOM_KILLS - len(failpoints.NAMES))
-FREEZE_S = 1.5
+FREEZE_S = 2.5
 OVERRIDES = {
   'sync.learners': 2, 'sync.checkpoint_every_syncs': 2, 'train.steps': 1_000_000,
   'train.log_every': 1_000, 'train.eval_every': 0, 'train.checkpoint_every_steps': 50,
@@ -252,7 +252,7 @@ def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
       match record.event:
         case events.Received(message=messages.Publish() as one):
           digests.setdefault((one.fragment, one.version), set()).add(one.digest)
-  assert len(digests) > 100
+  assert len(digests) > 50
   assert {key: found for key, found in digests.items() if len(found) > 1} == {}
 
 
@@ -354,4 +354,4 @@ def test_a_pause_would_have_been_noticed(run):
   pid, born_ns, _ = run.lives('l0')[-1]
   steps = [fact['t_ns'] for fact in run.of('l0', 'step') if fact['t_ns'] >= born_ns]
   gap = run.pulse.longest(pid, steps)
-  assert gap.pause and gap.at_ns <= run.froze_ns + 1e9 and gap.gap_ns > 1e9, gap
+  assert gap.pause and gap.at_ns - 1e9 < run.froze_ns < gap.at_ns + gap.wall_ns, gap
