@@ -5,9 +5,9 @@
 
 Training does not wait for it, so all that it may do is try again: with growing, jittered pauses, so
 that many learners who lost one syncer do not come back at the same moment. They grow by a quarter:
-who has been away for some time finds the syncer again at most about a quarter of it later. A syncer that has not
-been heard of for a lease is as good as gone: the stream is closed from this side. From its Confirm
-on a learner keeps its own lease alive with heartbeats.
+who has been away for some time finds the syncer again at most about a quarter of it later. A syncer
+that has not been heard of for a lease is as good as gone: the stream is closed from this side. From
+its Confirm on a learner keeps its own lease alive with heartbeats.
 """
 
 import dataclasses

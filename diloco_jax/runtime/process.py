@@ -39,8 +39,8 @@ _SYNCER_SAFE = (
   'and learners send again what was not merged. If its disk is full, make space first.'
 )
 _LEARNER_SAFE = (
-  'What was merged and its last checkpoint are safe: started again, it goes on from there; the steps '
-  'since are lost with it.'
+  'What was merged and its last checkpoint are safe: started again, it goes on from there; the '
+  'steps since are lost with it.'
 )
 
 

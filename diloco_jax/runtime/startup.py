@@ -1,4 +1,4 @@
-"""Where the time of a start goes: a fact `startup` for each phase, with the CPU time since the birth.
+"""Where the time of a start goes: a fact `startup` for each phase, with the CPU time until then.
 
 On a busy machine only the CPU time says what a start costs. The phases of a syncer: imported,
 assembled, listens, began (Theta at version 0), restored (its checkpoint), recovered (the log),

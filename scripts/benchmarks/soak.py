@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
   print(f'syncer, from its death to the next outer step: median {statistics.median(times):.2f} s, '
         f'longest {max(times):.2f} s (pauses before a restart included)')
   print(f'l0, longest gap between two steps: {longest.gap_ns / 1e6:.0f} ms without waiting for a '
-        f'CPU ({longest.wall_ns / 1e6:.0f} ms with), at most {longest.limit_ns / 1e6:.0f} ms allowed')
+        f'CPU ({longest.wall_ns / 1e6:.0f} ms with), allowed {longest.limit_ns / 1e6:.0f} ms')
   bad = run.outcome.code or missing or unaccounted or any(gap.pause for gap in gaps)
   return int(bool(bad))
 

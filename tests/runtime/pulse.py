@@ -1,10 +1,10 @@
 """Did a learner ever pause? Its own steps tell, and the kernel tells what was the machine's fault.
 
-The time between the ends of two steps is a pause if it is longer than 3 times the median and 100 ms.
-On a machine with too little CPU a process waits for its turn, and that is nobody's pause; the kernel
-counts that waiting per thread (`run delay`, the second field of /proc/PID/task/TID/schedstat). What
-is left of a gap without it is time in which the process ran or slept: stopped, blocked, waiting for
-somebody. Where the kernel does not tell, all of a gap counts.
+The time between the ends of two steps is a pause if it is longer than 3 times the median and 100
+ms. On a machine with too little CPU a process waits for its turn, and that is nobody's pause; the
+kernel counts that waiting per thread (`run delay`, the second field of
+/proc/PID/task/TID/schedstat). What is left of a gap without it is time in which the process ran or
+slept: stopped, blocked, waiting for somebody. Where the kernel does not tell, all of a gap counts.
 """
 
 import bisect

@@ -1,4 +1,4 @@
-"""SIGTERM, the polite way to end: a learner pushes, saves, leaves; a syncer saves, and is soon back.
+"""SIGTERM, the polite way to end: a learner pushes, saves, leaves; a syncer saves and is back.
 
 One run of real processes under the supervisor serves the first tests: l1 is preempted and comes
 back, then the syncer is restarted twice under load. Then single processes: a full disk, one that

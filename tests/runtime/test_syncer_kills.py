@@ -3,8 +3,8 @@
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
 outer steps. The syncer is ended by SIGKILL at any moment, from outside after a drawn time or by
 itself at a failpoint, and the next life is begun by the supervisor, without a flag. Meanwhile l1 is
-killed, too, l0 is left alone. Then all processes are killed at once, three times, and come back in a
-drawn order. At the very end l0 is frozen, to see that a pause would be noticed. The tests read
+killed, too, l0 is left alone. Then all processes are killed at once, three times, and come back in
+a drawn order. At the very end l0 is frozen, to see that a pause would be noticed. The tests read
 what the processes have written down, and so does the oracle, which has nothing else.
 """
 
@@ -80,7 +80,7 @@ class Run:
 
 
 class Conductor:
-  """Carries out a plan on a run, and waits for facts: where each life of the syncer ends (PLAN), how
+  """Carries out a plan on a run, and waits for facts: where each life of the syncer ends, how
   often l1 is killed meanwhile, how often everything at once after that."""
 
   def __init__(
