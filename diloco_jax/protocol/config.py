@@ -32,6 +32,7 @@ class ProtocolConfig:
     streams: V, how many data streams the text is cut into; a learner more than there are waits
       until one is free. None: as many as learners.
     donor_wait_ns: how long a joiner may wait for a donor's moments (donation.py); 0: nobody is asked.
+    drain_ns: how long a learner that is asked to end waits for the verdicts on what it has given.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).
     norm_factor: a pseudo-gradient longer than so many times the median norm of its fragment is
@@ -58,6 +59,7 @@ class ProtocolConfig:
   redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
   streams: int | None = None
   donor_wait_ns: int = 0
+  drain_ns: int = 3 * SECOND_NS
   save_steps: int = 0
   save_syncs: int = 0
   norm_factor: int = 10
@@ -81,6 +83,7 @@ class ProtocolConfig:
        'a lease must outlive a lost heartbeat: heartbeat <= lease / 2'),
       ('start_wait_ns', 0, None, '0 starts with the first learner'),
       ('donor_wait_ns', 0, None, '0 asks nobody'),
+      ('drain_ns', 0, None, '0 leaves at once'),
       ('save_steps', 0, None, '0 saves only at the end'),
       ('save_syncs', 0, None, '0 saves only at the end'),
       ('norm_factor', 0, None, '0 refuses nothing for its norm'),

@@ -4,9 +4,10 @@
     dialing, joining, joined --Disconnected--> away
 
 Training does not wait for it, so all that it may do is try again: with growing, jittered pauses, so
-that many learners who lost one syncer do not come back at the same moment. A syncer that has not
-been heard of for a lease is as good as gone: the stream is closed from this side. From its Confirm
-on a learner keeps its own lease alive with heartbeats.
+that many learners who lost one syncer do not come back at the same moment. They grow by a quarter:
+who has been away for some time finds the syncer again at most about a quarter of it later. A syncer
+that has not been heard of for a lease is as good as gone: the stream is closed from this side. From
+its Confirm on a learner keeps its own lease alive with heartbeats.
 """
 
 import dataclasses
@@ -132,7 +133,7 @@ class Connection:
     self._out.closing.discard(self.session)
     self._confirmed = False
     first, longest = self._config.redial_ns
-    self._pause_ns = first if joined else min(longest, 2 * self._pause_ns)
+    self._pause_ns = first if joined else min(longest, self._pause_ns * 5 // 4)
     jitter = self._random.randrange(500, 1500)  # half to one and a half of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
     if joined:

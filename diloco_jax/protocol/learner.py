@@ -105,6 +105,8 @@ class LearnerMachine:
                      for p, h in enumerate(held)]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
+    self._given: set[int] = set()  # syncs whose verdict on our share has not come on this stream
+    self._leave_ns = 0  # asked to end, it waits for them no longer than this
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
     # Work under way, in the order in which it will be answered, with the session it began on: a
     # stream may break and the same sync or version come again meanwhile.
@@ -128,7 +130,7 @@ class LearnerMachine:
       self._connection.keep(now_ns, self._no_more)
       self._taker.expire(now_ns, self.step)
     if not self._running and not self._exited:
-      self._boundary()
+      self._boundary(now_ns)
     return self._out.take()
 
   @property
@@ -136,8 +138,15 @@ class LearnerMachine:
     """When a Wake is wanted."""
     if self._exited:
       return None
-    times = self._connection.deadline_ns(self._no_more), self._taker.deadline_ns
+    times = [self._connection.deadline_ns(self._no_more), self._taker.deadline_ns]
+    if self._waits_for_verdicts:
+      times.append(self._leave_ns)
     return min((time for time in times if time is not None), default=None)
+
+  @property
+  def _waits_for_verdicts(self) -> bool:
+    """It would leave, but what it has given is not settled yet."""
+    return bool(self._ending and self._given) and not (self._running or self._busy_saving)
 
   @property
   def _no_more(self) -> bool:
@@ -175,6 +184,7 @@ class LearnerMachine:
           self._give_up()
       case events.Stop(reason=reason):
         self._ending = self._ending or reason
+        self._leave_ns = self._leave_ns or now_ns + self._config.drain_ns
       case events.Wake():
         pass
       case _:
@@ -189,6 +199,7 @@ class LearnerMachine:
     self._pulls.clear()
     self._pulled.clear()
     self._part.forget()
+    self._given.clear()
     for _, handle in self._arrivals:
       self._out.drop(handle)
     self._arrivals.clear()
@@ -276,6 +287,7 @@ class LearnerMachine:
     if not self._connection.joined or session != self._connection.session:
       self._out.drop(encoded.handle)
     elif encoded.handle is None:
+      self._given.discard(encoded.sync)
       self._connection.send(messages.Decline(
         sync=encoded.sync, fragment=encoded.fragment, reason=messages.Reason.BAD_VALUE,
         tokens_to=message.tokens_to,
@@ -286,6 +298,7 @@ class LearnerMachine:
 
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
+    self._given.discard(settled.sync)
     if settled.reason == messages.CANCELLED:  # no version comes of it: the tokens can be sent again
       if anchor.contributed == settled.sync:
         anchor.contributed = 0
@@ -315,7 +328,7 @@ class LearnerMachine:
         finished=self.step >= self._config.total_steps,
       ))
 
-  def _boundary(self) -> None:
+  def _boundary(self, now_ns: int) -> None:
     """Between two steps: the only moment at which parameters are read or replaced."""
     if self._lease is not None:
       self._move(self._lease)
@@ -337,7 +350,7 @@ class LearnerMachine:
     if not (self._ending or self._refused or self._saving):
       self._part.begin(self.step, self.snapshot())
     if self._ending:
-      self._end()
+      self._end(now_ns)
     elif self._may_step():
       due = self._config.save_steps and self.steps - self._saved_steps >= self._config.save_steps
       if due and not self._busy_saving:
@@ -357,7 +370,7 @@ class LearnerMachine:
       anchor.steps, anchor.tokens = self.steps, self.tokens
 
   def _may_step(self) -> bool:
-    if self._training != 'training':
+    if self._training != 'training' or self._ending:
       return False
     lag = self._config.lag
     return lag is None or self.step < min(a.next_due for a in self._anchors) + lag
@@ -422,6 +435,7 @@ class LearnerMachine:
       ))
     else:
       anchor.contributed = sync
+      self._given.add(sync)
       nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
       self._encoding.append((self._connection.session, messages.Contribution(
         sync=sync, fragment=fragment, version=anchor.version, steps=steps,
@@ -461,12 +475,15 @@ class LearnerMachine:
       self._arrivals.clear()
       self._exit(42, self._refused)
 
-  def _end(self) -> None:
-    """Save, say goodbye, exit; each once."""
+  def _end(self, now_ns: int) -> None:
+    """Save, see what was given settled, say goodbye, exit; each once. A syncer drops the payload of
+    who leaves, so a moment of patience is worth the work since the anchor."""
     if self._busy_saving:
       return
     if self.steps > self._saved_steps:
       self._save()
+      return
+    if self._waits_for_verdicts and now_ns < self._leave_ns:
       return
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))

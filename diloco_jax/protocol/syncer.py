@@ -144,6 +144,11 @@ class SyncerMachine:
     return min(time for time in times if time is not None)
 
   @property
+  def finished(self) -> bool:
+    """Everybody is told that the run is over."""
+    return self._finished
+
+  @property
   def clock(self) -> int:
     """The last sync that was opened."""
     return self._pace.opened

@@ -129,6 +129,8 @@ class TrainConfig:
     log_every: inner steps between two log lines.
     eval_every: outer clock steps between two evaluations of the global model (0: first and last).
     checkpoint_every_steps: inner steps between two checkpoints of a learner (0: only at the end).
+    drain_s: how long a process may take to end in order once it is asked to (SIGTERM); then it ends
+      anyway. Up to half of it a learner waits until what it has given is merged.
     seed: of the initial parameters.
   """
 
@@ -136,6 +138,7 @@ class TrainConfig:
   log_every: int = 10
   eval_every: int = 60
   checkpoint_every_steps: int = 60
+  drain_s: float = 7.0
   seed: int = 0
 
   def validate(self) -> None:
@@ -144,6 +147,7 @@ class TrainConfig:
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
     _within('train.checkpoint_every_steps', self.checkpoint_every_steps, 0, 10**9,
             '0 saves at the end only')
+    _within('train.drain_s', self.drain_s, 0.1, 3600.0, 'Kubernetes gives 30 s, spot machines less')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
 
 
@@ -212,6 +216,7 @@ class Config:
         heartbeat_ns=round(second * sync.heartbeat_s),
         start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
         donor_wait_ns=round(second * sync.donor_wait_s),
+        drain_ns=round(second * self.train.drain_s / 2),
         save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
         norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
         snapshot_syncs=sync.snapshot_every_syncs,

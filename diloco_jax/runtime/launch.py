@@ -3,9 +3,9 @@
 Exit codes are the contract with whatever restarts processes (a supervisor, Kubernetes): 0 is done,
 42 is *never retry* (the command or the config is wrong, or the log on disk is damaged or does not
 belong here: a retry would fail the same way, a person has to decide), 74 the disk has failed or is
-full (a retry recovers what was committed), anything else is worth another try, too. What ends with
-42 or 74 is said in one line that starts with `error:` and shows the values and the remedy; a
-traceback is for errors that nobody expected.
+full (a retry recovers what was committed), 75 a learner was asked to end and did not in time,
+anything else is worth another try, too. What ends with 42, 74 or 75 is said in one line that starts
+with `error:` and shows the values and the remedy; a traceback is for errors that nobody expected.
 
 No jax in here: `--help`, a mistyped flag and the supervisor answer at once.
 """
@@ -29,6 +29,7 @@ from diloco_jax.runtime import config as config_lib
 
 NEVER_RETRY = 42
 DISK_FAILED = 74
+NOT_IN_TIME = 75
 INTERRUPTED = 130
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')

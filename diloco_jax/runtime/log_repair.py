@@ -1,4 +1,5 @@
-"""A log of outer steps that the syncer refuses, in an operator's hands: what there is, what to keep.
+"""A log of outer steps that the syncer refuses, in an operator's hands: what there is, and what to
+keep.
 
 The state behind record N can be made again if there is a checkpoint to begin from (or version 0, if
 the log reaches back to record 1), and every record between it and N is whole::

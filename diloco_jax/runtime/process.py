@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import signal
+import sys
 import threading
 from typing import Callable, Iterator
 
@@ -28,18 +29,29 @@ from diloco_jax.runtime import grpc_server
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import learner_process
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import startup
 from diloco_jax.runtime import syncer_process
 
 FILE = 'file:'
 SPARE_SESSIONS = 8
+_SYNCER_SAFE = (
+  'Every outer step that anybody has heard of is in its log: started again, it goes on from there, '
+  'and learners send again what was not merged. If its disk is full, make space first.'
+)
+_LEARNER_SAFE = (
+  'What was merged and its last checkpoint are safe: started again, it goes on from there; the '
+  'steps since are lost with it.'
+)
 
 
 def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int:
   """Runs the syncer process; the exit code."""
   _prepare_jax(1)
   folder, records = _open(workdir, 'syncer')
+  startup.reached(records, 'imported')
   with launch.never_retry(ValueError):
     assembled = assembly.assemble(config)
+  startup.reached(records, 'assembled')
   inbox = loop.Inbox()
   limits = link.Limits(
     max_payload_bytes=assembled.max_payload_bytes,
@@ -55,7 +67,8 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
     return transport
 
   with (
-    _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.log_failures(),
+    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
+          _SYNCER_SAFE, launch.DISK_FAILED), launch.log_failures(),
     launch.never_retry(ValueError, files.DirectoryError),
     _asks(lambda: inbox.post(events.TakeSnapshot())),
   ):
@@ -77,7 +90,10 @@ def learner(config: config_lib.Config, workdir: str, learner_id: str, address: s
     island = learner_process.make_island(assembled, folder, learner_id, devices)
   if address == 'none':
     stopped = threading.Event()
-    with _stops(lambda reason: stopped.set()), launch.never_retry(ValueError):
+    with (
+      stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
+      launch.never_retry(ValueError),
+    ):
       return _end(alone.run(config, island, records, stopped.is_set), records)
   inbox = loop.Inbox()
   limits = link.Limits(
@@ -88,7 +104,11 @@ def learner(config: config_lib.Config, workdir: str, learner_id: str, address: s
   def connect(post, payloads):
     return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
 
-  with _stops(lambda reason: inbox.post(events.Stop(reason=reason))), launch.never_retry():
+  with (
+    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
+          _LEARNER_SAFE),
+    launch.never_retry(),
+  ):
     result = learner_process.run(assembled, island, folder, learner_id, inbox, connect, records)
   return _end(result, records)
 
@@ -142,21 +162,39 @@ def _resolver(address: str) -> Callable[[], str]:
 
 
 @contextlib.contextmanager
-def _stops(stop: Callable[[str], None]) -> Iterator[None]:
-  """SIGTERM and Ctrl-C end the process in an orderly way; a second one ends it at once."""
-  seen = []
+def stops(
+  stop: Callable[[str], None], drain_s: float, safe: str, code: int = launch.NOT_IN_TIME
+) -> Iterator[None]:
+  """SIGTERM and Ctrl-C end the process in order, a second one ends it at once.
+
+  Args:
+    stop: asks it to end; called with the reason, in the main thread, between any two instructions.
+    drain_s: what it may take for that. Then it ends anyway, with exit code `code`.
+    safe: what is safe in that case, in words.
+  """
+  seen: list[threading.Timer] = []
+
+  def give_up(name: str) -> None:
+    print(f'error: asked to end by {name} and not done within {drain_s:g} s, so it ends as it is. '
+          f'{safe}', file=sys.stderr, flush=True)
+    os._exit(code)
 
   def handle(number: int, frame: object) -> None:
     del frame
     if seen:
       os._exit(128 + number)
-    seen.append(number)
-    stop(f'stopped by {signal.Signals(number).name}')
+    name = signal.Signals(number).name
+    seen.append(threading.Timer(drain_s, give_up, [name]))
+    seen[0].daemon = True
+    seen[0].start()
+    stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
 
   before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
     yield
   finally:
+    for timer in seen:
+      timer.cancel()
     for number, handler in before.items():
       signal.signal(number, handler)
 

@@ -27,6 +27,7 @@ from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import payloads as payloads_lib
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.runtime import snapshot_work
+from diloco_jax.runtime import startup
 from diloco_jax.runtime import syncer_work
 from diloco_jax.runtime import tapes
 from diloco_jax.runtime import theta as theta_lib
@@ -116,28 +117,34 @@ def _run(
   transport = make_transport(inbox.post, payloads)
   tape = None
   try:
+    startup.reached(records, 'listens')
     theta = theta_lib.Theta(assembled)
+    startup.reached(records, 'began')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     start = recover(
       assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
     )
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+    startup.reached(records, 'recovered')
     machine = start.make()
     snapshots = snapshot_work.SyncerSnapshots(workdir, assembled, log)
     evaluation = syncer_work.Evaluation(assembled, theta, records)
-    evaluation.submit(machine.clock)
+    if start.snapshot is None:  # a run that goes on is evaluated when it is due: this costs time
+      evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
       assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation,
       snapshots,
     )
     work.start()
+    startup.reached(records, 'ready')
     node = loop.Node(
       machine, inbox, clock.Monotonic(), transport, work, payloads,
       SyncerRecords(records, transport.traffic, assembled), tape,
     )
     result = node.run()
     work.stop()
-    evaluation.submit(machine.clock)
+    if machine.finished:  # who is asked to stop has no time for it
+      evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
     snapshots.close()
@@ -158,14 +165,16 @@ def recover(
   `kept`: the snapshots of the run that have a manifest; `brought_back`: what the last restore has
   left for the syncer (restoring.py)."""
   began_s = time.monotonic()
-  like = theta.arrays()
+  like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
+  startup.reached(records, 'restored')
   start = tape_lib.Start(
     role='syncer', node='syncer', config=assembled.protocol, agreement=assembled.agreement,
     payload_bytes=assembled.payload_bytes,
-    digests=tuple(theta.digest(p) for p in range(assembled.protocol.fragments)),
   )
   if restored is None:
+    digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
+    start = dataclasses.replace(start, digests=digests)
     snapshot, origin = start.make().snapshot(), 'version 0'
   else:
     snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'

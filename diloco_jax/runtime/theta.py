@@ -54,21 +54,15 @@ class Theta:
   """The global model, by fragment: master, published value, outer state, version."""
 
   def __init__(self, assembled: assembly.Assembly):
-    """Version 0 from the config's seed, the same that every learner draws."""
+    """Version 0 from the config's seed, the same that every learner draws; drawn when it is first
+    needed, since what is restored from a checkpoint never is."""
     self._assembled = assembled
-    layout, seed = assembled.layout, assembled.config.train.seed
+    layout = assembled.layout
     count = layout.num_fragments
-    params = jax.tree.map(jnp.asarray, model_lib.init_params(assembled.config.model, seed))
     self._outer = [assembled.outer_optimizer(p) for p in range(count)]
     # Placed as what a checkpoint gives back, so that both are compiled for, and cached, as one.
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    self.published = jax.device_put(
-      [codecs.canonical(fragments.gather(layout, p, params)) for p in range(count)], self.place
-    )
-    self.masters = [jnp.copy(value_N) for value_N in self.published]
-    self.outer_states = jax.device_put([
-      exchange.init_outer(layout, p, self._outer[p], self.masters[p]) for p in range(count)
-    ], self.place)
+    self._values: dict[str, Any] | None = None
     self.versions = [0] * count
     self._outer_step = [
       jax.jit(
@@ -85,6 +79,44 @@ class Theta:
     ]
     self._digest = jax.jit(digest_lib.digest)
     self._to_params = jax.jit(self._assemble)
+
+  def _version_0(self) -> dict[str, Any]:
+    layout, config = self._assembled.layout, self._assembled.config
+    params = jax.tree.map(jnp.asarray, model_lib.init_params(config.model, config.train.seed))
+    published = jax.device_put([
+      codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)
+    ], self.place)
+    masters = [jnp.copy(value_N) for value_N in published]
+    outer = jax.device_put([
+      exchange.init_outer(layout, p, self._outer[p], value_N) for p, value_N in enumerate(masters)
+    ], self.place)
+    return {'masters': masters, 'published': published, 'outer': outer}
+
+  def arrays(self) -> dict[str, Any]:
+    """Everything a checkpoint needs; a tree of arrays."""
+    return {name: list(values) for name, values in self._whole().items()}
+
+  def _whole(self) -> dict[str, Any]:
+    if self._values is None:
+      self._values = self._version_0()
+    return self._values
+
+  @property
+  def like(self) -> Any:
+    """The shapes of `arrays`, nothing drawn."""
+    return jax.eval_shape(self._version_0)
+
+  @property
+  def masters(self) -> list[jax.Array]:
+    return self._whole()['masters']
+
+  @property
+  def published(self) -> list[jax.Array]:
+    return self._whole()['published']
+
+  @property
+  def outer_states(self) -> list[Any]:
+    return self._whole()['outer']
 
   @property
   def shapes(self) -> Any:
@@ -161,13 +193,6 @@ class Theta:
       tree = fragments.scatter(self._assembled.layout, p, tree, value_N)
     return tree
 
-  def arrays(self) -> dict[str, Any]:
-    """Everything a checkpoint needs; a tree of arrays."""
-    return {
-      'masters': self.masters, 'published': self.published, 'outer': self.outer_states,
-    }
-
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
-    self.masters, self.published = list(arrays['masters']), list(arrays['published'])
-    self.outer_states = list(arrays['outer'])
+    self._values = {name: list(values) for name, values in arrays.items()}
     self.versions = list(versions)

@@ -20,7 +20,7 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol import tape
 from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import observers
-from diloco_jax.sim.invariants import invariant as invariant_lib
+from diloco_jax.sim.invariants import invariant
 
 SHOWN_TURNS = 50
 SHOWN_CHARACTERS = 200
@@ -92,15 +92,15 @@ class _Counter:
 
   def take(self, role: str, event: events.Event, out: Sequence[actions.Action]) -> None:
     seen = self._seen
-    seen[role, invariant_lib.EVERY] += 1
+    seen[role, invariant.EVERY] += 1
     seen[role, _kind(event)] += 1
     for action in out:
       seen[role, _kind(action)] += 1
 
-  def looks(self, invariant: type[invariant_lib.Invariant]) -> int:
+  def looks(self, statement: type[invariant.Invariant]) -> int:
     marks = {
-      mark for name in dir(invariant) for kind in ('_on', '_after')
-      for mark in getattr(getattr(invariant, name), kind, ())
+      mark for name in dir(statement) for kind in ('_on', '_after')
+      for mark in getattr(getattr(statement, name), kind, ())
     }
     return sum(self._seen[mark] for mark in marks)
 

@@ -77,3 +77,49 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
     if any(isinstance(a, actions.Encode) for a in out):
       out = machine.handle(21 * MS, encoded(pulled, 0, handle=2))
     assert contents(out, answer), (cancelled, out)
+
+
+# --- Asked to end ---------------------------------------------------------------------------------
+
+
+def preempted() -> tuple:
+  """A learner that is asked to end in the middle of a step, with a pull to answer; it has saved."""
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  machine.handle(2 * MS, events.Stop(reason='preempted'))
+  out = train(machine, 10)
+  assert any(isinstance(one, actions.Encode) for one in out)  # first what it was asked for
+  assert any(isinstance(one, actions.Save) for one in out)
+  assert not any(isinstance(one, actions.Step) for one in out)
+  assert contents(machine.handle(11 * MS, encoded(2, 0, handle=1)), messages.Contribution)
+  return machine, machine.handle(12 * MS, events.SaveDone(step=1))
+
+
+def test_who_is_preempted_sees_its_share_merged_before_it_leaves():
+  # Issue 4, preemption: push, save, leave. A syncer drops the payload of who leaves.
+  machine, out = preempted()
+  assert not contents(out, messages.Leave)
+  empty = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0)))
+  assert [m.reason for m in contents(empty, messages.Decline)] == ['contributed']
+  out = machine.handle(20 * MS, received(1, messages.Settled(
+    sync=2, fragment=0, merged=True, reason='')))
+  assert [m.reason for m in contents(out, messages.Leave)] == ['preempted']
+  assert isinstance(out[-1], actions.Exit) and out[-1].code == 0
+  assert machine.deadline_ns is None
+
+
+def test_its_patience_ends():
+  machine, _ = preempted()
+  leave_ns = 2 * MS + machine._config.drain_ns
+  while machine.deadline_ns < leave_ns:
+    assert not contents(machine.handle(machine.deadline_ns, events.Wake()), messages.Leave)
+    machine.handle(machine.deadline_ns - 1, received(1, messages.Heartbeat()))
+  assert machine.deadline_ns == leave_ns
+  assert contents(machine.handle(leave_ns, events.Wake()), messages.Leave)
+
+
+def test_it_waits_for_no_verdict_that_cannot_come():
+  machine, _ = preempted()
+  out = machine.handle(13 * MS, events.Disconnected(session=1, reason='cut'))
+  assert isinstance(out[-1], actions.Exit) and out[-1].code == 0

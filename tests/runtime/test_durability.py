@@ -344,8 +344,8 @@ def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tm
   life.log.commit(outer_log.OuterStep(outcome, 3, given))
   life.crash()
   before = _content(tmp_path / 'wal')
-  with pytest.raises(launch.NeverRetry, match='Record 2 of the log .* sync 2, fragment 0, version 1 '
-                     'has digest [0-9a-f]{16}, was committed with 000000000000007b') as refusal:
+  with pytest.raises(launch.NeverRetry, match='Record 2 of the log .* sync 2, fragment 0, version '
+                     '1 has digest [0-9a-f]{16}, was committed with 000000000000007b') as refusal:
     with launch.log_failures():
       rig()
   assert refusal.value.code == 42

@@ -1,4 +1,4 @@
-"""A log that the syncer refuses is put right by the command that the refusal names, and by no other.
+"""A log that the syncer refuses is put right by the command that the refusal names.
 
 Lives of a real syncer's work (test_durability.Rig) leave a real log behind; the command runs in a
 process of its own. Seven outer steps, checkpoints behind the second and the fifth: the log holds

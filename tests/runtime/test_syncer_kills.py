@@ -1,9 +1,11 @@
-"""A syncer that is killed again and again, at every failpoint and at any moment: nothing is missed.
+"""Processes that are killed again and again, under load: nothing is lost, nobody else pauses.
 
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
-outer steps. Each life of the syncer is ended by SIGKILL, from outside after a drawn time or by
-itself at a failpoint, and the next one is begun by the supervisor, without a flag. The tests read
-what the processes have written down.
+outer steps. The syncer is ended by SIGKILL at any moment, from outside after a drawn time or by
+itself at a failpoint, and the next life is begun by the supervisor, without a flag. Meanwhile l1 is
+killed, too, l0 is left alone. Then all processes are killed at once, three times, and come back in
+a drawn order. At the very end l0 is frozen, to see that a pause would be noticed. The tests read
+what the processes have written down, and so does the oracle, which has nothing else.
 """
 
 import asyncio
@@ -12,10 +14,13 @@ import dataclasses
 import pathlib
 import random
 import signal
-from typing import Callable
+import time
+from typing import Any, Callable
 
 import pytest
 
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
 from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import local
@@ -23,15 +28,23 @@ from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import tapes
 from diloco_jax.runtime import view as view_lib
+from diloco_jax.sim import oracle
 from experiments.configs import stdlib_lm
+from tests.runtime import pulse as pulse_lib
 
-DEADLINE_S = 280
+DEADLINE_S = 800
+pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores
+SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed from outside; between them the supervisor loses its patience with short lives
-PLAN = (ANY, *failpoints.NAMES[:3], ANY, *failpoints.NAMES[3:], ANY)
+RANDOM_KILLS, LEARNER_KILLS, SITE_KILLS = 20, 10, 3
+PLAN = tuple(
+  place for name in failpoints.NAMES for place in (ANY, name)
+) + (ANY,) * (RANDOM_KILLS - len(failpoints.NAMES))
+FREEZE_S = 2.5
 OVERRIDES = {
   'sync.learners': 2, 'sync.checkpoint_every_syncs': 2, 'train.steps': 1_000_000,
-  'train.log_every': 1_000, 'train.eval_every': 0, 'train.checkpoint_every_steps': 1_000,
+  'train.log_every': 1_000, 'train.eval_every': 0, 'train.checkpoint_every_steps': 50,
 }
 
 
@@ -43,19 +56,38 @@ class Run:
   outcome: supervisor_lib.Outcome
   said: list[str]
   facts: list[tuple[str, dict]]
+  pulse: pulse_lib.Pulse
+  site_ns: list[int]  # when everything was killed
+  froze_ns: int
 
   def of(self, process: str, name: str) -> list[dict]:
     return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
 
-  def deaths(self) -> list[dict]:
-    return [fact for fact in self.of('supervisor', 'exit')
-            if fact['child'] == 'syncer' and fact['code'] == -signal.SIGKILL]
+  def deaths(self, child: str) -> list[int]:
+    return [fact['t_ns'] for fact in self.of('supervisor', 'exit')
+            if fact['child'] == child and fact['code'] == -signal.SIGKILL]
+
+  def lives(self, child: str) -> list[tuple[int, int, int]]:
+    """(pid, born, ended) of its processes."""
+    ends = {fact['pid']: fact['t_ns'] for fact in self.of('supervisor', 'exit')
+            if fact['child'] == child}
+    return [(fact['pid'], fact['t_ns'], ends[fact['pid']])
+            for fact in self.of('supervisor', 'process')
+            if fact['child'] == child and fact['state'] == 'starting']
+
+  def tapes(self) -> list[tapes.Life]:
+    return tapes.find(self.workdir)
 
 
 class Conductor:
-  """Carries out the plan on a run, and waits for facts."""
+  """Carries out a plan on a run, and waits for facts: where each life of the syncer ends, how
+  often l1 is killed meanwhile, how often everything at once after that."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+  def __init__(
+    self, workdir: pathlib.Path, recorder: records.Recorder, plan: tuple[str, ...] = PLAN,
+    learner_kills: int = LEARNER_KILLS, site_kills: int = SITE_KILLS, seed: int = SEED,
+  ):
+    self._plan, self._learner_kills, self._site_kills = plan, learner_kills, site_kills
     config = stdlib_lm.get_config('tiny')
     config.sync.learners = len(LEARNERS)
     flags = ['--config=experiments/configs/stdlib_lm.py:tiny',
@@ -70,75 +102,130 @@ class Conductor:
     )
     self._tail = records.TailAll(workdir)
     self.facts: list[tuple[str, dict]] = []
-    self._draw = random.Random(7)
+    self.pulse = pulse_lib.Pulse()
+    self.site_ns: list[int] = []
+    self.froze_ns = 0
+    self._draw = random.Random(seed)
+
+  async def watch(self) -> None:
+    """Keeps the facts, and an eye on the learners."""
+    while True:
+      self.facts += self._tail.read()
+      for name in LEARNERS:
+        if (child := self.supervisor.child(name)) is not None:
+          self.pulse.sample(child.pid)
+      await asyncio.sleep(0.05)
 
   async def until(self, condition: Callable[[], object]) -> None:
     while not condition():
       await asyncio.sleep(0.05)
-      self.facts += self._tail.read()
 
-  def count(self, process: str, name: str) -> int:
-    return sum((who, fact['name']) == (process, name) for who, fact in self.facts)
+  def count(self, process: str, name: str, **values: Any) -> int:
+    return sum(
+      (who, fact['name']) == (process, name) and values.items() <= fact.items()
+      for who, fact in self.facts)
 
   async def carry_out(self) -> None:
+    await self.until(lambda: self.merged('l1', 1))
+    async with asyncio.TaskGroup() as both:
+      both.create_task(self._kill_the_syncer())
+      both.create_task(self._kill_a_learner())
+    for _ in range(self._site_kills):
+      await self._kill_everything()
+    self.froze_ns = time.monotonic_ns()
+    child = self.supervisor.child('l0')
+    child.freeze()
+    await asyncio.sleep(FREEZE_S)
+    child.thaw()
+    steps = self.count('l0', 'step')
+    await self.until(lambda: self.count('l0', 'step') >= steps + 3)
+    self.supervisor.retire()
+
+  def merged(self, name: str, more: int) -> bool:
+    """Whether the outer steps since the last death have had enough shares of a learner."""
+    since = max((index for index, (_, fact) in enumerate(self.facts)
+                 if fact['name'] == 'exit' and fact.get('child') in ('syncer', name)), default=0)
+    return sum(fact['name'] == 'synced' and name in fact['participants']
+               for _, fact in self.facts[since:]) >= more
+
+  async def _kill_the_syncer(self) -> None:
     fate = self.supervisor.fates['syncer']
-    for life, place in enumerate(PLAN, 1):
+    for life, place in enumerate(self._plan, 1):
       await self.until(lambda: fate.starts == life)
-      following = PLAN[life] if life < len(PLAN) else ANY
+      following = self._plan[life] if life < len(self._plan) else ANY
       self.environment[failpoints.VARIABLE] = f'{following}:kill' if following else ''
       if place == ANY:
         await self.commits(self._draw.randint(1, 4))
         await asyncio.sleep(0.2 * self._draw.random())  # any moment
-        assert self.supervisor.bring_down('syncer', 0.1, 'killed by the test')
-    await self.until(lambda: fate.starts == len(PLAN) + 1)
+        assert self.supervisor.bring_down('syncer', 0.0, 'killed by the test')
+    await self.until(lambda: fate.starts == len(self._plan) + 1)
     await self.commits(3)
-    self.supervisor.retire()
 
   async def commits(self, more: int) -> None:
     """Until the present life of the syncer has committed so many outer steps."""
-    self.facts += self._tail.read()
     due = self.count('syncer', 'outer') + more
     await self.until(lambda: self.count('syncer', 'outer') >= due)
+
+  async def _kill_a_learner(self) -> None:
+    fate = self.supervisor.fates['l1']
+    for life in range(1, self._learner_kills + 1):
+      await self.until(lambda: fate.starts == life and self.merged('l1', 1))
+      await asyncio.sleep(0.5 * self._draw.random())
+      assert self.supervisor.bring_down('l1', 0.0, 'killed by the test')
+    await self.until(lambda: fate.starts == self._learner_kills + 1 and self.merged('l1', 1))
+
+  async def _kill_everything(self) -> None:
+    pauses_s = self._draw.sample((0.0, 0.3, 0.6), 3)  # who comes back first
+    self.site_ns.append(time.monotonic_ns())
+    for name, down_s in zip(('syncer', *LEARNERS), pauses_s):
+      assert self.supervisor.bring_down(name, down_s, 'everything is killed')
+    exits = len(self._plan) + self._learner_kills + 3 * len(self.site_ns)
+    await self.until(lambda: self.count('supervisor', 'exit') >= exits)
+    await self.until(lambda: all(self.merged(name, 2) for name in LEARNERS))
 
 
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory) -> Run:
   workdir = tmp_path_factory.mktemp('kills')
+  return play(workdir)
+
+
+def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> Run:
+  """Carries out a plan (arguments of Conductor) in a new folder."""
   with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder)
-    outcome = asyncio.run(_play(conductor))
-  return Run(workdir, outcome, conductor.said, records.TailAll(workdir).read())
+    conductor = Conductor(workdir, recorder, **plan)
+    outcome = asyncio.run(_play(conductor, deadline_s))
+  return Run(workdir, outcome, conductor.said, records.TailAll(workdir).read(), conductor.pulse,
+             conductor.site_ns, conductor.froze_ns)
 
 
-async def _play(conductor: Conductor) -> supervisor_lib.Outcome:
+async def _play(conductor: Conductor, deadline_s: float) -> supervisor_lib.Outcome:
   running = asyncio.create_task(conductor.supervisor.run())
   playing = asyncio.create_task(conductor.carry_out())
+  watching = asyncio.create_task(conductor.watch())
   try:
-    async with asyncio.timeout(DEADLINE_S):
-      await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
+    async with asyncio.timeout(deadline_s):
+      await asyncio.wait({running, playing, watching}, return_when=asyncio.FIRST_COMPLETED)
       assert playing.done(), '\n'.join(conductor.said)
       playing.result()
       return await running
   finally:
     playing.cancel()
+    watching.cancel()
     if not running.done():
       running.cancel()
-      await asyncio.gather(running, return_exceptions=True)
+    await asyncio.gather(running, watching, playing, return_exceptions=True)
+
+
+# --- Nothing is lost ------------------------------------------------------------------------------
 
 
 def test_every_life_ends_as_planned_and_the_run_ends_well(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
-  assert len(run.deaths()) == len(PLAN)
-  assert run.outcome.fates['syncer'].starts == len(PLAN) + 1
-  assert {run.outcome.fates[name].starts for name in LEARNERS} == {1}  # nobody else fell
-
-
-def test_learners_step_while_there_is_no_syncer(run):
-  back = [fact['t_ns'] for fact in run.of('syncer', 'recovered')]
-  for death, back_ns in zip(run.deaths(), back, strict=True):
-    for name in LEARNERS:
-      steps = [fact['t_ns'] for fact in run.of(name, 'step')]
-      assert aftermath.within(steps, death['t_ns'], back_ns) >= 1, (name, death)
+  assert len(run.deaths('syncer')) == len(PLAN) + SITE_KILLS
+  assert len(run.deaths('l1')) == LEARNER_KILLS + SITE_KILLS
+  assert len(run.deaths('l0')) == SITE_KILLS  # nobody falls but who is pushed
+  assert {fate.state for fate in run.outcome.fates.values()} == {'done'}
 
 
 def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
@@ -149,7 +236,24 @@ def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
     elif fact['name'] == 'recovered':
       checked += 1
       assert all(fact['versions'][p] >= version for p, version in seen.items()), (fact, seen)
-  assert checked == len(PLAN) and any(seen.values())
+  assert checked == len(PLAN) + SITE_KILLS and any(seen.values())
+
+
+def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
+  """In every life of every process: what was published, what was recovered."""
+  digests: dict[tuple[int, int], set[int]] = {}
+  for life in run.tapes():
+    reader = tapes.read(life)
+    snapshot = reader.header.start.snapshot
+    if life.node == 'syncer' and snapshot is not None:
+      for p, known in enumerate(zip(snapshot['versions'], snapshot['digests'])):
+        digests.setdefault((p, known[0]), set()).add(known[1])
+    for record in reader:
+      match record.event:
+        case events.Received(message=messages.Publish() as one):
+          digests.setdefault((one.fragment, one.version), set()).add(one.digest)
+  assert len(digests) > 50
+  assert {key: found for key, found in digests.items() if len(found) > 1} == {}
 
 
 def test_no_outer_step_is_made_twice_and_none_is_left_out(run):
@@ -170,18 +274,31 @@ def test_learners_and_syncer_have_the_same_bits_after_every_recovery(run):
 
 
 def test_the_books_add_up(run):
+  """Of a process that was killed no more is known than it has told."""
   ledger = run.of('syncer', 'ledger')[-1]
   assert ledger['unsettled'] == 0 and aftermath.balance(ledger) == 0
   assert ledger['merged'] > 0
-  assert ledger['synced'] == sum(run.of('syncer', 'recovered')[-1]['versions']) + _outer(run)
-  for name in LEARNERS:  # each ended in order: not one token is missing
-    assert ledger['learners'][name]['tokens'] == run.of(name, 'step')[-1]['tokens']
-
-
-def _outer(run: Run) -> int:
-  """Outer steps of the last life."""
   back_ns = run.of('syncer', 'recovered')[-1]['t_ns']
-  return sum(fact['t_ns'] > back_ns for fact in run.of('syncer', 'outer'))
+  outer = sum(fact['t_ns'] > back_ns for fact in run.of('syncer', 'outer'))
+  assert ledger['synced'] == sum(run.of('syncer', 'recovered')[-1]['versions']) + outer
+  for name in LEARNERS:
+    trained = {}
+    for life in run.tapes():
+      if life.node == name:
+        trained[life.name] = sum(record.event.tokens for record in tapes.read(life)
+                                 if isinstance(record.event, events.StepDone))
+    assert 0 < ledger['learners'][name]['tokens'] <= sum(trained.values())
+
+
+def test_the_oracle_finds_nothing(run):
+  tales = []
+  for life in run.tapes():
+    reader = tapes.read(life)
+    tales.append(oracle.Tale(life.name, reader.header.start, reader))
+  verdict = oracle.judge(tales)
+  assert verdict.broken is None, verdict.text()
+  looks = {one.id: one.looks for one in verdict.held}
+  assert min(looks[name] for name in ('I2', 'I3', 'I4', 'I7', 'I12', 'I16')) > 10, looks
 
 
 def test_the_log_was_cut_and_both_checkpoints_are_there(run):
@@ -192,7 +309,49 @@ def test_the_log_was_cut_and_both_checkpoints_are_there(run):
 
 
 def test_every_life_takes_its_turns_again(run):
-  lives = [life for life in tapes.find(run.workdir) if life.node == 'syncer']
-  assert len(lives) == len(PLAN) + 1
+  lives = run.tapes()
+  assert sum(life.node == 'syncer' for life in lives) == len(PLAN) + SITE_KILLS + 1
   for life in lives:
     assert tapes.replay(life).identical, life.name
+
+
+# --- Nobody pauses --------------------------------------------------------------------------------
+
+
+def test_training_goes_on_after_every_kill(run):
+  """Every life of the syncer that was not killed in its first outer step has committed one."""
+  recovered = [0, *(sum(fact['versions']) for fact in run.of('syncer', 'recovered'))]
+  for place, before, after in zip((*PLAN, *[ANY] * SITE_KILLS), recovered, recovered[1:]):
+    assert after > before or (place != ANY and after == before), (place, recovered)
+  synced = [fact for fact in run.of('syncer', 'synced')]
+  for death_ns in run.deaths('l1'):
+    following = [fact['participants'] for fact in synced if fact['t_ns'] > death_ns]
+    assert any('l1' in participants for participants in following)
+
+
+def test_learners_step_while_there_is_no_syncer(run):
+  back = [fact['t_ns'] for fact in run.of('syncer', 'recovered')]
+  alone = [death_ns for death_ns in run.deaths('syncer')
+           if all(not -1e9 < death_ns - site_ns < 5e9 for site_ns in run.site_ns)]
+  assert len(alone) == len(PLAN)
+  steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
+  for death_ns in alone:
+    back_ns = next(t_ns for t_ns in back if t_ns > death_ns)
+    assert aftermath.within(steps, death_ns, back_ns) >= 1, death_ns
+
+
+def test_the_steps_of_who_survives_never_pause(run):
+  """l0, in each of its lives, from its first step to its end, whoever was killed meanwhile."""
+  steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
+  for pid, born_ns, ended_ns in run.lives('l0'):
+    mine = [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, run.froze_ns)]
+    gap = run.pulse.longest(pid, mine)
+    assert not gap.pause, gap
+
+
+def test_a_pause_would_have_been_noticed(run):
+  """l0 was stopped from outside at the very end."""
+  pid, born_ns, _ = run.lives('l0')[-1]
+  steps = [fact['t_ns'] for fact in run.of('l0', 'step') if fact['t_ns'] >= born_ns]
+  gap = run.pulse.longest(pid, steps)
+  assert gap.pause and gap.at_ns - 1e9 < run.froze_ns < gap.at_ns + gap.wall_ns, gap

@@ -1,0 +1,15 @@
+"""Where the time of a start goes: a fact `startup` for each phase, with the CPU time until then.
+
+On a busy machine only the CPU time says what a start costs. The phases of a syncer: imported,
+assembled, listens, began (Theta at version 0), restored (its checkpoint), recovered (the log),
+ready (every outer step compiled).
+"""
+
+import time
+
+from diloco_jax.node import ports
+
+
+def reached(records: ports.Records, phase: str) -> None:
+  """This process has come so far."""
+  records.report('startup', {'phase': phase, 'cpu_s': round(time.process_time(), 3)})

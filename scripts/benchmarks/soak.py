@@ -1,0 +1,86 @@
+"""A soak: 200 kills of real processes in one run, and the figures that came of it.
+
+    python scripts/benchmarks/soak.py                  # about 8 minutes on two quiet cores
+    python scripts/benchmarks/soak.py --kills=40
+
+Seven kills in ten are of the syncer, at any moment and at every failpoint, two of a learner, one of
+everything at once; the plan is that of tests/runtime/test_syncer_kills.py, and so are the promises.
+The figures: committed outer steps that were lost, tokens unaccounted for, the time from a kill of
+the syncer to its next outer step, the longest gap between two steps of a learner that survived.
+Exit code 1 if a promise was broken.
+"""
+
+import pathlib
+import statistics
+import sys
+import tempfile
+
+from absl import app
+from absl import flags
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from diloco_jax.runtime import aftermath
+from diloco_jax.runtime import failpoints
+from tests.runtime import test_syncer_kills as kills
+
+_KILLS = flags.DEFINE_integer('kills', 200, 'how many', 10)
+_SEED = flags.DEFINE_integer('seed', 1, 'of the moments')
+_WORKDIR = flags.DEFINE_string('workdir', '', 'a new folder; default: a temporary one')
+PATIENCE_S = 60.0  # per kill
+
+
+def plan(count: int) -> dict:
+  """Arguments of kills.Conductor."""
+  site, learner = count // 10, count // 5
+  syncer = count - site - learner
+  named = [place for name in failpoints.NAMES for place in (kills.ANY, name)]
+  rows = (named * (syncer // len(named) + 1))[:syncer]
+  return {'plan': tuple(rows), 'learner_kills': learner, 'site_kills': site, 'seed': _SEED.value}
+
+
+def lost(run: kills.Run) -> int:
+  """Versions that a learner had seen before a recovery, and that were not there after it."""
+  seen, missing = {}, 0
+  for who, fact in run.facts:
+    if who in kills.LEARNERS and fact['name'] == 'adopted':
+      seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
+    elif fact['name'] == 'recovered':
+      missing += sum(max(0, version - fact['versions'][p]) for p, version in seen.items())
+  return missing
+
+
+def restarts(run: kills.Run) -> list[float]:
+  """Seconds from each death of the syncer to the next outer step that was committed."""
+  outer = [fact['t_ns'] for fact in run.of('syncer', 'outer')]
+  after = (next((t for t in outer if t > death), None) for death in run.deaths('syncer'))
+  return [(t - death) / 1e9 for t, death in zip(after, run.deaths('syncer')) if t is not None]
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  with tempfile.TemporaryDirectory() as folder:
+    workdir = pathlib.Path(_WORKDIR.value or folder)
+    run = kills.play(workdir, 60 + PATIENCE_S * _KILLS.value, **plan(_KILLS.value))
+    ledger, steps = run.of('syncer', 'ledger')[-1], [f['t_ns'] for f in run.of('l0', 'step')]
+    gaps = [
+      run.pulse.longest(pid, [t for t in steps if born <= t <= min(ended, run.froze_ns)])
+      for pid, born, ended in run.lives('l0')]
+    times, longest = restarts(run), max(gaps, key=lambda gap: gap.gap_ns / gap.limit_ns)
+    missing, unaccounted = lost(run), aftermath.balance(ledger) + ledger['unsettled']
+  deaths = {name: len(run.deaths(name)) for name in ('syncer', *kills.LEARNERS)}
+  print(f'kills: {deaths}, the run ended with {run.outcome.code}')
+  print(f'committed outer steps: {ledger["synced"]}, lost: {missing}')
+  print(f'tokens: {ledger["trained"]} trained in {ledger["fragments"]} fragments each, '
+        f'{unaccounted} fragment-tokens unaccounted for')
+  print(f'syncer, from its death to the next outer step: median {statistics.median(times):.2f} s, '
+        f'longest {max(times):.2f} s (pauses before a restart included)')
+  print(f'l0, longest gap between two steps: {longest.gap_ns / 1e6:.0f} ms without waiting for a '
+        f'CPU ({longest.wall_ns / 1e6:.0f} ms with), allowed {longest.limit_ns / 1e6:.0f} ms')
+  bad = run.outcome.code or missing or unaccounted or any(gap.pause for gap in gaps)
+  return int(bool(bad))
+
+
+if __name__ == '__main__':
+  app.run(main)
