@@ -20,6 +20,7 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol import tape
 from diloco_jax.sim import checkers as checkers_lib
 from diloco_jax.sim import observers
+from diloco_jax.sim.invariants import invariant as invariant_lib
 
 SHOWN_TURNS = 50
 SHOWN_CHARACTERS = 200
@@ -91,12 +92,12 @@ class _Counter:
 
   def take(self, role: str, event: events.Event, out: Sequence[actions.Action]) -> None:
     seen = self._seen
-    seen[role, checkers_lib.EVERY] += 1
+    seen[role, invariant_lib.EVERY] += 1
     seen[role, _kind(event)] += 1
     for action in out:
       seen[role, _kind(action)] += 1
 
-  def looks(self, invariant: type[checkers_lib.Invariant]) -> int:
+  def looks(self, invariant: type[invariant_lib.Invariant]) -> int:
     marks = {
       mark for name in dir(invariant) for kind in ('_on', '_after')
       for mark in getattr(getattr(invariant, name), kind, ())
