@@ -19,8 +19,9 @@ learner that goes on takes every fragment from the syncer; what only it knows is
 optimizer and its place in the data.
 
 Nobody waits: a learner that does not answer in time is left out and named in the manifest (it comes
-back from the syncer's fragments), and a syncer whose own part fails gives the snapshot up. One is
-taken at a time. Parts are kept as long as the manifest that names them: `keep` are the older
+back from the syncer's fragments), and a syncer whose own part fails gives the snapshot up. A
+snapshot that no learner has a part of is given up, too: it would take the place of a better one.
+One is taken at a time. Parts are kept as long as the manifest that names them: `keep` are the older
 snapshots that are, whoever saves a part may remove all others.
 """
 
@@ -76,7 +77,10 @@ class Marking:
   @property
   def due(self) -> bool:
     often = bool(self._every) and self._outer_steps >= self._every
-    return self._taking is None and (self._wanted or often)
+    return self._taking is None and (self._wanted or often) and bool(self._joined())
+
+  def _joined(self) -> list[members_lib.Member]:
+    return [member for member in self._members.live() if member.sent]
 
   @property
   def deadline_ns(self) -> int | None:
@@ -93,7 +97,7 @@ class Marking:
   def begin(self, now_ns: int, step: int, books: dict[str, Any]) -> None:
     """Between two outer steps: this is the moment of the syncer's part."""
     self._wanted, self._outer_steps, self._last = False, 0, self._last + 1
-    joined = [member for member in self._members.live() if member.sent]
+    joined = self._joined()
     self._taking = _Taking(
       self._last, now_ns + self._wait_ns, {member.learner: member.session for member in joined})
     self._out.do(actions.SavePart(
@@ -139,13 +143,17 @@ class Marking:
       else:
         continue
       del taking.awaited[learner]
-    if taking.own is not None and not taking.awaited:
+    if taking.own is None or taking.awaited:
+      return
+    if taking.parts:
       taking.writing = True
       self._out.do(actions.WriteManifest(
         snapshot=taking.snapshot, step=taking.own.step, seal=taking.own.seal,
         parts=tuple(part for _, part in sorted(taking.parts.items())),
         missing=tuple(sorted(taking.missing.items())),
       ))
+    else:
+      self._give_up('no learner has saved its part')
 
   def written(self, done: events.ManifestWritten) -> None:
     """The manifest is durable, and with it the snapshot; or it is not."""

@@ -67,7 +67,7 @@ class Island:
     self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
     self._eval_batches = None
     self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
-    self._snapshot_dir, self._parts = snapshot_dir, None
+    self._parts = checkpoint.Checkpoints(snapshot_dir, keep_all=True) if snapshot_dir else None
 
   # Training.
 
@@ -180,11 +180,10 @@ class Island:
       What waits for it, removes the parts that are not in `keep`, and returns its seal; to be
       called before the next part is saved.
     """
-    if self._parts is None:
-      if self._snapshot_dir is None:
-        raise ValueError('this island has no folder for snapshots: pass snapshot_dir')
-      self._parts = checkpoint.Checkpoints(self._snapshot_dir, keep_all=True)
-    done, parts = self._save(self._parts, snapshot, anchors, protocol), self._parts
+    parts = self._parts
+    if parts is None:
+      raise ValueError('this island has no folder for snapshots: pass snapshot_dir')
+    done = self._save(parts, snapshot, anchors, protocol)
 
     def wait() -> str:
       seal = done()

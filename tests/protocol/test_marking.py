@@ -12,6 +12,7 @@ from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import recovery
+from diloco_jax.protocol import syncer as syncer_lib
 
 CONFIG = config_lib.ProtocolConfig(
   learners=2, fragments=1, period=1, overlap=0, quorum=1, total_steps=9, snapshot_syncs=2,
@@ -21,11 +22,11 @@ SEALED = events.PartSaved(snapshot=1, step=7, seal='own')
 
 
 class Syncer:
-  """The syncer's half with two joined learners, on sessions 1 and 2."""
+  """The syncer's half with joined learners, on sessions 1, 2, ..."""
 
-  def __init__(self):
+  def __init__(self, learners=('l0', 'l1')):
     self.members, self.out = members_lib.Members(CONFIG), outbox.Outbox()
-    for session, learner in enumerate(('l0', 'l1'), 1):
+    for session, learner in enumerate(learners, 1):
       self.members.bind(learner, session, 1, session, 0).sent = [0]
     self.marking = marking.Marking(CONFIG, self.members, self.out)
 
@@ -79,8 +80,10 @@ def test_the_manifest_comes_after_every_answer(syncer):
   assert syncer.manifest() is None  # once
 
 
-def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name(syncer):
+def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name():
+  syncer = Syncer(('l0', 'l1', 'l2'))
   syncer.begin()
+  syncer.marked(3)
   syncer.marking.saved(SEALED)
   syncer.members.release(1)
   syncer.marked(2, error='no space')
@@ -91,8 +94,9 @@ def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name(syncer):
 def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
   syncer.begin()
   syncer.marking.saved(SEALED)
+  syncer.marked(2)
   assert syncer.manifest(99) is None
-  assert set(dict(syncer.manifest(100).missing)) == {'l0', 'l1'}
+  assert set(dict(syncer.manifest(100).missing)) == {'l0'}
   assert syncer.marking.deadline_ns is None
   syncer.marked(1)  # too late
   syncer.marking.written(events.ManifestWritten(snapshot=1))
@@ -106,18 +110,30 @@ def test_numbers_go_on_and_two_are_kept(syncer):
     assert (own.snapshot, own.keep) == (number, keep)
     assert {one.message.keep for one in marks} == {keep}
     syncer.marking.saved(events.PartSaved(snapshot=number, step=7, seal='own'))
-    syncer.manifest(100)
+    syncer.marked(1, snapshot=number)
+    assert syncer.manifest(100)
     syncer.marking.written(events.ManifestWritten(snapshot=number))
 
 
 def test_what_was_not_written_is_no_snapshot(syncer):
   syncer.begin()
   syncer.marking.saved(SEALED)
-  syncer.manifest(100)
+  syncer.marked(1)
+  assert syncer.manifest(100)
   syncer.marking.written(events.ManifestWritten(snapshot=1, error='no space'))
   assert any('snapshot 1 is given up: its manifest' in one.text for one in syncer.out.take()
              if isinstance(one, actions.Say))
   assert syncer.begin()[0].keep == ()
+
+
+def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syncer):
+  syncer.begin()
+  syncer.marking.saved(SEALED)
+  assert syncer.manifest(100) is None
+  for session in (1, 2):
+    syncer.members.release(session)
+  syncer.marking.ask()
+  assert not syncer.marking.due
 
 
 def test_learners_without_a_place_have_left():
@@ -131,3 +147,22 @@ def test_learners_without_a_place_have_left():
   assert state['ledger'][1][2] == {
     **account, 'cursors': [10, 10], 'discarded': {'left': 5}, 'closed': True}
   assert recovery.without(state, ['l1']) == state
+
+
+def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_starts_anew():
+  """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
+  fresh = syncer_lib.SyncerMachine(CONFIG, '{}', (100,), (64,))
+  machine = syncer_lib.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
+  join = messages.Join(
+    protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1)
+  confirm = messages.Confirm(nonce=7, incarnation=1, step=9, steps=9, tokens=90,
+                             held=(messages.Held(version=5, digest=999),))
+  for event in (events.Connected(session=1), events.Received(session=1, message=join),
+                events.Received(session=1, message=confirm)):
+    out = machine.handle(0, event)
+  (joined,) = [one.message for one in out
+               if isinstance(getattr(one, 'message', None), messages.Joined)]
+  assert joined.due == (0,)
+  assert actions.ReadFragment(fragment=0) in out
+  assert any('l0 holds version 5 of fragment 0, this run is at 0' in one.text
+             for one in out if isinstance(one, actions.Say))

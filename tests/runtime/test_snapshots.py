@@ -104,11 +104,12 @@ def _story(tmp_path_factory) -> Story:
   with running(workdir, second, *flags) as process:
     facts = []
 
-    def merged() -> bool:
+    def under_way() -> bool:
       facts.extend(tail.read())
-      return ('syncer', 'outer') in {(who, fact['name']) for who, fact in facts}
+      done = {(who, fact['name']) for who, fact in facts}
+      return done >= {('l0', 'step'), ('l1', 'step'), ('syncer', 'outer')}
 
-    until(lambda: process.poll() is not None or merged(), second)
+    until(lambda: process.poll() is not None or under_way(), second)
     kept = manifests.numbers(workdir)
     holder = json.loads((workdir / 'syncer' / 'wal' / 'lock').read_text())
     os.kill(holder['pid'], signal.SIGUSR1)
