@@ -45,6 +45,8 @@ class Pulse:
       return
     before = self._threads.get(pid, threads)
     more = sum(max(0, waited - before.get(tid, 0)) for tid, waited in threads.items())
+    if self._times[pid]:  # several threads may wait at once
+      more = min(more, now_ns - self._times[pid][-1])
     self._times[pid].append(now_ns)
     self._waited[pid].append((self._waited[pid] or [0])[-1] + more)
     self._threads[pid] = {**before, **threads}

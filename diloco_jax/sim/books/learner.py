@@ -99,8 +99,8 @@ class LearnerBook:
 
   @property
   def may_step(self) -> bool:
-    """Whether nothing that the settings name holds it up."""
-    if not self.training or self.finished or self.step >= self.config.total_steps:
+    """Whether nothing that the settings name holds it up, and nobody has asked it to end."""
+    if not self.training or self.ending or self.step >= self.config.total_steps:
       return False
     return self.config.lag is None or self.step < self.limit
 
