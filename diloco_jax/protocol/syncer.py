@@ -340,7 +340,11 @@ class SyncerMachine:
     self._synced += 1
     self._saving.outer_step()
     self._marking.outer_step()
-    self._out.report('synced', **gather.facts)  # not before: now it is durable
+    merged = [one for one in gather.participants if one.learner not in done.refused]
+    self._out.report('synced', **{  # not before: now it is durable
+      **gather.facts, 'participants': [one.learner for one in merged],
+      'tokens': sum(one.tokens for one in merged),
+    })
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor

@@ -155,8 +155,8 @@ def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_st
   machine = syncer_lib.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
   join = messages.Join(
     protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1)
-    confirm = messages.Confirm(nonce=7, incarnation=1, step=9, steps=9, tokens=90, stream=None,
-                               cursor=0, held=(messages.Held(version=5, digest=999),))
+  confirm = messages.Confirm(nonce=7, incarnation=1, step=9, steps=9, tokens=90, stream=None,
+                             cursor=0, held=(messages.Held(version=5, digest=999),))
   for event in (events.Connected(session=1), events.Received(session=1, message=join),
                 events.Received(session=1, message=confirm)):
     out = machine.handle(0, event)
