@@ -53,7 +53,8 @@ def announced(data):
 DONATION = messages.Donation(
   transfer=1, donor='l0', step=7, versions=(1, 2), digest=3, payload=announced(MOMENTS))
 CONTRIBUTION = messages.Contribution(
-  sync=2, fragment=0, version=1, steps=1, tokens_from=0, tokens_to=1, payload=announced(FRAGMENT))
+  sync=2, fragment=0, version=1, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
+  payload=announced(FRAGMENT))
 
 
 def test_a_contribution_overtakes_a_donation_that_was_sent_before(ends):
