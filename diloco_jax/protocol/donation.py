@@ -12,7 +12,8 @@ The donor's *parameters* are not donated: they hold what the donor has trained s
 that displacement is the donor's to contribute. In the joiner's pseudo-gradient it would count twice.
 
 Who may give: a live learner that has caught up, has moments of its own (it awaits no donation
-itself) and has seen the clock that the joiner was given; of these the furthest. Once half of the
+itself) and has seen the clock that the joiner was given; of these the furthest. It is asked once the
+joiner holds its fragments, so that the donation does not age meanwhile. Once half of the
 joiner's time has passed since it was asked, another is asked if there is one. A donor gives at most
 one donation at a time, also if it is not wanted any more, and at most UNDER_WAY of them are on their way at once, because the syncer holds
 each one whole; further joiners wait for their turn, in the order in which they came.
@@ -126,7 +127,7 @@ class Relay:
 
   def _able(self, transfer: Transfer) -> list[members_lib.Member]:
     """Those who can give now."""
-    return [] if len(self._giving) >= UNDER_WAY else [
+    return [] if transfer.joiner.due or len(self._giving) >= UNDER_WAY else [
       member for member in self._might_give(transfer)
       if member.step >= transfer.step and member.learner not in self._giving
     ]

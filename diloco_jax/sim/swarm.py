@@ -152,7 +152,7 @@ def draw(seed: int) -> Setting:
     bulk_ns=[net.choice((0, MS, 40 * MS, 150 * MS, 700 * MS)) for _ in learners],
     encode_ns=[hardware.choice((0, MS, 7 * MS, 150 * MS)) for _ in learners],
     step_ns=[hardware.choice((10 * MS, 17 * MS, 50 * MS, 160 * MS, 700 * MS)) for _ in learners],
-    donate_ns=donor.choice((0, 20 * MS, 300 * MS, SECOND)),
+    donate_ns=donor.choice((0, 300 * MS, SECOND, 3 * SECOND)),
     garble=donor.choice((0, 0, 200)),
     jitter_ns=_rate(net, MS, 30 * MS, 300 * MS),
     loss=_rate(net, 5, 50, 200),

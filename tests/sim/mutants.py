@@ -956,7 +956,7 @@ def part_within_a_step(original):
 # --- Donations ------------------------------------------------------------------------------------
 
 
-@mutant('A donor is asked that has not caught up.', donation.Relay, '_might_give', 'I23')
+@mutant('A donor is asked that has not caught up.', donation.Relay, '_might_give', 'I23 L9')
 def donor_has_not_caught_up(original):
   def _might_give(self, transfer):
     return [member for member in self._members.live()
@@ -1025,17 +1025,6 @@ def old_moments_are_taken(original):
     if self._arrived is not None:
       step = min(step, self._arrived[0].step)
     original(self, step)
-  return boundary
-
-
-@mutant('A donor gives before it has seen the clock of the joiner, or its versions.',
-        moments.Giver, 'boundary', 'I23')
-def donor_does_not_wait(original):
-  def boundary(self, trains, step, versions):
-    if self._asked is not None:
-      nothing = (0,) * len(versions)
-      self._asked = dataclasses.replace(self._asked, step=0, versions=nothing)
-    original(self, trains, step, versions)
   return boundary
 
 

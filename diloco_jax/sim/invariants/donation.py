@@ -46,6 +46,8 @@ class Donated(invariant.Invariant):
     promise = book.promises.get(message.transfer)
     if promise is None or not promise.open or promise.peer is donor or not promise.peer.member:
       self.fail(send, promise)
+    if promise.peer.due:
+      self.fail(send, promise, 'it would age while fragments are due')
     busy = donation_book.giving(book)
     if donor.session in busy or len(busy) >= donation.UNDER_WAY:
       self.fail(send, f'{book.asked} are asked')
@@ -172,7 +174,7 @@ class DonationEnds(invariant.Invariant):
              and peer.caught_up and peer.join.learner not in promise.refused]
     if not hopes:
       self.fail(number, promise, 'nobody can give')
-    for peer in hopes:
+    for peer in () if promise.peer.due else hopes:
       holder = book.lineage.holders[peer.join.learner]
       if peer.session not in busy and len(busy) < donation.UNDER_WAY and (
           holder.step >= promise.step):
