@@ -138,8 +138,8 @@ class Outbox:
     return self._begin(message, payload)
 
   def next_donated(self, now_s: float) -> Iterator[bytes] | None:
-    """The next frame of the donation, lazily, if there is one and its time has come. To be asked for
-    when no other transfer is there; the first one announces it."""
+    """The next frame of the donation, lazily, if there is one and its time has come. To be asked
+    for when no other transfer is there; the first one announces it."""
     if not self._donations or now_s < self._donations[0].next_s:
       return None
     background = self._donations[0]

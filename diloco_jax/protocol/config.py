@@ -31,7 +31,8 @@ class ProtocolConfig:
     redial_ns: first and longest pause before a new attempt to connect.
     streams: V, how many data streams the text is cut into; a learner more than there are waits
       until one is free. None: as many as learners.
-    donor_wait_ns: how long a joiner may wait for a donor's moments (donation.py); 0: nobody is asked.
+    donor_wait_ns: how long a joiner may wait for a donor's moments (donation.py); 0: nobody is
+      asked.
     drain_ns: how long a learner that is asked to end waits for the verdicts on what it has given.
     save_steps: a learner saves every so many inner steps (0: only at the end).
     save_syncs: the syncer saves every so many outer steps (0: only at the end).

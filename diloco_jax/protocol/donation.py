@@ -8,19 +8,21 @@ the others do, the state of the inner optimizer (moments and their step count), 
     asked --the donor is gone, refuses, or is slow while another could--> promised
     promised, asked --nobody is left, or donor_wait_ns is over--> given up: NoDonation
 
-The donor's *parameters* are not donated: they hold what the donor has trained since its anchors, and
-that displacement is the donor's to contribute. In the joiner's pseudo-gradient it would count twice.
+The donor's *parameters* are not donated: they hold what the donor has trained since its anchors,
+and that displacement is the donor's to contribute. In the joiner's pseudo-gradient it would count
+twice.
 
 Who may give: a live learner that has caught up, has moments of its own (it awaits no donation
-itself) and has seen the clock that the joiner was given; of these the furthest. It is asked once the
-joiner holds its fragments, so that the donation does not age meanwhile. Once half of the
+itself) and has seen the clock that the joiner was given; of these the furthest. It is asked once
+the joiner holds its fragments, so that the donation does not age meanwhile. Once half of the
 joiner's time has passed since it was asked, another is asked if there is one. A donor gives at most
-one donation at a time, also if it is not wanted any more, and at most UNDER_WAY of them are on their way at once, because the syncer holds
-each one whole; further joiners wait for their turn, in the order in which they came.
+one donation at a time, also if it is not wanted any more, and at most UNDER_WAY of them are on
+their way at once, because the syncer holds each one whole; further joiners wait for their turn, in
+the order in which they came.
 
 A transfer number is promised to one joiner on one stream and never used again, so what comes for a
-joiner that is gone, or from a donor that was given up, finds nobody. While it is promised, and until
-the joiner tells that it is done (Recovered), the joiner is not waited for by any sync.
+joiner that is gone, or from a donor that was given up, finds nobody. While it is promised, and
+until the joiner tells that it is done (Recovered), the joiner is not waited for by any sync.
 """
 
 import dataclasses
@@ -37,8 +39,8 @@ UNDER_WAY = 2
 @dataclasses.dataclass(slots=True)
 class Transfer:
   """One promise: `step` and `versions` are the vector clock that the joiner was given; `donor` is
-  who was asked, '' while nobody is, and `patience_ns` when it is asked no longer; `refused` are those
-  who cannot give."""
+  who was asked, '' while nobody is, and `patience_ns` when it is asked no longer; `refused` are
+  those who cannot give."""
 
   number: int
   joiner: members_lib.Member

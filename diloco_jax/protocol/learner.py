@@ -4,7 +4,8 @@ Two things run side by side: the *connection* (connection.py), and the *training
 connection only once, to start from what the run holds (docs/protocol.md draws it from
 TRAINING_STATES)::
 
-    waiting --every due fragment adopted, moments there--> training --clock reached T--> trained --Finish--> ended
+    waiting --every due fragment adopted, moments there--> training
+    training --clock reached T--> trained --Finish--> ended
 
 Whose moments a new process trains with, and how a peer gets them: moments.py.
 
@@ -336,7 +337,7 @@ class LearnerMachine:
       self._adopt(publish, handle)
     self._arrivals.clear()
     if self._training == 'waiting' and not self._due:
-      if not self._adopting:  # what is adopted still would let the donation age before the first step
+      if not self._adopting:  # else the donation would age before the first step
         self._taker.boundary(self.step)
       if self._taker.way:
         self._training = 'training'

@@ -221,8 +221,8 @@ class Joined:
 
 @_message
 class Donate:
-  """Give your moments for `transfer` at the first boundary at which you have seen this vector clock:
-  your clock is at least `step`, your anchors are at least `versions`."""
+  """Give your moments for `transfer` at the first boundary at which you have seen this vector
+  clock: your clock is at least `step`, your anchors are at least `versions`."""
 
   transfer: int
   step: int

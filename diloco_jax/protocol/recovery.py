@@ -86,8 +86,8 @@ def without(snapshot: dict[str, Any], learners: Collection[str]) -> dict[str, An
 def _close(state: dict[str, Any], outcome: Outcome) -> None:
   """A merge that was under way in the books has ended."""
   state['counts']['cancelled' if outcome.failed else 'synced'] += 1
-  state['data'] = streams.ended(state['data'], outcome.sync, len(state['versions']), outcome.refused,
-                                made=not outcome.failed)
+  state['data'] = streams.ended(
+    state['data'], outcome.sync, len(state['versions']), outcome.refused, made=not outcome.failed)
   accounts = {(learner, incarnation): fields for learner, incarnation, fields in state['ledger']}
   for learner, incarnation, tokens, _ in outcome.participants:
     if outcome.failed or learner in outcome.refused:

@@ -80,8 +80,8 @@ def run(
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
-  A checkpoint of the island is continued: its inner optimizer and clock; fragments and
-  data stream come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
+  A checkpoint of the island is continued: its inner optimizer and clock; fragments and data stream
+  come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()

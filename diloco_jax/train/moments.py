@@ -5,9 +5,9 @@ byte order of the machine (little endian on everything that JAX runs on), nothin
 ends know shapes and dtypes from the model and the optimizer that they have agreed on.
 
 A snapshot is taken on the device between two steps: copies, since the next step donates the
-originals, so for as long as it is on its way it takes as much device memory as the state itself. The
-copies reach the host leaf by leaf and the payload in pieces of PIECE_BYTES, so that a thread beside
-the steps never holds the interpreter for long.
+originals, so for as long as it is on its way it takes as much device memory as the state itself.
+The copies reach the host leaf by leaf and the payload in pieces of PIECE_BYTES, so that a thread
+beside the steps never holds the interpreter for long.
 
 The digest (64 bits) is of every bit of every leaf, computed where the leaf lies, so it holds from
 the donor's device to the joiner's, whatever their meshes are.

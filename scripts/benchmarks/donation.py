@@ -1,9 +1,9 @@
-"""What a donation costs the donor: its steps while one is on its way, against those before and after.
+"""What a donation costs the donor: its steps while one is on its way, against those before it.
 
 A donor's island trains in this process; the syncer's end of the wire is another process. Rounds of
-steps with and without a donation alternate, so that whatever else the machine does meets both. A step
-counts as disturbed if a donation was under way at any time of it, from the snapshot between two steps
-until the last byte has arrived.
+steps with and without a donation alternate, so that whatever else the machine does meets both. A
+step counts as disturbed if a donation was under way at any time of it, from the snapshot between
+two steps until the last byte has arrived.
 
     python scripts/benchmarks/donation.py [--rate_mib_s=16] [--rounds=10]
 
@@ -137,8 +137,9 @@ def main() -> None:
   process.join(5)
   alone_ms, during_ms = (1e3 * statistics.median(one) for one in (calm, giving))
   print(f'moments {assembled.moments_bytes / 2**20:.1f} MiB at {flags.rate_mib_s} MiB/s, '
-        f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), {during_ms:.1f} ms '
-        f'while donating (n={len(giving)}), steps/s ratio {alone_ms / during_ms:.3f}')
+        f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), '
+        f'{during_ms:.1f} ms while donating (n={len(giving)}), '
+        f'steps/s ratio {alone_ms / during_ms:.3f}')
 
 
 if __name__ == '__main__':

@@ -16,7 +16,8 @@ from diloco_jax.protocol import config as config_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer.SyncerMachine, learner.LearnerMachine)
-PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}  # of others, never sent alone
+# Of others, never sent alone.
+PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}
 
 
 def config(**settings: Any) -> config_lib.ProtocolConfig:

@@ -2,9 +2,9 @@
 
 One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
 everybody is killed when 10, 50 or 90 % of the moments are on their way (runtime/failpoints.py: the
-place is hit by fact, not by luck; chunks are paced, so there are that many places). However it goes,
-l2 trains again, and says which way it took. The tests read what the processes have written down, and
-the oracle reads all tapes.
+place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
+goes, l2 trains again, and says which way it took. The tests read what the processes have written
+down, and the oracle reads all tapes.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """Seeded bugs that the simulation must catch: a simulation is as good as its mutants.
 
 A mutant is a patch of the production classes that lasts as long as a `with` block; production code
-knows nothing of it. Each is a bug that somebody could write, and names the invariants (sim/invariants)
+knows nothing of it. Each is a bug that somebody could write, and names the invariants
+(sim/invariants)
 of which one must catch it within 1,000 seeds. One that survives is a missing checker.
 
 What a mutant replaces is written out in full, not patched in its text, so that a change of the

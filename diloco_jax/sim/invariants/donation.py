@@ -14,9 +14,9 @@ Way = messages.Way
 
 class Donated(invariant.Invariant):
   id = 'I23'
-  sentence = ('Donated moments are of a caught-up peer that had seen the vector clock its joiner was '
-              'given, all of one step boundary; they reach that joiner only, once, and it takes them '
-              'before its first step, if their digest fits and they are at most H steps old.')
+  sentence = ('Donated moments are of a caught-up peer that had seen the vector clock its joiner '
+              'was given, all of one step boundary; they reach that joiner only, once, and it takes '
+              'them before its first step, if their digest fits and they are at most H steps old.')
 
   def __init__(self, run):
     super().__init__(run)
@@ -150,9 +150,9 @@ class Donated(invariant.Invariant):
 
 class DonationEnds(invariant.Invariant):
   id = 'L10'
-  sentence = ('Who waits for moments is served as soon as somebody can, is told at once when nobody '
-              'will, and trains with its own when its time is over: no donor that dies and no '
-              'silence holds it up.')
+  sentence = ('Who waits for moments is served as soon as somebody can, is told at once when '
+              'nobody will, and trains with its own when its time is over: no donor that dies and '
+              'no silence holds it up.')
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
