@@ -244,11 +244,11 @@ class Inbox:
     return self._pair(transfer)
 
   @property
-  def donation_bytes(self) -> int:
-    """Size of the donation that is announced and has not come; 0: there is none."""
-    sizes = [message.payload.size_bytes for message in self._announced.values()
-             if isinstance(message, messages.Donation)]
-    return sum(sizes[:1])
+  def donation(self) -> tuple[int, int] | None:
+    """Transfer and size of the donation that is announced and has not come, if there is one."""
+    return next((
+      (transfer, message.payload.size_bytes) for transfer, message in self._announced.items()
+      if isinstance(message, messages.Donation)), None)
 
   def takes(self, transfer: int) -> bool:
     """Whether there is room for this transfer, or its announcement is there already."""

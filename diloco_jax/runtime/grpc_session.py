@@ -106,7 +106,6 @@ class Session:
     self._state = _State.CONNECTING
     self._failed = False
     self._bulk_done = False
-    self._donated_bytes = 0
     self._cancels: list[Callable[[], None]] = []  # one per stream
     self._streams_up = 0
     self._streams_read = 0  # to their orderly end
@@ -277,23 +276,30 @@ class Session:
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
-    if failpoints.ARMED:
-      self._count_donated(len(frame))
-    if transfer is not None:
+    if transfer is None:
+      self._donation_comes()
+    else:
       with self._changed:
         # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
         # and by gRPC's flow control so does the peer.
         self._changed.wait_for(
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s)
+        self._donation_comes(transfer)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
 
-  def _count_donated(self, size_bytes: int) -> None:
+  def _donation_comes(self, whole: chunks.Transfer | None = None) -> None:
+    """For failpoints: how much of a donation is there. Its announcement may be later than its
+    first chunks, but not than `whole`."""
+    if not failpoints.ARMED:
+      return
     with self._changed:
-      expected = self._inbox.donation_bytes
-    self._donated_bytes = self._donated_bytes + size_bytes if expected else 0
-    if expected:
-      failpoints.donated('donation.got', self._donated_bytes / expected)
+      announced = self._inbox.donation
+    if announced is not None:
+      number, size_bytes = announced
+      there = whole is not None and whole.number == number
+      got_bytes = size_bytes if there else self._assembler.received(number)
+      failpoints.donated('donation.got', got_bytes / size_bytes)
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:

@@ -139,6 +139,10 @@ class Assembler:
     data = memoryview(partial.buffer_S).toreadonly()
     return Transfer(chunk.transfer, data, partial.crc32)
 
+  def received(self, transfer: int) -> int:
+    """How many bytes of an incomplete transfer are there."""
+    return self._open[transfer].next_index * CHUNK_BYTES if transfer in self._open else 0
+
   def _check_limits(self, chunk: _Chunk) -> None:
     if chunk.total > self._max_payload_bytes:
       raise errors.WireError(
