@@ -163,10 +163,11 @@ def merge_of(
       handle=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
     ) for m, name in enumerate(names)
   )
+  under_way = books(assembled, sync)
+  under_way['merging'] = [sync]
+  under_way['data']['moves'] = [[sync, [[name, m, p, sync] for m, name in enumerate(names)]]]
   return actions.Merge(
-    sync=sync, fragment=p, version=version, participants=participants,
-    books={**books(assembled, sync), 'merging': [sync]},
-  )
+    sync=sync, fragment=p, version=version, participants=participants, books=under_way)
 
 
 def payload(assembled: assembly.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
