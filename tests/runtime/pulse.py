@@ -60,12 +60,18 @@ class Pulse:
     last = min(bisect.bisect_left(times, ended_ns), len(times) - 1)
     return waited[last] - waited[first]
 
+  def gaps(self, pid: int, steps_ns: list[int]) -> list[Gap]:
+    """The gaps between the steps of a process, in order."""
+    gaps = [(b - a, a) for a, b in zip(steps_ns, steps_ns[1:])]
+    if not gaps:
+      return []
+    limit_ns = round(MEDIANS * statistics.median(gap for gap, _ in gaps)) + SLACK_NS
+    return [
+      Gap(max(0, gap - self.waited(pid, at, at + gap)), gap, at, limit_ns) for gap, at in gaps]
+
   def longest(self, pid: int, steps_ns: list[int]) -> Gap:
     """The longest gap between the steps of a process that trained without a pause, or did not."""
-    gaps = [(b - a, a) for a, b in zip(steps_ns, steps_ns[1:])]
-    limit_ns = round(MEDIANS * statistics.median(gap for gap, _ in gaps)) + SLACK_NS
-    return max(
-      Gap(max(0, gap - self.waited(pid, at, at + gap)), gap, at, limit_ns) for gap, at in gaps)
+    return max(self.gaps(pid, steps_ns))
 
 
 def _waits(pid: int) -> dict[str, int]:

@@ -115,7 +115,7 @@ def test_damage_is_said_with_file_and_line(tmp_path, packed):
   [life] = tapes.find(tmp_path)
   path = life.segments[1]
   lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
-  lines[2] = lines[2].replace(b'"now_ns":1', b'"now_ns":2')
+  lines[2] = lines[2].replace(b'"now_ns":', b'"now_ns":1')
   if packed:
     path.write_bytes(gzip.compress(b''.join(lines)))
   else:
