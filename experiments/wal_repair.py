@@ -15,7 +15,6 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.node import wal_format
 from diloco_jax.runtime import files
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import log_repair

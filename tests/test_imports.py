@@ -1,4 +1,4 @@
-"""Who may import whom (design.md section 2), read from the syntax trees."""
+"""Who may import whom, read from the syntax trees."""
 
 import ast
 import graphlib
@@ -86,7 +86,7 @@ def test_foreign_libraries(package: str):
 
 @pytest.mark.parametrize('banned', ['time', 'socket', 'threading', 'asyncio', 'os'])
 def test_the_protocol_has_no_clock_no_socket_no_thread(banned: str):
-  """Design.md section 1: deterministic machines without sockets, clocks, threads or arrays."""
+  """Deterministic machines without sockets, clocks, threads or arrays."""
   for path in sources(PACKAGE / 'protocol'):
     assert banned not in imports(path), path
 
@@ -106,7 +106,7 @@ def test_no_cycles():
 
 
 def test_only_the_loop_feeds_a_machine():
-  """Design.md section 2: one loop serves every node, and its twin in the simulated world."""
+  """One loop serves every node, and its twin in the simulated world."""
   callers = set()
   for name, path in MODULES.items():
     for node in ast.walk(ast.parse(path.read_text())):

@@ -1,7 +1,7 @@
 """The ports of a node: everything the machines may ask of the world.
 
 The same machine runs over gRPC, in one process, or in a simulation: only what is behind these
-ports differs (design.md section 1).
+ports differs.
 """
 
 from typing import Callable, Protocol, Sequence

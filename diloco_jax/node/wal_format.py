@@ -62,7 +62,7 @@ ASIDE = '.aside'  # what a repair has put aside
 
 
 class WalError(Exception):
-  """What happened, what is safe, what to do; `code` is stable (reliability.md 2.4)."""
+  """What happened, what is safe, what to do; `code` is stable."""
 
   code = ''
 

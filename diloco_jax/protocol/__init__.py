@@ -1,4 +1,4 @@
 """The protocol: two deterministic state machines, standard library only.
 
-No sockets, clocks, threads or arrays: events come in, actions go out (design.md section 1).
+No sockets, clocks, threads or arrays: events come in, actions go out.
 """

@@ -15,7 +15,7 @@ learner may be at most `max_lag` steps ahead of the oldest sync that it has not 
 At a step boundary, in this order: move to another data stream, adopt what has arrived, snapshot
 and encode what was pulled, save if it is time, start the next step. The clock `step` grows by one
 per inner step, and adopting what sync t published sets it to max(step, t), so unequal learners stay
-aligned (design.md section 4).
+aligned.
 
 A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
 so a second one would count the same tokens again. A pull that comes before the learner has trained

@@ -16,7 +16,7 @@ of a boundary after it heard the mark, so whatever the syncer's part has heard o
 before the learner's part: no token that it counts as merged is trained on again by who goes on from
 there. A learner's part may know of later versions than the syncer's. That does no harm, because a
 learner that goes on takes every fragment from the syncer; what only it knows is kept: its inner
-optimizer and its place in the data.
+optimizer. Its place in the data is the committed cursor (streams.py).
 
 Nobody waits: a learner that does not answer in time is left out and named in the manifest (it comes
 back from the syncer's fragments), and a syncer whose own part fails gives the snapshot up. A

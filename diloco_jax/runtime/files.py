@@ -2,7 +2,7 @@
 
 Descriptors stay open from the first use of a file to its removal, so a failed fsync is reported to
 the one that wrote. Writes are handed over in pieces of at most 1 MiB, each without the interpreter
-lock: a step never waits for it (design.md section 7).
+lock: a step never waits for it.
 
 The lock is flock(2) on the file `lock`: it ends with the process, however that ends. It holds
 between processes of one host; of two hosts on a shared file system only if that one carries it over

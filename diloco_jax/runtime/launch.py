@@ -3,7 +3,7 @@
 Exit codes are the contract with whatever restarts processes (a supervisor, Kubernetes): 0 is done,
 42 is *never retry* (the command or the config is wrong, or the log on disk is damaged or does not
 belong here: a retry would fail the same way, a person has to decide), 74 the disk has failed or is
-full (a retry recovers what was committed), 75 a learner was asked to end and did not in time,
+full, or a syncer did not end in time (a retry recovers what was committed), 75 a learner did not,
 anything else is worth another try, too. What ends with 42, 74 or 75 is said in one line that starts
 with `error:` and shows the values and the remedy; a traceback is for errors that nobody expected.
 

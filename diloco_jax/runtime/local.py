@@ -76,7 +76,7 @@ def open_workdir(config: config_lib.Config, workdir: pathlib.Path | None,
 
 def restore(config: config_lib.Config, workdir: pathlib.Path, which: str) -> None:
   """Brings the run in a folder back to a snapshot (restoring.py, a process of its own: it uses jax)
-  and says what it did. `open_workdir` with `resume` is to follow.
+  and says what it did. `open_workdir` with `restored` is to follow.
 
   Raises:
     ValueError: it cannot; nothing was changed.

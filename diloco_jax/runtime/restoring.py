@@ -146,7 +146,7 @@ def _bring_back(
 ) -> None:
   syncer, number = manifests.syncer_folder(workdir), manifest['snapshot']
   manifests.write_durably(syncer, manifests.RESTORING, {'snapshot': number})
-  aside = _set_aside(workdir, number, log_files)
+  aside = _set_aside(workdir, number)
   say(f'what came after snapshot {number} is set aside in {aside}; nothing was deleted')
   _copy_part(syncer, number, manifest['step'])
   learners = config_lib.learner_ids(config.sync.learners)
@@ -166,13 +166,13 @@ def _bring_back(
   for learner in learners:
     if learner not in manifest['learners']:
       why = manifest['missing'].get(learner, 'it is new')
-      say(f'{learner} starts from the fragments of the syncer, with a fresh inner optimizer: the '
-          f'snapshot has no part of it ({why})')
+      say(f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
+          f'fresh ones: the snapshot has no part of it ({why})')
   for learner in gone:
     say(f'{learner} has no place any more: its account is closed')
 
 
-def _set_aside(workdir: pathlib.Path, number: int, log_files: files_lib.Files) -> pathlib.Path:
+def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
   """Moves all that the snapshot does not hold; where to."""
   taken = [int(path.name.split('-')[1]) for path in workdir.glob('aside-*')
            if path.name.split('-')[1].isdecimal()]

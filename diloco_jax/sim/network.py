@@ -21,7 +21,6 @@ import random
 from typing import Any, Callable
 
 from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
 from diloco_jax.sim import engine as engine_lib
 
 MS = engine_lib.MS

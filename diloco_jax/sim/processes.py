@@ -222,7 +222,6 @@ class Learner(Process):
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
     self.at = (-1, 0)  # data stream and next batch
-    self.taken_from: arrays.Moments | None = None  # a donor's
     self.moments = arrays.value('moments', self.nonce)
     self._training = False
     self._incarnation, self._exact = 0, True
@@ -366,7 +365,6 @@ class Learner(Process):
     matched = moments.value == take.digest and not garbled
     if matched:
       self.moments = moments.value
-      self.taken_from = moments
     self.answer(self.island.adopt_ns, events.MomentsTaken(
       transfer=take.transfer, matched=matched))
 

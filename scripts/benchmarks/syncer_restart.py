@@ -13,10 +13,13 @@ import contextlib
 import pathlib
 import random
 import statistics
+import sys
 import tempfile
 
 from absl import app
 from absl import flags
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.runtime import local
 from diloco_jax.runtime import records as records_lib

@@ -1,4 +1,4 @@
-"""The write-ahead log on a disk that tears, forgets, fills up and fails (reliability.md 2.2).
+"""The write-ahead log on a disk that tears, forgets, fills up and fails.
 
 The one statement behind most of these tests: whatever happens, what is read back is a prefix of
 what was appended, byte for byte, with everything in it that was committed; or the log is refused,

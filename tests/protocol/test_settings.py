@@ -6,7 +6,6 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.protocol import schedule
-from diloco_jax.sim import engine
 from tests.protocol import transcript
 
 

@@ -11,7 +11,7 @@ from diloco_jax.protocol import streams
 from diloco_jax.sim import engine
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
-  confirm, connect, contribution, join, joined, merge_done, new_learner, progress, received, train,
+  connect, contribution, joined, merge_done, new_learner, progress, received, train,
 )
 
 MS = engine.MS

@@ -18,14 +18,11 @@ import numpy as np
 import pytest
 
 from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
 from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import failpoints
 from diloco_jax.runtime import local
-from diloco_jax.runtime import outer_log
 from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import tapes

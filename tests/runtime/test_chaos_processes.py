@@ -7,7 +7,6 @@ is. The tests then read what the processes have written down, and the oracle rea
 """
 
 import dataclasses
-import json
 import os
 import pathlib
 import subprocess

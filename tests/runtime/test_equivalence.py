@@ -11,7 +11,6 @@ from diloco_jax.runtime import assembly
 from diloco_jax.runtime import learner_process
 from diloco_jax.runtime import records
 from diloco_jax.runtime import single_controller
-from diloco_jax.train import checkpoint
 from experiments.configs import stdlib_lm
 
 
