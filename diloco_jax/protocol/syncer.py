@@ -522,7 +522,7 @@ class SyncerMachine:
     machine._pace.next, machine._pace.opened = snapshot['next'], snapshot['opened']
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
-    machine._screening.windows = snapshot['norms']
+    machine._screening.windows = snapshot.get('norms', machine._screening.windows)
     machine._streams.load(snapshot['data'])
     machine._membership.admission.started = True
     machine._saving.farewell = machine._pace.over
