@@ -37,7 +37,7 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
 def test_files_that_the_readme_names_exist():
   for target in re.findall(r'\]\((?!https?:|#)([^)#]+)\)', README):
     assert (ROOT / target).exists(), target
-  for program in re.findall(r'python -m (\S+)', README):
+  for program in re.findall(r'python -m ([\w.]+)', README):
     assert (ROOT / (program.replace('.', '/') + '.py')).exists(), program
 
 

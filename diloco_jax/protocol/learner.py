@@ -342,13 +342,15 @@ class LearnerMachine:
       if self._taker.way:
         self._training = 'training'
     trains = self._training in ('training', 'trained')
-    self._giver.boundary(trains, self.step, tuple(anchor.version for anchor in self._anchors))
+    self._giver.boundary(
+      trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors))
     if self._training == 'training' and self.step >= self._config.total_steps:
       self._training = 'trained'
       self._report_state('trained')
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
-    if not (self._ending or self._refused or self._saving):
+    # Not before it trains: until then its moments are nobody's.
+    if trains and not (self._ending or self._refused or self._saving):
       self._part.begin(self.step, self.snapshot())
     if self._ending:
       self._end(now_ns)

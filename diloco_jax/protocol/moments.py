@@ -112,7 +112,7 @@ class Taker:
       self._tell()
     elif not joined.donation and self._taking is None:
       self._decide(self._own(joined.step), joined.step)
-    elif self.deadline_ns is None:
+    elif self.deadline_ns is None and self._taking is None:
       self.deadline_ns = now_ns + self._config.donor_wait_ns + self._config.lease_ns
 
   def _own(self, clock: int) -> str:

@@ -80,6 +80,8 @@ def without(snapshot: dict[str, Any], learners: Collection[str]) -> dict[str, An
       account = ledger.Account(**row[2])
       account.close(messages.Reason.LEFT)
       row[2] = dataclasses.asdict(account)
+  holders = state['data']['holders']
+  state['data']['holders'] = [[stream, who] for stream, who in holders if who not in learners]
   return state
 
 

@@ -272,7 +272,7 @@ class LearnerWork:
     def finish() -> None:
       try:
         seal = wait()
-      except checkpoint.CheckpointError as error:
+      except Exception as error:  # a part without an answer would keep the learner for ever
         failed(error)
       else:
         self._post(events.PartSaved(snapshot=part.snapshot, step=part.step, seal=seal))

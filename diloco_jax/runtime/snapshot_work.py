@@ -4,6 +4,7 @@ On the work thread, like every save: what is merged before is in the part, what 
 not. The manifest is the last word (manifests.py).
 """
 
+import contextlib
 import pathlib
 import time
 from typing import Any
@@ -55,9 +56,11 @@ class SyncerSnapshots:
         'missing': dict(write.missing), 'agreement': self._agreement, 'commit': tapes.commit(),
         'time': time.strftime('%Y-%m-%d %H:%M:%S'),  # for people only
       })
-      manifests.remove_all_but(self._workdir, manifests.numbers(self._workdir)[-marking.KEPT:])
     except (OSError, files_lib.DirectoryError) as error:
-      return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
+      if write.snapshot not in manifests.numbers(self._workdir):
+        return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
+    with contextlib.suppress(OSError, files_lib.DirectoryError):  # the next one tries again
+      manifests.remove_all_but(self._workdir, manifests.numbers(self._workdir)[-marking.KEPT:])
     return events.ManifestWritten(snapshot=write.snapshot)
 
   def close(self) -> None:

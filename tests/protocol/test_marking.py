@@ -140,12 +140,14 @@ def test_learners_without_a_place_have_left():
   account = {'cursors': [5, 10], 'trained': 10, 'steps': 1, 'merged': 15, 'discarded': {},
              'closed': False}
   snapshot = {'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
-              'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]]}
+              'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
+              'data': {'holders': [[0, 'l1'], [1, 'l0']]}}
   state = recovery.without(snapshot, ['l1'])
   assert [row['left'] for row in state['members']] == [False, True]
   assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
   assert state['ledger'][1][2] == {
     **account, 'cursors': [10, 10], 'discarded': {'left': 5}, 'closed': True}
+  assert state['data']['holders'] == [[1, 'l0']], 'its stream is free'
   assert recovery.without(state, ['l1']) == state
 
 

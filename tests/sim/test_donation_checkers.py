@@ -18,7 +18,8 @@ from tests.protocol import transcript
 
 MS = 1_000_000
 CONFIG = transcript.protocol_config(
-  learners=2, fragments=2, period=2, overlap=1, quorum=1, total_steps=30, donor_wait_ms=2000)
+  learners=2, streams=3, fragments=2, period=2, overlap=1, quorum=1, total_steps=30,
+  donor_wait_ms=2000)
 
 
 class Tale(observers.Observer):
