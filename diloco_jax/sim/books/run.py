@@ -121,10 +121,19 @@ class Run:
     for saved in reversed(self.saved):
       if saved.position == number and _same(saved.snapshot, snapshot):
         return number, self._ended(saved.lineage, saved.open)
-    twin = self._twin(number, snapshot) if number else None
+    if not number or not self._knows(snapshot, self.records[number - 1]):
+      return None
+    twin = self._twin(number, snapshot)
     if twin is not None and not lineage_book.difference(snapshot, twin):
       return number, twin
     return None
+
+  def _knows(self, snapshot: dict[str, Any], record: lineage_book.Record) -> bool:
+    """Whether a snapshot has heard of all whose work was under way at a record."""
+    members = {row['learner'] for row in snapshot['members']}
+    return all(
+      one.learner in members for under_way in record.under_way
+      for one in under_way.merge.participants)
 
   def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
     """What is true behind a record: that of a syncer that decided nothing more."""
