@@ -160,6 +160,8 @@ class Run:
     """How it differs from what is true behind the last record, in words."""
     if not self.records:
       return 'nothing was written down, nothing saved'
+    if not self._knows(snapshot, self.records[-1]):
+      return 'it has not heard of learners whose work was under way'
     return lineage_book.difference(snapshot, self._twin(len(self.records), snapshot))
 
   def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
