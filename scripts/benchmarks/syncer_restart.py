@@ -9,7 +9,6 @@ say more about those: `cpu` is the time that the new process has really used by 
 """
 
 import asyncio
-import contextlib
 import pathlib
 import random
 import statistics
@@ -21,59 +20,37 @@ from absl import flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from diloco_jax.runtime import local
-from diloco_jax.runtime import records as records_lib
-from diloco_jax.runtime import supervisor as supervisor_lib
-from diloco_jax.runtime import view as view_lib
-from experiments.configs import stdlib_lm
+from diloco_jax.runtime import records
+from tests.runtime import conductor
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)
-_OVERRIDES = ('train.steps=1000000', 'train.log_every=100000', 'chaos.enabled=false')
+_OVERRIDES = {**conductor.ENDLESS, 'train.eval_every': 100, 'chaos.enabled': False}
+PATIENCE_S = 120.0  # per kill
 PHASES = ('starting', 'imported', 'assembled', 'listens', 'began', 'restored', 'recovered', 'ready',
           'joined', 'committed')
 
 
-class Bench:
+class Bench(conductor.Conductor):
   """Kills the syncer of a run again and again, and keeps what each of its lives wrote down."""
 
-  def __init__(self, workdir: pathlib.Path, recorder: records_lib.Recorder):
-    config = stdlib_lm.get_config(_VARIANT.value)
-    names = [f'l{index}' for index in range(config.sync.learners)]
-    path = f'--config=experiments/configs/stdlib_lm.py:{_VARIANT.value}'
-    programs = local.programs(
-      config, workdir, [path, *(f'--config.{one}' for one in _OVERRIDES)], alone=False)
-    self.supervisor = supervisor_lib.Supervisor(
-      programs, workdir, view_lib.RunView(names, config.train.steps), recorder)
-    self._tail = records_lib.TailAll(workdir)
-    self._facts: list[tuple[str, dict]] = []
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+    super().__init__(workdir, recorder, _OVERRIDES, variant=_VARIANT.value)
     self.lives: list[dict[str, tuple[float, float | None]]] = []  # phase: wall s, cpu s
 
-  async def run(self) -> None:
-    running = asyncio.create_task(self.supervisor.run())
-    try:
-      await self._until(lambda: self._count('outer') >= 10)
-      for _ in range(_KILLS.value):
-        await asyncio.sleep(1 + random.random())
-        await self._kill()
-    finally:
-      self.supervisor.retire()
-      await running
+  async def carry_out(self) -> None:
+    await self.until(lambda: self.count('syncer', 'outer') >= 10)
+    for _ in range(_KILLS.value):
+      await asyncio.sleep(1 + random.random())
+      await self._kill()
+    self.supervisor.retire()
 
   async def _kill(self) -> None:
-    self._facts += self._tail.read()
-    seen = len(self._facts)
+    self.look()
+    seen = len(self.facts)
     self.supervisor.bring_down('syncer', 0.0, 'killed by the benchmark')
-    await self._until(lambda: 'committed' in _phases(self._facts[seen:]))
-    self.lives.append(_phases(self._facts[seen:]))
-
-  def _count(self, name: str) -> int:
-    return sum(fact['name'] == name for who, fact in self._facts if who == 'syncer')
-
-  async def _until(self, condition) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-      self._facts += self._tail.read()
+    await self.until(lambda: 'committed' in _phases(self.facts[seen:]))
+    self.lives.append(_phases(self.facts[seen:]))
 
 
 def _phases(facts: list[tuple[str, dict]]) -> dict[str, tuple[float, float | None]]:
@@ -98,11 +75,7 @@ def _phases(facts: list[tuple[str, dict]]) -> dict[str, tuple[float, float | Non
 def main(argv: list[str]) -> None:
   del argv
   with tempfile.TemporaryDirectory() as folder:
-    workdir = pathlib.Path(folder)
-    with contextlib.closing(
-        records_lib.Recorder(workdir, local.SUPERVISOR, tensorboard=False)) as recorder:
-      bench = Bench(workdir, recorder)
-      asyncio.run(bench.run())
+    bench, _ = conductor.play(pathlib.Path(folder), Bench, 60 + PATIENCE_S * _KILLS.value)
   print(f'{_VARIANT.value}: {len(bench.lives)} kills; seconds since the kill (median, longest), '
         'CPU time of the new process (median)')
   for phase in PHASES:

@@ -5,13 +5,10 @@ then its process ends with exit 42 and is not started again, and l0 trains on by
 read what the processes have written down; the oracle reads their tapes.
 """
 
-import asyncio
-import contextlib
 import dataclasses
 import math
 import pathlib
 import socket
-from typing import Callable
 
 import jax
 import numpy as np
@@ -22,14 +19,11 @@ from diloco_jax.protocol import screening
 from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import assembly
 from diloco_jax.runtime import failpoints
-from diloco_jax.runtime import local
 from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
-from diloco_jax.runtime import tapes
 from diloco_jax.runtime import theta as theta_lib
-from diloco_jax.runtime import view as view_lib
-from diloco_jax.sim import oracle
 from experiments.configs import stdlib_lm
+from tests.runtime import conductor
 
 DEADLINE_S = 240
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment
@@ -85,80 +79,32 @@ def test_a_misspelt_fault_is_refused(text):
 # --- A run ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Run:
-  """What is left of the run."""
-
-  workdir: pathlib.Path
-  outcome: supervisor_lib.Outcome
-  said: list[str]
-  facts: list[tuple[str, dict]]
-
-  def of(self, process: str, name: str) -> list[dict]:
-    return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
-
-
-class Conductor:
-  """Starts the run and ends it once both are out and l0 has gone on for a while."""
+class Conductor(conductor.Conductor):
+  """Ends the run once both are out and l0 has gone on for a while."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    config = stdlib_lm.get_config('tiny')
-    flags = ['--config=experiments/configs/stdlib_lm.py:tiny',
-             *(f'--config.{name}={value}' for name, value in OVERRIDES.items())]
-    programs = []
-    for program in local.programs(config, workdir, flags, alone=False):
-      environment = dict(program.environment)
-      if program.name in SPOILED:
-        environment[failpoints.SPOIL] = SPOILED[program.name]
-      programs.append(dataclasses.replace(program, environment=environment))
-    self.said: list[str] = []
-    self.supervisor = supervisor_lib.Supervisor(
-      programs, workdir, view_lib.RunView(['l0', 'l1', 'l2'], 1_000_000), recorder,
-      listen=lambda name, line: self.said.append(f'[{name}] {line}'),
-    )
-    self._tail = records.TailAll(workdir)
-    self.facts: list[tuple[str, dict]] = []
-
-  async def _until(self, condition: Callable[[], object]) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-      self.facts += self._tail.read()
-
-  def _outer_steps(self) -> int:
-    return sum(fact['name'] == 'outer' for _, fact in self.facts)
+    super().__init__(workdir, recorder, OVERRIDES, change=_spoiled)
 
   async def carry_out(self) -> None:
     fates = self.supervisor.fates
-    await self._until(lambda: all(fates[name].state == 'refused' for name in SPOILED))
-    self.facts += self._tail.read()
-    due = self._outer_steps() + 8
-    await self._until(lambda: self._outer_steps() >= due)
+    await self.until(lambda: all(fates[name].state == 'refused' for name in SPOILED))
+    self.look()
+    due = self.count('syncer', 'outer') + 8
+    await self.until(lambda: self.count('syncer', 'outer') >= due)
     self.supervisor.retire()
 
 
+def _spoiled(program: supervisor_lib.Program) -> supervisor_lib.Program:
+  if program.name not in SPOILED:
+    return program
+  return dataclasses.replace(program, environment={
+    **program.environment, failpoints.SPOIL: SPOILED[program.name]})
+
+
 @pytest.fixture(scope='module', name='run')
-def _run(tmp_path_factory) -> Run:
-  workdir = tmp_path_factory.mktemp('bad')
-  with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder)
-    outcome = asyncio.run(_play(conductor))
-  return Run(workdir, outcome, conductor.said, records.TailAll(workdir).read())
-
-
-async def _play(conductor: Conductor) -> supervisor_lib.Outcome:
-  running = asyncio.create_task(conductor.supervisor.run())
-  playing = asyncio.create_task(conductor.carry_out())
-  try:
-    async with asyncio.timeout(DEADLINE_S):
-      await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
-      assert playing.done(), '\n'.join(conductor.said)
-      playing.result()
-      return await running
-  finally:
-    playing.cancel()
-    if not running.done():
-      running.cancel()
-      await asyncio.gather(running, return_exceptions=True)
+def _run(tmp_path_factory) -> conductor.Run:
+  _, run = conductor.play(tmp_path_factory.mktemp('bad'), Conductor, DEADLINE_S)
+  return run
 
 
 def test_each_ends_with_42_and_is_not_started_again(run):
@@ -212,9 +158,5 @@ def test_the_books_add_up(run):
 
 
 def test_the_oracle_finds_nothing_wrong(run):
-  tales = []
-  for life in tapes.find(run.workdir):
-    reader = tapes.read(life)
-    tales.append(oracle.Tale(life.name, reader.header.start, reader))
-  verdict = oracle.judge(tales)
+  verdict = run.verdict()
   assert verdict.broken is None, verdict.text()

@@ -5,12 +5,10 @@ checkpoints of the learners that are behind what is committed. The books below a
 tapes of all processes, batch by batch, and know nothing of the machines' own cursors.
 """
 
-import asyncio
 import collections
-import contextlib
 import dataclasses
 import pathlib
-from typing import Callable, Iterator
+from typing import Iterator
 
 import pytest
 
@@ -18,13 +16,11 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
 from diloco_jax.runtime import failpoints
-from diloco_jax.runtime import local
 from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import tapes
-from diloco_jax.runtime import view as view_lib
-from diloco_jax.sim import oracle
 from experiments.configs import stdlib_lm
+from tests.runtime import conductor
 
 DEADLINE_S = 280
 LEARNERS = ('l0', 'l1')
@@ -32,40 +28,24 @@ AT_COMMIT = 'syncer at wal.after_commit'
 PLAN = ('l1', 'syncer', AT_COMMIT, 'everybody')
 QUICK = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # to compile, not to run
 OVERRIDES = {
-  'sync.learners': 2, 'sync.checkpoint_every_syncs': 3, 'train.steps': 1_000_000,
-  'train.log_every': 1_000, 'train.eval_every': 0, 'train.checkpoint_every_steps': 40,
-  'data.streams': 3,
+  **conductor.ENDLESS, 'sync.learners': 2, 'sync.checkpoint_every_syncs': 3,
+  'train.checkpoint_every_steps': 40, 'data.streams': 3,
 }
 
 
-class Conductor:
+class Conductor(conductor.Conductor):
   """Carries out the plan on a run; waits for facts only."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    config = stdlib_lm.get_config('tiny')
-    config.sync.learners = len(LEARNERS)
-    flags = ['--config=experiments/configs/stdlib_lm.py:tiny',
-             *(f'--config.{name}={value}' for name, value in OVERRIDES.items())]
-    syncer, *learners = (
-      dataclasses.replace(one, environment={**one.environment, **QUICK})
-      for one in local.programs(config, workdir, flags, alone=False))
-    self._environment = dict(syncer.environment)  # of the syncer's next life
-    self.said: list[str] = []
-    self.supervisor = supervisor_lib.Supervisor(
-      [dataclasses.replace(syncer, environment=self._environment), *learners], workdir,
-      view_lib.RunView(list(LEARNERS), config.train.steps), recorder,
-      listen=lambda name, line: self.said.append(f'[{name}] {line}'),
-    )
-    self._tail = records.TailAll(workdir)
-    self._facts: list[tuple[str, dict]] = []
+    self._environment: dict[str, str] = {}  # of the syncer's next life
+    super().__init__(workdir, recorder, OVERRIDES, change=self._quick)
 
-  async def _until(self, condition: Callable[[], object]) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-      self._facts += self._tail.read()
-
-  def _count(self, process: str, name: str) -> int:
-    return sum((who, fact['name']) == (process, name) for who, fact in self._facts)
+  def _quick(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+    environment = {**program.environment, **QUICK}
+    if program.name == 'syncer':
+      self._environment.update(environment)
+      environment = self._environment
+    return dataclasses.replace(program, environment=environment)
 
   async def carry_out(self) -> None:
     await self._merged(4)
@@ -83,25 +63,21 @@ class Conductor:
     starts = fate.starts
     self._environment[failpoints.VARIABLE] = 'wal.after_commit:kill'
     await self._kill(('syncer',))
-    await self._until(lambda: fate.starts > starts)
+    await self.until(lambda: fate.starts > starts)
     del self._environment[failpoints.VARIABLE]
-    await self._until(lambda: fate.starts > starts + 1)
+    await self.until(lambda: fate.starts > starts + 1)
 
   async def _kill(self, names: tuple[str, ...]) -> None:
     for name in names:
-      await self._until(lambda: self.supervisor.child(name) is not None)
+      await self.until(lambda: self.supervisor.child(name) is not None)
     for name in names:
       assert self.supervisor.bring_down(name, 0.1, 'killed by the test'), name
 
   async def _merged(self, more: int) -> None:
     """Until every learner has had so many contributions merged from now on."""
-    self._facts += self._tail.read()
-    due = {name: self._merges(name) + more for name in LEARNERS}
-    await self._until(lambda: all(self._merges(name) >= count for name, count in due.items()))
-
-  def _merges(self, learner: str) -> int:
-    return sum(who == 'syncer' and fact['name'] == 'synced' and learner in fact['participants']
-               for who, fact in self._facts)
+    self.look()
+    at = len(self.facts)
+    await self.until(lambda: all(self.merges(name, at) >= more for name in LEARNERS))
 
 
 # --- Books, from the tapes ------------------------------------------------------------------------
@@ -174,46 +150,24 @@ def learner_reads(life: tapes.Life) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclasses.dataclass
-class Run:
-  """What is left of the run."""
+class Run(conductor.Run):
+  """And its books."""
 
-  workdir: pathlib.Path
-  outcome: supervisor_lib.Outcome
-  said: list[str]
   lives: list[tapes.Life]
   books: Books
 
 
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory) -> Run:
-  workdir = tmp_path_factory.mktemp('leases')
-  with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder)
-    outcome = asyncio.run(_play(conductor))
-  books, lives, reads = Books(), tapes.find(workdir), []
+  _, left = conductor.play(tmp_path_factory.mktemp('leases'), Conductor, DEADLINE_S)
+  books, lives, reads = Books(), left.tapes(), []
   for life in lives:
     if life.node == 'syncer':
       syncer_turns(life, books)
     else:
       reads += learner_reads(life)
   books.reads = [(stream, batch) for _, stream, batch in sorted(reads)]
-  return Run(workdir, outcome, conductor.said, lives, books)
-
-
-async def _play(conductor: Conductor) -> supervisor_lib.Outcome:
-  running = asyncio.create_task(conductor.supervisor.run())
-  playing = asyncio.create_task(conductor.carry_out())
-  try:
-    async with asyncio.timeout(DEADLINE_S):
-      await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
-      assert playing.done(), '\n'.join(conductor.said)
-      playing.result()
-      return await running
-  finally:
-    playing.cancel()
-    if not running.done():
-      running.cancel()
-      await asyncio.gather(running, return_exceptions=True)
+  return Run(**vars(left), lives=lives, books=books)
 
 
 def test_the_run_ends_well(run):
@@ -239,8 +193,7 @@ def test_every_batch_that_is_committed_counts_once_and_was_read(run):
   start = tapes.read(run.lives[-1]).header.start
   assert start.config.fragments * len(committed) >= counted
   tokens = stdlib_lm.get_config('tiny').data
-  ledger = [fact for who, fact in records.TailAll(run.workdir).read()
-            if (who, fact['name']) == ('syncer', 'ledger')][-1]
+  ledger = run.of('syncer', 'ledger')[-1]
   assert ledger['merged'] == counted * tokens.batch_size * tokens.seq_len
 
 
@@ -260,9 +213,6 @@ def test_nothing_is_skipped(run):
 
 
 def test_the_invariants_hold_on_the_tapes(run):
-  verdict = oracle.judge([
-    oracle.Tale(life.name, reader.header.start, reader)
-    for life in run.lives for reader in [tapes.read(life)]
-  ])
+  verdict = run.verdict()
   assert verdict.broken is None, verdict.text()
   assert all(one.looks for one in verdict.held if one.id.startswith('I21')), verdict.text()

@@ -7,24 +7,17 @@ goes, l2 trains again, and says which way it took. The tests read what the proce
 down, and the oracle reads all tapes.
 """
 
-import asyncio
-import contextlib
 import dataclasses
 import pathlib
 import signal
-from typing import Callable
 
 import pytest
 
 from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import failpoints
-from diloco_jax.runtime import local
 from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
-from diloco_jax.runtime import tapes
-from diloco_jax.runtime import view as view_lib
-from diloco_jax.sim import oracle
-from experiments.configs import stdlib_lm
+from tests.runtime import conductor
 
 DEADLINE_S = 900
 pytestmark = pytest.mark.timeout(960)  # some fifteen starts of processes
@@ -32,8 +25,7 @@ LEARNERS = ('l0', 'l1', 'l2')
 OVERRIDES = {  # 13 MiB of moments: 13 chunks; H is long, so that a slow donation is not stale
   'model.num_layers': 4, 'model.embed_dim': 128, 'model.hidden_dim': 768,
   'sync.fragments': 16, 'sync.period': 400, 'sync.donor_rate_mib_s': 16,
-  'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0,
-  'train.checkpoint_every_steps': 25,
+  **conductor.ENDLESS, 'train.checkpoint_every_steps': 25,
 }
 
 
@@ -48,55 +40,33 @@ class Return:
 
 
 @dataclasses.dataclass
-class Run:
-  """What is left of the run."""
+class Run(conductor.Run):
+  """And who came back how."""
 
-  workdir: pathlib.Path
-  outcome: supervisor_lib.Outcome
-  said: list[str]
-  facts: list[tuple[str, dict]]
   returns: list[Return]
 
-  def of(self, process: str, name: str) -> list[dict]:
-    return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
 
-
-class Conductor:
+class Conductor(conductor.Conductor):
   """Kills, arms failpoints, and waits for facts."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    config = stdlib_lm.get_config('tiny')
-    flags = ['--config=experiments/configs/stdlib_lm.py:tiny',
-             *(f'--config.{name}={value}' for name, value in OVERRIDES.items())]
     self.armed = workdir / 'failpoints'
     self.armed.mkdir()
-    syncer, *learners = local.programs(config, workdir, flags, alone=False)
-    self.said: list[str] = []
-    self.supervisor = supervisor_lib.Supervisor(
-      [syncer, *(dataclasses.replace(one, environment={
-        **one.environment, failpoints.FOLDER: str(self.armed)}) for one in learners)],
-      workdir, view_lib.RunView(list(LEARNERS), config.train.steps), recorder,
-      listen=lambda name, line: self.said.append(f'[{name}] {line}'),
-    )
-    self._tail = records.TailAll(workdir)
-    self.facts: list[tuple[str, dict]] = []
     self.returns: list[Return] = []
+    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
 
-  async def until(self, condition: Callable[[], object]) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-      self.facts += self._tail.read()
-
-  def since(self, process: str, name: str, at: int) -> list[dict]:
-    """Facts of a process from the `at`-th of all facts on."""
-    return [fact for who, fact in self.facts[at:] if (who, fact['name']) == (process, name)]
+  def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+    if program.name == 'syncer':
+      return program
+    return dataclasses.replace(program, environment={
+      **program.environment, failpoints.FOLDER: str(self.armed)})
 
   def deaths(self, at: int) -> list[str]:
     return [fact['child'] for fact in self.since('supervisor', 'exit', at)
             if fact['code'] == -signal.SIGKILL]
 
   async def carry_out(self) -> None:
-    await self.until(lambda: self.since('syncer', 'outer', 0))  # the run is under way
+    await self.until(lambda: self.since('syncer', 'outer'))  # the run is under way
     for percent in (10, 50):
       await self.comes_back(['l2'], f'donation.sent_{percent}')
     await self.comes_back(['l2'], 'donation.sent_90', 'donation.sent_90')
@@ -110,7 +80,7 @@ class Conductor:
 
   async def comes_back(self, learners: list[str], *places: str) -> None:
     """Kills learners, with failpoints armed; until all who died are back and train."""
-    self.facts += self._tail.read()
+    self.look()
     at = len(self.facts)
     for number, place in enumerate(places):
       (self.armed / f'{place}.{number}').touch()
@@ -130,27 +100,8 @@ class Conductor:
 
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory) -> Run:
-  workdir = tmp_path_factory.mktemp('donations')
-  with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder)
-    outcome = asyncio.run(_play(conductor))
-  return Run(workdir, outcome, conductor.said, records.TailAll(workdir).read(), conductor.returns)
-
-
-async def _play(conductor: Conductor) -> supervisor_lib.Outcome:
-  running = asyncio.create_task(conductor.supervisor.run())
-  playing = asyncio.create_task(conductor.carry_out())
-  try:
-    async with asyncio.timeout(DEADLINE_S):
-      await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
-      assert playing.done(), '\n'.join(conductor.said)
-      playing.result()
-      return await running
-  finally:
-    playing.cancel()
-    if not running.done():
-      running.cancel()
-      await asyncio.gather(running, return_exceptions=True)
+  conducted, left = conductor.play(tmp_path_factory.mktemp('donations'), Conductor, DEADLINE_S)
+  return Run(**vars(left), returns=conducted.returns)
 
 
 def returns(run: Run, *places: str) -> list[Return]:
@@ -204,8 +155,5 @@ def test_the_books_add_up(run):
 
 
 def test_the_oracle_finds_nothing(run):
-  lives = tapes.find(run.workdir)
-  tales = [oracle.Tale(one.name, tapes.read(one).header.start, list(tapes.read(one)))
-           for one in lives]
-  verdict = oracle.judge(tales)
+  verdict = run.verdict()
   assert verdict.broken is None, verdict.text()

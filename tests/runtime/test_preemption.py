@@ -6,7 +6,6 @@ does not end in its time, a second SIGTERM.
 """
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -17,7 +16,6 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Callable
 
 import pytest
 
@@ -25,9 +23,7 @@ from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import local
 from diloco_jax.runtime import records
-from diloco_jax.runtime import supervisor as supervisor_lib
-from diloco_jax.runtime import view as view_lib
-from experiments.configs import stdlib_lm
+from tests.runtime import conductor
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 280
@@ -35,23 +31,16 @@ NOTICE_S = 10.0  # what a preempted process has at most
 LEARNERS = ('l0', 'l1')
 RESTARTS = 2
 OVERRIDES = {
-  'sync.learners': 2, 'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0,
-  'train.checkpoint_every_steps': 1_000, 'sync.checkpoint_every_syncs': 1_000,
+  **conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 1_000,
+  'sync.checkpoint_every_syncs': 1_000,
 }
-FLAGS = ('--config=experiments/configs/stdlib_lm.py:tiny',
-         *(f'--config.{name}={value}' for name, value in OVERRIDES.items()))
 
 
 @dataclasses.dataclass
-class Run:
-  """What is left of the run."""
+class Run(conductor.Run):
+  """And when each was sent SIGTERM."""
 
-  outcome: supervisor_lib.Outcome
-  facts: list[tuple[str, dict]]
-  asked_ns: dict[str, list[int]]  # when each was sent SIGTERM
-
-  def of(self, process: str, name: str) -> list[dict]:
-    return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
+  asked_ns: dict[str, list[int]]
 
   def ends(self, child: str) -> list[dict]:
     """Of those lives that were sent SIGTERM."""
@@ -59,64 +48,32 @@ class Run:
       :len(self.asked_ns[child])]
 
 
-class Conductor:
+class Conductor(conductor.Conductor):
   """Preempts, and waits for facts."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    config = stdlib_lm.get_config('tiny')
-    config.sync.learners = len(LEARNERS)
-    self.supervisor = supervisor_lib.Supervisor(
-      local.programs(config, workdir, FLAGS, alone=False), workdir,
-      view_lib.RunView(list(LEARNERS), config.train.steps), recorder)
-    self._tail = records.TailAll(workdir)
+    super().__init__(workdir, recorder, OVERRIDES)
     self._draw = random.Random(3)
-    self.facts: list[tuple[str, dict]] = []
     self.asked_ns: dict[str, list[int]] = {'l1': [], 'syncer': []}
 
-  async def until(self, condition: Callable[[], object]) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-      self.facts += self._tail.read()
-
   async def carry_out(self) -> None:
-    await self.until(lambda: self.merged(0) >= 3)
+    await self.until(lambda: self.merges('l1') >= 3)
     for name in ('l1', *('syncer',) * RESTARTS):
-      await asyncio.sleep(0.3 * self._draw.random())
+      await asyncio.sleep(0.3 * self._draw.random())  # at any moment
       self.asked_ns[name].append(time.monotonic_ns())
       assert self.supervisor.bring_down(name, 0.0, 'preempted', politely=True)
       starts = self.supervisor.fates[name].starts
       await self.until(lambda: self.supervisor.fates[name].starts == starts + 1)
-      born_ns = time.monotonic_ns()
-      await self.until(lambda: self.merged(born_ns) >= 3)
+      self.look()
+      at = len(self.facts)
+      await self.until(lambda: self.merges('l1', at) >= 3)
     self.supervisor.retire()
-
-  def merged(self, since_ns: int) -> int:
-    """Outer steps with a share of l1."""
-    return sum(fact['name'] == 'synced' and 'l1' in fact['participants']
-               and fact['t_ns'] >= since_ns for _, fact in self.facts)
-
-
-async def _play(conductor: Conductor) -> supervisor_lib.Outcome:
-  running = asyncio.create_task(conductor.supervisor.run())
-  playing = asyncio.create_task(conductor.carry_out())
-  try:
-    async with asyncio.timeout(DEADLINE_S):
-      await asyncio.wait({running, playing}, return_when=asyncio.FIRST_COMPLETED)
-      playing.result()
-      return await running
-  finally:
-    playing.cancel()
-    running.cancel()
-    await asyncio.gather(running, playing, return_exceptions=True)
 
 
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory) -> Run:
-  workdir = tmp_path_factory.mktemp('preemption')
-  with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder)
-    outcome = asyncio.run(_play(conductor))
-  return Run(outcome, records.TailAll(workdir).read(), conductor.asked_ns)
+  conducted, left = conductor.play(tmp_path_factory.mktemp('preemption'), Conductor, DEADLINE_S)
+  return Run(**vars(left), asked_ns=conducted.asked_ns)
 
 
 def test_a_preempted_learner_leaves_in_order_and_in_time(run):
@@ -145,7 +102,9 @@ def test_what_it_gave_is_merged_before_it_leaves(run):
 def test_it_comes_back_from_what_it_saved(run):
   lives = {fact['incarnation'] for fact in run.of('l1', 'state') if fact['state'] == 'joined'}
   assert lives == {1, 2}
-  assert any(fact['name'] == 'synced' and 'l1' in fact['participants'] for _, fact in run.facts)
+  [end] = run.ends('l1')
+  assert any('l1' in fact['participants'] for fact in run.of('syncer', 'synced')
+             if fact['t_ns'] > end['t_ns'])
 
 
 def test_nobody_waits_for_who_has_left(run):
@@ -234,7 +193,7 @@ def test_a_second_sigterm_ends_it_at_once():
 
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
   """An outer step waits for space for ever; files may have 32 KiB, which stands in for the disk."""
-  common = [*FLAGS, f'--workdir={tmp_path}', '--config.train.drain_s=2']
+  common = [*conductor.flags(OVERRIDES), f'--workdir={tmp_path}', '--config.train.drain_s=2']
   limited = shlex.join([sys.executable, '-m', 'experiments.syncer', *common])
   syncer = _start('bash', '-c', f'ulimit -f 32; exec {limited}')
   learner = _start(sys.executable, '-m', 'experiments.learner', *common, '--learner_id=l0',

@@ -9,13 +9,13 @@ what the processes have written down, and so does the oracle, which has nothing 
 """
 
 import asyncio
-import contextlib
 import dataclasses
+import functools
 import pathlib
 import random
 import signal
 import time
-from typing import Any, Callable
+from typing import Any
 
 import pytest
 
@@ -23,17 +23,14 @@ from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
 from diloco_jax.runtime import aftermath
 from diloco_jax.runtime import failpoints
-from diloco_jax.runtime import local
 from diloco_jax.runtime import records
 from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import tapes
-from diloco_jax.runtime import view as view_lib
-from diloco_jax.sim import oracle
-from experiments.configs import stdlib_lm
+from tests.runtime import conductor
 from tests.runtime import pulse as pulse_lib
 
 DEADLINE_S = 800
-pytestmark = pytest.mark.timeout(900)  # about 90 s on two quiet cores
+pytestmark = pytest.mark.timeout(900)  # three minutes on two quiet cores
 SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed from outside; between them the supervisor loses its patience with short lives
@@ -44,25 +41,18 @@ PLAN = tuple(
 FREEZE_S = 2.5
 AFTERWARDS_NS = 2_000_000_000  # so long after a return its death is still looked for
 OVERRIDES = {
-  'sync.learners': 2, 'sync.checkpoint_every_syncs': 2, 'train.steps': 1_000_000,
-  'train.log_every': 1_000, 'train.eval_every': 0, 'train.checkpoint_every_steps': 50,
+  **conductor.ENDLESS, 'sync.learners': 2, 'sync.checkpoint_every_syncs': 2,
+  'train.checkpoint_every_steps': 50,
 }
 
 
 @dataclasses.dataclass
-class Run:
-  """What is left of the run: facts of every process, in the order of time."""
+class Run(conductor.Run):
+  """And what was seen of the learners' threads; `site_ns`: when everything was killed."""
 
-  workdir: pathlib.Path
-  outcome: supervisor_lib.Outcome
-  said: list[str]
-  facts: list[tuple[str, dict]]
   pulse: pulse_lib.Pulse
-  site_ns: list[int]  # when everything was killed
+  site_ns: list[int]
   froze_ns: int
-
-  def of(self, process: str, name: str) -> list[dict]:
-    return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
 
   def deaths(self, child: str) -> list[int]:
     return [fact['t_ns'] for fact in self.of('supervisor', 'exit')
@@ -76,11 +66,8 @@ class Run:
             for fact in self.of('supervisor', 'process')
             if fact['child'] == child and fact['state'] == 'starting']
 
-  def tapes(self) -> list[tapes.Life]:
-    return tapes.find(self.workdir)
 
-
-class Conductor:
+class Conductor(conductor.Conductor):
   """Carries out a plan on a run, and waits for facts: where each life of the syncer ends, how
   often l1 is killed meanwhile, how often everything at once after that."""
 
@@ -89,42 +76,25 @@ class Conductor:
     learner_kills: int = LEARNER_KILLS, site_kills: int = SITE_KILLS, seed: int = SEED,
   ):
     self._plan, self._learner_kills, self._site_kills = plan, learner_kills, site_kills
-    config = stdlib_lm.get_config('tiny')
-    config.sync.learners = len(LEARNERS)
-    flags = ['--config=experiments/configs/stdlib_lm.py:tiny',
-             *(f'--config.{name}={value}' for name, value in OVERRIDES.items())]
-    syncer, *learners = local.programs(config, workdir, flags, alone=False)
-    self.environment = dict(syncer.environment)  # of the syncer's next life
-    self.said: list[str] = []
-    self.supervisor = supervisor_lib.Supervisor(
-      [dataclasses.replace(syncer, environment=self.environment), *learners], workdir,
-      view_lib.RunView(list(LEARNERS), config.train.steps), recorder,
-      listen=lambda name, line: self.said.append(f'[{name}] {line}'),
-    )
-    self._tail = records.TailAll(workdir)
-    self.facts: list[tuple[str, dict]] = []
+    self.environment: dict[str, str] = {}  # of the syncer's next life
     self.pulse = pulse_lib.Pulse()
     self.site_ns: list[int] = []
     self.froze_ns = 0
     self._draw = random.Random(seed)
+    super().__init__(workdir, recorder, OVERRIDES, change=self._with_environment)
 
-  async def watch(self) -> None:
-    """Keeps the facts, and an eye on the learners."""
-    while True:
-      self.facts += self._tail.read()
-      for name in LEARNERS:
-        if (child := self.supervisor.child(name)) is not None:
-          self.pulse.sample(child.pid)
-      await asyncio.sleep(0.05)
+  def _with_environment(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+    if program.name != 'syncer':
+      return program
+    self.environment.update(program.environment)
+    return dataclasses.replace(program, environment=self.environment)
 
-  async def until(self, condition: Callable[[], object]) -> None:
-    while not condition():
-      await asyncio.sleep(0.05)
-
-  def count(self, process: str, name: str, **values: Any) -> int:
-    return sum(
-      (who, fact['name']) == (process, name) and values.items() <= fact.items()
-      for who, fact in self.facts)
+  def look(self) -> None:
+    """Keeps an eye on the learners, too."""
+    super().look()
+    for name in LEARNERS:
+      if (child := self.supervisor.child(name)) is not None:
+        self.pulse.sample(child.pid)
 
   async def carry_out(self) -> None:
     await self.until(lambda: self.merged('l1', 1))
@@ -146,8 +116,7 @@ class Conductor:
     """Whether the outer steps since the last death have had enough shares of a learner."""
     since = max((index for index, (_, fact) in enumerate(self.facts)
                  if fact['name'] == 'exit' and fact.get('child') in ('syncer', name)), default=0)
-    return sum(fact['name'] == 'synced' and name in fact['participants']
-               for _, fact in self.facts[since:]) >= more
+    return self.merges(name, since) >= more
 
   async def _kill_the_syncer(self) -> None:
     fate = self.supervisor.fates['syncer']
@@ -193,29 +162,10 @@ def _run(tmp_path_factory) -> Run:
 
 def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> Run:
   """Carries out a plan (arguments of Conductor) in a new folder."""
-  with contextlib.closing(records.Recorder(workdir, 'supervisor', tensorboard=False)) as recorder:
-    conductor = Conductor(workdir, recorder, **plan)
-    outcome = asyncio.run(_play(conductor, deadline_s))
-  return Run(workdir, outcome, conductor.said, records.TailAll(workdir).read(), conductor.pulse,
-             conductor.site_ns, conductor.froze_ns)
-
-
-async def _play(conductor: Conductor, deadline_s: float) -> supervisor_lib.Outcome:
-  running = asyncio.create_task(conductor.supervisor.run())
-  playing = asyncio.create_task(conductor.carry_out())
-  watching = asyncio.create_task(conductor.watch())
-  try:
-    async with asyncio.timeout(deadline_s):
-      await asyncio.wait({running, playing, watching}, return_when=asyncio.FIRST_COMPLETED)
-      assert playing.done(), '\n'.join(conductor.said)
-      playing.result()
-      return await running
-  finally:
-    playing.cancel()
-    watching.cancel()
-    if not running.done():
-      running.cancel()
-    await asyncio.gather(running, watching, playing, return_exceptions=True)
+  conducted, left = conductor.play(
+    workdir, functools.partial(Conductor, **plan), deadline_s)
+  return Run(**vars(left), pulse=conducted.pulse, site_ns=conducted.site_ns,
+             froze_ns=conducted.froze_ns)
 
 
 # --- Nothing is lost ------------------------------------------------------------------------------
@@ -292,11 +242,7 @@ def test_the_books_add_up(run):
 
 
 def test_the_oracle_finds_nothing(run):
-  tales = []
-  for life in run.tapes():
-    reader = tapes.read(life)
-    tales.append(oracle.Tale(life.name, reader.header.start, reader))
-  verdict = oracle.judge(tales)
+  verdict = run.verdict()
   assert verdict.broken is None, verdict.text()
   looks = {one.id: one.looks for one in verdict.held}
   assert min(looks[name] for name in ('I2', 'I3', 'I4', 'I7', 'I12', 'I16')) > 10, looks
