@@ -398,6 +398,7 @@ class LearnerMachine:
       steps_between=self.steps - anchor.steps, whole=publish.base_version is None,
       staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
     )
+    self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
     self._anchors[fragment] = _Anchor(
       publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
       next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),

@@ -69,8 +69,9 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
   log = wal.read_log(files, outer_log.run_of(assembled.agreement))
   if log.first > 1:
     raise ValueError(
-      f'the log in {files.place} begins with record {log.first}: what checkpoints hold was dropped '
-      'from it. Runs started with --config.sync.keep_log=true can be made again')
+      f'the log in {files.place} begins with record {log.first}: what came before was '
+      'dropped behind checkpoints (start runs with --config.sync.keep_log=true to keep it), or set '
+      'aside by a restore')
   theta, told = theta_lib.Theta(assembled), _told(workdir)
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0

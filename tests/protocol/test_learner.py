@@ -1,5 +1,7 @@
 """A learner alone, message by message. Each test opens with the sentence and its source."""
 
+import dataclasses
+
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.sim import engine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
@@ -123,3 +125,12 @@ def test_it_waits_for_no_verdict_that_cannot_come():
   machine, _ = preempted()
   out = machine.handle(13 * MS, events.Disconnected(session=1, reason='cut'))
   assert isinstance(out[-1], actions.Exit) and out[-1].code == 0
+
+
+def test_it_waits_for_no_verdict_on_a_share_that_was_withdrawn():
+  """A repair replaces the value that it was measured from."""
+  machine, out = preempted()
+  assert not contents(out, messages.Leave)
+  repair = dataclasses.replace(publish(sync=2, fragment=0, version=1), base_version=None)
+  out = machine.handle(13 * MS, received(1, repair, handle=2))
+  assert contents(out, messages.Leave), out
