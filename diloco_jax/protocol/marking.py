@@ -88,6 +88,10 @@ class Marking:
     taking = self._taking
     return taking.deadline_ns if taking is not None and taking.awaited else None
 
+  def resume(self, outer_steps: int) -> None:
+    """A syncer goes on after so many in all; when it died does not shift the times of snapshots."""
+    self._outer_steps = outer_steps % self._every if self._every else 0
+
   def outer_step(self) -> None:
     self._outer_steps += 1
 

@@ -11,6 +11,8 @@ Syncs that are a whole period late are left out: catching up would sync a fragme
 inner steps, so H would shrink. Whole periods keep each fragment's turn.
 """
 
+from typing import Sequence
+
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import members as members_lib
 from diloco_jax.protocol import schedule as schedule_lib
@@ -37,6 +39,16 @@ class Pace:
     self.next = schedule.next(0)
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
+
+  def resume(self, next_sync: int, opened: int, undecided: Sequence[int]) -> None:
+    """Goes on where the last process was, `undecided`: the syncs that it had opened and not decided.
+
+    What a fragment misses by that is in its next sync. Behind a closing sync there is none, so the
+    run goes back to the first of them; later ones that were decided find nothing left to merge.
+    """
+    closing = [sync for sync in undecided if sync > self._config.total_steps]
+    self.next = min([next_sync, *closing])
+    self.opened = min(opened, self.next - 1)
 
   @property
   def over(self) -> bool:

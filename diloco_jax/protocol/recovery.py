@@ -23,6 +23,8 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
 from diloco_jax.protocol import streams
 
+UNSAVED = 'unsaved'  # of what `recovered` returns: how many outer steps no checkpoint holds
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -50,7 +52,7 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
   Raises:
     ValueError: they do not continue the snapshot: a version is missing.
   """
-  state, ended = copy.deepcopy(snapshot), {}
+  state, ended, unsaved = copy.deepcopy(snapshot), {}, 0
   versions, digests, syncs = (list(state[name]) for name in ('versions', 'digests', 'last_sync'))
   for outcome in outcomes:
     p, expected = outcome.fragment, versions[outcome.fragment] + 1
@@ -60,6 +62,7 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
         f'{expected - 1}: records are missing between snapshot and log'
       )
     ended[outcome.sync] = outcome
+    unsaved += 1
     if not outcome.failed:
       versions[p], digests[p], syncs[p] = outcome.version, outcome.digest, outcome.sync
     state = copy.deepcopy(outcome.books)
@@ -67,7 +70,8 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
   for sync, outcome in ended.items():  # in the order in which they ended
     if sync in merging:
       _close(state, outcome)
-  return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs}
+  return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs,
+          UNSAVED: unsaved}
 
 
 def without(snapshot: dict[str, Any], learners: Collection[str]) -> dict[str, Any]:

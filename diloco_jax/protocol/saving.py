@@ -22,7 +22,7 @@ class Saving:
     self._unsaved = 0
     self._last = False  # the newest save is the last one of this process
     self._closed = False  # it was asked for when every sync was over
-    self._logged = False  # the newest outer step was decided when every sync had been opened
+    self._logged = False  # the newest outer step was decided when no other was to come
     self.running = False
     self.farewell = False  # the disk says that the run is over
     self.again_ns = 0  # a save that failed is not tried again before
@@ -31,11 +31,16 @@ class Saving:
   def due(self) -> bool:
     return bool(self._every) and self._unsaved >= self._every and not self.running
 
+  def resume(self, unsaved: int) -> None:
+    """A syncer goes on behind a checkpoint and so many outer steps of its log: however often it
+    dies before the next save is due, that save will come."""
+    self._unsaved = unsaved
+
   def outer_step(self) -> None:
     self._unsaved += 1
 
   def decided(self, over: bool) -> None:
-    """An outer step is on its way to the log; `over`: every sync had been opened."""
+    """An outer step is on its way to the log; `over`: no other sync is undecided, or to open."""
     self._logged = over
 
   def begin(self, closed: bool, last: bool) -> None:

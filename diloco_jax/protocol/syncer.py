@@ -52,6 +52,7 @@ from diloco_jax.protocol import outbox
 from diloco_jax.protocol import pace as pace_lib
 from diloco_jax.protocol import published as published_lib
 from diloco_jax.protocol import quorum as quorum_lib
+from diloco_jax.protocol import recovery
 from diloco_jax.protocol import saving as saving_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import screening as screening_lib
@@ -303,7 +304,8 @@ class SyncerMachine:
       'staleness': max(base - message.version for message, _ in gather.payloads.values()),
     }
     self._out.report('merging', **gather.facts)
-    self._saving.decided(over=self._pace.over)
+    gathering = any(not one.merging for one in self._gathering.open.values())
+    self._saving.decided(over=self._pace.over and not gathering)
 
   def _participant(
     self, learner: str, message: messages.Contribution, handle: int
@@ -498,9 +500,11 @@ class SyncerMachine:
 
   def snapshot(self) -> dict[str, Any]:
     """Everything that outlives a restart, as JSON types; `merging` are the syncs whose outer steps
-    are under way (recovery.py)."""
+    are under way (recovery.py), `undecided` the other open ones."""
+    syncs = self._gathering.open
     return {
-      'merging': [sync for sync, gather in self._gathering.open.items() if gather.merging],
+      'merging': [sync for sync, gather in syncs.items() if gather.merging],
+      'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
       **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
@@ -515,11 +519,12 @@ class SyncerMachine:
   ) -> 'SyncerMachine':
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
 
-    Beside what `snapshot()` gave, it may hold MANIFESTS: which snapshots of the run are kept."""
+    Beside what `snapshot()` gave, it may hold MANIFESTS: which snapshots of the run are kept, and
+    recovery.UNSAVED."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
-    machine._pace.next, machine._pace.opened = snapshot['next'], snapshot['opened']
+    machine._pace.resume(snapshot['next'], snapshot['opened'], snapshot.get('undecided', ()))
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
     machine._screening.windows = snapshot.get('norms', machine._screening.windows)
@@ -529,6 +534,8 @@ class SyncerMachine:
     machine._marking.load(snapshot.get(MANIFESTS, ()))
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
+    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
+    machine._marking.resume(machine._synced)
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
     return machine
 

@@ -66,6 +66,14 @@ def test_it_begins_every_so_many_outer_steps_or_when_asked(syncer):
   assert syncer.marking.due
 
 
+def test_when_a_syncer_died_does_not_shift_the_times_of_snapshots(syncer):
+  syncer.marking.resume(CONFIG.snapshot_syncs * 7 + 1)
+  assert not syncer.marking.due
+  for _ in range(CONFIG.snapshot_syncs - 1):
+    syncer.marking.outer_step()
+  assert syncer.marking.due
+
+
 def test_the_manifest_comes_after_every_answer(syncer):
   syncer.begin()
   syncer.marked(2)

@@ -3,13 +3,15 @@
 Each test opens with the sentence that it checks and its source.
 """
 
+import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, messages, recovery
 from diloco_jax.sim import engine, network
 from diloco_jax.sim import world as world_lib
 from tests.protocol.single import (
-  advance, confirm, contents, contribution, join, joined, merge_done, received)
+  advance, confirm, contents, contribution, join, joined, merge_done, new_machine, progress,
+  received)
 from tests.protocol.recording import Recording
 
 MS = engine.MS
@@ -37,6 +39,45 @@ def test_a_snapshot_restores_the_machine():
     machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot())
   assert again.snapshot() == machine.snapshot()
   again.check()
+
+
+def test_a_syncer_that_dies_before_each_save_is_due_saves_all_the_same():
+  """What the log holds beyond the checkpoint counts, too."""
+  machine, session = joined(save_syncs=2)
+  snapshot = machine.snapshot()
+  for unsaved, due in ((0, False), (1, True)):
+    following = again(machine, {**snapshot, recovery.UNSAVED: unsaved})
+    following.handle(0, received(session, join()))
+    following.handle(1, received(session, confirm()))
+    advance(following, session, step=2)
+    following.handle(3, received(session, contribution(sync=2), handle=1))
+    assert bool(saves(following.handle(4, merge_done(2)))) == due
+
+
+# --- Closing syncs --------------------------------------------------------------------------------
+
+
+def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
+  """What was trained since a fragment's last sync is merged at the end, or not at all."""
+  machine = new_machine(fragments=2, period=4, total_steps=1, overlap=2)
+  machine.handle(0, received(1, join()))
+  machine.handle(1, received(1, confirm(fragments=2)))
+  machine.handle(2, received(1, progress(4)))
+  assert sorted(machine._gathering.open) == [2, 4]
+  [merge] = [one for one in machine.handle(3, received(1, contribution(sync=2), handle=1))
+             if isinstance(one, actions.Merge)]
+  outcome = recovery.Outcome(
+    sync=2, fragment=merge.fragment, version=1, digest=78, failed='', books=merge.books,
+    participants=tuple((one.learner, one.incarnation, one.tokens, one.steps)
+                       for one in merge.participants), norms=(1,))
+  snapshot = recovery.recovered(new_machine(fragments=2).snapshot(), [outcome])
+  following = again(machine, snapshot)
+  following.handle(0, received(2, join()))
+  held = tuple(messages.Held(version=v, digest=d) for v, d in ((1, 78), (0, 77)))
+  claim = dataclasses.replace(confirm(), held=held, incarnation=1)
+  out = following.handle(1, received(2, claim))
+  assert [(one.sync, one.fragment) for one in contents(out, messages.Pull)] == [(4, 1)]
+  assert not contents(out, messages.Finish)
 
 
 # --- The farewell ---------------------------------------------------------------------------------

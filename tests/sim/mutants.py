@@ -361,6 +361,12 @@ def norms_not_recovered(original):
   return recovered
 
 
+@mutant('A closing sync that ended with its syncer is not opened again.', pace.Pace, 'resume',
+        'I7 P1')
+def closing_syncs_are_lost(original):
+  return lambda self, next_sync, opened, undecided: original(self, next_sync, opened, ())
+
+
 @mutant('A redone outer step merges what was refused.', recovery, '_close', 'I10 I2')
 def recovery_merges_the_refused(original):
   def _close(state, outcome):

@@ -96,7 +96,7 @@ class Lineage:
   digests: list[int]
   last_sync: list[int]
   cancelled: list[int]  # syncs of which no version came
-  abandoned: list[int]  # open syncs that ended with their syncer
+  abandoned: list[int]  # open syncs that ended with their syncer, less those that open once more
   next: int
   opened: int = 0
   skipped: int = 0  # syncs that were left out, per fragment
@@ -155,13 +155,13 @@ class Lineage:
 
 @dataclasses.dataclass(slots=True)
 class Saved:
-  """A snapshot that a syncer asked to be saved; `open` are the fragments of its open syncs,
-  `position` is the last record that it holds; `closed`: every sync was over; `verified`: it was
-  written, and read back."""
+  """A snapshot that a syncer asked to be saved; `undecided` are its open syncs, `position` is the
+  last record that it holds; `closed`: every sync was over; `verified`: it was written, and read
+  back."""
 
   snapshot: dict[str, Any]
   lineage: Lineage
-  open: tuple[int, ...]
+  undecided: tuple[int, ...]
   position: int
   closed: bool = False
   verified: bool = False
@@ -169,12 +169,13 @@ class Saved:
 
 @dataclasses.dataclass(slots=True)
 class Record:
-  """An outer step as it was decided; `lineage` and `open` are of that moment, `under_way` are the
-  records that had not ended then, this one among them. `digest` is None until its end is known."""
+  """An outer step as it was decided; `lineage` and `undecided` (other open syncs) are of that
+  moment, `under_way` are the records that had not ended then, this one among them. `digest` is None
+  until its end is known."""
 
   merge: actions.Merge
   lineage: Lineage
-  open: tuple[int, ...]
+  undecided: tuple[int, ...]
   under_way: tuple['Record', ...] = ()
   batches: tuple[tuple[int, int, int], ...] = ()  # data stream, first, the one behind the last
   digest: int | None = None

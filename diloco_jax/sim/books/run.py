@@ -7,6 +7,7 @@ both sides of it.
 from typing import Any, Sequence
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import recovery
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol import syncer as syncer_lib
 from diloco_jax.sim import observers
@@ -120,12 +121,12 @@ class Run:
     """The record and the lineage, if a snapshot is what is true behind it."""
     for saved in reversed(self.saved):
       if saved.position == number and _same(saved.snapshot, snapshot):
-        return number, self._ended(saved.lineage, saved.open)
+        return number, self._reopened(self._ended(saved), saved.undecided)
     if not number or not self._knows(snapshot, self.records[number - 1]):
       return None
     twin = self._twin(number, snapshot)
     if twin is not None and not lineage_book.difference(snapshot, twin):
-      return number, twin
+      return number, self._reopened(twin, self.records[number - 1].undecided)
     return None
 
   def _knows(self, snapshot: dict[str, Any], record: lineage_book.Record) -> bool:
@@ -138,7 +139,7 @@ class Run:
   def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
     """What is true behind a record: that of a syncer that decided nothing more."""
     record = self.records[number - 1]
-    twin = self._ended(record.lineage, record.open)
+    twin = self._ended(record)
     for one in record.under_way:
       p = one.merge.fragment
       if one.digest is None:  # nobody knows: the snapshot may say it
@@ -150,10 +151,29 @@ class Run:
         _believe(one, twin, snapshot)
     return twin
 
-  def _ended(self, lineage: lineage_book.Lineage, open_: Sequence[int]) -> lineage_book.Lineage:
-    lineage = lineage.copy()
-    for p in open_:
-      lineage.abandoned[p] += 1
+  def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
+    """The sync that a syncer opens first if it begins there."""
+    return self._reopened(behind.lineage.copy(), behind.undecided).next
+
+  def _ended(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
+    """What is true once the process has ended: its open syncs have ended with it."""
+    lineage = behind.lineage.copy()
+    for sync in behind.undecided:
+      lineage.abandoned[self.schedule.fragment(sync)] += 1
+    return lineage
+
+  def _reopened(
+    self, lineage: lineage_book.Lineage, undecided: Sequence[int]
+  ) -> lineage_book.Lineage:
+    """From the first closing sync on that ended with its process all are opened once more, since no
+    other comes after them."""
+    closing = [sync for sync in undecided if sync > self.config.total_steps]
+    if closing:
+      sync = lineage.next = min(closing)
+      while sync <= lineage.opened:
+        lineage.abandoned[self.schedule.fragment(sync)] -= 1
+        sync = self.schedule.next(sync)
+      lineage.opened = min(lineage.opened, lineage.next - 1)
     return lineage
 
   def _nearest(self, snapshot: dict[str, Any]) -> str:
@@ -193,6 +213,6 @@ def _believe(
 
 def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
   """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves. Which
-  snapshots of the run there are is no part of one."""
-  moment = {'merging': [], syncer_lib.MANIFESTS: []}
+  snapshots of the run there are is no part of one, nor is how old it is."""
+  moment = {'merging': [], syncer_lib.MANIFESTS: [], recovery.UNSAVED: 0}
   return {**saved, **moment} == {**snapshot, **moment}

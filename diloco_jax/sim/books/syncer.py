@@ -118,6 +118,7 @@ class SyncerBook:
     self.longest_step_ns = 0
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
+    self.first = lineage.next  # the sync that it opens first
     self.farewell = self.over  # the disk says that the run is over
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
@@ -291,7 +292,7 @@ class SyncerBook:
     saved = self.saving.popleft()
     saved.verified = not event.error
     records = self.run.records
-    logged = bool(records) and records[-1].lineage.next > self.schedule.last
+    logged = bool(records) and self.run.goes_on_with(records[-1]) > self.schedule.last
     self.farewell = self.farewell or (saved.closed and (saved.verified or logged))
 
   # --- Actions ------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ class SyncerBook:
       self.handles.discard(one.handle)
     gather.payloads.clear()
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
-    record.open = self._open()
+    record.undecided = self._undecided()
     record.batches = tuple(
       (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged)
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
@@ -355,9 +356,9 @@ class SyncerBook:
     record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
     self.run.records.append(record)
 
-  def _open(self) -> tuple[int, ...]:
-    """The fragments of the syncs that would end with this process."""
-    return tuple(one.fragment for one in self.gathers.values() if one.record is None)
+  def _undecided(self) -> tuple[int, ...]:
+    """The syncs that would end with this process."""
+    return tuple(one.sync for one in self.gathers.values() if one.record is None)
 
   def cancels(self, now_ns: int, report: actions.Report, event: Any) -> None:
     """A sync is cancelled; after a failed merge it was counted already."""
@@ -383,7 +384,7 @@ class SyncerBook:
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
     saved = lineage_book.Saved(
-      save.snapshot, self.lineage.copy(), self._open(), len(self.run.records), self._closed)
+      save.snapshot, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed)
     self.saving.append(saved)
     self.run.saved.append(saved)
 

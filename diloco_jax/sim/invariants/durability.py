@@ -98,11 +98,10 @@ class FinishIsKnown(invariant.Invariant):
     verified = (one for one in reversed(self.run.saved) if one.verified)
     saved = max(verified, key=lambda one: one.position, default=None)
     if saved is not None and saved.position == len(records):
-      known = saved.lineage.next
+      known = self.run.goes_on_with(saved)
     else:
-      known = records[-1].lineage.next if records else 0
-    begun = book.life.start.snapshot
-    if max(known, begun['next'] if begun else 0) <= last:
+      known = self.run.goes_on_with(records[-1]) if records else 0
+    if max(known, book.first) <= last:
       self.fail(send, f'it would go on with sync {known} of {last}')
 
 
