@@ -46,6 +46,12 @@ class Child:
   def running(self) -> bool:
     return self._process.returncode is None
 
+  def begin(self) -> None:
+    """Tells it that its turn has come (standby.py); its life begins now."""
+    self.started_s = time.monotonic()
+    self._process.stdin.write(b'\n')
+    self._process.stdin.close()
+
   async def wait(self) -> int:
     """The exit code; negative: the number of the signal that ended it. The group is gone too."""
     code = await self._process.wait()
@@ -108,13 +114,16 @@ class Child:
 
 
 async def start(name: str, command: Sequence[str], environment: Mapping[str, str],
-                log: pathlib.Path, listen: Listen, cpus: Sequence[int] = ()) -> Child:
-  """Starts a child, on `cpus` only if any are given. OSError if that fails."""
+                log: pathlib.Path, listen: Listen, cpus: Sequence[int] = (),
+                stands_by: bool = False) -> Child:
+  """Starts a child, on `cpus` only if any are given; `stands_by`: it waits for `begin`. OSError if
+  that fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
   process = await asyncio.create_subprocess_exec(
     sys.executable, '-I', '-S', str(_TETHER), str(os.getpid()),
     ','.join(map(str, cpus)) or 'all', *command,
-    env=dict(environment), start_new_session=True, stdin=asyncio.subprocess.DEVNULL,
+    env=dict(environment), start_new_session=True,
+    stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
     stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
   )
   return Child(name, process, log, listen)

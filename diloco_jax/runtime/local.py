@@ -181,9 +181,10 @@ def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Seq
 
   if alone:
     return [learner(names[0])]
+  command = [sys.executable, '-m', 'experiments.syncer', *common, '--port=0']
   syncer = supervisor_lib.Program(
-    name=supervisor_lib.SYNCER, environment=environment(1),
-    command=[sys.executable, '-m', 'experiments.syncer', *common, '--port=0'],
+    name=supervisor_lib.SYNCER, environment=environment(1), command=command,
+    standby=[*command, '--standby'],
   )
   return [syncer, *(learner(name) for name in names)]
 

@@ -29,8 +29,10 @@ from diloco_jax.runtime import grpc_server
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import learner_process
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import standby
 from diloco_jax.runtime import startup
 from diloco_jax.runtime import syncer_process
+from diloco_jax.runtime import theta as theta_lib
 
 FILE = 'file:'
 SPARE_SESSIONS = 8
@@ -44,13 +46,25 @@ _LEARNER_SAFE = (
 )
 
 
-def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int:
-  """Runs the syncer process; the exit code."""
+def syncer(
+  config: config_lib.Config, workdir: str, host: str, port: int, stands_by: bool = False
+) -> int:
+  """Runs the syncer process; the exit code.
+
+  `stands_by`: it compiles what it will need, touches nothing of the run, and begins once a line
+  comes on standard input (standby.py); if that is closed nobody wants it and it ends with 0.
+  """
   _prepare_jax(1)
-  folder, records = _open(workdir, 'syncer')
-  startup.reached(records, 'imported')
   with launch.never_retry(ValueError):
     assembled = assembly.assemble(config)
+  theta = theta_lib.Theta(assembled)
+  if stands_by:
+    theta.warm_up()
+    theta.forget()
+    print(f'{standby.LINE}: ready to take over', flush=True)
+    if not sys.stdin.readline():
+      return 0
+  folder, records = _open(workdir, 'syncer')
   startup.reached(records, 'assembled')
   inbox = loop.Inbox()
   limits = link.Limits(
@@ -72,7 +86,7 @@ def syncer(config: config_lib.Config, workdir: str, host: str, port: int) -> int
     launch.never_retry(ValueError, files.DirectoryError),
     _asks(lambda: inbox.post(events.TakeSnapshot())),
   ):
-    result = syncer_process.run(assembled, folder, inbox, listen, records)
+    result = syncer_process.run(assembled, theta, folder, inbox, listen, records)
   return _end(result, records)
 
 

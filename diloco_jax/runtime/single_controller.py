@@ -22,6 +22,7 @@ from diloco_jax.runtime import inprocess
 from diloco_jax.runtime import learner_process
 from diloco_jax.runtime import records as records_lib
 from diloco_jax.runtime import syncer_process
+from diloco_jax.runtime import theta as theta_lib
 from diloco_jax.train import data
 from diloco_jax.train import mesh as mesh_lib
 
@@ -75,7 +76,8 @@ class SingleController:
 
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       return syncer_process.run(
-        self._assembled, self._workdir, self._inboxes['syncer'], make_syncer_transport, recorder,
+        self._assembled, theta_lib.Theta(self._assembled), self._workdir, self._inboxes['syncer'],
+        make_syncer_transport, recorder,
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:

@@ -1,8 +1,8 @@
 """Where the time of a start goes: a fact `startup` for each phase, with the CPU time until then.
 
-On a busy machine only the CPU time says what a start costs. The phases of a syncer: imported,
-assembled, listens, began (Theta at version 0), restored (its checkpoint), recovered (the log),
-ready (every outer step compiled).
+On a busy machine only the CPU time says what a start costs. The phases of a syncer: assembled (if
+it stands by, its turn has come), listens, restored (its checkpoint), recovered (the log), ready
+(every outer step compiled).
 """
 
 import time

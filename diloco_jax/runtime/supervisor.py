@@ -9,6 +9,9 @@ The life of a program under the supervisor::
     running --brought down on purpose--> down --the pause asked for--> running
     down --MAX_SHORT_LIVES short lives in a row--> failed
 
+A program may have a process that stands by (standby.py) once its present life has made an outer
+step; the next life is that process, if it has not died.
+
 The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
 still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
 later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once. `retire` ends a
@@ -32,6 +35,7 @@ from diloco_jax.runtime import chaos as chaos_lib
 from diloco_jax.runtime import children
 from diloco_jax.runtime import launch
 from diloco_jax.runtime import records as records_lib
+from diloco_jax.runtime import standby
 from diloco_jax.runtime import view as view_lib
 
 SYNCER = 'syncer'
@@ -45,12 +49,14 @@ _BACKOFF_S = (0.5, 30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-  """A program to keep running; `cpus`: where it may run, () for everywhere."""
+  """A program to keep running; `cpus`: where it may run, () for everywhere; `standby`: the command
+  of a process that stands by for it, () for none."""
 
   name: str
   command: Sequence[str]
   environment: Mapping[str, str]
   cpus: Sequence[int] = ()
+  standby: Sequence[str] = ()
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,6 +110,7 @@ class Supervisor:
     self._finish_s, self._stop_s = finish_s, stop_s
     self._tails = records_lib.TailAll(workdir)
     self._running: dict[str, children.Child] = {}
+    self._standbys = standby.Standbys(lambda name: self._start(self._programs[name], stands_by=True))
     self._keepers: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
     self._draw = random.Random()
@@ -117,6 +124,7 @@ class Supervisor:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       loop.add_signal_handler(number, self._interrupt)
+    self._look()  # at what earlier runs in this folder have left
     for program in list(self._programs.values()):
       self._begin(program)
     watcher = asyncio.create_task(self._watch())
@@ -128,6 +136,7 @@ class Supervisor:
         child.kill()
       watcher.cancel()
       await asyncio.gather(watcher, return_exceptions=True)
+      await self._standbys.close()
     for keeper in self._keepers.values():
       keeper.result()
     self._look()
@@ -198,13 +207,13 @@ class Supervisor:
   async def _live(self, program: Program) -> tuple[int, float]:
     """One life: its exit code and how long it lasted."""
     name, fate = program.name, self.fates[program.name]
-    child = await children.start(
-      name, program.command, program.environment,
-      self._workdir / 'logs' / f'{name}.log', self._listen, program.cpus,
-    )
+    child = await self._standbys.take_over(name)
+    again = 'started again' if child is None else 'who stood by takes over'
+    if child is None:
+      child = await self._start(program)
     self._running[name] = child
     fate.starts += 1
-    self._note(name, 'starting', f'started again (life {fate.starts})' if fate.starts > 1 else '',
+    self._note(name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '',
                pid=child.pid)
     if self._ending(name).is_set():
       child.terminate()
@@ -215,6 +224,12 @@ class Supervisor:
     fate.last_error = child.last_error or fate.last_error
     self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
     return code, time.monotonic() - child.started_s
+
+  async def _start(self, program: Program, stands_by: bool = False) -> children.Child:
+    return await children.start(
+      program.name, program.standby if stands_by else program.command, program.environment,
+      self._workdir / 'logs' / f'{program.name}.log', self._listen, program.cpus, stands_by,
+    )
 
   def _ending(self, name: str) -> asyncio.Event:
     """Set once a process of this program is to end, however long it has lived."""
@@ -256,6 +271,8 @@ class Supervisor:
     for process, fact in self._tails.read():
       if process != 'supervisor':
         self._view.update(process, fact)
+      if fact['name'] == 'synced' and process in self._running and self._programs[process].standby:
+        self._standbys.prepare(process)
     due, self._kills = chaos_lib.due(self._kills, self._view.progress)
     for kill in due:
       self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')

@@ -76,6 +76,7 @@ SHUTDOWN_S = 2.0
 
 def run(
   assembled: assembly.Assembly,
+  theta: theta_lib.Theta,
   workdir: pathlib.Path,
   inbox: loop.Inbox,
   make_transport: MakeTransport,
@@ -85,6 +86,7 @@ def run(
 
   Args:
     assembled: the run.
+    theta: at version 0.
     workdir: where its log, checkpoints and tapes are; a run that it holds is continued.
     inbox: where Stop may be posted from outside.
     make_transport: called first, so that learners find somebody who listens; their words wait in
@@ -104,13 +106,13 @@ def run(
     files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
   )
   try:
-    return _run(assembled, workdir, inbox, make_transport, records, log)
+    return _run(assembled, theta, workdir, inbox, make_transport, records, log)
   finally:
     log.close()
 
 
 def _run(
-  assembled: assembly.Assembly, workdir: pathlib.Path, inbox: loop.Inbox,
+  assembled: assembly.Assembly, theta: theta_lib.Theta, workdir: pathlib.Path, inbox: loop.Inbox,
   make_transport: MakeTransport, records: records_lib.Recorder, log: outer_log.OuterLog,
 ) -> actions.Exit:
   payloads = payloads_lib.PayloadStore()
@@ -118,8 +120,6 @@ def _run(
   tape = None
   try:
     startup.reached(records, 'listens')
-    theta = theta_lib.Theta(assembled)
-    startup.reached(records, 'began')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     start = recover(
       assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)

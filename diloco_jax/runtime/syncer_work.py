@@ -111,8 +111,7 @@ class SyncerWork:
   def start(self) -> None:
     """Compiles the outer steps, so that no sync waits for a compiler (nor teaches the grace window
     a time that no later sync needs), then takes work."""
-    for p in range(self._assembled.layout.num_fragments):
-      self._theta.warm_up(p)
+    self._theta.warm_up()
     self._thread.start()
 
   def submit(self, action: actions.Work) -> None:

@@ -63,6 +63,7 @@ class Theta:
     # Placed as what a checkpoint gives back, so that both are compiled for, and cached, as one.
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     self._values: dict[str, Any] | None = None
+    self._warm = False
     self.versions = [0] * count
     self._outer_step = [
       jax.jit(
@@ -177,11 +178,18 @@ class Theta:
       float(result.norm),
     )
 
-  def warm_up(self, p: int) -> None:
-    """Compiles the outer step of fragment p for M participants, by an empty contribution: nobody
-    has a weight, so it is refused and nothing changes."""
-    self.norm(p, bytes(self._assembled.payload_bytes[p]))
-    self.merge(p, (), self.width(1))
+  def warm_up(self) -> None:
+    """Compiles the outer steps for M participants, by empty contributions: nobody has a weight, so
+    they are refused and nothing changes."""
+    if not self._warm:
+      for p, size in enumerate(self._assembled.payload_bytes):
+        self.norm(p, bytes(size))
+        self.merge(p, (), self.width(1))
+      self._warm = True
+
+  def forget(self) -> None:
+    """Frees its arrays: version 0 again, drawn when it is needed; what is compiled stays."""
+    self._values, self.versions = None, [0] * len(self.versions)
 
   def params(self) -> Any:
     """The published model as a parameter tree, in buffers of its own."""

@@ -6,6 +6,7 @@ fate, a process that is gone), each with a deadline.
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import pathlib
 import random
@@ -163,6 +164,74 @@ def test_the_chaos_plan_kills_and_brings_back(tmp_path):
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
+
+
+# Makes an outer step, says so, and stays; who stands by waits for its line first, then is done.
+_STEPS = '''
+import json, pathlib, sys, threading
+if "standby" in sys.argv:
+  print("stands by")
+  sys.exit(0 if sys.stdin.readline() else 1)
+out = pathlib.Path(sys.argv[1], "records")
+with open(out / "syncer.jsonl", "a") as f:
+  f.write(json.dumps({"name": "synced", "sync": 1, "time": 0, "participants": [], "grace_ns": 0,
+                      "staleness": 0}) + "\\n")
+threading.Event().wait()
+'''
+
+
+def with_standby(workdir: pathlib.Path, script: str = _STEPS) -> supervisor_lib.Program:
+  """A syncer for which a process stands by once it has made an outer step."""
+  life = program('syncer', _STEPS, str(workdir))
+  standby = program('syncer', script, str(workdir), 'standby')
+  return dataclasses.replace(life, standby=standby.command)
+
+
+def test_who_stands_by_takes_over(tmp_path):
+  """It is there before the syncer falls, and is the next life."""
+  run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], finish_s=0.1)
+  ready = []
+
+  def tick(run: Run) -> None:
+    if 'stands by' in run.said('syncer') and not ready:
+      ready.extend(one.pid for one in psutil.Process().children())
+      assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
+
+  outcome = run.run(tick)
+  assert outcome.fates['syncer'] == supervisor_lib.Fate(state='done', starts=2, kills=1)
+  facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
+  lives = [fact['pid'] for fact in facts if fact.get('state') == 'starting'
+           and fact['child'] == 'syncer']
+  assert len(lives) == 2 and set(lives) <= set(ready)
+  assert 'syncer: who stood by takes over (life 2)' in run.said('local')
+
+
+def test_if_who_stood_by_has_died_a_new_process_is_started(tmp_path):
+  syncer = with_standby(tmp_path, 'print("stands by"); raise SystemExit(1)')
+  run = Run(tmp_path, [syncer, program('l0', _FOREVER)], stop_s=0.5)
+  killed = []
+
+  def tick(run: Run) -> None:
+    if run.said('syncer') and not killed:
+      killed.append(run.supervisor.bring_down('syncer', 0.0, 'killed by the test'))
+    elif run.supervisor.fates['syncer'].starts == 2:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  run.run(tick)
+  assert 'syncer: started again (life 2)' in run.said('local')
+
+
+def test_who_stands_by_is_gone_with_the_run(tmp_path):
+  run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], stop_s=0.5)
+  pids: list[int] = []
+
+  def tick(run: Run) -> None:
+    if 'stands by' in run.said('syncer') and not pids:
+      pids.extend(one.pid for one in psutil.Process().children())
+      os.kill(os.getpid(), signal.SIGINT)
+
+  assert run.run(tick).code == 130
+  assert len(pids) == 3 and all(gone(pid) for pid in pids)
 
 
 def test_an_interrupt_leaves_nobody_even_if_a_child_is_deaf(tmp_path):

@@ -2,10 +2,11 @@
 
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
 outer steps. The syncer is ended by SIGKILL at any moment, from outside after a drawn time or by
-itself at a failpoint, and the next life is begun by the supervisor, without a flag. Meanwhile l1 is
-killed, too, l0 is left alone. Then all processes are killed at once, three times, and come back in
-a drawn order. At the very end l0 is frozen, to see that a pause would be noticed. The tests read
-what the processes have written down, and so does the oracle, which has nothing else.
+itself at a failpoint, and the supervisor begins its next life: who stands by takes over, or, if
+that comes too soon, a new process. Meanwhile l1 is killed, too, l0 is left alone. Then all
+processes are killed at once, three times, and come back in a drawn order. At the very end l0 is
+frozen, to see that a pause would be noticed. The tests read what the processes have written down,
+and so does the oracle, which has nothing else.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ class Conductor(conductor.Conductor):
     learner_kills: int = LEARNER_KILLS, site_kills: int = SITE_KILLS, seed: int = SEED,
   ):
     self._plan, self._learner_kills, self._site_kills = plan, learner_kills, site_kills
-    self.environment: dict[str, str] = {}  # of the syncer's next life
+    self.environment: dict[str, str] = {}  # of the syncer's next life, and of who stands by for it
     self.pulse = pulse_lib.Pulse()
     self.site_ns: list[int] = []
     self.froze_ns = 0
@@ -97,7 +98,6 @@ class Conductor(conductor.Conductor):
         self.pulse.sample(child.pid)
 
   async def carry_out(self) -> None:
-    await self.until(lambda: self.merged('l1', 1))
     async with asyncio.TaskGroup() as both:
       both.create_task(self._kill_the_syncer())
       both.create_task(self._kill_a_learner())
