@@ -60,6 +60,7 @@ class Membership:
     self._out = out
     self.admission = admission_lib.Admission(
       config, agreement, members, ledger, streams, out)
+    self.brought_back: set[str] = set()  # with the run (recovery.BACK)
     self.repaired = 0  # adopted values that differed from what was published
     self._told_to_wait: set[int] = set()  # sessions
 
@@ -118,8 +119,9 @@ class Membership:
     clock = min(syncs) - 1 if syncs else self._pace.opened
     member.step = max(member.step, clock)  # as the learner itself will do
     due = tuple(sorted(member.due))
-    fresh = not finished and self._ledger.of(member).trained == 0
-    member.awaits = self._relay.promise(now_ns, member, clock) if fresh else 0
+    member.awaits = 0
+    if not finished and self._needs_moments(member):
+      member.awaits = self._relay.promise(now_ns, member, clock)
     self._out.send(member.session, messages.Joined(
       incarnation=member.incarnation, step=clock, stream=lease.stream, cursor=lease.cursor,
       due=due, donation=member.awaits,
@@ -128,6 +130,12 @@ class Membership:
     for fragment in due:
       self._published.read(fragment)
     self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
+
+  def _needs_moments(self, member: members_lib.Member) -> bool:
+    """It has trained nothing yet, and was not brought back with the run, moments and all."""
+    back = member.learner in self.brought_back
+    self.brought_back.discard(member.learner)
+    return self._ledger.of(member).trained == 0 and not back
 
   def _say_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
     """It saw what a restore, or a repair of the log, has gone back over."""

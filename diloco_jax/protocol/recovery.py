@@ -23,7 +23,9 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
 from diloco_jax.protocol import streams
 
-UNSAVED = 'unsaved'  # of what `recovered` returns: how many outer steps no checkpoint holds
+# What a snapshot may hold beside what the machine gave:
+UNSAVED = 'unsaved'  # how many outer steps no checkpoint holds
+BACK = 'back'  # learners that were brought back with the run and have not joined since
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +76,22 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
           UNSAVED: unsaved}
 
 
-def without(snapshot: dict[str, Any], learners: Collection[str]) -> dict[str, Any]:
-  """The snapshot of a syncer that does not expect these learners back: they have left."""
+def brought_back(
+  snapshot: dict[str, Any], gone: Collection[str], back: Collection[str]
+) -> dict[str, Any]:
+  """The snapshot of a syncer of a run that was brought back: learners that are `gone` have left,
+  and those that came `back` with it have moments of their own."""
   state = copy.deepcopy(snapshot)
   for row in state['members']:
-    row['left'] = row['left'] or row['learner'] in learners
+    row['left'] = row['left'] or row['learner'] in gone
   for row in state['ledger']:
-    if row[0] in learners:
+    if row[0] in gone:
       account = ledger.Account(**row[2])
       account.close(messages.Reason.LEFT)
       row[2] = dataclasses.asdict(account)
   holders = state['data']['holders']
-  state['data']['holders'] = [[stream, who] for stream, who in holders if who not in learners]
-  return state
+  state['data']['holders'] = [[stream, who] for stream, who in holders if who not in gone]
+  return {**state, BACK: sorted(back)}
 
 
 def _close(state: dict[str, Any], outcome: Outcome) -> None:

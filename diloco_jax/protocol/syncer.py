@@ -519,8 +519,8 @@ class SyncerMachine:
   ) -> 'SyncerMachine':
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
 
-    Beside what `snapshot()` gave, it may hold MANIFESTS: which snapshots of the run are kept, and
-    recovery.UNSAVED."""
+    Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
+    what recovery.py adds."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
@@ -530,6 +530,7 @@ class SyncerMachine:
     machine._screening.windows = snapshot.get('norms', machine._screening.windows)
     machine._streams.load(snapshot['data'])
     machine._membership.admission.started = True
+    machine._membership.brought_back = set(snapshot.get(recovery.BACK, ()))
     machine._saving.farewell = machine._pace.over
     machine._marking.load(snapshot.get(MANIFESTS, ()))
     counts = snapshot['counts']

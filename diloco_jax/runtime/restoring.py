@@ -11,10 +11,10 @@ manifest. A snapshot that is damaged or partial is passed over with a line that 
     what goes on        copies of the parts become the checkpoints, and a new log begins behind the
                         position of the syncer's part
 
-so the run goes on from there as after any stop. Learners that the snapshot has no part of start
-from the syncer's fragments; those of the snapshot that the config has no place for are closed as
-left (`RESTORED` tells the syncer). A restore that was cut short is done again from the beginning;
-until then nothing starts (manifests.RESTORING).
+so the run goes on from there as after any stop, each learner with its own moments. Learners that
+the snapshot has no part of start from the syncer's fragments; those of the snapshot that the config
+has no place for are closed as left (`RESTORED` tells the syncer of both). A restore that was cut
+short is done again from the beginning; until then nothing starts (manifests.RESTORING).
 """
 
 import json
@@ -150,14 +150,15 @@ def _bring_back(
   say(f'what came after snapshot {number} is set aside in {aside}; nothing was deleted')
   _copy_part(syncer, number, manifest['step'])
   learners = config_lib.learner_ids(config.sync.learners)
-  for learner, part in manifest['learners'].items():
-    if learner in learners:
-      _copy_part(manifests.island_folder(workdir, learner), number, part['step'])
+  back = sorted(manifest['learners'].keys() & set(learners))
+  for learner in back:
+    _copy_part(manifests.island_folder(workdir, learner), number,
+               manifest['learners'][learner]['step'])
   outer_log.begin(log_files, assembly.assemble(config).agreement, books)
   gone = sorted({row['learner'] for row in books['members'] if not row['left']} - set(learners))
   manifests.write_durably(syncer, manifests.RESTORED, {
     'snapshot': number, outer_log.POSITION: books[outer_log.POSITION], 'gone': gone,
-    'aside': aside.name,
+    'back': back, 'aside': aside.name,
   })
   (syncer / manifests.RESTORING).unlink()
   _fsync(syncer)

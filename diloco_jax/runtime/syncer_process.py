@@ -180,7 +180,8 @@ def recover(
     snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
     theta.restore(restored.state, snapshot['versions'])
   if brought_back and snapshot.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    snapshot = recovery.without(snapshot, brought_back['gone'])
+    snapshot = recovery.brought_back(
+      snapshot, brought_back['gone'], brought_back.get('back', ()))
   found = log.recover(theta, snapshot)
   if restored is None and not found.replayed and not kept:
     return start

@@ -1,6 +1,7 @@
 """Snapshots of the whole run, as the syncer's machine decides them; more in tests/sim."""
 
 import copy
+import dataclasses
 
 import pytest
 
@@ -13,6 +14,9 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import outbox
 from diloco_jax.protocol import recovery
 from diloco_jax.protocol import syncer as syncer_lib
+from diloco_jax.sim import network
+from diloco_jax.sim import world as world_lib
+from tests.protocol import single
 
 CONFIG = config_lib.ProtocolConfig(
   learners=2, fragments=1, period=1, overlap=0, quorum=1, total_steps=9, snapshot_syncs=2,
@@ -150,13 +154,13 @@ def test_learners_without_a_place_have_left():
   snapshot = {'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
               'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
               'data': {'holders': [[0, 'l1'], [1, 'l0']]}}
-  state = recovery.without(snapshot, ['l1'])
+  state = recovery.brought_back(snapshot, ['l1'], ['l0'])
   assert [row['left'] for row in state['members']] == [False, True]
   assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
   assert state['ledger'][1][2] == {
     **account, 'cursors': [10, 10], 'discarded': {'left': 5}, 'closed': True}
   assert state['data']['holders'] == [[1, 'l0']], 'its stream is free'
-  assert recovery.without(state, ['l1']) == state
+  assert recovery.brought_back(state, ['l1'], ['l0']) == state
 
 
 def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_starts_anew():
@@ -176,3 +180,30 @@ def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_st
   assert actions.ReadFragment(fragment=0) in out
   assert any('l0 holds version 5 of fragment 0, this run is at 0' in one.text
              for one in out if isinstance(one, actions.Say))
+
+
+def test_who_was_brought_back_with_the_run_needs_no_donation():
+  """Its own moments are of the moment to which the run was brought back, a donor's are of now. Once
+  it has joined, or if the snapshot had no part of it, the order is the usual one."""
+  machine, session = single.joined(learners=3, streams=3, donor_wait_ms=1000)
+  single.advance(machine, session, step=2)
+  snapshot = recovery.brought_back(machine.snapshot(), [], ['l1'])
+  machine = type(machine).restore(
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+
+  def enters(learner: str, session: int) -> int:
+    """A new process; the transfer that it shall wait for."""
+    join = single.join(learner=learner, nonce=100 + session)
+    [offer] = single.contents(
+      machine.handle(session, single.received(session, join)), messages.Offer)
+    claim = dataclasses.replace(
+      single.confirm(nonce=100 + session), incarnation=offer.incarnation)
+    [told] = single.contents(
+      machine.handle(session, single.received(session, claim)), messages.Joined)
+    return told.donation
+
+  assert enters('l0', 1) == 0, 'nobody is there to give'
+  assert enters('l1', 2) == 0
+  assert enters('l2', 3) == 1
+  machine.handle(4, events.Disconnected(session=2, reason='killed'))
+  assert enters('l1', 5) == 2

@@ -10,13 +10,14 @@ and so does the oracle, which has nothing else.
 """
 
 import asyncio
+import collections.abc
 import dataclasses
 import functools
 import pathlib
 import random
 import signal
 import time
-from typing import Any
+from typing import Any, Callable, Iterator, Mapping
 
 import pytest
 
@@ -68,6 +69,26 @@ class Run(conductor.Run):
             if fact['child'] == child and fact['state'] == 'starting']
 
 
+class NextLife(collections.abc.Mapping):
+  """The environment of the process that is started now: it knows where it is to die."""
+
+  def __init__(self, environment: Mapping[str, str], place: Callable[[], str]):
+    self._environment, self._place = environment, place
+
+  def _now(self) -> dict[str, str]:
+    place = self._place()
+    return {**self._environment, failpoints.VARIABLE: f'{place}:kill' if place else ''}
+
+  def __getitem__(self, name: str) -> str:
+    return self._now()[name]
+
+  def __iter__(self) -> Iterator[str]:
+    return iter(self._now())
+
+  def __len__(self) -> int:
+    return len(self._now())
+
+
 class Conductor(conductor.Conductor):
   """Carries out a plan on a run, and waits for facts: where each life of the syncer ends, how
   often l1 is killed meanwhile, how often everything at once after that."""
@@ -77,18 +98,21 @@ class Conductor(conductor.Conductor):
     learner_kills: int = LEARNER_KILLS, site_kills: int = SITE_KILLS, seed: int = SEED,
   ):
     self._plan, self._learner_kills, self._site_kills = plan, learner_kills, site_kills
-    self.environment: dict[str, str] = {}  # of the syncer's next life, and of who stands by for it
     self.pulse = pulse_lib.Pulse()
     self.site_ns: list[int] = []
     self.froze_ns = 0
     self._draw = random.Random(seed)
-    super().__init__(workdir, recorder, OVERRIDES, change=self._with_environment)
+    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
 
-  def _with_environment(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':
       return program
-    self.environment.update(program.environment)
-    return dataclasses.replace(program, environment=self.environment)
+    return dataclasses.replace(
+      program, environment=NextLife(program.environment, self._place_of_next_life))
+
+  def _place_of_next_life(self) -> str:
+    lived = self.supervisor.fates['syncer'].starts
+    return self._plan[lived] if lived < len(self._plan) else ANY
 
   def look(self) -> None:
     """Keeps an eye on the learners, too."""
@@ -122,8 +146,6 @@ class Conductor(conductor.Conductor):
     fate = self.supervisor.fates['syncer']
     for life, place in enumerate(self._plan, 1):
       await self.until(lambda: fate.starts == life)
-      following = self._plan[life] if life < len(self._plan) else ANY
-      self.environment[failpoints.VARIABLE] = f'{following}:kill' if following else ''
       if place == ANY:
         await self.commits(self._draw.randint(1, 4))
         await asyncio.sleep(0.2 * self._draw.random())  # any moment
