@@ -5,9 +5,11 @@ array with a zero byte after each file. A file is held out if a hash of its rela
 the split needs no list, and adding a file moves no other. Windows overlap by one byte, so that
 every byte but the first is a target exactly once.
 
-Stream v of V is every V-th window of one seeded shuffle of all windows; a learner trains on a
-leased stream, batch i of it is a pure function of (corpus, seed, v, i), and the state of a stream
-is therefore one integer, the next index. The shuffle is drawn anew each epoch.
+The windows are dealt into V slices, once, by a seeded shuffle. A learner trains on a leased stream
+v of V: one slice after the other, each in an order drawn for that pass. Batch i is a pure function
+of (corpus, seed, v, i), so the state of a stream is one integer, the next index. Streams begin far
+from one another, so that the first M of them, all that M learners lease, come to slices that nobody
+has read before they come to one that somebody has: an epoch is V / M passes.
 """
 
 from collections.abc import Sequence
@@ -105,8 +107,45 @@ class Windows:
     return f'Windows(length={self._length}, count={len(self)})'
 
 
-def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> grain.MapDataset:
-  """Returns stream `stream`: batch i is uint8[batch_size, seq_len + 1], i unbounded."""
+class Stream:
+  """Batches uint8[batch_size, seq_len + 1] of a stream, by index from 0 on, without end."""
+
+  def __init__(self, windows: Windows, config: config_lib.DataConfig, stream: int):
+    self._shuffled = grain.MapDataset.source(windows).seed(config.seed).shuffle()
+    self._config, self._first = config, first_slice(stream, config.streams)
+    self._batches = len(windows) // config.streams // config.batch_size  # of each pass
+    self._pass: tuple[int, grain.MapDataset] | None = None
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    number, place = divmod(index, self._batches)
+    if self._pass is None or self._pass[0] != number:
+      self._pass = number, self._order(number)
+    return self._pass[1][place]
+
+  def _order(self, number: int) -> grain.MapDataset:
+    """The batches of a pass."""
+    config = self._config
+    which = (self._first + number) % config.streams
+    seed = np.random.SeedSequence([config.seed, which, number]).generate_state(1)
+    windows = self._shuffled.slice(slice(which, None, config.streams))
+    return windows.shuffle(seed=int(seed[0])).batch(config.batch_size, drop_remainder=True)
+
+
+def first_slice(stream: int, streams: int) -> int:
+  """Where a stream begins: the n-th number of van der Corput's sequence, scaled.
+
+  >>> [first_slice(stream, 8) for stream in range(8)]
+  [0, 4, 2, 6, 1, 5, 3, 7]
+  >>> [first_slice(stream, 5) for stream in range(5)]
+  [0, 4, 2, 1, 3]
+  """
+  bits = max(1, (streams - 1).bit_length())
+  reversed_ = (int(f'{number:0{bits}b}'[::-1], 2) for number in range(1 << bits))
+  return [place for place in reversed_ if place < streams][stream]
+
+
+def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> Stream:
+  """Stream `stream` of a corpus. Raises ValueError: there is no such stream, or too little text."""
   if not 0 <= stream < config.streams:
     raise ValueError(f'stream {stream} is outside [0, {config.streams}): lease an existing one or '
                      'raise DataConfig.streams')
@@ -114,12 +153,10 @@ def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> g
   need = config.streams * config.batch_size
   if len(windows) < need:
     raise ValueError(
-        f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
-        f'fewer than one batch of {config.batch_size} for each of {config.streams} streams '
-        f'({need}): use more text, fewer streams or a smaller batch')
-  dataset = grain.MapDataset.source(windows).seed(config.seed).shuffle()
-  dataset = dataset.slice(slice(stream, None, config.streams))
-  return dataset.batch(config.batch_size, drop_remainder=True).repeat()
+      f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
+      f'fewer than one batch of {config.batch_size} for each of {config.streams} streams '
+      f'({need}): use more text, fewer streams or a smaller batch')
+  return Stream(windows, config, stream)
 
 
 def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarray]:

@@ -12,6 +12,8 @@ import statistics
 import sys
 import time
 
+from absl import app
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 import jax
@@ -30,7 +32,8 @@ WIDTH = 1024
 TENSORS = 4
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+  del argv
   codec = codecs.get('int8')
   tree = {f'w{k}': jnp.zeros((WIDTH, WIDTH)) for k in range(TENSORS)}
   layout = fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
@@ -61,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  app.run(main)

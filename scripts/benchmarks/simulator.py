@@ -11,6 +11,8 @@ import statistics
 import sys
 import time
 
+from absl import app
+
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.protocol import config as config_lib
@@ -36,7 +38,9 @@ def rate(work) -> float:
   return units / (time.perf_counter() - began)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
+  del argv
+
   def many_seeds() -> int:
     for seed in range(SEEDS):
       assert seeds.run_seed(seed).violation is None, seed
@@ -52,4 +56,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  app.run(main)
