@@ -68,6 +68,22 @@ class Run(conductor.Run):
             for fact in self.of('supervisor', 'process')
             if fact['child'] == child and fact['state'] == 'starting']
 
+  def gaps_of_the_survivor(self) -> list[pulse_lib.Gap]:
+    """The longest gap between two steps of l0 from each death of another to its return."""
+    steps = [fact['t_ns'] for fact in self.of('l0', 'step')]
+    gaps = [
+      gap for pid, born_ns, ended_ns in self.lives('l0') for gap in self.pulse.gaps(
+        pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, self.froze_ns)])]
+    longest = []
+    for name in ('syncer', 'l1'):
+      back = [born_ns for _, born_ns, _ in self.lives(name)]
+      for death_ns in self.deaths(name):
+        back_ns = next((born_ns for born_ns in back if born_ns > death_ns), death_ns)
+        around = [gap for gap in gaps if death_ns < gap.at_ns + gap.wall_ns
+                  and gap.at_ns < back_ns + AFTERWARDS_NS]
+        longest += [max(around)] if around else []  # l0 has died with it
+    return longest
+
 
 class NextLife(collections.abc.Mapping):
   """The environment of the process that is started now: it knows where it is to die."""
@@ -313,17 +329,7 @@ def test_the_steps_of_who_survives_never_pause(run):
   """l0, from each death of another to its return. The machine itself may stand still once in a
   while, and only a part of that can be told (pulse.py); what a death causes, it causes again and
   again. So the figure is printed, and nine of ten deaths must pass without a pause."""
-  steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
-  gaps = [
-    gap for pid, born_ns, ended_ns in run.lives('l0') for gap in run.pulse.gaps(
-      pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, run.froze_ns)])]
-  longest = []
-  for name in ('syncer', 'l1'):
-    back = [born_ns for _, born_ns, _ in run.lives(name)]
-    for death_ns in run.deaths(name):
-      back_ns = next((born_ns for born_ns in back if born_ns > death_ns), death_ns) + AFTERWARDS_NS
-      around = [gap for gap in gaps if death_ns < gap.at_ns + gap.wall_ns and gap.at_ns < back_ns]
-      longest += [max(around)] if around else []  # l0 has died with it
+  longest = run.gaps_of_the_survivor()
   pauses = [gap for gap in longest if gap.pause]
   print(f'{len(longest)} deaths, {len(pauses)} pauses; the longest gap {max(longest)}')
   assert len(longest) >= RANDOM_KILLS + LEARNER_KILLS
