@@ -31,6 +31,9 @@ _CONTROLLER = flags.DEFINE_enum(
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
 )
+_STANDBY = flags.DEFINE_bool(
+  'standby', True,
+  'keep a second process of the syncer ready to take over; costs its memory, once the whole model')
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )
@@ -49,6 +52,7 @@ def main(argv: list[str]) -> int:
   return local.run(
     config, workdir, config_flags=launch.config_flags_of_this_process(),
     alone=_SYNCER.value == 'none', single=_CONTROLLER.value == 'single',
+    standby=_STANDBY.value,
   )
 
 

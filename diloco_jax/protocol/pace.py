@@ -41,7 +41,7 @@ class Pace:
     self._ready: set[str] = set()
 
   def resume(self, next_sync: int, opened: int, undecided: Sequence[int]) -> None:
-    """Goes on where the last process was, `undecided`: the syncs that it had opened and not decided.
+    """Goes on where the last process was; `undecided`: the syncs that it had opened, no more.
 
     What a fragment misses by that is in its next sync. Behind a closing sync there is none, so the
     run goes back to the first of them; later ones that were decided find nothing left to merge.

@@ -23,8 +23,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.protocol import screening
 from diloco_jax.protocol import streams
 
-# What a snapshot may hold beside what the machine gave:
-UNSAVED = 'unsaved'  # how many outer steps no checkpoint holds
+UNSAVED = 'unsaved'  # of what `recovered` returns: how many outer steps no checkpoint holds
 BACK = 'back'  # learners that were brought back with the run and have not joined since
 
 
@@ -63,6 +62,7 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
         f'the log goes on with version {outcome.version} of fragment {p}, after version '
         f'{expected - 1}: records are missing between snapshot and log'
       )
+    ended.pop(outcome.sync, None)  # a closing sync may have been opened once more
     ended[outcome.sync] = outcome
     unsaved += 1
     if not outcome.failed:

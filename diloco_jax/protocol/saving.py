@@ -33,8 +33,9 @@ class Saving:
 
   def resume(self, unsaved: int) -> None:
     """A syncer goes on behind a checkpoint and so many outer steps of its log: however often it
-    dies before the next save is due, that save will come."""
-    self._unsaved = unsaved
+    dies before the next save is due, that save will come; but first an outer step, so that a save
+    that kills it does not stop the run."""
+    self._unsaved = min(unsaved, max(0, self._every - 1))
 
   def outer_step(self) -> None:
     self._unsaved += 1

@@ -509,7 +509,7 @@ class SyncerMachine:
       'counts': self._counts(), 'finished': self._finished,
       'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
-      'data': self._streams.snapshot(),
+      'data': self._streams.snapshot(), recovery.BACK: sorted(self._membership.brought_back),
     }
 
   @classmethod
@@ -520,7 +520,7 @@ class SyncerMachine:
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
 
     Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
-    what recovery.py adds."""
+    recovery.UNSAVED."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)

@@ -49,6 +49,7 @@ class Child:
   def begin(self) -> None:
     """Tells it that its turn has come (standby.py); its life begins now."""
     self.started_s = time.monotonic()
+    self.thaw()
     self._process.stdin.write(b'\n')
     self._process.stdin.close()
 

@@ -162,8 +162,9 @@ def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
 
 
 def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-             alone: bool) -> list[supervisor_lib.Program]:
-  """The programs of a run; `alone`: one learner and no syncer."""
+             alone: bool, standby: bool = True) -> list[supervisor_lib.Program]:
+  """The programs of a run; `alone`: one learner and no syncer; `standby`: a second process of the
+  syncer stands by."""
   common = [*config_flags, f'--workdir={workdir}']
   # Learners read the address at every dial, so nobody waits for the syncer's start, and one that is
   # started again may listen on another port.
@@ -184,13 +185,13 @@ def programs(config: config_lib.Config, workdir: pathlib.Path, config_flags: Seq
   command = [sys.executable, '-m', 'experiments.syncer', *common, '--port=0']
   syncer = supervisor_lib.Program(
     name=supervisor_lib.SYNCER, environment=environment(1), command=command,
-    standby=[*command, '--standby'],
+    standby=[*command, '--standby'] if standby else (),
   )
   return [syncer, *(learner(name) for name in names)]
 
 
 def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-        alone: bool = False, single: bool = False) -> int:
+        alone: bool = False, single: bool = False, standby: bool = True) -> int:
   """Runs to the end, writes the report, prints the summary; the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
   started_s = time.monotonic()
@@ -200,7 +201,7 @@ def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence
     code, text, interrupted = _run_single(config, workdir)
     fates = {}
   else:
-    outcome = _run_processes(config, workdir, config_flags, alone)
+    outcome = _run_processes(config, workdir, config_flags, alone, standby)
     code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
   if code == launch.NEVER_RETRY:
     raise launch.NeverRetry(text)
@@ -213,12 +214,12 @@ def run(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence
 
 
 def _run_processes(config: config_lib.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-                   alone: bool) -> supervisor_lib.Outcome:
+                   alone: bool, standby: bool) -> supervisor_lib.Outcome:
   names = config_lib.learner_ids(1 if alone else config.sync.learners)
   display = live.make()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
-    programs(config, workdir, config_flags, alone), workdir,
+    programs(config, workdir, config_flags, alone, standby), workdir,
     view_lib.RunView(names, config.train.steps, syncer=not alone), recorder,
     kills=() if alone else chaos.plan(config.chaos, names),
     listen=display.listen, tick=display.tick,

@@ -59,6 +59,7 @@ def syncer(
     assembled = assembly.assemble(config)
   theta = theta_lib.Theta(assembled)
   if stands_by:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for the syncer that has the run
     theta.warm_up()
     theta.forget()
     print(f'{standby.LINE}: ready to take over', flush=True)

@@ -10,7 +10,7 @@ The life of a program under the supervisor::
     down --MAX_SHORT_LIVES short lives in a row--> failed
 
 A program may have a process that stands by (standby.py) once its present life has made an outer
-step; the next life is that process, if it has not died.
+step; if that one is ready it is the next life, and after a first fall it begins without a pause.
 
 The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
 still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
@@ -110,7 +110,8 @@ class Supervisor:
     self._finish_s, self._stop_s = finish_s, stop_s
     self._tails = records_lib.TailAll(workdir)
     self._running: dict[str, children.Child] = {}
-    self._standbys = standby.Standbys(lambda name: self._start(self._programs[name], stands_by=True))
+    self._standbys = standby.Standbys(
+      lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen)
     self._keepers: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
     self._draw = random.Random()
@@ -132,6 +133,7 @@ class Supervisor:
       await self._until_over()
       await self._end()
     finally:
+      self._stop()
       for child in list(self._running.values()):
         child.kill()
       watcher.cancel()
@@ -198,7 +200,8 @@ class Supervisor:
         if failures >= MAX_SHORT_LIVES:
           self._note(program.name, 'failed', f'gave up after {failures} short lives in a row')
           return
-        pause_s = backoff_s(failures, self._draw)
+        relieved = failures == 1 and self._standbys.ready(program.name)
+        pause_s = 0.0 if relieved else backoff_s(failures, self._draw)
         self._note(program.name, 'down', f'{_ended(code)}; restart in {pause_s:.1f} s')
       else:
         failures = 0
@@ -210,7 +213,8 @@ class Supervisor:
     child = await self._standbys.take_over(name)
     again = 'started again' if child is None else 'who stood by takes over'
     if child is None:
-      child = await self._start(program)
+      child = await self._start(program, self._listen)
+    self._look()  # what the last life has left is not of this one
     self._running[name] = child
     fate.starts += 1
     self._note(name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '',
@@ -225,10 +229,12 @@ class Supervisor:
     self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
     return code, time.monotonic() - child.started_s
 
-  async def _start(self, program: Program, stands_by: bool = False) -> children.Child:
+  async def _start(
+    self, program: Program, listen: children.Listen, stands_by: bool = False
+  ) -> children.Child:
     return await children.start(
       program.name, program.standby if stands_by else program.command, program.environment,
-      self._workdir / 'logs' / f'{program.name}.log', self._listen, program.cpus, stands_by,
+      self._workdir / 'logs' / f'{program.name}.log', listen, program.cpus, stands_by,
     )
 
   def _ending(self, name: str) -> asyncio.Event:
@@ -271,8 +277,9 @@ class Supervisor:
     for process, fact in self._tails.read():
       if process != 'supervisor':
         self._view.update(process, fact)
-      if fact['name'] == 'synced' and process in self._running and self._programs[process].standby:
-        self._standbys.prepare(process)
+      if fact['name'] == 'synced' and process in self._running:
+        if self._programs[process].standby:
+          self._standbys.prepare(process)
     due, self._kills = chaos_lib.due(self._kills, self._view.progress)
     for kill in due:
       self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')

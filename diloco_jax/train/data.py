@@ -7,9 +7,10 @@ every byte but the first is a target exactly once.
 
 The windows are dealt into V slices, once, by a seeded shuffle. A learner trains on a leased stream
 v of V: one slice after the other, each in an order drawn for that pass. Batch i is a pure function
-of (corpus, seed, v, i), so the state of a stream is one integer, the next index. Streams begin far
-from one another, so that the first M of them, all that M learners lease, come to slices that nobody
-has read before they come to one that somebody has: an epoch is V / M passes.
+of (corpus, seed, v, i), so the state of a stream is one integer, the next index. What is too little
+for a batch is left out of a pass, other windows each time. Streams begin evenly spread, so that the
+first M of them, all that M learners lease, come to slices that nobody has read before they come to
+one that somebody has: an epoch is V / M passes.
 """
 
 from collections.abc import Sequence
@@ -132,16 +133,17 @@ class Stream:
 
 
 def first_slice(stream: int, streams: int) -> int:
-  """Where a stream begins: the n-th number of van der Corput's sequence, scaled.
+  """Where a stream begins: its rank in the order of the bits of its number read backwards, so that
+  the first few streams, however many, are about evenly spread (van der Corput).
 
   >>> [first_slice(stream, 8) for stream in range(8)]
   [0, 4, 2, 6, 1, 5, 3, 7]
   >>> [first_slice(stream, 5) for stream in range(5)]
-  [0, 4, 2, 1, 3]
+  [0, 3, 2, 4, 1]
   """
   bits = max(1, (streams - 1).bit_length())
-  reversed_ = (int(f'{number:0{bits}b}'[::-1], 2) for number in range(1 << bits))
-  return [place for place in reversed_ if place < streams][stream]
+  backwards = [int(f'{number:0{bits}b}'[::-1], 2) for number in range(streams)]
+  return sorted(backwards).index(backwards[stream])
 
 
 def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> Stream:

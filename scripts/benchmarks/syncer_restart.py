@@ -5,18 +5,20 @@
     python scripts/benchmarks/syncer_restart.py --cold                # no process stands by
 
 A run of real processes under the supervisor; the syncer is killed at random moments under load,
-each time once another process stands by (runtime/standby.py), which takes over at once. Time 0 is
-the kill. On a machine that has other things to do the wall times say more about those: `cpu` is the
+by kill(2), as anybody may, each time once another process stands by (runtime/standby.py) and it has
+lived long enough not to be taken for one that cannot live. Time 0 is its death. On a machine that has other things to do the wall times say more about those: `cpu` is the
 time that the new process has really used by then, since its turn came.
 """
 
 import asyncio
-import dataclasses
+import os
 import pathlib
 import random
+import signal
 import statistics
 import sys
 import tempfile
+import time
 
 from absl import app
 from absl import flags
@@ -25,11 +27,12 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.runtime import records
 from diloco_jax.runtime import standby
+from diloco_jax.runtime import supervisor as supervisor_lib
 from tests.runtime import conductor
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)
-_COLD = flags.DEFINE_bool('cold', False, 'the next process is started when the last one is dead')
+_COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
 _OVERRIDES = {**conductor.ENDLESS, 'train.eval_every': 100, 'chaos.enabled': False}
 PATIENCE_S = 120.0  # per kill
 PHASES = ('starting', 'assembled', 'listens', 'restored', 'recovered', 'ready', 'joined',
@@ -40,15 +43,16 @@ class Bench(conductor.Conductor):
   """Kills the syncer of a run again and again, and keeps what each of its lives wrote down."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    change = (lambda one: dataclasses.replace(one, standby=())) if _COLD.value else (lambda one: one)
-    super().__init__(workdir, recorder, _OVERRIDES, change, _VARIANT.value)
+    super().__init__(workdir, recorder, _OVERRIDES, variant=_VARIANT.value, standby=not _COLD.value)
     self.lives: list[dict[str, tuple[float, float | None]]] = []  # phase: wall s, cpu s
 
   async def carry_out(self) -> None:
     await self.until(lambda: self.count('syncer', 'outer') >= 10)
     for kill in range(1, _KILLS.value + 1):
+      born_s = self.supervisor.child('syncer').started_s
+      await self.until(lambda: time.monotonic() - born_s > supervisor_lib.SHORT_LIFE_S)
       await self.until(lambda: _COLD.value or self._stood_by() == kill)
-      await asyncio.sleep(1 + random.random())
+      await asyncio.sleep(random.random())
       await self._kill()
     self.supervisor.retire()
 
@@ -59,7 +63,7 @@ class Bench(conductor.Conductor):
   async def _kill(self) -> None:
     self.look()
     seen = len(self.facts)
-    self.supervisor.bring_down('syncer', 0.0, 'killed by the benchmark')
+    os.kill(self.supervisor.child('syncer').pid, signal.SIGKILL)
     await self.until(lambda: 'committed' in _phases(self.facts[seen:]))
     self.lives.append(_phases(self.facts[seen:]))
 
@@ -69,7 +73,7 @@ def _phases(facts: list[tuple[str, dict]]) -> dict[str, tuple[float, float | Non
   killed_ns, before_s, found = None, None, {}
   for who, fact in facts:
     match fact:
-      case {'name': 'process', 'child': 'syncer', 'state': 'down'}:
+      case {'name': 'exit', 'child': 'syncer'}:
         killed_ns, before_s, found = fact['t_ns'], 0.0 if _COLD.value else None, {}
       case {'name': 'process', 'child': 'syncer', 'state': 'starting'}:
         found.setdefault('starting', (fact['t_ns'], 0.0))

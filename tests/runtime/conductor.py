@@ -74,12 +74,13 @@ class Conductor:
   def __init__(
     self, workdir: pathlib.Path, recorder: records.Recorder, overrides: dict[str, Any],
     change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = lambda program: program,
-    variant: str = 'tiny',
+    variant: str = 'tiny', standby: bool = True,
   ):
-    """`overrides`: fields of the config; `change`: what a program becomes before it is started."""
+    """`overrides`: fields of the config; `change`: what a program becomes before it is started;
+    `standby`: a second process of the syncer stands by."""
     config = stdlib_lm.get_config(variant)
     config.sync.learners = overrides.get('sync.learners', config.sync.learners)
-    programs = local.programs(config, workdir, flags(overrides, variant), alone=False)
+    programs = local.programs(config, workdir, flags(overrides, variant), False, standby)
     self.said: list[str] = []
     self.facts: list[tuple[str, dict]] = []
     self._tail = records.TailAll(workdir)

@@ -31,7 +31,8 @@ class Program:
   def __init__(self, module: str, *flags: str):
     self.process = subprocess.Popen(
       [sys.executable, '-m', module, *flags], cwd=ROOT, env=_environment(), text=True,
-      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+      start_new_session=True,
     )
     self.lines: list[str] = []
     self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -75,6 +76,7 @@ class Program:
     with contextlib.suppress(ProcessLookupError):
       os.killpg(self.process.pid, signal.SIGKILL)
     self.end()
+    self.process.stdin.close()
 
 
 @pytest.fixture(name='start')
@@ -241,3 +243,21 @@ def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
   for program in (first, syncer):
     program.process.send_signal(signal.SIGTERM)
     assert program.end() == 0, program.lines
+
+
+def test_a_syncer_that_stands_by_touches_nothing_before_its_turn(start, tmp_path):
+  """A signal that is meant for the one that has the run does not end it, either."""
+  folder = tmp_path / 'run'
+  unwanted, wanted = (
+    start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
+  for program in (unwanted, wanted):
+    program.wait_for('stands by')
+  wanted.process.send_signal(signal.SIGUSR1)
+  unwanted.process.stdin.close()
+  assert unwanted.end() == 0, unwanted.lines
+  assert not folder.exists()
+  wanted.process.stdin.write('\n')
+  wanted.process.stdin.flush()
+  wanted.wait_for('syncer listens on')
+  wanted.process.send_signal(signal.SIGTERM)
+  assert wanted.end() == 0, wanted.lines

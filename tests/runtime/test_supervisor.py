@@ -212,13 +212,43 @@ def test_if_who_stood_by_has_died_a_new_process_is_started(tmp_path):
   killed = []
 
   def tick(run: Run) -> None:
-    if run.said('syncer') and not killed:
+    if len(psutil.Process().children()) == 2 and run.said('syncer') and not killed:
       killed.append(run.supervisor.bring_down('syncer', 0.0, 'killed by the test'))
     elif run.supervisor.fates['syncer'].starts == 2:
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
   assert 'syncer: started again (life 2)' in run.said('local')
+
+
+def test_who_is_not_ready_is_not_waited_for(tmp_path):
+  """Whatever holds it up, the next life does not need it."""
+  syncer = with_standby(tmp_path, 'print("warming up"); ' + _FOREVER)
+  run = Run(tmp_path, [syncer, program('l0', _FOREVER)], stop_s=0.5)
+  pids: list[int] = []
+
+  def tick(run: Run) -> None:
+    if 'warming up' in run.said('syncer') and not pids:
+      pids.extend(one.pid for one in psutil.Process().children())
+      assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
+    elif run.supervisor.fates['syncer'].starts == 2:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  run.run(tick)
+  assert 'syncer: started again (life 2)' in run.said('local')
+  assert len(pids) == 3 and all(gone(pid) for pid in pids)
+
+
+def test_after_a_fall_who_stands_by_begins_without_a_pause(tmp_path):
+  run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], finish_s=0.1)
+  killed = []
+
+  def tick(run: Run) -> None:
+    if 'stands by' in run.said('syncer') and not killed:
+      killed.append(os.kill(run.supervisor.child('syncer').pid, signal.SIGKILL))
+
+  assert run.run(tick).fates['syncer'].starts == 2
+  assert 'syncer: killed by SIGKILL; restart in 0.0 s' in run.said('local')
 
 
 def test_who_stands_by_is_gone_with_the_run(tmp_path):

@@ -215,6 +215,8 @@ def test_every_life_ends_as_planned_and_the_run_ends_well(run):
   assert len(run.deaths('l1')) == LEARNER_KILLS + SITE_KILLS
   assert len(run.deaths('l0')) == SITE_KILLS  # nobody falls but who is pushed
   assert {fate.state for fate in run.outcome.fates.values()} == {'done'}
+  relieved = sum('who stood by takes over' in line for line in run.said)
+  assert 1 <= relieved < len(run.lives('syncer')) - 1, relieved  # both ways of coming back
 
 
 def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
