@@ -74,7 +74,7 @@ class Conductor:
   def __init__(
     self, workdir: pathlib.Path, recorder: records.Recorder, overrides: dict[str, Any],
     change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = lambda program: program,
-    variant: str = 'tiny', standby: bool = True,
+    variant: str = 'tiny', standby: bool = False,
   ):
     """`overrides`: fields of the config; `change`: what a program becomes before it is started;
     `standby`: a second process of the syncer stands by."""

@@ -38,8 +38,7 @@ class Conductor(conductor.Conductor):
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
     self._environment: dict[str, str] = {}  # of the syncer's next life
-    # Nobody stands by: the process that is to die at a failpoint is started when that is decided.
-    super().__init__(workdir, recorder, OVERRIDES, change=self._quick, standby=False)
+    super().__init__(workdir, recorder, OVERRIDES, change=self._quick)
 
   def _quick(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     environment = {**program.environment, **QUICK}

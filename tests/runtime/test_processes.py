@@ -162,7 +162,7 @@ def _index(facts: list[dict], state: str, after: int = 0) -> int:
 
 def test_ctrl_c_ends_everything_and_resume_goes_on(start, tmp_path):
   workdir = tmp_path / 'run'
-  flags = (CONFIG, f'--workdir={workdir}', '--config.train.steps=1500',
+  flags = (CONFIG, f'--workdir={workdir}', '--config.train.steps=700',
            '--config.train.log_every=50', '--config.train.eval_every=0')
   first = start('experiments.local', *flags)
   first.wait_for('completed step: ')

@@ -58,7 +58,8 @@ def running(workdir: pathlib.Path, output: pathlib.Path, *flags: str) -> Iterato
   environment = local.environment(1, {**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
   with open(output, 'wb') as file:
     process = subprocess.Popen(
-      [sys.executable, '-m', 'experiments.local', *COMMON, *flags, f'--workdir={workdir}'],
+      [sys.executable, '-m', 'experiments.local', '--nostandby', *COMMON, *flags,
+       f'--workdir={workdir}'],
       cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
       yield process

@@ -118,7 +118,7 @@ class Conductor(conductor.Conductor):
     self.site_ns: list[int] = []
     self.froze_ns = 0
     self._draw = random.Random(seed)
-    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
+    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints, standby=True)
 
   def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':

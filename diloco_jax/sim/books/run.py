@@ -153,7 +153,7 @@ class Run:
 
   def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
     """The sync that a syncer opens first if it begins there."""
-    return self._reopened(behind.lineage.copy(), behind.undecided).next
+    return min([behind.lineage.next, *self._closing(behind.undecided)])
 
   def _ended(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
     """What is true once the process has ended: its open syncs have ended with it."""
@@ -167,7 +167,7 @@ class Run:
   ) -> lineage_book.Lineage:
     """From the first closing sync on that ended with its process all are opened once more, since no
     other comes after them."""
-    closing = [sync for sync in undecided if sync > self.config.total_steps]
+    closing = self._closing(undecided)
     if closing:
       sync = lineage.next = min(closing)
       while sync <= lineage.opened:
@@ -175,6 +175,9 @@ class Run:
         sync = self.schedule.next(sync)
       lineage.opened = min(lineage.opened, lineage.next - 1)
     return lineage
+
+  def _closing(self, syncs: Sequence[int]) -> list[int]:
+    return [sync for sync in syncs if sync > self.config.total_steps]
 
   def _nearest(self, snapshot: dict[str, Any]) -> str:
     """How it differs from what is true behind the last record, in words."""
