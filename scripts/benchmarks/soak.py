@@ -6,9 +6,8 @@
 Seven kills in ten are of the syncer, at any moment and at every failpoint, two of a learner, one of
 everything at once; the plan is that of tests/runtime/test_syncer_kills.py, and so are the promises.
 The figures: committed outer steps that were lost, tokens unaccounted for, the time from a kill of
-the syncer to its next outer step (most kills come before the next process stands by), the longest
-gap between two steps of a learner that survived.
-Exit code 1 if a promise was broken.
+the syncer to its next outer step (of a new process: nobody stands by), the longest gap between two
+steps of a learner that survived. Exit code 1 if a promise was broken.
 """
 
 import pathlib

@@ -31,7 +31,7 @@ def test_a_pass_of_all_streams_is_every_window_once(numbered):
 
 
 @pytest.mark.parametrize('streams, learners', [
-  (16, 1), (16, 2), (16, 4), (16, 8), (16, 16), (6, 2), (10, 2), (12, 4), (20, 4), (24, 8)])
+  (16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)])
 def test_learners_read_every_window_once_before_any_twice(numbered, streams, learners):
   """Issue 4: every example is trained on about once, however many streams nobody leases."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
@@ -41,7 +41,7 @@ def test_learners_read_every_window_once_before_any_twice(numbered, streams, lea
   assert len(set(rows)) == len(rows) >= len(windows) - streams
 
 
-@pytest.mark.parametrize('streams, learners', [(16, 3), (16, 5), (16, 7), (17, 2), (33, 2), (5, 2)])
+@pytest.mark.parametrize('streams, learners', [(16, 3), (16, 7), (33, 2)])
 def test_any_number_of_learners_reads_about_evenly(numbered, streams, learners):
   """After one epoch's worth of passes nothing was read more than twice, and little is unread."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
