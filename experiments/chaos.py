@@ -12,7 +12,8 @@ victim has taken part in a merge again, and none ends before the others have sho
 so a plan means the same on a slow machine. Then everything is healed, the learners leave, and the
 oracle (sim/oracle.py) reads every tape.
 
-Exit codes: 0 all invariants held and the others never stood still, 1 not so, 42 a wrong command or a process that refused to start, 130 interrupted.
+Exit codes: 0 all invariants held and the others never stood still, 1 not so, 42 a wrong command or
+a process that refused to start, 130 interrupted.
 """
 
 import asyncio

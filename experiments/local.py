@@ -33,7 +33,8 @@ _SYNCER = flags.DEFINE_enum(
 )
 _STANDBY = flags.DEFINE_bool(
   'standby', True,
-  'keep a second process of the syncer ready to take over; costs its memory, once the whole model')
+  'keep a second process of the syncer ready to take over; costs its memory, and for a moment, '
+  'while it compiles, that of a second global model')
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )

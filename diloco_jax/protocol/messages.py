@@ -1,8 +1,9 @@
 """What a learner and the syncer say to each other.
 
 Every message is an immutable tuple of integers and short strings. Array bytes never enter a
-message: `Contribution`, `Publish` and `Donation` announce a *payload* by size and checksum, and the transport
-delivers the message only once the payload is complete (see `wire/` and `docs/wire_format.md`).
+message: `Contribution`, `Publish` and `Donation` announce a *payload* by size and checksum, and the
+transport delivers the message only once the payload is complete (see `wire/` and
+`docs/wire_format.md`).
 
 A learner's life on the wire::
 

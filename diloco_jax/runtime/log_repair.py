@@ -12,7 +12,8 @@ out is put aside under another name, never deleted: bytes of the log as `*.aside
 are newer than N as `STEP.aside`. A repair that was interrupted is completed by running it again.
 
 The outer steps that are dropped had been published. Learners that hold their values are sent the
-older ones when they come back, and what they trained since their last contribution is discarded as overwritten.
+older ones when they come back, and what they trained since their last contribution is discarded as
+overwritten.
 """
 
 import contextlib

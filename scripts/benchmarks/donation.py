@@ -9,7 +9,7 @@ of it, from the snapshot between two steps until the last byte has arrived.
 
 prints medians in ms, their ratio (steps/s while donating over steps/s otherwise), the bytes, and
 what a MiB costs this process: CPU time while donating beyond that of as many undisturbed steps.
-The device is emulated by the same CPU here, which is the worst case: an accelerator does not notice.
+The device is emulated by the same CPU here, which is the worst case.
 """
 
 import argparse

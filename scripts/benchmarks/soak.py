@@ -40,17 +40,6 @@ def plan(count: int) -> dict:
   return {'plan': tuple(rows), 'learner_kills': learner, 'site_kills': site, 'seed': _SEED.value}
 
 
-def lost(run: kills.Run) -> int:
-  """Versions that a learner had seen before a recovery, and that were not there after it."""
-  seen, missing = {}, 0
-  for who, fact in run.facts:
-    if who in kills.LEARNERS and fact['name'] == 'adopted':
-      seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
-    elif fact['name'] == 'recovered':
-      missing += sum(max(0, version - fact['versions'][p]) for p, version in seen.items())
-  return missing
-
-
 def restarts(run: kills.Run) -> list[float]:
   """Seconds from each death of the syncer to the next outer step that was committed."""
   outer = [fact['t_ns'] for fact in run.of('syncer', 'outer')]
@@ -66,7 +55,7 @@ def main(argv: list[str]) -> int:
     ledger, gaps = run.of('syncer', 'ledger')[-1], run.gaps_of_the_survivor()
     times, longest = restarts(run), max(gaps, key=lambda gap: gap.gap_ns / gap.limit_ns)
     pauses = sum(gap.pause for gap in gaps)
-    missing, unaccounted = lost(run), aftermath.balance(ledger) + ledger['unsettled']
+    missing, unaccounted = sum(run.lost_versions()), aftermath.balance(ledger) + ledger['unsettled']
   deaths = {name: len(run.deaths(name)) for name in ('syncer', *kills.LEARNERS)}
   print(f'kills: {deaths}, the run ended with {run.outcome.code}')
   print(f'committed outer steps: {ledger["synced"]}, lost: {missing}')

@@ -6,8 +6,9 @@
 
 A run of real processes under the supervisor; the syncer is killed at random moments under load,
 by kill(2), as anybody may, each time once another process stands by (runtime/standby.py) and it has
-lived long enough not to be taken for one that cannot live. Time 0 is its death. On a machine that has other things to do the wall times say more about those: `cpu` is the
-time that the new process has really used by then, since its turn came.
+lived long enough not to be taken for one that cannot live. Time 0 is its death. On a machine that
+has other things to do the wall times say more about those: `cpu` is the time that the new process
+has really used by then, since its turn came.
 """
 
 import asyncio
@@ -26,7 +27,6 @@ from absl import flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.runtime import records
-from diloco_jax.runtime import standby
 from diloco_jax.runtime import supervisor as supervisor_lib
 from tests.runtime import conductor
 
@@ -51,14 +51,10 @@ class Bench(conductor.Conductor):
     for kill in range(1, _KILLS.value + 1):
       born_s = self.supervisor.child('syncer').started_s
       await self.until(lambda: time.monotonic() - born_s > supervisor_lib.SHORT_LIFE_S)
-      await self.until(lambda: _COLD.value or self._stood_by() == kill)
+      await self.until(lambda: _COLD.value or self.stood_by() == kill)
       await asyncio.sleep(random.random())
       await self._kill()
     self.supervisor.retire()
-
-  def _stood_by(self) -> int:
-    """How many processes have."""
-    return sum(line.startswith(f'[syncer] {standby.LINE}') for line in self.said)
 
   async def _kill(self) -> None:
     self.look()

@@ -22,6 +22,7 @@ from typing import Any, Callable, TypeVar
 from diloco_jax.runtime import config as config_lib
 from diloco_jax.runtime import local
 from diloco_jax.runtime import records
+from diloco_jax.runtime import standby as standby_lib
 from diloco_jax.runtime import supervisor as supervisor_lib
 from diloco_jax.runtime import tapes
 from diloco_jax.runtime import view as view_lib
@@ -53,6 +54,17 @@ class Run:
 
   def tapes(self) -> list[tapes.Life]:
     return tapes.find(self.workdir)
+
+  def lost_versions(self) -> list[int]:
+    """For each recovery of the syncer: how many versions that a learner had seen were not there."""
+    seen: dict[int, int] = {}
+    lost = []
+    for _, fact in self.facts:
+      if fact['name'] == 'adopted':
+        seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
+      elif fact['name'] == 'recovered':
+        lost.append(sum(max(0, one - fact['versions'][p]) for p, one in seen.items()))
+    return lost
 
   def verdict(self) -> oracle.Verdict:
     """Of the oracle, on the tapes of all lives."""
@@ -110,6 +122,10 @@ class Conductor:
   def since(self, process: str, name: str, at: int = 0) -> list[dict]:
     """Facts of a process from the `at`-th of all facts on."""
     return [fact for who, fact in self.facts[at:] if (who, fact['name']) == (process, name)]
+
+  def stood_by(self) -> int:
+    """How many processes have."""
+    return sum(line.startswith(f'[syncer] {standby_lib.LINE}') for line in self.said)
 
   def count(self, process: str, name: str, **values: Any) -> int:
     return sum(values.items() <= fact.items() for fact in self.since(process, name))
