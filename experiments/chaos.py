@@ -5,12 +5,12 @@
     python -m experiments.chaos --plan=storm           # one of each kind
     python -m experiments.chaos --seed=3               # drawn: what the seed says, to all but one
 
-One syncer and M learners, each a process behind a faulty proxy of its own (runtime/proxy.py). The
-plan is the same data that drives the simulated world (sim/plans.py); its clock starts when all
+One syncer and M learners, each a process behind a faulty proxy of its own (proof/faults/proxy.py). The
+plan is the same data that drives the simulated world (proof/faults/plans.py); its clock starts when all
 learners have joined. Faults of one learner come one after the other: the next waits until its
 victim has taken part in a merge again, and none ends before the others have shown that they go on,
 so a plan means the same on a slow machine. Then everything is healed, the learners leave, and the
-oracle (sim/oracle.py) reads every tape.
+oracle (proof/checks/judge_tapes.py) reads every tape.
 
 Exit codes: 0 all invariants held and the others never stood still, 1 not so, 42 a wrong command or
 a process that refused to start, 130 interrupted.
@@ -25,20 +25,20 @@ from typing import Callable
 
 from absl import flags
 
-from diloco_jax.protocol import tape as tape_lib
-from diloco_jax.runtime import aftermath
-from diloco_jax.runtime import config as config_lib
-from diloco_jax.runtime import launch
-from diloco_jax.runtime import live
-from diloco_jax.runtime import local
-from diloco_jax.runtime import nemesis as nemesis_lib
-from diloco_jax.runtime import proxy as proxy_lib
-from diloco_jax.runtime import records as records_lib
-from diloco_jax.runtime import supervisor as supervisor_lib
-from diloco_jax.runtime import tapes
-from diloco_jax.runtime import view as view_lib
-from diloco_jax.sim import oracle
-from diloco_jax.sim import plans
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.config import run_config
+from diloco_jax.launch import program as program_lib
+from diloco_jax.report import live
+from diloco_jax.launch import local
+from diloco_jax.proof.faults import inject_faults as inject_faults_lib
+from diloco_jax.proof.faults import proxy as proxy_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.storage import tapes
+from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.proof.faults import plans
 
 _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:tiny'
 # Enough steps for any plan (the learners leave when it is over), leases that end during a fault,
@@ -63,7 +63,7 @@ _NETWORK = {
 }
 _LOSES = ('kill', 'preempt', 'freeze', 'replace', 'reset', 'corrupt', *_NETWORK)
 
-launch.define_config()
+program_lib.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
 _SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(
@@ -77,7 +77,7 @@ class Conductor:
   """Carries out a plan on a running supervisor, waiting for facts rather than for times."""
 
   def __init__(
-    self, plan: list[plans.Fault], workdir: pathlib.Path, nemesis: nemesis_lib.Nemesis,
+    self, plan: list[plans.Fault], workdir: pathlib.Path, nemesis: inject_faults_lib.Nemesis,
     proxies: dict[str, proxy_lib.Proxy], recorder: records_lib.Recorder,
     say: Callable[[str], None],
   ):
@@ -87,8 +87,8 @@ class Conductor:
     self._recorder = recorder
     self._say = say
     self._tails = records_lib.TailAll(workdir)
-    self.facts = aftermath.Facts(list(proxies))
-    self.episodes: list[aftermath.Episode] = []
+    self.facts = chaos_report.Facts(list(proxies))
+    self.episodes: list[chaos_report.Episode] = []
     self.healed_ns: int | None = None
 
   async def run(self) -> None:
@@ -116,7 +116,7 @@ class Conductor:
     for fault in sorted(self._plan, key=lambda fault: fault.at_ns):
       if fault.node == node:
         await self._until(lambda f=fault: time.monotonic_ns() >= began_ns + f.at_ns)
-        episode = aftermath.Episode(
+        episode = chaos_report.Episode(
           kind=fault.kind, node=node, amount=fault.amount, began_ns=time.monotonic_ns())
         self.episodes.append(episode)
         episode.found = self._begin(fault)
@@ -124,7 +124,7 @@ class Conductor:
           await self._one(fault, episode)
         self._recorder.report('fault', dataclasses.asdict(episode))
 
-  async def _one(self, fault: plans.Fault, episode: aftermath.Episode) -> None:
+  async def _one(self, fault: plans.Fault, episode: chaos_report.Episode) -> None:
     """A fault that has begun, until its victim has recovered from it."""
     node, facts = fault.node, self.facts
     self._say(f'{node}: {fault.kind} begins')
@@ -207,14 +207,14 @@ class Conductor:
 
 
 def _since(times_ns: list[int], since_ns: int) -> int:
-  return aftermath.within(times_ns, since_ns, time.monotonic_ns())
+  return chaos_report.within(times_ns, since_ns, time.monotonic_ns())
 
 
 # --- The processes --------------------------------------------------------------------------------
 
 
 def _programs(
-  config: config_lib.Config, workdir: pathlib.Path, config_flags: list[str]
+  config: run_config.Config, workdir: pathlib.Path, config_flags: list[str]
 ) -> dict[str, supervisor_lib.Program]:
   """Syncer and learners, each learner behind its own proxy."""
   found = {}
@@ -257,18 +257,18 @@ async def _start_proxies(workdir: pathlib.Path, names: list[str]) -> dict[str, p
 
 
 async def _run(
-  config: config_lib.Config, workdir: pathlib.Path, plan: list[plans.Fault],
+  config: run_config.Config, workdir: pathlib.Path, plan: list[plans.Fault],
   recorder: records_lib.Recorder, display: live.Display,
 ) -> tuple[supervisor_lib.Outcome, Conductor]:
   """The run with its plan, to its end."""
-  names = config_lib.learner_ids(config.sync.learners)
-  programs = _programs(config, workdir, launch.config_flags_of_this_process())
+  names = run_config.learner_ids(config.sync.learners)
+  programs = _programs(config, workdir, program_lib.config_flags_of_this_process())
   proxies = await _start_proxies(workdir, names)
   supervisor = supervisor_lib.Supervisor(
-    list(programs.values()), workdir, view_lib.RunView(names, config.train.steps), recorder,
+    list(programs.values()), workdir, run_state_lib.RunView(names, config.train.steps), recorder,
     listen=display.listen, tick=display.tick,
   )
-  nemesis = nemesis_lib.Nemesis(supervisor, lambda name: _second(programs[name], workdir))
+  nemesis = inject_faults_lib.Nemesis(supervisor, lambda name: _second(programs[name], workdir))
   conductor = Conductor(
     plan, workdir, nemesis, proxies, recorder, lambda text: display.listen('chaos', text))
   running = asyncio.create_task(supervisor.run())
@@ -290,7 +290,7 @@ async def _run(
 # --- What came of it ------------------------------------------------------------------------------
 
 
-def judge(workdir: pathlib.Path, healed_ns: int | None) -> oracle.Verdict:
+def judge(workdir: pathlib.Path, healed_ns: int | None) -> judge_tapes.Verdict:
   """The oracle's verdict on all tapes of a run."""
   tales = []
   for folder in (workdir, *sorted(_second_folder(workdir).glob('*'))):
@@ -298,15 +298,15 @@ def judge(workdir: pathlib.Path, healed_ns: int | None) -> oracle.Verdict:
       reader = tapes.read(life)
       if reader.header is not None:
         name = life.name if folder == workdir else f'{life.name} (second)'
-        tales.append(oracle.Tale(name, reader.header.start, reader))
-  return oracle.judge(tales, healed_ns)
+        tales.append(judge_tapes.Tale(name, reader.header.start, reader))
+  return judge_tapes.judge(tales, healed_ns)
 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = launch.config()
-  names = config_lib.learner_ids(config.sync.learners)
-  with launch.never_retry(ValueError):
+  config = program_lib.config()
+  names = run_config.learner_ids(config.sync.learners)
+  with program_lib.never_retry(ValueError):
     if len(names) < 2:
       raise ValueError(f'sync.learners is {len(names)}, chaos needs 2: one to hit, one to go on')
     if _SEED.value is None:
@@ -336,8 +336,8 @@ def main(argv: list[str]) -> int:
 
 def _tell(workdir: pathlib.Path, conductor: Conductor) -> int:
   """Prints what happened and the verdict; the exit code."""
-  print(aftermath.text(conductor.facts, conductor.episodes, conductor.healed_ns))
-  complaints = aftermath.complaints(conductor.facts, conductor.episodes)
+  print(chaos_report.text(conductor.facts, conductor.episodes, conductor.healed_ns))
+  complaints = chaos_report.complaints(conductor.facts, conductor.episodes)
   try:
     verdict = judge(workdir, conductor.healed_ns)
   except (ValueError, tape_lib.TapeError) as error:
@@ -353,4 +353,4 @@ def _tell(workdir: pathlib.Path, conductor: Conductor) -> int:
 
 if __name__ == '__main__':
   sys.argv[1:1] = _DEFAULTS  # what the command line says comes later and wins
-  launch.run_main(main, default_config=_DEFAULT_CONFIG)
+  program_lib.run_main(main, default_config=_DEFAULT_CONFIG)

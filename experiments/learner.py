@@ -13,7 +13,7 @@ never retry, anything else retry.
 
 from absl import flags
 
-from diloco_jax.runtime import launch
+from diloco_jax.launch import program
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LEARNER_ID = flags.DEFINE_string(
@@ -23,16 +23,16 @@ _SYNCER = flags.DEFINE_string(
   'syncer', None, "HOST:PORT of the syncer, file:PATH of a file that holds it, or 'none'.",
   required=True,
 )
-launch.define_config()
+program.define_config()
 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = launch.config()
-  from diloco_jax.runtime import process  # after the config is known to be good: imports jax
+  config = program.config()
+  from diloco_jax.launch import entrypoints  # after the config is known to be good: imports jax
 
-  return process.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value)
+  return entrypoints.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value)
 
 
 if __name__ == '__main__':
-  launch.run_main(main)
+  program.run_main(main)

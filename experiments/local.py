@@ -14,12 +14,12 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.runtime import launch
-from diloco_jax.runtime import local
+from diloco_jax.launch import program
+from diloco_jax.launch import local
 
 _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
 
-launch.define_config()
+program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
 _RESTORE = flags.DEFINE_string(
@@ -42,20 +42,20 @@ _CHAOS = flags.DEFINE_enum(
 
 def main(argv: list[str]) -> int:
   del argv
-  config = launch.config()
+  config = program.config()
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
   workdir, restored = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, bool(_RESTORE.value)
-  with launch.never_retry():
+  with program.never_retry():
     if restored and workdir is not None:
       local.restore(config, workdir, _RESTORE.value)
     workdir = local.open_workdir(config, workdir, resume=_RESUME.value, restored=restored)
   return local.run(
-    config, workdir, config_flags=launch.config_flags_of_this_process(),
+    config, workdir, config_flags=program.config_flags_of_this_process(),
     alone=_SYNCER.value == 'none', single=_CONTROLLER.value == 'single',
     standby=_STANDBY.value,
   )
 
 
 if __name__ == '__main__':
-  launch.run_main(main, default_config=_DEFAULT_CONFIG)
+  program.run_main(main, default_config=_DEFAULT_CONFIG)

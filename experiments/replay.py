@@ -17,9 +17,9 @@ import traceback
 
 from absl import flags
 
-from diloco_jax.protocol import tape
-from diloco_jax.runtime import launch
-from diloco_jax.runtime import tapes
+from diloco_jax.protocol.tape import tape
+from diloco_jax.launch import program
+from diloco_jax.storage import tapes
 
 _ARRAYS = flags.DEFINE_bool(
   'arrays', False, 'make Theta again from the log of each run (folders only) and compare it too')
@@ -27,8 +27,8 @@ _ARRAYS = flags.DEFINE_bool(
 
 def main(argv: list[str]) -> int:
   if len(argv) < 2:
-    raise launch.NeverRetry('no tape given; for example: python -m experiments.replay runs/NAME')
-  with launch.never_retry(ValueError):
+    raise program.NeverRetry('no tape given; for example: python -m experiments.replay runs/NAME')
+  with program.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tapes.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
     if _ARRAYS.value:
@@ -41,7 +41,7 @@ def _replay(life: tapes.Life) -> bool:
   try:
     replay = tapes.replay(life)
   except (tape.TapeError, OSError) as error:
-    print(f'{life.name}: damaged: {launch.one_line(error)}')
+    print(f'{life.name}: damaged: {program.one_line(error)}')
     return False
   print(f'{life.name}: {replay.text()}')
   if replay.crash is not None:
@@ -55,17 +55,17 @@ def _replay(life: tapes.Life) -> bool:
 
 def _rebuild(workdir: pathlib.Path) -> bool:
   """Prints what came of the arrays of a run; whether they are identical."""
-  from diloco_jax.node import wal_format  # tapes alone are replayed without jax
-  from diloco_jax.runtime import rebuild
+  from diloco_jax.storage import wal_format  # tapes alone are replayed without jax
+  from diloco_jax.syncer import rebuild
   try:
     print(f'arrays of {workdir}: {rebuild.rebuild(workdir).text()}')
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')
   except (tape.TapeError, wal_format.WalError, OSError) as error:
-    print(f'arrays of {workdir}: {launch.one_line(error)}')
+    print(f'arrays of {workdir}: {program.one_line(error)}')
   return False
 
 
 if __name__ == '__main__':
-  launch.run_main(main, positional=True)
+  program.run_main(main, positional=True)

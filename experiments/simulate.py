@@ -17,14 +17,14 @@ import time
 from absl import flags
 from rich import progress
 
-from diloco_jax.runtime import launch
-from diloco_jax.runtime import tapes as tapes_lib
-from diloco_jax.runtime import tether
-from diloco_jax.sim import campaign
-from diloco_jax.sim import seeds as seeds_lib
-from diloco_jax.sim import story
-from diloco_jax.sim import swarm
-from diloco_jax.sim import tapes
+from diloco_jax.launch import program
+from diloco_jax.storage import tapes as tapes_lib
+from diloco_jax.launch import die_with_parent
+from diloco_jax.proof.sim import many_seeds
+from diloco_jax.proof.sim import seeds as seeds_lib
+from diloco_jax.proof.sim import narrate
+from diloco_jax.proof.sim import random_settings
+from diloco_jax.proof.sim import tapes
 
 _SEEDS = flags.DEFINE_string('seeds', None, 'Which seeds to run, FIRST:BEYOND; default 0:1000.')
 _SEED = flags.DEFINE_integer('seed', None, 'One seed only.')
@@ -38,23 +38,23 @@ def main(argv: list[str]) -> int:
   del argv
   if _SEED.value is not None:
     if _SEEDS.value is not None:
-      raise launch.NeverRetry('--seed and --seeds at once: one run, or many?')
+      raise program.NeverRetry('--seed and --seeds at once: one run, or many?')
     return _one(_SEED.value)
   for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
     if given:
-      raise launch.NeverRetry(f'{flag} tells of one run: add --seed=N')
+      raise program.NeverRetry(f'{flag} tells of one run: add --seed=N')
   first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
-    raise launch.NeverRetry(
+    raise program.NeverRetry(
       f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000')
   return _many(int(first), int(beyond))
 
 
 def _one(seed: int) -> int:
   """Runs one seed, with its settings, its story and its tapes."""
-  print(f'seed {seed}: {swarm.draw(seed).config}')
+  print(f'seed {seed}: {random_settings.draw(seed).config}')
   tape = tapes.Tapes(_tapes_folder(), tapes_lib.commit())
-  teller = story.Story(print)
+  teller = narrate.Story(print)
   watchers = [tape, teller] if _STORY.value else [tape]
   note = teller.note if _STORY.value else lambda now_ns, text: None
   outcome = seeds_lib.run_seed(seed, watchers, note)
@@ -70,21 +70,21 @@ def _tapes_folder() -> pathlib.Path | None:
     return None
   folder = pathlib.Path(_TAPES.value)
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise launch.NeverRetry(
+    raise program.NeverRetry(
       f'--tapes={folder} is a file, or not empty. Nothing was overwritten; name a new folder')
   return folder
 
 
 def _many(first: int, beyond: int) -> int:
   """Runs many seeds with a progress bar."""
-  total, began = campaign.Summary(), time.monotonic()
+  total, began = many_seeds.Summary(), time.monotonic()
   with progress.Progress(
     *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(),
     progress.TextColumn('{task.fields[violations]} violations'), transient=True,
     disable=not sys.stdout.isatty(),
   ) as bar:
     task = bar.add_task('seeds', total=beyond - first, violations=0)
-    for part in campaign.run(range(first, beyond), _JOBS.value, tether.die_with_parent):
+    for part in many_seeds.run(range(first, beyond), _JOBS.value, die_with_parent.die_with_parent):
       total.add(part)
       bar.update(task, completed=total.seeds, violations=len(total.failed))
   seconds = time.monotonic() - began
@@ -98,7 +98,7 @@ def _many(first: int, beyond: int) -> int:
 def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
   failed = sorted((one for one in outcomes if one.violation), key=lambda one: one.seed)
   for outcome in failed[:_SHOWN]:
-    print(campaign.explain(outcome, tapes_lib.commit()), end='\n\n')
+    print(many_seeds.explain(outcome, tapes_lib.commit()), end='\n\n')
   if len(failed) > _SHOWN:
     print('violated too by seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
   if not failed:
@@ -107,4 +107,4 @@ def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
 
 
 if __name__ == '__main__':
-  launch.run_main(main)
+  program.run_main(main)

@@ -12,23 +12,23 @@ retry, too.
 
 from absl import flags
 
-from diloco_jax.runtime import launch
+from diloco_jax.launch import program
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; loopback only.')
 _PORT = flags.DEFINE_integer('port', 0, 'Port to listen on; 0: the kernel chooses.')
 _STANDBY = flags.DEFINE_bool(
   'standby', False, 'Get ready, touch nothing, and begin once a line comes on standard input.')
-launch.define_config()
+program.define_config()
 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = launch.config()
-  from diloco_jax.runtime import process  # after the config is known to be good: imports jax
+  config = program.config()
+  from diloco_jax.launch import entrypoints  # after the config is known to be good: imports jax
 
-  return process.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value, _STANDBY.value)
+  return entrypoints.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value, _STANDBY.value)
 
 
 if __name__ == '__main__':
-  launch.run_main(main)
+  program.run_main(main)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Generates diloco_jax/wire/sync_pb2.py and .pyi from diloco_jax/wire/diloco/v1/sync.proto.
+# Generates diloco_jax/transport/sync_pb2.py and .pyi from diloco_jax/transport/diloco/v1/sync.proto.
 #
 # With an OLD grpcio-tools on purpose: generated code demands at least the protobuf that made it, so
 # stubs of 1.73 (protobuf 6.31) import with protobuf 6.31 to 7.x, those of the newest only with it.
@@ -13,6 +13,6 @@ trap 'rm -rf "$work"' EXIT
 "${PYTHON:-python3}" -m venv "$work/venv"
 "$work/venv/bin/pip" install --quiet 'grpcio-tools==1.73.1'
 "$work/venv/bin/python" -m grpc_tools.protoc \
-  --proto_path="$root/diloco_jax/wire" --python_out="$work" --pyi_out="$work" \
+  --proto_path="$root/diloco_jax/transport" --python_out="$work" --pyi_out="$work" \
   diloco/v1/sync.proto
-cp "$work/diloco/v1/sync_pb2.py" "$work/diloco/v1/sync_pb2.pyi" "$root/diloco_jax/wire/"
+cp "$work/diloco/v1/sync_pb2.py" "$work/diloco/v1/sync_pb2.pyi" "$root/diloco_jax/transport/"

@@ -10,18 +10,18 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.protocol import connection
-from diloco_jax.protocol import learner
-from diloco_jax.protocol import syncer
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 
 DOCUMENT = ROOT / 'docs' / 'protocol.md'
 BEGIN = '<!-- states: written by scripts/protocol_diagram.py -->'
 END = '<!-- end of states -->'
 TABLES = (
-  ('A sync (`protocol/syncer.py`, SYNC_STATES)', syncer.SYNC_STATES),
-  ("A learner's connection (`protocol/connection.py`, CONNECTION_STATES)",
+  ('A sync (`protocol/syncer/machine.py`, SYNC_STATES)', syncer_machine.SYNC_STATES),
+  ("A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
    connection.CONNECTION_STATES),
-  ("A learner's training (`protocol/learner.py`, TRAINING_STATES)", learner.TRAINING_STATES),
+  ("A learner's training (`protocol/learner/machine.py`, TRAINING_STATES)", learner_machine.TRAINING_STATES),
 )
 
 

@@ -10,22 +10,51 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / 'diloco_jax'
 
-# What each package may import of ours. Nothing but experiments and tests imports `sim`.
+# Which rooms a room may import. `protocol` and `proof` are made of rooms of their own.
 ALLOWED = {
   'protocol': set(),
+  'protocol/syncer': {'protocol', 'protocol/learner'},
+  'protocol/learner': {'protocol', 'protocol/syncer'},
+  'protocol/tape': {'protocol', 'protocol/syncer', 'protocol/learner'},
   'numerics': set(),
+  'storage': {'protocol', 'protocol/tape'},
+  'train': {'numerics', 'storage'},
+  'config': {'protocol', 'protocol/learner', 'numerics', 'train'},
   'node': {'protocol'},
-  'wire': {'protocol'},
-  'sim': {'protocol', 'node'},
-  'train': {'numerics'},
-  'runtime': {'protocol', 'numerics', 'node', 'wire', 'train'},
+  'transport': {'protocol', 'node'},
+  'report': {'protocol', 'config', 'node', 'launch'},
+  'learner': {
+    'protocol', 'protocol/tape', 'numerics', 'storage', 'train', 'config', 'node', 'transport',
+    'report', 'syncer',
+  },
+  'syncer': {
+    'protocol', 'protocol/syncer', 'protocol/tape', 'numerics', 'storage', 'train', 'config',
+    'node', 'transport', 'report',
+  },
+  'launch': {
+    'protocol', 'protocol/syncer', 'storage', 'train', 'config', 'node', 'transport', 'report',
+    'learner', 'syncer',
+  },
+  'proof/checks': {
+    'protocol', 'protocol/syncer', 'protocol/learner', 'protocol/tape', 'proof/faults',
+  },
+  'proof/faults': {'launch', 'proof/sim'},
+  'proof/sim': {
+    'protocol', 'protocol/syncer', 'protocol/learner', 'protocol/tape', 'storage', 'proof/checks',
+    'proof/faults',
+  },
 }
-# What each may import of others'. None: anything.
+# What each may import of others'. Rooms that are not named: anything.
 FOREIGN = {
   'protocol': set(),
+  'protocol/syncer': set(),
+  'protocol/learner': set(),
+  'protocol/tape': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
-  'wire': {'google', 'grpc', 'numpy'},
+  'transport': {'google', 'grpc', 'grpc_health', 'grpc_reflection', 'numpy'},
+  'proof/checks': set(),
+  'proof/sim': set(),
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 
@@ -56,32 +85,41 @@ def imports(path: pathlib.Path) -> set[str]:
   return found
 
 
-def packages(path: pathlib.Path) -> set[str]:
-  """Our packages that a file imports."""
-  ours = {name for name in imports(path) if name.split('.')[0] == 'diloco_jax'}
-  return {name.split('.')[1] for name in ours if '.' in name}
+def room(path: pathlib.Path) -> str:
+  """'protocol/syncer' of diloco_jax/protocol/syncer/pace.py."""
+  parts = path.relative_to(PACKAGE).parts[:-1]
+  return '/'.join(parts[: 2 if parts[0] in ('protocol', 'proof') else 1])
 
 
-def test_every_package_has_its_rule():
-  present = {path.parent.name for path in PACKAGE.glob('*/__init__.py')}
-  assert present <= ALLOWED.keys(), present - ALLOWED.keys()
+ROOMS = {name: room(path) for name, path in MODULES.items() if path.parent != PACKAGE}
 
 
-@pytest.mark.parametrize('package', ALLOWED)
-def test_directions(package: str):
-  for path in sources(PACKAGE / package):
-    wrong = packages(path) - ALLOWED[package] - {package}
-    assert not wrong, f'{path.relative_to(ROOT)} imports {wrong}, allowed: {ALLOWED[package]}'
+def test_every_room_has_its_rule():
+  assert set(ROOMS.values()) - {'proof'} == ALLOWED.keys()
 
 
-@pytest.mark.parametrize('package', FOREIGN)
-def test_foreign_libraries(package: str):
-  for path in sources(PACKAGE / package):
-    if path.name.endswith(GENERATED):
+@pytest.mark.parametrize('here', ALLOWED)
+def test_directions(here: str):
+  for name, path in MODULES.items():
+    if ROOMS.get(name) == here:
+      wrong = {ROOMS[other] for other in imports(path) if other in ROOMS} - ALLOWED[here] - {here}
+      assert not wrong, f'{path.relative_to(ROOT)} imports {wrong}, allowed: {ALLOWED[here]}'
+
+
+@pytest.mark.parametrize('here', FOREIGN)
+def test_foreign_libraries(here: str):
+  for name, path in MODULES.items():
+    if ROOMS.get(name) != here or path.name.endswith(GENERATED):
       continue
     roots = {name.split('.')[0] for name in imports(path)}
-    wrong = roots - FOREIGN[package] - {'diloco_jax'} - set(sys.stdlib_module_names)
+    wrong = roots - FOREIGN[here] - {'diloco_jax'} - set(sys.stdlib_module_names)
     assert not wrong, f'{path.relative_to(ROOT)} imports {wrong}'
+
+
+def test_no_room_is_crowded():
+  """A folder of the library holds at most 18 files, so that it is seen at a glance."""
+  for folder in {path.parent for path in sources(PACKAGE)}:
+    assert len(list(folder.glob('*.py'))) <= 18, folder
 
 
 @pytest.mark.parametrize('banned', ['time', 'socket', 'threading', 'asyncio', 'os'])
@@ -113,5 +151,5 @@ def test_only_the_loop_feeds_a_machine():
       if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == 'handle':
           callers.add(name)
-  replays = {'diloco_jax.protocol.tape', 'diloco_jax.sim.checkers'}
-  assert callers == {'diloco_jax.node.loop', 'diloco_jax.sim.processes'} | replays, callers
+  replays = {'diloco_jax.protocol.tape.tape', 'diloco_jax.proof.checks.checkers'}
+  assert callers == {'diloco_jax.node.loop', 'diloco_jax.proof.sim.processes'} | replays, callers

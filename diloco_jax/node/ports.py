@@ -64,7 +64,7 @@ class Records(Protocol):
 
 
 class Tape(Protocol):
-  """Where every turn of the machine is written (protocol/tape.py). Never raises."""
+  """Where every turn of the machine is written (protocol/tape/tape.py). Never raises."""
 
   def record(
     self, now_ns: int, event: events.Event, actions: Sequence[actions.Action]

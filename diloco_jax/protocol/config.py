@@ -1,6 +1,6 @@
 """The protocol's own numbers: integers only, the letters of the paper beside them.
 
-Both machines get the same one. `runtime/config.py` holds what people write; it becomes this.
+Both machines get the same one. `config/run_config.py` holds what people write; it becomes this.
 """
 
 import dataclasses

@@ -154,7 +154,7 @@ class SaveDone:
 
 @_event
 class PartSaved:
-  """A SavePart is finished, of clock `step`; `seal` stands for its content (train/checkpoint.py),
+  """A SavePart is finished, of clock `step`; `seal` stands for its content (storage/checkpoint.py),
   `error` in words if it failed."""
 
   snapshot: int

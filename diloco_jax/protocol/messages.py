@@ -98,7 +98,7 @@ class Contribution:
 
   It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
   `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
-  are the batches [cursor - steps, cursor) of data stream `stream` (streams.py).
+  are the batches [cursor - steps, cursor) of data stream `stream` (shards.py).
   """
 
   sync: int
@@ -140,7 +140,7 @@ class Heartbeat:
 @_message
 class Marked:
   """Answers a Mark: the learner's part of the snapshot is saved, of clock `step`; `seal` is the
-  SHA-256 of its record (train/checkpoint.py). `error` in words if it could not be saved."""
+  SHA-256 of its record (storage/checkpoint.py). `error` in words if it could not be saved."""
 
   snapshot: int
   step: int

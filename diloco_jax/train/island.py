@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from diloco_jax.train import checkpoint
+from diloco_jax.storage import checkpoint
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import evaluate as evaluate_lib

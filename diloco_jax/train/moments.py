@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.train import checkpoint
+from diloco_jax.storage import checkpoint
 
 PIECE_BYTES = 1 << 20
 

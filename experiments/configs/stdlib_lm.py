@@ -31,14 +31,14 @@ In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.ge
 
 from typing import Callable
 
-from diloco_jax.runtime import config as config_lib
+from diloco_jax.config import run_config
 from diloco_jax.train import config as train_config
 
 
-def cpu() -> config_lib.Config:
+def cpu() -> run_config.Config:
   """Sized for two cores."""
   learners, steps = 4, 850
-  return config_lib.Config(
+  return run_config.Config(
     name='cpu',
     model=train_config.ModelConfig(
       num_layers=2, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256,
@@ -46,18 +46,18 @@ def cpu() -> config_lib.Config:
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
     data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
-    sync=config_lib.SyncConfig(
+    sync=run_config.SyncConfig(
       learners=learners, quorum=1, fragments=12, period=12, overlap=2,
       codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.6,
       checkpoint_every_syncs=60,
     ),
-    train=config_lib.TrainConfig(steps=steps, log_every=50, eval_every=100,
+    train=run_config.TrainConfig(steps=steps, log_every=50, eval_every=100,
                                  checkpoint_every_steps=100),
-    chaos=config_lib.ChaosConfig(enabled=True, kills=[config_lib.KillConfig()]),
+    chaos=run_config.ChaosConfig(enabled=True, kills=[run_config.KillConfig()]),
   )
 
 
-def tiny() -> config_lib.Config:
+def tiny() -> run_config.Config:
   """A few seconds; for tests."""
   config = cpu()
   config.model = train_config.ModelConfig(
@@ -69,13 +69,13 @@ def tiny() -> config_lib.Config:
   )
   config.sync.learners, config.sync.fragments, config.sync.period = 3, 4, 4
   config.sync.checkpoint_every_syncs = 8
-  config.train = config_lib.TrainConfig(steps=24, log_every=4, eval_every=8,
+  config.train = run_config.TrainConfig(steps=24, log_every=4, eval_every=8,
                                         checkpoint_every_steps=8)
   config.chaos.enabled = False
   return config
 
 
-def decoupled() -> config_lib.Config:
+def decoupled() -> run_config.Config:
   """Nobody waits for anybody."""
   config = cpu()
   config.train.steps = 1000
@@ -83,7 +83,7 @@ def decoupled() -> config_lib.Config:
   return config
 
 
-def streaming() -> config_lib.Config:
+def streaming() -> run_config.Config:
   """Everybody waits for the slowest, but not before tau steps have hidden the network."""
   config = decoupled()
   config.sync.quorum = config.sync.learners
@@ -91,7 +91,7 @@ def streaming() -> config_lib.Config:
   return config
 
 
-def diloco() -> config_lib.Config:
+def diloco() -> run_config.Config:
   """Everything at once every H steps, and nobody trains meanwhile."""
   config = streaming()
   config.sync.fragments = 1
@@ -99,7 +99,7 @@ def diloco() -> config_lib.Config:
   return config
 
 
-def data_parallel() -> config_lib.Config:
+def data_parallel() -> run_config.Config:
   """One learner that sees all the tokens."""
   config = decoupled()
   config.data.batch_size *= config.sync.learners
@@ -107,7 +107,7 @@ def data_parallel() -> config_lib.Config:
   return config
 
 
-def v5p_v6e() -> config_lib.Config:
+def v5p_v6e() -> run_config.Config:
   """Eight TPU slices of two kinds, unequally fast, far apart. Nothing here is sized for a CPU.
 
   The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads and 1 key head of
@@ -115,7 +115,7 @@ def v5p_v6e() -> config_lib.Config:
   one sync moves 1/24 of the parameters as int8, 30 MB each way.
   """
   learners = 8
-  return config_lib.Config(
+  return run_config.Config(
     name='v5p_v6e',
     model=train_config.ModelConfig(
       num_layers=26, embed_dim=1152, num_heads=4, num_kv_heads=1, head_dim=256, hidden_dim=6912,
@@ -127,23 +127,23 @@ def v5p_v6e() -> config_lib.Config:
       eval_batch_size=64,
     ),
     mesh=train_config.MeshConfig(fsdp=64),
-    sync=config_lib.SyncConfig(
+    sync=run_config.SyncConfig(
       learners=learners, quorum=1, fragments=24, period=24, overlap=2,
       codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.9,
       lease_s=60.0, heartbeat_s=10.0, checkpoint_every_syncs=240,
     ),
-    train=config_lib.TrainConfig(steps=100_000, log_every=20, eval_every=2_400,
+    train=run_config.TrainConfig(steps=100_000, log_every=20, eval_every=2_400,
                                  checkpoint_every_steps=1_000),
   )
 
 
-VARIANTS: dict[str, Callable[[], config_lib.Config]] = {
+VARIANTS: dict[str, Callable[[], run_config.Config]] = {
   make.__name__: make
   for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel, v5p_v6e)
 }
 
 
-def get_config(variant: str = 'cpu') -> config_lib.Config:
+def get_config(variant: str = 'cpu') -> run_config.Config:
   """The config of a variant; ValueError lists them all if there is no such variant."""
   if variant not in VARIANTS:
     raise ValueError(f'there is no variant {variant!r}; use one of: {", ".join(VARIANTS)}')

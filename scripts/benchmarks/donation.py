@@ -35,9 +35,10 @@ def _run_on(choose) -> None:
 def syncer(pipe, max_payload_bytes: int) -> None:
   """The other end: takes donations and says so."""
   _run_on(max)
-  from diloco_jax.node import link  # pylint: disable=g-import-not-at-top
+  from diloco_jax.transport import link  # pylint: disable=g-import-not-at-top
   from diloco_jax.protocol import events, messages
-  from diloco_jax.runtime import grpc_server, payloads
+  from diloco_jax.transport import grpc_server
+  from diloco_jax.transport import payloads
   kept = payloads.PayloadStore()
 
   def post(event):
@@ -56,8 +57,10 @@ class Donor:
   """An island and its link to the syncer."""
 
   def __init__(self, pipe, port: int, config, rate_bytes_per_s: int, assembled):
-    from diloco_jax.node import link  # pylint: disable=g-import-not-at-top
-    from diloco_jax.runtime import grpc_client, learner_moments, payloads
+    from diloco_jax.transport import link  # pylint: disable=g-import-not-at-top
+    from diloco_jax.transport import grpc_client
+    from diloco_jax.learner import moments_work
+    from diloco_jax.transport import payloads
     from diloco_jax.train import island as island_lib
     self._pipe = pipe
     self.island = island_lib.Island(
@@ -65,7 +68,7 @@ class Donor:
       total_steps=100_000)
     self.island.warm_up()
     self._payloads = payloads.PayloadStore()
-    self._moments = learner_moments.Moments(self.island, self._post, self._payloads, None)
+    self._moments = moments_work.Moments(self.island, self._post, self._payloads, None)
     self._moments.compile()
     self._connected = threading.Event()
     limits = link.Limits(max_payload_bytes=assembled.max_payload_bytes,
@@ -132,14 +135,14 @@ def main() -> None:
   parser.add_argument('--layers', type=int, default=4)
   parser.add_argument('--width', type=int, default=128)
   flags = parser.parse_args()
-  from diloco_jax.runtime import assembly  # pylint: disable=g-import-not-at-top
+  from diloco_jax.config import build  # pylint: disable=g-import-not-at-top
   from experiments.configs import stdlib_lm
   config = stdlib_lm.get_config('tiny')
   config.mesh.data = 1
   config.model.num_layers, config.model.embed_dim = flags.layers, flags.width
   config.model.hidden_dim = 6 * flags.width
   config.data.seq_len, config.data.batch_size = 128, 4
-  assembled = assembly.assemble(config)
+  assembled = build.assemble(config)
   ours, theirs = multiprocessing.get_context('spawn').Pipe()
   process = multiprocessing.get_context('spawn').Process(
     target=syncer, args=(theirs, assembled.max_payload_bytes), daemon=True)

@@ -1,4 +1,4 @@
-"""What it costs to look at every payload before an outer step (protocol/screening.py).
+"""What it costs to look at every payload before an outer step (protocol/syncer/screening.py).
 
     JAX_PLATFORMS=cpu python scripts/benchmarks/screening.py     # about a minute on one core
 

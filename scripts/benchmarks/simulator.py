@@ -16,7 +16,7 @@ from absl import app
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.sim import seeds
+from diloco_jax.proof.sim import seeds
 
 SEEDS = 200
 ROUNDS = 5

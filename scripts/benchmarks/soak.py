@@ -4,7 +4,7 @@
     python scripts/benchmarks/soak.py --kills=40
 
 Seven kills in ten are of the syncer, at any moment and at every failpoint, two of a learner, one of
-everything at once; the plan is that of tests/runtime/test_syncer_kills.py, and so are the promises.
+everything at once; the plan is that of tests/runs/test_syncer_kills.py, and so are the promises.
 The figures: committed outer steps that were lost, tokens unaccounted for, the time from a kill of
 the syncer to its next outer step (of a new process: nobody stands by), the longest gap between two
 steps of a learner that survived. Exit code 1 if a promise was broken.
@@ -21,9 +21,9 @@ from absl import flags
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.runtime import aftermath
-from diloco_jax.runtime import failpoints
-from tests.runtime import test_syncer_kills as kills
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.node import failpoints
+from tests.runs import test_syncer_kills as kills
 
 _KILLS = flags.DEFINE_integer('kills', 200, 'how many', 10)
 _SEED = flags.DEFINE_integer('seed', 1, 'of the moments')
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     ledger, gaps = run.of('syncer', 'ledger')[-1], run.gaps_of_the_survivor()
     times, longest = restarts(run), max(gaps, key=lambda gap: gap.gap_ns / gap.limit_ns)
     pauses = sum(gap.pause for gap in gaps)
-    missing, unaccounted = sum(run.lost_versions()), aftermath.balance(ledger) + ledger['unsettled']
+    missing, unaccounted = sum(run.lost_versions()), chaos_report.balance(ledger) + ledger['unsettled']
   deaths = {name: len(run.deaths(name)) for name in ('syncer', *kills.LEARNERS)}
   print(f'kills: {deaths}, the run ended with {run.outcome.code}')
   print(f'committed outer steps: {ledger["synced"]}, lost: {missing}')

@@ -5,7 +5,7 @@
     python scripts/benchmarks/syncer_restart.py --cold                # no process stands by
 
 A run of real processes under the supervisor; the syncer is killed at random moments under load,
-by kill(2), as anybody may, each time once another process stands by (runtime/standby.py) and it has
+by kill(2), as anybody may, each time once another process stands by (launch/standby.py) and it has
 lived long enough not to be taken for one that cannot live. Time 0 is its death. On a machine that
 has other things to do the wall times say more about those: `cpu` is the time that the new process
 has really used by then, since its turn came.
@@ -26,9 +26,9 @@ from absl import flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from diloco_jax.runtime import records
-from diloco_jax.runtime import supervisor as supervisor_lib
-from tests.runtime import conductor
+from diloco_jax.report import records
+from diloco_jax.launch import supervisor as supervisor_lib
+from tests.runs import conductor
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)

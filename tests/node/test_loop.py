@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events, learner, messages, syncer
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.runtime import clock, inprocess
-from diloco_jax.runtime import payloads as payloads_lib
+from diloco_jax.node import clock
+from diloco_jax.transport import in_process
+from diloco_jax.transport import payloads as payloads_lib
 
 DEADLINE_S = 30
 AGREEMENT = '{}'
@@ -159,7 +164,7 @@ class Quiet:
 def test_a_run_over_real_threads_and_transports_ends():
   config = config_lib.ProtocolConfig(
     learners=2, fragments=2, period=2, overlap=0, quorum=2, total_steps=6)
-  hub, exits, records = inprocess.InProcessHub(), queue.SimpleQueue(), Quiet()
+  hub, exits, records = in_process.InProcessHub(), queue.SimpleQueue(), Quiet()
   works: list[Answers] = []
   stores: list[payloads_lib.PayloadStore] = []
 
@@ -172,11 +177,11 @@ def test_a_run_over_real_threads_and_transports_ends():
     inbox.post(events.Wake())
     threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
 
-  serve(syncer.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)
+  serve(syncer_machine.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)
   for n in range(2):
-    identity = learner.Identity(
+    identity = learner_machine.Identity(
       learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n)
-    serve(learner.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
+    serve(learner_machine.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
   assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
   assert [len(store) for store in stores] == [0, 0, 0], 'every payload was dropped'
   assert [work.steps for work in works] == [0, 6, 6]

@@ -3,8 +3,9 @@
 from typing import Any, Sequence
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.sim import engine, observers
-from diloco_jax.sim import world as world_lib
+from diloco_jax.proof.sim import engine
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = engine.MS

@@ -2,9 +2,14 @@
 
 from typing import Any
 
-from diloco_jax.protocol import actions, events, learner, messages, syncer
-from diloco_jax.sim import engine, network
-from diloco_jax.sim import world as world_lib
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.proof.sim import engine
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = engine.MS
@@ -18,7 +23,7 @@ def new_machine(**settings: Any) -> Any:
     'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8,
     **settings})
   count = config.fragments
-  return syncer.SyncerMachine(
+  return syncer_machine.SyncerMachine(
     config, world_lib.AGREEMENT, (77,) * count, (network.PAYLOAD_BYTES,) * count)
 
 
@@ -99,9 +104,9 @@ def new_learner(**settings: Any) -> Any:
   config = transcript.protocol_config(**{
     'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0,
     'total_steps': 20, **settings})
-  identity = learner.Identity(
+  identity = learner_machine.Identity(
     learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1)
-  return learner.LearnerMachine(config, identity, (50, 51))
+  return learner_machine.LearnerMachine(config, identity, (50, 51))
 
 
 def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:

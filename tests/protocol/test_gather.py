@@ -5,8 +5,12 @@ Each test opens with the sentence that it checks and its source.
 
 import pytest
 
-from diloco_jax.protocol import actions, events, grace, messages, quorum
-from diloco_jax.sim import engine
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import grace
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import quorum
+from diloco_jax.proof.sim import engine
 from tests.protocol import transcript
 from tests.protocol.single import (
   adopted, advance, contents, contribution, joined, merge_done, received, two_learners,

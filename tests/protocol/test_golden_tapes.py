@@ -17,7 +17,8 @@ import tempfile
 
 import pytest
 
-from diloco_jax.protocol import messages, tape
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.tape import tape
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -27,7 +28,7 @@ TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
 REPLAY = '''
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from diloco_jax.protocol import tape
+from diloco_jax.protocol.tape import tape
 for path in sys.argv[2:]:
   with open(path, 'rb') as file:
     print(tape.replay(file).text())

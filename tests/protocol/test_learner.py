@@ -3,7 +3,7 @@
 import dataclasses
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.sim import engine
+from diloco_jax.proof.sim import engine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS

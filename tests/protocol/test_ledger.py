@@ -5,7 +5,10 @@ Each test opens with the sentence that it checks and its source.
 
 import dataclasses
 
-from diloco_jax.protocol import actions, events, ledger, messages
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import ledger
+from diloco_jax.protocol import messages
 from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
 from tests.protocol.recording import Recording, discarded
 

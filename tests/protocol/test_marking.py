@@ -8,14 +8,14 @@ import pytest
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
-from diloco_jax.protocol import marking
-from diloco_jax.protocol import members as members_lib
+from diloco_jax.protocol.syncer import run_snapshot
+from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol import messages
-from diloco_jax.protocol import outbox
-from diloco_jax.protocol import recovery
-from diloco_jax.protocol import syncer as syncer_lib
-from diloco_jax.sim import network
-from diloco_jax.sim import world as world_lib
+from diloco_jax.protocol import action_list
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import world as world_lib
 from tests.protocol import single
 
 CONFIG = config_lib.ProtocolConfig(
@@ -29,10 +29,10 @@ class Syncer:
   """The syncer's half with joined learners, on sessions 1, 2, ..."""
 
   def __init__(self, learners=('l0', 'l1')):
-    self.members, self.out = members_lib.Members(CONFIG), outbox.Outbox()
+    self.members, self.out = members_lib.Members(CONFIG), action_list.Outbox()
     for session, learner in enumerate(learners, 1):
       self.members.bind(learner, session, 1, session, 0).sent = [0]
-    self.marking = marking.Marking(CONFIG, self.members, self.out)
+    self.marking = run_snapshot.Marking(CONFIG, self.members, self.out)
 
   def begin(self) -> list:
     self.out.take()
@@ -165,8 +165,8 @@ def test_learners_without_a_place_have_left():
 
 def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_starts_anew():
   """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
-  fresh = syncer_lib.SyncerMachine(CONFIG, '{}', (100,), (64,))
-  machine = syncer_lib.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
+  fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
+  machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
   join = messages.Join(
     protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1)
   confirm = messages.Confirm(nonce=7, incarnation=1, step=9, steps=9, tokens=90, stream=None,

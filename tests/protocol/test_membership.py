@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.sim import engine
+from diloco_jax.proof.sim import engine
 from tests.protocol.single import (
   adopted, confirm, contribution, decline, join, joined, new_machine, progress, received,
 )

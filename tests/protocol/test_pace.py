@@ -5,8 +5,10 @@ Each test opens with the sentence that it checks and its source.
 
 import pytest
 
-from diloco_jax.protocol import actions, messages, pace
-from diloco_jax.sim import engine
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import pace
+from diloco_jax.proof.sim import engine
 from tests.protocol.single import confirm, join, new_machine, progress, received
 from tests.protocol.recording import Recording
 

@@ -6,9 +6,13 @@ Each test opens with the sentence that it checks and its source.
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions, events, messages, recovery
-from diloco_jax.sim import engine, network
-from diloco_jax.sim import world as world_lib
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.proof.sim import engine
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import world as world_lib
 from tests.protocol.single import (
   advance, confirm, contents, contribution, join, joined, merge_done, new_machine, progress,
   received)

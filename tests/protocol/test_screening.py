@@ -8,9 +8,14 @@ import json
 
 import pytest
 
-from diloco_jax.protocol import actions, events, messages, recovery, screening, syncer
-from diloco_jax.sim import network
-from diloco_jax.sim import world as world_lib
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import world as world_lib
 from tests.protocol import single, transcript
 
 UNIT, BAD = screening.UNIT, screening.NOT_FINITE
@@ -230,11 +235,11 @@ def test_the_process_never_comes_back_and_another_one_begins_anew():
 def test_quarantine_outlives_the_syncer():
   duo = quarantined()
   snapshot = json.loads(json.dumps(duo.machine.snapshot()))
-  again = syncer.SyncerMachine.restore(
+  again = syncer_machine.SyncerMachine.restore(
     duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
   (refused,) = answers(again, 5, 1, nonce=8)
   assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
-  free = syncer.SyncerMachine.restore(
+  free = syncer_machine.SyncerMachine.restore(
     dataclasses.replace(duo.machine._config, strikes=0), world_lib.AGREEMENT,
     (network.PAYLOAD_BYTES,), snapshot)
   assert answers(free, 5, 1, nonce=8) == [messages.Offer(incarnation=1)]  # switched off
@@ -293,7 +298,7 @@ def test_a_record_without_norms_is_read_as_ever():
     sync=merge.sync, fragment=0, version=1, digest=78, failed='', books=books,
     participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants))
   state = recovery.recovered(duo.machine.snapshot(), [outcome])
-  machine = syncer.SyncerMachine.restore(
+  machine = syncer_machine.SyncerMachine.restore(
     duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), state)
   machine.check()
   assert machine.snapshot()['norms'] == [[]]

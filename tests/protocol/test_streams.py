@@ -7,21 +7,21 @@ import pytest
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import events
 from diloco_jax.protocol import messages
-from diloco_jax.protocol import streams
-from diloco_jax.sim import engine
+from diloco_jax.protocol.syncer import shards
+from diloco_jax.proof.sim import engine
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   connect, contribution, joined, merge_done, new_learner, progress, received, train,
 )
 
 MS = engine.MS
-Lease = streams.Lease
+Lease = shards.Lease
 TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'streams': 2}
 
 
-def books(count: int = 3, **committed: int) -> streams.Streams:
+def books(count: int = 3, **committed: int) -> shards.Streams:
   """Streams of which some are committed (v0=5: stream 0, its first five batches) for fragment 0."""
-  made = streams.Streams(count, fragments=2)
+  made = shards.Streams(count, fragments=2)
   for name, cursor in committed.items():
     move(made, int(name[1:]), cursor)
   return made
@@ -32,7 +32,7 @@ def said(stream: int, cursor: int, fragment: int = 0, steps: int = 1) -> message
     contribution(stream=stream), cursor=cursor, fragment=fragment, steps=steps)
 
 
-def move(made: streams.Streams, stream: int, cursor: int, fragment: int = 0) -> None:
+def move(made: shards.Streams, stream: int, cursor: int, fragment: int = 0) -> None:
   made.merge(99, fragment, [('l0', said(stream, cursor, fragment))])
   made.end(99, (), made=True)
 
@@ -124,9 +124,9 @@ def test_books_know_how_an_outer_step_under_way_ends():
   made = books(2, v1=3)
   made.merge(4, 1, [('l0', said(0, 6))])
   before = made.snapshot()
-  assert streams.ended(before, 4, 2, (), made=False)['merged'] == before['merged']
-  assert streams.ended(before, 4, 2, (), made=True)['merged'] == [[0, [0, 6]], [1, [3, 0]]]
-  assert streams.ended(before, 4, 2, (), made=True)['moves'] == []
+  assert shards.ended(before, 4, 2, (), made=False)['merged'] == before['merged']
+  assert shards.ended(before, 4, 2, (), made=True)['merged'] == [[0, [0, 6]], [1, [3, 0]]]
+  assert shards.ended(before, 4, 2, (), made=True)['moves'] == []
 
 
 def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():

@@ -11,11 +11,17 @@ from typing import Any, Iterator
 
 import pytest
 
-from diloco_jax.protocol import actions, connection, events, learner, messages, syncer, tape
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.tape import tape
 from diloco_jax.protocol import config as config_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
-MACHINES = (syncer.SyncerMachine, learner.LearnerMachine)
+MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)
 # Of others, never sent alone.
 PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}
 

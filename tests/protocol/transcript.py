@@ -15,14 +15,16 @@ A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` 
     fail                          the next outer step is not finite
     ledger                        the newest one
 
-What happened is told by sim/story.py, one line per action: milliseconds, who, what.
+What happened is told by proof/sim/narrate.py, one line per action: milliseconds, who, what.
 """
 
 from typing import Any
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.sim import engine, processes, story
-from diloco_jax.sim import world as world_lib
+from diloco_jax.proof.sim import engine
+from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import narrate
+from diloco_jax.proof.sim import world as world_lib
 
 MS = engine.MS
 LINK = ('up', 'down', 'bulk')
@@ -65,7 +67,7 @@ class Script:
     match verb, plain:
       case 'run', []:
         config = protocol_config(**{k: int(v) for k, v in options.items()})
-        self._world = world_lib.World(config, watchers=[story.Story(self._tell)])
+        self._world = world_lib.World(config, watchers=[narrate.Story(self._tell)])
       case 'start', [name, *how]:
         self._start(name, how, options)
       case 'set', [name]:

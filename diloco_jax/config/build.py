@@ -1,0 +1,124 @@
+"""From a config to the objects that learner and syncer must build alike.
+
+The layout of fragments, the codecs and the outer optimizer follow from the config and the shapes of
+the model alone, so no process tells them to another; the agreement text says what they follow from,
+and its digest of the layout proves that both came to the same.
+"""
+
+import dataclasses
+import socket
+import zlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.numerics import codecs
+from diloco_jax.numerics import fragments
+from diloco_jax.numerics import merge
+from diloco_jax.numerics import outer
+from diloco_jax.protocol import agreement
+from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.config import run_config
+from diloco_jax.train import model as model_lib
+from diloco_jax.train import moments
+from diloco_jax.train import optimizer
+
+CRC_CHUNK_BYTES = 1 << 20
+
+MERGES = {'rda': merge.rda, 'avg': merge.avg}
+
+
+@dataclasses.dataclass(frozen=True)
+class Assembly:
+  """What a config means, worked out once per process."""
+
+  config: run_config.Config
+  protocol: protocol_config.ProtocolConfig
+  shapes: Any  # the model's parameters as ShapeDtypeStructs
+  layout: fragments.Layout
+  codec_up: codecs.Codec
+  codec_down: codecs.Codec
+  agreement: str
+
+  @property
+  def payload_bytes(self) -> tuple[int, ...]:
+    """Size of each fragment's pseudo-gradient on the wire."""
+    layout = self.layout
+    return tuple(
+      self.codec_up.encoded_size(layout.size(p)) for p in range(layout.num_fragments)
+    )
+
+  @property
+  def parameters(self) -> int:
+    return sum(self.layout.parameters(p) for p in range(self.layout.num_fragments))
+
+  @property
+  def max_payload_bytes(self) -> int:
+    """The largest payload that either side may announce: the inner optimizer's state of a donor, or
+    a whole fragment in float32."""
+    fragments_ = (self.layout.size(p) for p in range(self.layout.num_fragments))
+    return max(4 * max(fragments_), self.moments_bytes)
+
+  @property
+  def moments_bytes(self) -> int:
+    """Of the inner optimizer's state: what a donation takes."""
+    tx = optimizer.make_optimizer(self.config.optimizer, self.config.train.steps)
+    return moments.size_bytes(jax.eval_shape(tx.init, self.shapes))
+
+  def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
+    """Merge rules by label, then the optax transform, for fragment p."""
+    sync = self.config.sync
+    vocabulary = MERGES[sync.embedding_merge]()
+    rules = {'body': MERGES[sync.merge](), 'embedding': vocabulary, 'head': vocabulary}
+    rule = merge.by_label(rules, fragments.labels(self.layout, p))
+    momentum = sync.outer_momentum if sync.outer == 'nesterov' else 0.0
+    return outer.outer_optimizer(rule, outer.sgd_nesterov(sync.outer_lr, momentum))
+
+
+def assemble(config: run_config.Config) -> Assembly:
+  """Works out a validated config. Raises ValueError if the model has too few tensors for P."""
+  shapes = jax.eval_shape(lambda: model_lib.init_params(config.model, config.train.seed))
+  layout = fragments.make_layout(
+    config.sync.fragmentation, shapes, config.sync.fragments, model_lib.label
+  )
+  return Assembly(
+    config=config,
+    protocol=config.protocol(),
+    shapes=shapes,
+    layout=layout,
+    codec_up=codecs.get(config.sync.codec_up),
+    codec_down=codecs.get(config.sync.codec_down),
+    agreement=agreement.encode({**config.agreement(), 'layout': layout.digest()}),
+  )
+
+
+def identity(
+  assembled: Assembly, learner: str, nonce: int, pid: int, seed: int
+) -> learner_machine.Identity:
+  """Who a learner process is; `nonce` names the process, `seed` jitters its redials."""
+  return learner_machine.Identity(
+    learner=learner, nonce=nonce, agreement=assembled.agreement, host=socket.gethostname(),
+    pid=pid, seed=seed,
+  )
+
+
+def announce(data: memoryview) -> messages.Payload:
+  """Size and CRC-32 of bytes about to be sent, in pieces so that the GIL is held briefly."""
+  crc = 0
+  for start in range(0, len(data), CRC_CHUNK_BYTES):
+    crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)
+  return messages.Payload(size_bytes=len(data), crc32=crc)
+
+
+def host_bytes(array: jax.Array) -> memoryview:
+  """The bytes of a uint8 array on the host; waits for the device without holding the GIL."""
+  return memoryview(np.asarray(array)).cast('B')
+
+
+def as_int(digest: jax.Array) -> int:
+  """The digest's two uint32 as one integer."""
+  low, high = (int(word) for word in np.asarray(digest))
+  return high << 32 | low

@@ -1,0 +1,144 @@
+"""One child process of the supervisor: started, listened to, and gone when it has to be.
+
+A child gets a session of its own, so that Ctrl-C in a terminal reaches only the supervisor, which
+decides who ends and in which order, and so that SIGKILL can go to everything the child started. It
+dies with the supervisor, even if that is killed (die_with_parent.py). Its output, line by line, goes into
+WORKDIR/logs/NAME.log and to whoever listens.
+"""
+
+import asyncio
+import os
+import pathlib
+import signal
+import sys
+import time
+from typing import Callable, Mapping, Sequence
+
+import psutil
+
+_TETHER = pathlib.Path(__file__).with_name('die_with_parent.py')
+_READ_BYTES = 1 << 16
+_MAX_LINE_BYTES = 1 << 16
+_DRAIN_S = 1.0
+
+Listen = Callable[[str, str], None]
+"""Called with the child's name and one line of its output."""
+
+
+class Child:
+  """A process that is running or has ended. Made by `start`."""
+
+  def __init__(self, name: str, process: asyncio.subprocess.Process, log: pathlib.Path,
+               listen: Listen):
+    self.name = name
+    self.started_s = time.monotonic()
+    self.last_error = ''
+    self._process = process
+    self._listen = listen
+    self._log = open(log, 'ab', buffering=0)
+    self._relay = asyncio.create_task(self._relay_output())
+
+  @property
+  def pid(self) -> int:
+    return self._process.pid
+
+  @property
+  def running(self) -> bool:
+    return self._process.returncode is None
+
+  def begin(self) -> None:
+    """Tells it that its turn has come (standby.py); its life begins now."""
+    self.started_s = time.monotonic()
+    self.thaw()
+    self._process.stdin.write(b'\n')
+    self._process.stdin.close()
+
+  async def wait(self) -> int:
+    """The exit code; negative: the number of the signal that ended it. The group is gone too."""
+    code = await self._process.wait()
+    self._signal_group(signal.SIGKILL)  # what it started does not outlive it
+    await asyncio.wait([self._relay], timeout=_DRAIN_S)
+    self._relay.cancel()
+    self._log.close()
+    return code
+
+  def freeze(self) -> None:
+    """It stands still, and what it started with it: alive, silent, its sockets open."""
+    if self.running:
+      self._signal_group(signal.SIGSTOP)
+
+  def thaw(self) -> None:
+    """It goes on where it was frozen, or just goes on."""
+    if self.running:
+      self._signal_group(signal.SIGCONT)
+
+  def terminate(self) -> None:
+    """Asks it to end in an orderly way; it is thawed, since a frozen process hears nothing."""
+    if self.running:
+      self.thaw()
+      self._process.send_signal(signal.SIGTERM)
+
+  def kill(self) -> None:
+    """Ends it and everything it started, now."""
+    if self.running:
+      for process in _descendants(self.pid):
+        _kill(process)
+      self._signal_group(signal.SIGKILL)
+
+  def _signal_group(self, number: int) -> None:
+    try:
+      os.killpg(self.pid, number)
+    except (ProcessLookupError, PermissionError):
+      pass
+
+  async def _relay_output(self) -> None:
+    rest = b''
+    while data := await self._process.stdout.read(_READ_BYTES):
+      *lines, rest = (rest + data).split(b'\n')
+      for line in lines:
+        self._line(line)
+      if len(rest) > _MAX_LINE_BYTES:
+        self._line(rest)
+        rest = b''
+    if rest:
+      self._line(rest)
+
+  def _line(self, line: bytes) -> None:
+    try:
+      self._log.write(line + b'\n')
+    except OSError:
+      pass  # a full disk must not stop a run
+    text = line.decode(errors='replace').rstrip('\r')
+    if text.startswith('error: '):
+      self.last_error = text.removeprefix('error: ')
+    self._listen(self.name, text)
+
+
+async def start(name: str, command: Sequence[str], environment: Mapping[str, str],
+                log: pathlib.Path, listen: Listen, cpus: Sequence[int] = (),
+                stands_by: bool = False) -> Child:
+  """Starts a child, on `cpus` only if any are given; `stands_by`: it waits for `begin`. OSError if
+  that fails."""
+  log.parent.mkdir(parents=True, exist_ok=True)
+  process = await asyncio.create_subprocess_exec(
+    sys.executable, '-I', '-S', str(_TETHER), str(os.getpid()),
+    ','.join(map(str, cpus)) or 'all', *command,
+    env=dict(environment), start_new_session=True,
+    stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
+    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+  )
+  return Child(name, process, log, listen)
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+  try:
+    return psutil.Process(pid).children(recursive=True)
+  except psutil.Error:
+    return []
+
+
+def _kill(process: psutil.Process) -> None:
+  try:
+    process.kill()
+  except psutil.Error:
+    pass

@@ -1,0 +1,234 @@
+"""The processes of a run: from flags to a node on gRPC, and from its end to an exit code.
+
+What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a
+folder that cannot be written or that another syncer has, a config that does not fit the model, a
+checkpoint of another model, a damaged log. A failing or full disk ends it in 74 (program.py).
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+from typing import Callable, Iterator
+
+import jax
+
+from diloco_jax.transport import link
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import members
+from diloco_jax.learner import baseline
+from diloco_jax.config import build
+from diloco_jax.config import run_config
+from diloco_jax.storage import files
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import grpc_server
+from diloco_jax.launch import program
+from diloco_jax.learner import process as learner_process
+from diloco_jax.report import records as records_lib
+from diloco_jax.launch import standby
+from diloco_jax.report import startup
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import global_model as global_model_lib
+
+FILE = 'file:'
+SPARE_SESSIONS = 8
+_SYNCER_SAFE = (
+  'Every outer step that anybody has heard of is in its log: started again, it goes on from there, '
+  'and learners send again what was not merged. If its disk is full, make space first.'
+)
+_LEARNER_SAFE = (
+  'What was merged and its last checkpoint are safe: started again, it goes on from there; the '
+  'steps since are lost with it.'
+)
+
+
+def syncer(
+  config: run_config.Config, workdir: str, host: str, port: int, stands_by: bool = False
+) -> int:
+  """Runs the syncer process; the exit code.
+
+  `stands_by`: it compiles what it will need, touches nothing of the run, and begins once a line
+  comes on standard input (standby.py); if that is closed nobody wants it and it ends with 0.
+  """
+  _prepare_jax(1)
+  with program.never_retry(ValueError):
+    assembled = build.assemble(config)
+  theta = global_model_lib.Theta(assembled)
+  if stands_by:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for the syncer that has the run
+    theta.warm_up()
+    theta.forget()
+    print(f'{standby.LINE}: ready to take over', flush=True)
+    if not sys.stdin.readline():
+      return 0
+  folder, records = _open(workdir, 'syncer')
+  startup.reached(records, 'assembled')
+  inbox = loop.Inbox()
+  limits = link.Limits(
+    max_payload_bytes=assembled.max_payload_bytes,
+    max_open_transfers=_open_transfers(config), donation_bytes_per_s=_donor_rate(config),
+    max_sessions=config.sync.learners + SPARE_SESSIONS,
+  )
+
+  def listen(post, payloads):
+    with program.never_retry(ValueError, OSError):
+      transport = grpc_server.GrpcSyncerTransport(f'{host}:{port}', post, payloads, limits)
+      _write_address(folder, f'{host}:{transport.port}')
+    records.say(f'syncer listens on {host}:{transport.port}')
+    return transport
+
+  with (
+    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
+          _SYNCER_SAFE, program.DISK_FAILED), program.log_failures(),
+    program.never_retry(ValueError, files.DirectoryError),
+    _asks(lambda: inbox.post(events.TakeSnapshot())),
+  ):
+    result = syncer_process.run(assembled, theta, folder, inbox, listen, records)
+  return _end(result, records)
+
+
+def learner(config: run_config.Config, workdir: str, learner_id: str, address: str) -> int:
+  """Runs a learner process; the exit code."""
+  if not members.ID.fullmatch(learner_id):
+    raise program.NeverRetry(
+      f'--learner_id={learner_id!r}: use up to 63 of a-z 0-9 _ -, a letter or digit first'
+    )
+  _prepare_jax(config.mesh.num_devices)
+  folder, records = _open(workdir, learner_id)
+  with program.never_retry(ValueError):
+    assembled = build.assemble(config)
+    devices = jax.local_devices()
+    island = learner_process.make_island(assembled, folder, learner_id, devices)
+  if address == 'none':
+    stopped = threading.Event()
+    with (
+      stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
+      program.never_retry(ValueError),
+    ):
+      return _end(baseline.run(config, island, records, stopped.is_set), records)
+  inbox = loop.Inbox()
+  limits = link.Limits(
+    max_payload_bytes=assembled.max_payload_bytes, max_open_transfers=_open_transfers(config),
+    donation_bytes_per_s=_donor_rate(config),
+  )
+
+  def connect(post, payloads):
+    return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
+
+  with (
+    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
+          _LEARNER_SAFE),
+    program.never_retry(),
+  ):
+    result = learner_process.run(assembled, island, folder, learner_id, inbox, connect, records)
+  return _end(result, records)
+
+
+def _open_transfers(config: run_config.Config) -> int:
+  """A joiner gets every fragment at once, and new versions on top; their announcements may be read
+  later than their bytes, since the two travel on streams of their own."""
+  return 2 * config.sync.fragments + SPARE_SESSIONS
+
+
+def _donor_rate(config: run_config.Config) -> int:
+  """In bytes a second."""
+  return config.sync.donor_rate_mib_s << 20
+
+
+def _prepare_jax(devices: int) -> None:
+  """Emulated devices as the mesh needs them, and no free-running dispatch on CPU: data-parallel
+  steps on emulated devices have been seen to abort when the host ran ahead of them."""
+  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
+    jax.config.update('jax_num_cpu_devices', devices)
+  jax.config.update('jax_cpu_enable_async_dispatch', False)
+
+
+def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+  folder = pathlib.Path(workdir).absolute()
+  try:
+    return folder, records_lib.Recorder(folder, name)
+  except OSError as error:
+    raise program.NeverRetry(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a '
+      'folder that this user may write to.'
+    ) from error
+
+
+def _write_address(folder: pathlib.Path, address: str) -> None:
+  """Atomically, so that nobody reads half of it."""
+  path = folder / 'syncer' / 'address'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_suffix('.new')
+  temporary.write_text(address + '\n')
+  temporary.replace(path)
+
+
+def _resolver(address: str) -> Callable[[], str]:
+  if not address.startswith(FILE):
+    with program.never_retry(ValueError):
+      grpc_client.grpc_session.check_loopback(address)
+    return lambda: address
+  path = pathlib.Path(address.removeprefix(FILE))
+  return lambda: path.read_text().strip()
+
+
+@contextlib.contextmanager
+def stops(
+  stop: Callable[[str], None], drain_s: float, safe: str, code: int = program.NOT_IN_TIME
+) -> Iterator[None]:
+  """SIGTERM and Ctrl-C end the process in order, a second one ends it at once.
+
+  Args:
+    stop: asks it to end; called with the reason, in the main thread, between any two instructions.
+    drain_s: what it may take for that. Then it ends anyway, with exit code `code`.
+    safe: what is safe in that case, in words.
+  """
+  seen: list[threading.Timer] = []
+
+  def give_up(name: str) -> None:
+    print(f'error: asked to end by {name} and not done within {drain_s:g} s, so it ends as it is. '
+          f'{safe}', file=sys.stderr, flush=True)
+    os._exit(code)
+
+  def handle(number: int, frame: object) -> None:
+    del frame
+    if seen:
+      os._exit(128 + number)
+    name = signal.Signals(number).name
+    seen.append(threading.Timer(drain_s, give_up, [name]))
+    seen[0].daemon = True
+    seen[0].start()
+    stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
+
+  before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield
+  finally:
+    for timer in seen:
+      timer.cancel()
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _asks(take_snapshot: Callable[[], None]) -> Iterator[None]:
+  """SIGUSR1 asks for a snapshot of the whole run."""
+  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGUSR1, before)
+
+
+def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
+  records.report('exit', {'code': result.code, 'text': result.text})
+  if result.code == program.NEVER_RETRY:
+    records.close()
+    raise program.NeverRetry(result.text)
+  records.say(result.text)
+  records.close()
+  return result.code

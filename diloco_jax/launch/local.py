@@ -1,0 +1,264 @@
+"""A whole run on this machine: its folder, its programs and their environment, its end.
+
+    WORKDIR/config.json        the config, as it was started
+    WORKDIR/records/           facts of every process        (report/records.py)
+    WORKDIR/logs/              what every process said
+    WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
+    WORKDIR/tensorboard/       curves
+    WORKDIR/syncer/, islands/  checkpoints
+    WORKDIR/syncer/wal/        the log of outer steps        (syncer/outer_log.py)
+    WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
+    WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
+    WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
+"""
+
+import asyncio
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from typing import Mapping, Sequence
+
+from diloco_jax.protocol import agreement
+from diloco_jax.launch import kill_plan
+from diloco_jax.config import run_config
+from diloco_jax.storage import files
+from diloco_jax.launch import program
+from diloco_jax.report import live
+from diloco_jax.report import records as records_lib
+from diloco_jax.report import summary as summary_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import run_state as run_state_lib
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+SUPERVISOR = 'supervisor'
+ADDRESS = 'syncer/address'
+_ERROR = 'error: '
+
+# glibc gives freed pages back and takes fresh ones, page fault by page fault; for buffers that come
+# and go with every fragment that costs more than the arithmetic. 32 MiB is the largest threshold
+# that it accepts.
+_MALLOC = {
+  'MALLOC_MMAP_THRESHOLD_': str(32 << 20),
+  'MALLOC_TRIM_THRESHOLD_': str(1 << 30),
+  'MALLOC_TOP_PAD_': str(16 << 20),
+}
+
+
+def open_workdir(config: run_config.Config, workdir: pathlib.Path | None,
+                 resume: bool, restored: bool = False) -> pathlib.Path:
+  """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
+  to a snapshot, perhaps with other learners. Raises ValueError."""
+  if workdir is None:
+    if resume or restored:
+      flag = '--restore' if restored else '--resume'
+      raise ValueError(f'{flag} needs --workdir=DIR, the run to go on with')
+    workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
+  workdir = workdir.absolute()
+  if resume or restored:
+    _check_same_run(config, workdir, restored)
+  elif workdir.is_dir() and any(workdir.iterdir()):
+    raise ValueError(f'{workdir} holds a run already: go on with it (--resume), or choose another '
+                     '--workdir')
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / ADDRESS).unlink(missing_ok=True)  # of a run that has ended
+    (workdir / run_config.FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+  except OSError as error:
+    raise ValueError(
+      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
+    ) from None
+  return workdir
+
+
+def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
+  """Brings the run in a folder back to a snapshot (restore.py, a process of its own: it uses jax)
+  and says what it did. `open_workdir` with `restored` is to follow.
+
+  Raises:
+    ValueError: it cannot; nothing was changed.
+    DiskFailed: the disk failed on the way; to be done again.
+  """
+  if not (workdir / run_config.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir} to restore')
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax.launch.restore', str(workdir.absolute()), which],
+    env=environment(1), input=json.dumps(config.to_dict()), stdout=subprocess.PIPE, text=True,
+    check=False,
+  )
+  *lines, last = done.stdout.splitlines() or ['']
+  for line in (*lines, last):
+    if not line.startswith(_ERROR):
+      print(line, flush=True)
+  if done.returncode:
+    text = last.removeprefix(_ERROR) or f'the restore ended with exit code {done.returncode}'
+    raise (program.DiskFailed if done.returncode == program.DISK_FAILED else ValueError)(text)
+
+
+def _check_same_run(
+  config: run_config.Config, workdir: pathlib.Path, restored: bool = False
+) -> None:
+  """`restored`: it was brought back, and what may differ then was looked at (restore.py)."""
+  path = workdir / run_config.FILE
+  if not path.is_file():
+    raise ValueError(f'there is no run in {workdir} to go on with; leave --resume out to start one')
+  if restored:
+    return
+  before = run_config.Config.from_dict(json.loads(path.read_text())).agreement()
+  found = agreement.differences(
+    agreement.encode(config.agreement()), agreement.encode(before)
+  )
+  if found:
+    raise ValueError(f'the run in {workdir} was started with another config: {"; ".join(found)}; '
+                     'start it with its own, or choose another --workdir')
+
+
+def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+  """The environment of a process with so many emulated devices; what the user has set stays."""
+  cache = _ROOT / '.cache' / 'jax'
+  ours = {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+    'TF_CPP_MIN_LOG_LEVEL': '2',
+    'GRPC_VERBOSITY': 'ERROR',
+    **_MALLOC,
+  }
+  path = os.pathsep.join(filter(None, [str(_ROOT), base.get('PYTHONPATH', '')]))
+  return {**ours, **base, 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1',
+          'PYTHONPATH': path}
+
+
+def available_cpus() -> list[int]:
+  """The CPUs that this process may use; none where the system does not tell."""
+  if not hasattr(os, 'sched_getaffinity'):
+    return []
+  return sorted(os.sched_getaffinity(0))
+
+
+def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
+  """Which CPUs each learner gets: an island has hardware of its own.
+
+  Left to themselves, four learners of two emulated devices on two cores take turns as the scheduler
+  likes, and some steps take four times as long as others.
+
+  >>> share_cpus(4, [0, 1])
+  [[0], [1], [0], [1]]
+  >>> share_cpus(2, [0, 1, 2, 3])
+  [[0, 1], [2, 3]]
+  """
+  if not cpus:
+    return [()] * learners
+  if learners >= len(cpus):
+    return [[cpus[index % len(cpus)]] for index in range(learners)]
+  return [
+    list(cpus[index * len(cpus) // learners : (index + 1) * len(cpus) // learners])
+    for index in range(learners)
+  ]
+
+
+def programs(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+             alone: bool, standby: bool = True) -> list[supervisor_lib.Program]:
+  """The programs of a run; `alone`: one learner and no syncer; `standby`: a second process of the
+  syncer stands by."""
+  common = [*config_flags, f'--workdir={workdir}']
+  # Learners read the address at every dial, so nobody waits for the syncer's start, and one that is
+  # started again may listen on another port.
+  address = 'none' if alone else f'file:{workdir / ADDRESS}'
+
+  names = run_config.learner_ids(1 if alone else config.sync.learners)
+  shares = dict(zip(names, share_cpus(len(names), available_cpus())))
+
+  def learner(name: str) -> supervisor_lib.Program:
+    return supervisor_lib.Program(
+      name=name, environment=environment(config.mesh.num_devices), cpus=shares[name],
+      command=[sys.executable, '-m', 'experiments.learner', *common, f'--learner_id={name}',
+               f'--syncer={address}'],
+    )
+
+  if alone:
+    return [learner(names[0])]
+  command = [sys.executable, '-m', 'experiments.syncer', *common, '--port=0']
+  syncer = supervisor_lib.Program(
+    name=supervisor_lib.SYNCER, environment=environment(1), command=command,
+    standby=[*command, '--standby'] if standby else (),
+  )
+  return [syncer, *(learner(name) for name in names)]
+
+
+def run(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+        alone: bool = False, single: bool = False, standby: bool = True) -> int:
+  """Runs to the end, writes the report, prints the summary; the exit code."""
+  print(f'run {config.name} in {workdir}', flush=True)
+  started_s = time.monotonic()
+  if single:
+    if config.chaos.enabled and config.chaos.kills:
+      print('no chaos: with --controller=single there is no process to kill', flush=True)
+    code, text, interrupted = _run_single(config, workdir)
+    fates = {}
+  else:
+    outcome = _run_processes(config, workdir, config_flags, alone, standby)
+    code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
+  if code == program.NEVER_RETRY:
+    raise program.NeverRetry(text)
+  summary = summary_lib.write(config, workdir, fates, time.monotonic() - started_s,
+                         plot=not interrupted)
+  print(summary_lib.text(summary, workdir))
+  if code:
+    print(f'{text}; go on with: --resume --workdir={workdir}', file=sys.stderr)
+  return code
+
+
+def _run_processes(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
+                   alone: bool, standby: bool) -> supervisor_lib.Outcome:
+  names = run_config.learner_ids(1 if alone else config.sync.learners)
+  display = live.make()
+  recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
+  supervisor = supervisor_lib.Supervisor(
+    programs(config, workdir, config_flags, alone, standby), workdir,
+    run_state_lib.RunView(names, config.train.steps, syncer=not alone), recorder,
+    kills=() if alone else kill_plan.plan(config.chaos, names),
+    listen=display.listen, tick=display.tick,
+  )
+  try:
+    return asyncio.run(_in_loop(supervisor))
+  finally:
+    display.close()
+    recorder.close()
+
+
+async def _in_loop(supervisor: supervisor_lib.Supervisor) -> supervisor_lib.Outcome:
+  return await supervisor.run()
+
+
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, str, bool]:
+  """All nodes in this process; the exit code, one line, and whether somebody interrupted."""
+  os.environ.update(environment(config.mesh.num_devices * config.sync.learners))
+  from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
+
+  with program.never_retry():
+    controller = one_process.SingleController(
+      config, workdir, lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
+    )
+  interrupts = []
+
+  def interrupt(number: int, frame) -> None:
+    del number, frame
+    interrupts.append(time.monotonic())
+    if len(interrupts) > 1:
+      os._exit(program.INTERRUPTED)  # threads in the middle of a step do not listen
+    controller.stop('interrupted')
+
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, interrupt)
+  controller.start()
+  with program.log_failures(), program.never_retry(files.DirectoryError):
+    exits = controller.join()
+  if interrupts:
+    return program.INTERRUPTED, 'interrupted', True
+  worst = max(exits.values(), key=lambda item: item.code)
+  return worst.code, worst.text, False

@@ -1,0 +1,132 @@
+"""Single-controller mode: one process drives the syncer and every island, as Pathways does.
+
+Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
+CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
+For tests, notebooks and `experiments/local.py --controller=single`.
+"""
+
+import contextlib
+import functools
+import pathlib
+import threading
+from typing import Callable
+
+import jax
+
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.config import build
+from diloco_jax.config import run_config
+from diloco_jax.transport import in_process
+from diloco_jax.learner import process as learner_process
+from diloco_jax.report import records as records_lib
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.train import data
+from diloco_jax.train import mesh as mesh_lib
+
+MakeRecorder = Callable[[str], records_lib.Recorder]
+
+
+class SingleController:
+  """A syncer and M learners as threads of this process.
+
+  Args:
+    config: a validated config.
+    workdir: checkpoints go there; a run that it holds is continued.
+    make_recorder: name of a node ('syncer', 'l0', ...) -> where its facts go.
+    devices: what the islands share; default all.
+
+  Raises:
+    ValueError: the devices do not make M meshes of the config's shape.
+  """
+
+  def __init__(
+    self, config: run_config.Config, workdir: pathlib.Path, make_recorder: MakeRecorder,
+    devices: list[jax.Device] | None = None,
+  ):
+    self._assembled = build.assemble(config)
+    self._workdir = workdir
+    self._make_recorder = make_recorder
+    self._hub = in_process.InProcessHub()
+    names = run_config.learner_ids(config.sync.learners)
+    needed = config.mesh.num_devices * len(names)
+    devices = list(jax.devices() if devices is None else devices)
+    if len(devices) < needed:
+      raise ValueError(
+        f'{len(names)} learners with meshes of {config.mesh.num_devices} devices need {needed} '
+        f'devices, there are {len(devices)}: set JAX_NUM_CPU_DEVICES={needed} or lower '
+        'sync.learners'
+      )
+    self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
+    self._inboxes = {name: loop.Inbox() for name in ('syncer', *names)}
+    self._exits: dict[str, actions.Exit | BaseException] = {}
+    self._threads: list[threading.Thread] = []
+
+  def start(self) -> None:
+    """Starts every node on a thread of its own."""
+    corpus = data.load_corpus(self._assembled.config.data.corpus)
+    listening = threading.Event()
+
+    def make_syncer_transport(post, payloads):
+      transport = self._hub.syncer_transport(post, payloads)
+      listening.set()
+      return transport
+
+    def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
+      return syncer_process.run(
+        self._assembled, global_model_lib.Theta(self._assembled), self._workdir, self._inboxes['syncer'],
+        make_syncer_transport, recorder,
+      )
+
+    def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
+      island = learner_process.make_island(
+        self._assembled, self._workdir, name, self._islands[name], corpus
+      )
+      return learner_process.run(
+        self._assembled, island, self._workdir, name, self._inboxes[name],
+        self._hub.learner_transport, recorder, own_process=False,
+      )
+
+    self._start('syncer', run_syncer)
+    for name in self._islands:
+      self._start(name, functools.partial(run_learner, name))
+
+  def _start(self, name: str, run: Callable[[records_lib.Recorder], actions.Exit]) -> None:
+    def guarded() -> None:
+      try:
+        with contextlib.closing(self._make_recorder(name)) as recorder:
+          self._exits[name] = run(recorder)
+      except BaseException as error:  # kept for `join`, which raises it where somebody looks
+        self._exits[name] = error
+        self.stop(f'{name} failed')
+
+    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    self._threads.append(thread)
+    thread.start()
+
+  def stop(self, reason: str) -> None:
+    """Asks every node to end at its next boundary; safe to call from a signal handler."""
+    for inbox in self._inboxes.values():
+      inbox.post(events.Stop(reason=reason))
+
+  def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
+    """Waits for every node; raises what any of them raised, TimeoutError if they do not end."""
+    for thread in self._threads:
+      thread.join(timeout_s)
+      if thread.is_alive():
+        raise TimeoutError(f'{thread.name} has not ended within {timeout_s} s')
+    for result in self._exits.values():
+      if isinstance(result, BaseException):
+        raise result
+    return self._exits
+
+
+def run(
+  config: run_config.Config, workdir: pathlib.Path, make_recorder: MakeRecorder,
+) -> dict[str, actions.Exit]:
+  """Runs a whole experiment in this process; the exit of every node by name."""
+  controller = SingleController(config, workdir, make_recorder)
+  controller.start()
+  return controller.join()

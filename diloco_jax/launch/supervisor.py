@@ -1,0 +1,375 @@
+"""Starts the processes of a local run, restarts what falls, kills by plan, leaves nothing behind.
+
+The life of a program under the supervisor::
+
+    waiting --the run begins--> running
+    running --exit 0--> done
+    running --exit 42--> refused              never retried; the others go on
+    running --anything else--> down --back-off--> running
+    running --brought down on purpose--> down --the pause asked for--> running
+    down --MAX_SHORT_LIVES short lives in a row--> failed
+
+A program may have a process that stands by (standby.py) once its present life has made an outer
+step; if that one is ready it is the next life, and after a first fall it begins without a pause.
+
+The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
+still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
+later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once. `retire` ends a
+run in order: the learners leave, and the syncer, which has heard them all, ends after them.
+
+Faults are injected from outside: by a plan in shares of progress (kill_plan.py), or by nemesis.py with
+`child`, `bring_down` and `add`.
+
+It knows nothing of jax: it starts programs, and reads their records (report/run_state.py).
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import random
+import signal
+import time
+from typing import Callable, Mapping, Sequence
+
+from diloco_jax.launch import kill_plan as kill_plan_lib
+from diloco_jax.launch import children
+from diloco_jax.launch import program as program_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.launch import standby
+from diloco_jax.report import run_state as run_state_lib
+
+SYNCER = 'syncer'
+FINISH_S = 30.0
+STOP_S = 8.0
+TICK_S = 0.25
+SHORT_LIFE_S = 20.0
+MAX_SHORT_LIVES = 5
+_BACKOFF_S = (0.5, 30.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+  """A program to keep running; `cpus`: where it may run, () for everywhere; `standby`: the command
+  of a process that stands by for it, () for none."""
+
+  name: str
+  command: Sequence[str]
+  environment: Mapping[str, str]
+  cpus: Sequence[int] = ()
+  standby: Sequence[str] = ()
+
+
+@dataclasses.dataclass(slots=True)
+class Fate:
+  """What became of a program: its state (top of this file), lives and time without a process."""
+
+  state: str = 'waiting'
+  starts: int = 0
+  kills: int = 0
+  last_error: str = ''
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """How a run ended: the exit code to give, one line, and each program's fate."""
+
+  code: int
+  text: str
+  fates: dict[str, Fate]
+  interrupted: bool
+
+
+def backoff_s(failures: int, draw: random.Random) -> float:
+  """Pause before a restart after so many failures in a row: doubling, capped, half of it random."""
+  longest = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** (failures - 1))
+  return longest * (0.5 + 0.5 * draw.random())
+
+
+class Supervisor:
+  """Runs programs to their end. `listen` gets every line of output, `tick` the view, regularly."""
+
+  def __init__(
+    self,
+    programs: Sequence[Program],
+    workdir: pathlib.Path,
+    view: run_state_lib.RunView,
+    recorder: records_lib.Recorder,
+    kills: Sequence[kill_plan_lib.Kill] = (),
+    listen: children.Listen = lambda name, line: None,
+    tick: Callable[[run_state_lib.RunView], None] = lambda view: None,
+    finish_s: float = FINISH_S,
+    stop_s: float = STOP_S,
+  ):
+    self._programs = {program.name: program for program in programs}
+    self._learners = [name for name in self._programs if name != SYNCER]
+    self._workdir = workdir
+    self._view = view
+    self._recorder = recorder
+    self._kills = list(kills)
+    self._listen, self._tick = listen, tick
+    self._finish_s, self._stop_s = finish_s, stop_s
+    self._tails = records_lib.TailAll(workdir)
+    self._running: dict[str, children.Child] = {}
+    self._standbys = standby.Standbys(
+      lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen)
+    self._keepers: dict[str, asyncio.Task] = {}
+    self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
+    self._draw = random.Random()
+    self._stopping = asyncio.Event()  # no new lives
+    self._retiring = asyncio.Event()  # no new lives of learners; set when stopping, too
+    self._interrupts = 0
+    self.fates = {name: Fate() for name in self._programs}
+
+  async def run(self) -> Outcome:
+    """Returns when every process is gone."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      loop.add_signal_handler(number, self._interrupt)
+    self._look()  # at what earlier runs in this folder have left
+    for program in list(self._programs.values()):
+      self._begin(program)
+    watcher = asyncio.create_task(self._watch())
+    try:
+      await self._until_over()
+      await self._end()
+    finally:
+      self._stop()
+      for child in list(self._running.values()):
+        child.kill()
+      watcher.cancel()
+      await asyncio.gather(watcher, return_exceptions=True)
+      await self._standbys.close()
+    for keeper in self._keepers.values():
+      keeper.result()
+    self._look()
+    return self._outcome()
+
+  # --- For whoever injects faults -----------------------------------------------------------------
+
+  def child(self, name: str) -> children.Child | None:
+    """The process that runs a program now, if one does."""
+    return self._running.get(name)
+
+  def add(self, program: Program) -> None:
+    """Runs one more learner, beside the others and like them; the run waits for its end, too."""
+    assert program.name not in self._programs, program.name
+    self._programs[program.name] = program
+    self._learners.append(program.name)
+    self.fates[program.name] = Fate()
+    self._begin(program)
+
+  def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
+    """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL; however it ends, it
+    is started again `down_s` later. False: there is none, or everything is ending."""
+    child = self._running.get(name)
+    if child is None or self._retiring.is_set():
+      return False
+    self._pauses[name] = down_s
+    self.fates[name].kills += not politely
+    self._note(name, 'down', f'{why}, back in {down_s:g} s', progress=self._view.progress)
+    if politely:
+      child.terminate()
+    else:
+      child.kill()
+    return True
+
+  def retire(self) -> None:
+    """Ends the run: every learner is asked to end; the syncer is when the last of them has."""
+    self._retiring.set()
+    for name in self._learners:
+      if name in self._running:
+        self._running[name].terminate()
+
+  # --- One program --------------------------------------------------------------------------------
+
+  def _begin(self, program: Program) -> None:
+    self._keepers[program.name] = asyncio.create_task(self._keep(program))
+
+  async def _keep(self, program: Program) -> None:
+    """Runs a program, life after life, until its fate is sealed or the run stops."""
+    failures = 0
+    while not self._ending(program.name).is_set():
+      code, lived_s = await self._live(program)
+      pause_s = self._pauses.pop(program.name, None)
+      ended = code == program_lib.NEVER_RETRY or (code == 0 and pause_s is None)
+      if ended or self._ending(program.name).is_set():
+        self._seal(program.name, code)
+        return
+      failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
+      if pause_s is None:
+        if failures >= MAX_SHORT_LIVES:
+          self._note(program.name, 'failed', f'gave up after {failures} short lives in a row')
+          return
+        relieved = failures == 1 and self._standbys.ready(program.name)
+        pause_s = 0.0 if relieved else backoff_s(failures, self._draw)
+        self._note(program.name, 'down', f'{_ended(code)}; restart in {pause_s:.1f} s')
+      else:
+        failures = 0
+      await self._pause(program.name, pause_s)
+
+  async def _live(self, program: Program) -> tuple[int, float]:
+    """One life: its exit code and how long it lasted."""
+    name, fate = program.name, self.fates[program.name]
+    child = await self._standbys.take_over(name)
+    again = 'started again' if child is None else 'who stood by takes over'
+    if child is None:
+      child = await self._start(program, self._listen)
+    self._look()  # what the last life has left is not of this one
+    self._running[name] = child
+    fate.starts += 1
+    self._note(name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '',
+               pid=child.pid)
+    if self._ending(name).is_set():
+      child.terminate()
+    try:
+      code = await child.wait()
+    finally:
+      del self._running[name]
+    fate.last_error = child.last_error or fate.last_error
+    self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
+    return code, time.monotonic() - child.started_s
+
+  async def _start(
+    self, program: Program, listen: children.Listen, stands_by: bool = False
+  ) -> children.Child:
+    return await children.start(
+      program.name, program.standby if stands_by else program.command, program.environment,
+      self._workdir / 'logs' / f'{program.name}.log', listen, program.cpus, stands_by,
+    )
+
+  def _ending(self, name: str) -> asyncio.Event:
+    """Set once a process of this program is to end, however long it has lived."""
+    return self._stopping if name == SYNCER else self._retiring
+
+  def _seal(self, name: str, code: int) -> None:
+    if code == program_lib.NEVER_RETRY:
+      self._note(name, 'refused', self.fates[name].last_error or _ended(code))
+    else:
+      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _ended(code))
+
+  def _note(self, name: str, state: str, text: str, **values) -> None:
+    """A new state of a program, for the records and the view."""
+    self.fates[name].state = state
+    fact = {'name': 'process', 'child': name, 'state': state, 'text': text, **values}
+    self._view.update('supervisor', fact)
+    del fact['name']
+    self._recorder.report('process', fact)
+    if text:
+      self._listen('local', f'{name}: {text}')
+
+  async def _pause(self, name: str, seconds: float) -> None:
+    """Waits, but not beyond the end of the run."""
+    try:
+      await asyncio.wait_for(self._ending(name).wait(), seconds)
+    except TimeoutError:
+      pass
+
+  # --- The run ------------------------------------------------------------------------------------
+
+  async def _watch(self) -> None:
+    """Follows the records, carries out the chaos plan, refreshes the display."""
+    while True:
+      self._look()
+      self._tick(self._view)
+      await asyncio.sleep(TICK_S)
+
+  def _look(self) -> None:
+    for process, fact in self._tails.read():
+      if process != 'supervisor':
+        self._view.update(process, fact)
+      if fact['name'] == 'synced' and process in self._running:
+        if self._programs[process].standby:
+          self._standbys.prepare(process)
+    due, self._kills = kill_plan_lib.due(self._kills, self._view.progress)
+    for kill in due:
+      self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
+
+  async def _until_over(self) -> None:
+    """Until the syncer's fate is sealed, or no learner is left, or somebody interrupts."""
+    stop = asyncio.create_task(self._stopping.wait())
+    ends = {stop}
+    if SYNCER in self._keepers:
+      ends.add(self._keepers[SYNCER])
+    while learners := {keeper for name, keeper in self._keepers.items()
+                       if name != SYNCER and not keeper.done()}:
+      done, _ = await asyncio.wait(ends | learners, return_when=asyncio.FIRST_COMPLETED)
+      if done & ends:
+        break
+    stop.cancel()
+
+  async def _end(self) -> None:
+    """Everybody ends: by himself, asked, or killed."""
+    natural = self._is_natural_end()
+    self._stop()
+    for child in self._running.values():
+      child.thaw()
+    if natural:
+      await self._wait(self._finish_s, interrupts=0)
+    for child in list(self._running.values()):
+      child.terminate()
+    await self._wait(self._stop_s, interrupts=1)
+    for name, child in list(self._running.items()):
+      self._listen('local', f'{name}: does not end, killed')
+      child.kill()
+    await asyncio.wait(self._keepers.values())
+
+  def _is_natural_end(self) -> bool:
+    """Nobody interrupted, and somebody came to the end of the run: the others deserve patience."""
+    asked = self._interrupts or self._retiring.is_set()
+    return not asked and any(fate.state == 'done' for fate in self.fates.values())
+
+  async def _wait(self, seconds: float, interrupts: int) -> None:
+    """Until no process is left, `seconds` have passed, or there were more interrupts than that."""
+    deadline_s = time.monotonic() + seconds
+    while self._running and time.monotonic() < deadline_s and self._interrupts <= interrupts:
+      await asyncio.sleep(0.05)
+
+  def _interrupt(self) -> None:
+    self._interrupts += 1
+    if self._interrupts == 1:
+      self._listen('local', 'stopping (again: kill at once)')
+      self._stop()
+    else:
+      for child in list(self._running.values()):
+        child.kill()
+
+  def _stop(self) -> None:
+    self._stopping.set()
+    self._retiring.set()
+
+  def _outcome(self) -> Outcome:
+    syncer = self.fates.get(SYNCER)
+    learners = [self.fates[name] for name in self._learners]
+    return Outcome(**_verdict(syncer, learners, self._interrupts > 0), fates=self.fates,
+                   interrupted=self._interrupts > 0)
+
+
+def _verdict(syncer: Fate | None, learners: list[Fate], interrupted: bool) -> dict:
+  """(exit code, one line) of a run from the fates of its programs."""
+  if interrupted:
+    return {'code': program_lib.INTERRUPTED, 'text': 'interrupted'}
+  if syncer is not None and syncer.state == 'refused':
+    return {'code': program_lib.NEVER_RETRY,
+            'text': syncer.last_error or 'the syncer refused to start'}
+  if learners and all(fate.state == 'refused' for fate in learners):
+    return {'code': program_lib.NEVER_RETRY,
+            'text': learners[0].last_error or 'no learner could start'}
+  if syncer is not None and syncer.state != 'done':
+    return {'code': 1, 'text': f'the syncer {syncer.state} (its log says why)'}
+  if not any(fate.state == 'done' for fate in learners):
+    return {'code': 1, 'text': 'no learner came to its end (their logs say why)'}
+  return {'code': 0, 'text': 'done'}
+
+
+def _ended(code: int) -> str:
+  """An exit code in words.
+
+  >>> _ended(-9), _ended(3)
+  ('killed by SIGKILL', 'ended with exit code 3')
+  """
+  if code >= 0:
+    return f'ended with exit code {code}'
+  try:
+    return f'killed by {signal.Signals(-code).name}'
+  except ValueError:
+    return f'killed by signal {-code}'

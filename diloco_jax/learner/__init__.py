@@ -1,0 +1,1 @@
+"""The shell around the learner's machine: its process, threads, island and payloads."""

@@ -1,0 +1,50 @@
+"""A learner without a syncer: the data-parallel baseline, on the very same jitted step."""
+
+from typing import Callable
+
+from diloco_jax.protocol import actions
+from diloco_jax.config import run_config
+from diloco_jax.learner import work as learner_work
+from diloco_jax.report import records as records_lib
+from diloco_jax.train import island as island_lib
+
+
+def run(
+  config: run_config.Config,
+  island: island_lib.Island,
+  records: records_lib.Recorder,
+  stopping: Callable[[], bool] = lambda: False,
+) -> actions.Exit:
+  """Trains to the last step, evaluating and saving on the way; `stopping` ends it at a boundary.
+
+  A checkpoint of the island is continued.
+  """
+  restored = island.restore()
+  step = 0 if restored is None else restored.step
+  island.warm_up()
+  train = config.train
+  if restored is None:
+    _evaluate(island, records, 0)
+  steps = tokens = 0
+  while step < train.steps and not stopping():
+    result = island.step(step)
+    step, steps, tokens = step + 1, steps + 1, tokens + result.tokens
+    learner_work.record_step(records, config, step, steps, tokens, result)
+    if train.eval_every and step % train.eval_every == 0 and step < train.steps:
+      _evaluate(island, records, step)
+    if train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0:
+      island.save(step)
+  if steps:
+    island.save(step)
+    loss = _evaluate(island, records, step)
+    records.say(f'held-out loss at step {step}: {loss:.4f}')
+  island.close()
+  what = 'done' if step >= train.steps else 'stopped'
+  return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
+
+
+def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> float:
+  loss = island.evaluate()
+  records.report('eval', {'step': step, 'loss': loss, 'which': 'local'})
+  records.scalars(step, {'evaluation/loss': loss})
+  return loss

@@ -1,0 +1,72 @@
+"""A learner's work on moments: given to a joiner beside the steps, taken before the first one.
+
+Giving has a thread of its own: the step thread only dispatches the copy on the device, and the
+egress thread is not held up, whose contributions are wanted sooner.
+"""
+
+import threading
+
+import jax
+
+from diloco_jax.node import ports
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.config import build
+from diloco_jax.report import records as records_lib
+from diloco_jax.train import island as island_lib
+from diloco_jax.train import moments as moments_lib
+
+
+class Moments:
+  """ReadMoments and TakeMoments of one island; both are called on the step thread."""
+
+  def __init__(
+    self, island: island_lib.Island, post: ports.Post, payloads: ports.Payloads,
+    records: records_lib.Recorder,
+  ):
+    self._island = island
+    self._post = post
+    self._payloads = payloads
+    self._records = records
+    self._snapshot = moments_lib.snapshot
+
+  def compile(self) -> None:
+    """Ahead of use: a donor that compiled when it is asked would stand still, and be late."""
+    self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
+
+  def read(self, transfer: int) -> None:
+    """Snapshots the state as it is now; MomentsRead once it is on the host."""
+    copied = self._snapshot(self._island.moments)
+    threading.Thread(
+      target=self._bring, args=(transfer, copied), name='donation', daemon=True).start()
+
+  def _bring(self, transfer: int, copied: moments_lib.Snapshot) -> None:
+    if not bool(copied.finite):
+      self._post(events.MomentsRead(transfer=transfer, handle=None, payload=None, digest=0))
+      return
+    view = moments_lib.to_bytes(copied.moments)
+    payload = build.announce(view)
+    self._post(events.MomentsRead(
+      transfer=transfer, handle=self._payloads.put(view), payload=payload,
+      digest=moments_lib.digest(copied.digests),
+    ))
+
+  def take(self, take: actions.TakeMoments) -> None:
+    """Replaces the state if it is, on the device, what the donor had on its own."""
+    data = self._payloads.get(take.handle)
+    self._payloads.drop(take.handle)
+    self._post(events.MomentsTaken(
+      transfer=take.transfer, matched=self._replace(data, take.digest)))
+
+  def _replace(self, data: memoryview | bytes, digest: int) -> bool:
+    try:
+      given = moments_lib.from_bytes(data, self._island.moments)
+    except ValueError as error:
+      self._records.say(f'donation refused: {error}. The own moments stay.')
+      return False
+    placed = jax.tree.map(jax.device_put, given, self._island.shardings.opt_state)
+    found = moments_lib.digest(self._snapshot(placed).digests)
+    if found != digest:
+      return False
+    self._island.moments = placed
+    return True

@@ -1,0 +1,137 @@
+"""One learner: its node put together from ports, run to its end.
+
+Two threads besides those of the transport: the caller's runs the steps (work), another one the
+machine, so that heartbeats, pulls and publishes are handled while a step runs.
+"""
+
+import dataclasses
+import os
+import pathlib
+import secrets
+import threading
+from typing import Sequence
+
+import jax
+
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.config import build
+from diloco_jax.node import clock
+from diloco_jax.learner import compile_cache
+from diloco_jax.learner import work as learner_work
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.report import records as records_lib
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.storage import tapes
+from diloco_jax.train import data
+from diloco_jax.train import island as island_lib
+
+NONCE_BITS = 63
+
+
+class LearnerRecords:
+  """The learner's records, with curves of what it adopts (node.ports.Records)."""
+
+  def __init__(self, records: records_lib.Recorder):
+    self._records = records
+    self.say = records.say
+
+  def report(self, name: str, values: dict) -> None:
+    self._records.report(name, values)
+    if name == 'adopted' and not values['whole']:
+      self._records.scalars(values['step'], {
+        'diloco/inner_steps_between_syncs': values['steps_between'],
+        'diloco/staleness': values['staleness'],
+      })
+
+
+@dataclasses.dataclass
+class _Ended:
+  """What the machine's thread leaves behind."""
+
+  exit: actions.Exit | None = None
+  error: BaseException | None = None
+
+
+def make_island(
+  assembled: build.Assembly, workdir: pathlib.Path, learner_id: str,
+  devices: Sequence[jax.Device], corpus: data.Corpus | None = None,
+) -> island_lib.Island:
+  """The island of a learner, with its checkpoints under WORKDIR/islands/ID."""
+  config = assembled.config
+  return island_lib.Island(
+    model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
+    total_steps=config.train.steps, devices=devices, seed=config.train.seed,
+    checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
+    snapshot_dir=str(workdir / 'islands' / learner_id / 'snapshots'), corpus=corpus,
+  )
+
+
+def run(
+  assembled: build.Assembly,
+  island: island_lib.Island,
+  workdir: pathlib.Path,
+  learner_id: str,
+  inbox: loop.Inbox,
+  make_transport: syncer_process.MakeTransport,
+  records: records_lib.Recorder,
+  own_process: bool = True,
+) -> actions.Exit:
+  """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
+
+  A checkpoint of the island is continued: its inner optimizer and clock; fragments and data stream
+  come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
+  """
+  restored = island.restore()
+  payloads = payloads_lib.PayloadStore()
+  work = learner_work.LearnerWork(assembled, island, inbox.post, payloads, records)
+  identity = build.identity(
+    assembled, learner_id, nonce=secrets.randbits(NONCE_BITS), pid=os.getpid(),
+    seed=secrets.randbits(32),
+  )
+  start = tape_lib.Start(
+    role='learner', node=learner_id, config=assembled.protocol, identity=identity,
+    digests=work.exchange.digests() if restored is None else None,
+    snapshot=None if restored is None else restored.protocol,
+  )
+  if restored is not None:
+    records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
+  if own_process:
+    with compile_cache.turn():
+      island.warm_up()
+      work.compile_all()
+  else:  # islands of one process compile for devices of their own: nothing to share
+    threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
+    island.warm_up()
+  transport = make_transport(inbox.post, payloads)
+  tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+  node = loop.Node(
+    start.make(), inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records), tape
+  )
+  ended = _Ended()
+  thread = threading.Thread(
+    target=_run_node, args=(node, work, tape, ended), name='node', daemon=True
+  )
+  thread.start()
+  try:
+    work.run()
+    thread.join()
+  finally:
+    transport.shutdown(syncer_process.SHUTDOWN_S)
+    island.close()
+  if ended.error is not None:
+    raise ended.error
+  return ended.exit
+
+
+def _run_node(
+  node: loop.Node, work: learner_work.LearnerWork, tape: tapes.Tape, ended: _Ended
+) -> None:
+  try:
+    ended.exit = node.run()
+  except BaseException as error:  # raised again by the step thread, which must end too
+    ended.error = error
+  finally:
+    work.stop()
+    tape.close()

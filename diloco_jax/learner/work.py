@@ -1,0 +1,309 @@
+"""The work of a learner: inner steps, snapshots, adoptions and saves on one island.
+
+Two threads. The *step thread* (whoever calls `run`) takes work first in, first out and is the only
+one that touches the island: at a boundary it only dispatches what was pulled and adopted, all of it
+on the device and inside jit. The *egress thread* waits for the few results that must reach the host
+(encoded bytes, digests), announces them and posts their events, so the next step does not wait for
+a copy, a checksum or the network.
+"""
+
+from concurrent import futures
+import functools
+import queue
+import threading
+from typing import Any, Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.node import ports
+from diloco_jax.numerics import codecs
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.numerics import exchange
+from diloco_jax.numerics import fragments
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.config import build
+from diloco_jax.config import run_config
+from diloco_jax.node import failpoints
+from diloco_jax.learner import moments_work
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint
+from diloco_jax.train import island as island_lib
+from diloco_jax.train import optimizer
+
+
+# A whole fragment is its float32 values: a "delta" to zero, whatever the codec of deltas is.
+WHOLE = codecs.get('float32')
+
+
+class Exchange:
+  """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
+
+  `compile_all` compiles what every sync needs, in the order in which syncs will want it; who needs
+  a function that is not there yet waits for that one only.
+  """
+
+  def __init__(self, assembled: build.Assembly, island: island_lib.Island):
+    self._island = island
+    self._layout = assembled.layout
+    self._codec_up = assembled.codec_up
+    self._codecs_down = {False: assembled.codec_down, True: WHOLE}
+    self._alpha = assembled.config.sync.alpha
+    self._compiled: dict[tuple, futures.Future] = {}
+    self._lock = threading.Lock()
+    gather = jax.jit(
+      lambda p, params: codecs.canonical(fragments.gather(self._layout, p, params)),
+      static_argnums=0, out_shardings=island.replicated,
+    )
+    self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
+
+  def compile_all(self) -> None:
+    for p in range(self._layout.num_fragments):
+      self._get(self._lower_encode, p)
+      self._get(self._lower_adopt, p, False)
+
+  def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
+    """The compiled function; whoever asks first compiles it, everybody else waits."""
+    with self._lock:
+      known = self._compiled.get((lower.__name__, *key))
+      if known is None:
+        mine = self._compiled[lower.__name__, *key] = futures.Future()
+    if known is not None:
+      return known.result()
+    try:
+      mine.set_result(lower(*key).compile())
+    except BaseException as error:
+      mine.set_exception(error)
+      raise
+    return mine.result()
+
+  def _lower_encode(self, p: int) -> jax.stages.Lowered:
+    encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
+    return jax.jit(encode, out_shardings=self._island.replicated).lower(
+      *self._abstract(p)
+    )
+
+  def _lower_adopt(self, p: int, whole: bool) -> jax.stages.Lowered:
+    codec = self._codecs_down[whole]
+
+    def adopt(params, anchor_N, data):
+      start_N = jnp.zeros_like(anchor_N) if whole else anchor_N
+      published_N, digest = exchange.apply_delta(codec, start_N, data)
+      params, anchor_N = exchange.adopt(self._layout, p, params, anchor_N, published_N, self._alpha)
+      return params, anchor_N, digest
+
+    place = self._island.replicated
+    size_bytes = codec.encoded_size(self._layout.size(p))
+    return jax.jit(
+      adopt, donate_argnums=(0, 1), out_shardings=(self._island.shardings.params, place, place),
+    ).lower(*self._abstract(p), jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place))
+
+  def _lower_rewind(self, p: int) -> jax.stages.Lowered:
+    def rewind(params, anchor_N):
+      return exchange.adopt(self._layout, p, params, anchor_N, anchor_N, alpha=0.0)[0]
+
+    return jax.jit(
+      rewind, donate_argnums=0, out_shardings=self._island.shardings.params,
+    ).lower(*self._abstract(p))
+
+  def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    params = jax.tree.map(
+      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+      self._island.params, self._island.shardings.params,
+    )
+    size = self._layout.size(p)
+    return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
+
+  def digests(self) -> tuple[int, ...]:
+    """Of the anchors as they are now."""
+    compute = jax.jit(digest_lib.digest)
+    return tuple(build.as_int(compute(anchor_N)) for anchor_N in self.anchors)
+
+  def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
+    """(bytes of the pseudo-gradient, ok) of fragment p, on the device."""
+    return self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
+
+  def adopt(self, p: int, data: memoryview | bytes, whole: bool) -> jax.Array:
+    """Replaces anchor and parameters of fragment p; the digest of the new anchor."""
+    data = jax.device_put(np.frombuffer(data, np.uint8), self._island.replicated)
+    self._island.params, self.anchors[p], digest = self._get(self._lower_adopt, p, whole)(
+      self._island.params, self.anchors[p], data
+    )
+    return digest
+
+  def rewind(self) -> None:
+    """The parameters are the anchors again; the inner optimizer keeps its state."""
+    for p, anchor_N in enumerate(self.anchors):
+      self._island.params = self._get(self._lower_rewind, p)(self._island.params, anchor_N)
+
+
+class LearnerWork:
+  """The Work port of a learner (node.ports.Work). `run` on the step thread, `submit` from any."""
+
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: island_lib.Island,
+    post: ports.Post,
+    payloads: ports.Payloads,
+    records: records_lib.Recorder,
+  ):
+    self._config = assembled.config
+    self._island = island
+    self._post = post
+    self._payloads = payloads
+    self._records = records
+    self.exchange = Exchange(assembled, island)
+    self._moments = moments_work.Moments(island, post, payloads, records)
+    self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    self._spoil = failpoints.spoiler()
+    self._steps = 0
+    self._tokens = 0
+
+  def compile_all(self) -> None:
+    """Everything that is exchanged, ahead of use."""
+    self.exchange.compile_all()
+    self._moments.compile()
+
+  def submit(self, action: actions.Work) -> None:
+    self._queue.put(action)
+
+  def stop(self) -> None:
+    """Ends `run` after what was submitted before."""
+    self._queue.put(None)
+
+  def run(self) -> None:
+    """Does the work until `stop`; an exception ends it and belongs to the caller."""
+    egress = threading.Thread(target=self._drain, name='egress', daemon=True)
+    egress.start()
+    try:
+      while (action := self._queue.get()) is not None:
+        self._perform(action)
+    finally:
+      self._egress.put(None)
+      egress.join()
+
+  def _drain(self) -> None:
+    while (task := self._egress.get()) is not None:
+      task()
+
+  def _perform(self, action: actions.Work) -> None:
+    match action:
+      case actions.Step(step=step):
+        self._step(step)
+      case actions.Encode(sync=sync, fragment=fragment):
+        data, ok = self.exchange.encode(fragment)
+        self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
+      case actions.Adopt(fragment=fragment, version=version, handle=handle, whole=whole):
+        digest = self.exchange.adopt(fragment, self._payloads.get(handle), whole)
+        self._payloads.drop(handle)
+        self._egress.put(functools.partial(self._adopted, fragment, version, digest))
+      case actions.UseStream():
+        self._use_stream(action)
+      case actions.ReadMoments(transfer=transfer):
+        self._moments.read(transfer)
+      case actions.TakeMoments():
+        self._moments.take(action)
+      case actions.Save(step=step, snapshot=snapshot):
+        self._save(step, snapshot)
+      case actions.SavePart():
+        self._save_part(action)
+      case _:
+        raise TypeError(f'not the work of a learner: {action}')
+
+  def _use_stream(self, use: actions.UseStream) -> None:
+    """Goes on reading there, also if a checkpoint says something else: what was trained behind the
+    committed cursor is lost with the process that trained it, and is read again."""
+    if use.rewind:
+      self.exchange.rewind()
+    self._island.lease(use.stream, use.cursor)
+    self._records.report(
+      'data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
+
+  def _step(self, step: int) -> None:
+    result = self._island.step(step)
+    self._steps += 1
+    self._tokens += result.tokens
+    self._post(events.StepDone(tokens=result.tokens, step_ns=int(result.seconds * 1e9)))
+    record_step(self._records, self._config, step + 1, self._steps, self._tokens, result)
+
+  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+    if not bool(ok):
+      self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
+      return
+    view = self._spoil(build.host_bytes(data))
+    payload = build.announce(view)
+    self._post(events.Encoded(
+      sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload
+    ))
+
+  def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
+    self._post(events.AdoptDone(
+      fragment=fragment, version=version, digest=build.as_int(digest)
+    ))
+
+  def _save(self, step: int, snapshot: dict) -> None:
+    """Starts an asynchronous save; a thread of its own waits for its end."""
+    try:
+      wait = self._island.save(step, self.exchange.anchors, snapshot)
+    except checkpoint.CheckpointError as error:
+      self._post(events.SaveDone(step=step, error=str(error)))
+      return
+    threading.Thread(target=self._saved, args=(step, wait), name='save', daemon=True).start()
+
+  def _saved(self, step: int, wait: Callable[[], None]) -> None:
+    try:
+      wait()
+    except checkpoint.CheckpointError as error:
+      self._post(events.SaveDone(step=step, error=str(error)))
+    else:
+      self._post(events.SaveDone(step=step))
+
+
+  def _save_part(self, part: actions.SavePart) -> None:
+    """Like `_save`, for a snapshot of the whole run."""
+    def failed(error: Exception) -> None:
+      self._post(events.PartSaved(
+        snapshot=part.snapshot, step=part.step, seal='', error=str(error)))
+
+    def finish() -> None:
+      try:
+        seal = wait()
+      except Exception as error:  # a part without an answer would keep the learner for ever
+        failed(error)
+      else:
+        self._post(events.PartSaved(snapshot=part.snapshot, step=part.step, seal=seal))
+
+    try:
+      wait = self._island.save_part(part.snapshot, self.exchange.anchors, part.books, part.keep)
+    except (checkpoint.CheckpointError, ValueError) as error:
+      failed(error)
+    else:
+      threading.Thread(target=finish, name='save', daemon=True).start()
+
+
+def record_step(
+  records: records_lib.Recorder, config: run_config.Config, step: int, steps: int, tokens: int,
+  result: island_lib.StepResult,
+) -> None:
+  """One inner step in the records; every log_every steps also curves and a line for people.
+
+  `step` is the clock after it, `steps` and `tokens` the totals of this process.
+  """
+  records.report('step', {
+    'step': step, 'steps': steps, 'tokens': tokens, 'loss': result.loss,
+    'grad_norm': result.grad_norm, 'seconds': result.seconds,
+  })
+  if steps % config.train.log_every:
+    return
+  rate = optimizer.learning_rate(config.optimizer, config.train.steps, step - 1)
+  records.scalars(step, {
+    'perf/step_time_seconds': result.seconds,
+    'perf/tokens_per_second': result.tokens / result.seconds,
+    'learning/loss': result.loss, 'learning/grad_norm': result.grad_norm,
+    'learning/learning_rate': float(rate),
+  })
+  records.completed(step, result.seconds, result.tokens, result.loss)

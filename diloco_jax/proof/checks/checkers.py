@@ -1,0 +1,169 @@
+"""What must hold in every run, whatever is delayed, repeated, cut, frozen or killed.
+
+Each invariant is a class (invariants/): an id, the sentence that it enforces, and what it looks at.
+It is shown every record before the books (books/) take it, and every turn after they have, and it
+never asks a machine. So the same checkers watch the simulated world live and read the tapes of real
+processes afterwards::
+
+    checkers = Checkers(config)
+    checkers.born(now_ns, life)                       # a process begins
+    checkers.saw(life, now_ns, event, actions)        # a machine took a turn
+    checkers.died(now_ns, life, killed)               # a process is gone
+    checkers.logged(now_ns, note)                     # simulated world: the syncer's disk
+    checkers.healed(now_ns)                           # nothing goes wrong from here on
+    checkers.finished(now_ns)                         # the run is over: end-of-run statements
+
+The ids I1 ... are those of safety and L1 ... those of liveness. A run that breaks one raises
+`Violation`, which says which, in words, and what was seen. Turns cost the same with any number of
+learners: whatever looks at all of them is done once a sync, once a heartbeat or at the end.
+"""
+
+from typing import Any, Callable, Iterable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import tape
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import donation as donation_book
+from diloco_jax.proof.checks.model import learner as learner_book
+from diloco_jax.proof.checks.model import run as run_book
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.proof.checks.invariants import contributions
+from diloco_jax.proof.checks.invariants import data
+from diloco_jax.proof.checks.invariants import donation
+from diloco_jax.proof.checks.invariants import durability
+from diloco_jax.proof.checks.invariants import ids
+from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.invariants import liveness
+from diloco_jax.proof.checks.invariants import pace
+from diloco_jax.proof.checks.invariants import screening
+from diloco_jax.proof.checks.invariants import snapshots
+from diloco_jax.proof.checks.invariants import tokens
+
+Life = observers.Life
+Violation = invariant.Violation
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+INVARIANTS: tuple[type[invariant.Invariant], ...] = (
+  contributions.InOrder, contributions.Quorum, contributions.CountedOnce, contributions.OneAnswer,
+  contributions.VersionsInOrder, contributions.NeverBack, contributions.DeltasFit,
+  contributions.Fresh, tokens.HonestLearner, tokens.HonestDigests, tokens.TokensConserved,
+  tokens.Verdicts, tokens.Finite, screening.Screened, screening.Quarantine, tokens.Bounded,
+  durability.SnapshotIsACut,
+  durability.NothingSpokenIsLost, durability.DurableFirst, durability.RecoveredState,
+  durability.CompactionKeeps, data.BatchesOnce, data.LeasesJoin, data.HonestReader,
+  ids.Incarnations, ids.HolderStays, ids.RefusedWithReason, ids.JoinerCatchesUp,
+  ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
+  liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
+  liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
+  liveness.QueuesDrain, durability.FinishIsKnown, snapshots.ManifestIsTrue, snapshots.PartsAreACut,
+  snapshots.SnapshotsEnd, donation.Donated, donation.DonationEnds,
+)
+
+
+class Checkers:
+  """All invariants of one run (see the top of this file)."""
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self.run = run_book.Run(config)
+    self.invariants = {one: one(self.run) for one in INVARIANTS}
+    self._on: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
+    self._after: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
+    self._logs = [
+      one for one in self.invariants.values() if type(one).logged is not invariant.Invariant.logged
+    ]
+    self._register()
+
+  def _register(self) -> None:
+    """Tables from kinds to those who look at them; the books come last."""
+    for one in self.invariants.values():
+      for method in (getattr(one, name) for name in dir(one)):
+        for role, kind in getattr(method, '_on', ()):
+          self._on[role][kind] = (*self._on[role].get(kind, ()), method)
+        for role, kind in getattr(method, '_after', ()):
+          self._after[role][kind] = (*self._after[role].get(kind, ()), method)
+    for role, tables in (
+      (LEARNER, (learner_book.LEARNER_EVENTS, learner_book.LEARNER_ACTIONS,
+                 donation_book.LEARNER_EVENTS, donation_book.LEARNER_ACTIONS)),
+      (SYNCER, (syncer_book.SYNCER_EVENTS, syncer_book.SYNCER_ACTIONS,
+                donation_book.SYNCER_EVENTS, donation_book.SYNCER_ACTIONS)),
+    ):
+      for kind, update in (pair for table in tables for pair in table.items()):
+        self._on[role][kind] = (*self._on[role].get(kind, ()), update)
+      every = self._after[role].pop(invariant.EVERY, ())
+      kinds = self._after[role].keys()
+      self._after[role] = {kind: (*self._after[role][kind], *every) for kind in kinds}
+      self._after[role][invariant.EVERY] = every
+
+  def born(self, now_ns: int, life: Life) -> None:
+    try:
+      book = self.run.born(life)
+    except run_book.NotTheirs as error:
+      self.invariants[durability.NothingSpokenIsLost].born(error)
+      self.invariants[durability.RecoveredState].born(error)
+    if life.start.role == LEARNER:
+      self.invariants[liveness.Joins].born(now_ns, book)
+
+  def saw(
+    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
+    book, role = self.run.books[life.number], life.start.role
+    table, kind = self._on[role], type(event)
+    if kind is events.Received:
+      kind = type(event.message)
+      if role == SYNCER:
+        book.hears(now_ns, event.session)
+    for look in table.get(kind, ()):
+      look(book, now_ns, event, out)
+    for action in out:
+      what = type(action)
+      if what is actions.Send:
+        what = type(action.message)
+      elif what is actions.Report:
+        what = action.name
+      for look in table.get(what, ()):
+        look(book, now_ns, action, event)
+    table = self._after[role]
+    if role == SYNCER:
+      book.after(now_ns)
+    for look in table[kind] if kind in table else table[invariant.EVERY]:
+      look(book, now_ns, event, out)
+
+  def died(self, now_ns: int, life: Life, killed: bool) -> None:
+    book = self.run.books[life.number]
+    if life.start.role == LEARNER:
+      self.invariants[liveness.Joins].died(now_ns, book, killed)
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    """Something happened to the syncer's log; only the simulated world knows."""
+    for one in self._logs:
+      one.logged(now_ns, note)
+    self.run.logged(note)
+
+  def healed(self, now_ns: int) -> None:
+    """Nothing goes wrong any more: from here on it must also get on."""
+    for one in self.invariants.values():
+      one.healed(now_ns)
+
+  def finished(self, now_ns: int) -> tuple[str, ...]:
+    """The run is over: what must be true of it as a whole. The ids of those whose end could not be
+    judged, because the run was stopped before."""
+    return tuple(
+      one.id for one in self.invariants.values() if one.finished(now_ns) is False)
+
+
+class SameAgain(invariant.Invariant):
+  id = 'I22'
+  sentence = 'A machine has no input but its start, its events and their times.'
+
+
+def replays(life: Life, records: Iterable[tape.Record]) -> None:
+  """Lets a machine made anew take the turns of a life again. Raises Violation where it differs."""
+  machine = life.start.make()
+  for record in records:
+    again = tuple(machine.handle(record.now_ns, record.event))
+    if again != tuple(record.actions):
+      raise Violation(SameAgain.id, SameAgain.sentence, (
+        f'{life.start.node} (process {life.number}), turn {record.index}, {record.event}: '
+        f'{record.actions}, then {again}'))

@@ -1,0 +1,243 @@
+"""Coverage marks: what was reached at all, so that a campaign that finds nothing has looked.
+
+A mark is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. Which
+ones must be reached follows from the protocol's own tables: every event, action and message, every
+reason and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. What a
+campaign did not reach is `missing()`.
+
+Marks are an observer (observers.py) of one seed; those of many seeds are added up with `merge`.
+"""
+
+import collections
+import dataclasses
+import typing
+from typing import Any, Iterable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.faults import plans
+
+# Others need another run's learner, or a very rare race.
+REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
+DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
+VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
+# The first word of the reason.
+MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
+REJECTED_WHY = ('norm', 'NaN')
+LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
+LOG = (
+  'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
+SNAPSHOTS = ('of all', 'without somebody', 'given up')
+DONATIONS = ('asked', 'relayed', 'given up')
+WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
+EXITS = ('syncer 0', 'learner 0', 'learner 42')
+FAULTS = tuple(plans.KINDS)
+
+
+def _names(kind: str, union: Any) -> Iterable[str]:
+  return (f'{kind} {one.__name__}' for one in typing.get_args(union))
+
+
+def _moves(kind: str, table: Any) -> Iterable[str]:
+  return (f'{kind} {source} -> {target}' for source, target, _ in table)
+
+
+def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
+  """All marks that a campaign with these kinds of faults must reach."""
+  return (
+    *_names('event', events.Event), *_names('action', actions.Action),
+    *_names('message', messages.Message), *_moves('sync', syncer_machine.SYNC_STATES),
+    *_moves('connection', connection.CONNECTION_STATES),
+    *_moves('training', learner_machine.TRAINING_STATES),
+    *(f'discarded {reason}' for reason in messages.Reason.ALL),
+    *(f'settled {verdict}' for verdict in VERDICTS),
+    *(f'declined {reason}' for reason in DECLINES), *(f'refused {code}' for code in REFUSALS),
+    *(f'merged because {why}' for why in MERGED_WHY),
+    *(f'cancelled because {why}' for why in CANCELLED_WHY),
+    *(f'rejected for {why}' for why in REJECTED_WHY),
+    *(f'donation {state}' for state in DONATIONS), *(f'recovered by {way}' for way in WAYS),
+    *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
+    *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
+    *(f'snapshot {how}' for how in SNAPSHOTS),
+    'log recovered one more', 'syncer restored',
+    'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
+  )
+
+
+@dataclasses.dataclass(slots=True)
+class _Process:
+  """Where a process is on the diagrams, by its records."""
+
+  connection: str = 'away'
+  training: str = 'waiting'
+  session: int = 0
+  claims: dict[int, tuple[int | None, int]] = dataclasses.field(default_factory=dict)  # by session
+
+
+class Marks(observers.Observer):
+  """What one seed, or many, reached: `counts` by mark."""
+
+  def __init__(self):
+    self.counts: collections.Counter[str] = collections.Counter()
+    self._types: collections.Counter[type] = collections.Counter()
+    self._processes: dict[int, _Process] = {}
+    self._open: set[int] = set()
+    self._durable = 0
+
+  # --- Reading ------------------------------------------------------------------------------------
+
+  def merge(self, other: 'Marks | dict[str, int]') -> None:
+    """Adds what another seed reached."""
+    self.counts.update(other.total() if isinstance(other, Marks) else other)
+
+  def total(self) -> dict[str, int]:
+    """How often each mark was reached."""
+    kinds = {**{one: 'event' for one in typing.get_args(events.Event)},
+             **{one: 'action' for one in typing.get_args(actions.Action)}}
+    total = collections.Counter(self.counts)
+    for one, count in self._types.items():
+      total[f'{kinds.get(one, "message")} {one.__name__}'] += count
+    return dict(total)
+
+  def missing(self, faults: Iterable[str] = FAULTS) -> list[str]:
+    """What must be reached and was not."""
+    total = self.total()
+    return [mark for mark in required(faults) if not total.get(mark)]
+
+  # --- Watching -----------------------------------------------------------------------------------
+
+  def fault(self, kind: str) -> None:
+    """A fault of this kind found its victim."""
+    self.counts[f'fault {kind}'] += 1
+
+  def born(self, now_ns: int, life: observers.Life) -> None:
+    self._processes[life.number] = _Process()
+    if life.start.snapshot is not None:
+      self.counts[f'{life.start.role} restored'] += 1
+    if life.start.role == 'syncer':
+      self._open.clear()
+
+  def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
+    if killed:
+      self.counts['process killed'] += 1
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    self.counts[f'log {note.kind}'] += 1
+    if note.kind == 'recovered' and note.number == self._durable + 1:
+      self.counts['log recovered one more'] += 1  # nobody had been told of it
+    if note.kind in ('durable', 'recovered'):
+      self._durable = note.number
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    kind = type(event)
+    self._types[kind] += 1
+    if kind is events.Received:
+      self._types[type(event.message)] += 1
+    look = self._syncer if life.start.role == 'syncer' else self._learner
+    look(self._processes[life.number], event, out)
+
+  def _syncer(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
+    if type(event) is events.Received and type(event.message) is messages.Confirm:
+      process.claims[event.session] = event.message.stream, event.message.cursor
+    for action in out:
+      kind = type(action)
+      self._types[kind] += 1
+      if kind is actions.Send:
+        self._said(action.message)
+        if type(action.message) is messages.Joined:
+          self._leased(process.claims[action.session], action.message)
+      elif kind is actions.Merge:
+        self.counts['sync gathering -> merging'] += 1
+      elif kind is actions.Report:
+        self._reported(action, isinstance(event, events.MergeDone) and event.failed)
+      elif kind is actions.Exit:
+        self.counts[f'exit syncer {action.code}'] += 1
+    if type(event) is events.MergeDone and not event.failed:
+      self.counts['sync merging -> published'] += 1
+
+  def _said(self, message: messages.Message) -> None:
+    kind = type(message)
+    if kind is messages.Pull and message.sync not in self._open:
+      self._open.add(message.sync)
+      self.counts['sync due -> gathering'] += 1
+    elif kind is messages.Settled:
+      self.counts[f'settled {message.reason or "merged"}'] += 1
+    elif kind is messages.Refused:
+      self.counts[f'refused {message.code}'] += 1
+
+  def _leased(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
+    if claim == (joined.stream, joined.cursor):
+      self.counts['lease is kept'] += 1
+    elif claim[0] is not None:
+      self.counts['lease is changed'] += 1
+    else:
+      self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
+
+  def _reported(self, report: actions.Report, failed: bool) -> None:
+    values = report.values
+    match report.name:
+      case 'merging':
+        self.counts[f'merged because {values["why"].split()[0]}'] += 1
+      case 'cancelled':
+        self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
+        self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
+      case 'refused':
+        self.counts[f'rejected for {values["why"].split()[0]}'] += 1
+      case 'member' if values['state'] == 'waits':
+        self.counts['lease is waited for'] += 1
+      case 'snapshot':
+        whole = 'without somebody' if values['missing'] else 'of all'
+        self.counts[f'snapshot {"given up" if values["error"] else whole}'] += 1
+      case 'donation':
+        self.counts[f'donation {values["state"]}'] += 1
+      case 'ledger':
+        for reason in values['discarded']:
+          self.counts[f'discarded {reason}'] += 1
+        self.counts['syncs skipped'] += values['skipped']
+        self.counts['fragment repaired'] += values['repaired']
+
+  def _learner(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
+    kind = type(event)
+    if kind is events.Disconnected and event.session == process.session:
+      self._connect(process, 'away')
+    elif kind is events.Received and type(event.message) is messages.Joined:
+      if event.session == process.session and process.connection == 'joining':
+        self._connect(process, 'joined')
+    for action in out:
+      self._acted(process, action)
+
+  def _acted(self, process: _Process, action: actions.Action) -> None:
+    kind = type(action)
+    self._types[kind] += 1
+    if kind is actions.Send:
+      if type(action.message) is messages.Decline:
+        self.counts[f'declined {action.message.reason}'] += 1
+      elif type(action.message) is messages.Join:
+        self._connect(process, 'joining')
+    elif kind is actions.Dial:
+      process.session = action.session
+      self._connect(process, 'dialing')
+    elif kind is actions.Step:
+      self._train(process, 'training')
+    elif kind is actions.Report and action.name == 'moments':
+      self.counts[f'recovered by {action.values["by"]}'] += 1
+    elif kind is actions.Report and action.values.get('state') == 'trained':
+      self._train(process, 'trained')
+    elif kind is actions.Exit:
+      self._train(process, 'ended')
+      self.counts[f'exit learner {action.code}'] += 1
+
+  def _connect(self, process: _Process, state: str) -> None:
+    self.counts[f'connection {process.connection} -> {state}'] += 1
+    process.connection = state
+
+  def _train(self, process: _Process, state: str) -> None:
+    if state != process.training:
+      self.counts[f'training {process.training} -> {state}'] += 1
+      process.training = state

@@ -1,0 +1,1 @@
+"""The invariants, a file for each subject."""

@@ -1,0 +1,210 @@
+"""Safety: every payload counts once, against the right version, in one order."""
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import published
+from diloco_jax.proof.checks.invariants import invariant
+
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+
+class CountedOnce(invariant.Invariant):
+  id = 'I1'
+  sentence = 'No token of a process counts twice for a fragment.'
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather = book.gathers[merge.sync]
+    for one in merge.participants:
+      peer, message = gather.payloads[one.handle]
+      true = book.true_range(peer, message)
+      upto = book.lineage.merged_upto.get((peer.join.nonce, merge.fragment), 0)
+      if true is not None and true[0] < upto:
+        self.fail(one, message, f'merged up to {upto}')
+      cursor = book.account(peer).cursors[merge.fragment]
+      if message.tokens_from < cursor:
+        self.fail(one, message, f'settled up to {cursor}')
+
+
+class OneAnswer(invariant.Invariant):
+  id = 'I1b'
+  sentence = 'A learner answers pulls of its present stream only, and snapshots an anchor once.'
+
+  @invariant.on(LEARNER, actions.Encode)
+  def encode(self, book, now_ns, encode, event):
+    anchor = book.anchors[encode.fragment]
+    if not book.joined or book.pulls.get(encode.fragment) != encode.sync or anchor.contributed:
+      self.fail(book, encode, book.pulls, anchor)
+
+  @invariant.on(LEARNER, messages.Contribution)
+  def contribute(self, book, now_ns, send, event):
+    snapshot = book.handles.get(send.handle)
+    if snapshot is None or snapshot.session != send.session or not book.joined:
+      self.fail(book, send, snapshot)
+
+  @invariant.on(LEARNER, messages.Decline)
+  def decline(self, book, now_ns, send, event):
+    """An answer without a payload tells the truth about why."""
+    message, anchor = send.message, book.anchors[send.message.fragment]
+    trained = book.trained_on(anchor)
+    match message.reason:
+      case 'contributed':
+        holds = anchor.contributed
+      case 'empty':
+        holds = not trained and not anchor.contributed and not book.may_step
+      case _:
+        holds = isinstance(event, events.Encoded) and event.handle is None
+    pulled = book.pulls.get(message.fragment) == message.sync or isinstance(event, events.Encoded)
+    if not holds or not pulled or not book.joined:
+      self.fail(book, message, anchor, f'{trained} steps since')
+
+
+class VersionsInOrder(invariant.Invariant):
+  id = 'I3'
+  sentence = 'The versions of a fragment are 0, 1, 2, ...; what is published is the newest.'
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    if merge.version != book.lineage.versions[merge.fragment] + 1:
+      self.fail(merge, book.lineage.versions)
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, lineage = send.message, book.lineage
+    newest = lineage.versions[message.fragment], lineage.digests[message.fragment]
+    base = message.version - 1 if isinstance(event, events.MergeDone) else None
+    if (message.version, message.digest) != newest or message.base_version != base:
+      self.fail(message, f'(version, digest) is {newest}')
+    if message.sync != lineage.last_sync[message.fragment]:
+      self.fail(message, f'made by sync {lineage.last_sync[message.fragment]}')
+
+
+class NeverBack(invariant.Invariant):
+  id = 'I4'
+  sentence = 'What a learner holds of a fragment never gets older, unless the syncer lost it.'
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    held, p = book.anchors[adopt.fragment], adopt.fragment
+    if adopt.version < held.version and (p, held.version, held.digest) not in self.run.lost:
+      self.fail(book, adopt, held)
+
+
+class DeltasFit(invariant.Invariant):
+  id = 'I4b'
+  sentence = ('A delta goes to those who hold its base, to all who can take it, and is applied to '
+              'it; who could not take one is sent the newest value once it can.')
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    base = message.base_version
+    if base is not None and peer.sent.get(message.fragment) != base:
+      self.fail(send, f'it was sent {peer.sent}')
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def published(self, book, now_ns, done, out):
+    if done.failed or done.fragment in book.reads:
+      return
+    version = book.lineage.versions[done.fragment]
+    for peer in book.members.values():
+      holds = peer.joined and peer.sent.get(done.fragment) == version - 1
+      if holds and len(peer.on_way[done.fragment]) < published.AHEAD:
+        self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
+
+  @invariant.after(SYNCER, messages.Adopted)
+  def catches_up(self, book, now_ns, event, out):
+    p, peer = event.message.fragment, book.peer
+    if not peer.joined or not peer.member or book.exiting:
+      return
+    if not event.message.matched:
+      if p not in book.reads:
+        self.fail(event, 'it differs, and no whole fragment is read for it')
+      return
+    newest = peer.sent.get(p, book.lineage.versions[p]) == book.lineage.versions[p]
+    if not newest and not peer.on_way[p] and p not in book.reads:
+      self.fail(event, f'it is left at {peer.sent}, the newest are {book.lineage.versions}')
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    publish, held = book.handles[adopt.handle], book.anchors[adopt.fragment]
+    if adopt.whole != (publish.base_version is None) or adopt.version != publish.version:
+      self.fail(adopt, publish)
+    key = adopt.fragment, publish.version, publish.digest
+    if not adopt.whole and self.run.bases.get(key, held.digest) != held.digest:
+      self.fail(book, publish, held)
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    """It is never sent a delta that does not fit what it holds."""
+    welcomed = type(event) is events.Received and type(event.message) is messages.Joined
+    if not send.message.matched and not welcomed and type(event) is not events.AdoptDone:
+      self.fail(book, send, book.anchors[send.message.fragment])
+
+
+class Quorum(invariant.Invariant):
+  id = 'I5'
+  sentence = ('An outer step has the payloads of at least K different learners, live and joined, '
+              'and begins when everybody has answered or the grace window, as long as the paper '
+              'has it, is over.')
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    names = [one.learner for one in merge.participants]
+    if len(set(names)) != len(names) or len(names) < self.config.quorum:
+      self.fail(merge)
+    gather = book.gathers.get(merge.sync)
+    if gather is None or gather.merging:
+      self.fail(merge, 'this sync is not open')
+    if {one.handle for one in merge.participants} != gather.payloads.keys():
+      self.fail(merge, gather.payloads)
+    silence_ns = self.config.lease_ns + self.config.heartbeat_ns
+    for peer, message in gather.payloads.values():
+      if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
+        self.fail(merge, peer)
+
+  @invariant.on(SYNCER, 'merging')
+  def merging(self, book, now_ns, report, event):
+    """The reason that is recorded holds."""
+    values = report.values
+    gather = book.gathers[values['sync']]
+    if values['grace_ns'] != gather.grace_ns:
+      self.fail(values, f'the grace window is {gather.grace_ns} ns')
+    if gather.waiting and now_ns < gather.quorum_ns + values['grace_ns']:
+      self.fail(values, f'{gather.waiting} have not answered')
+    if values['tokens'] != sum(one.tokens for one in gather.merging.participants):
+      self.fail(values, gather.merging)
+
+
+class Fresh(invariant.Invariant):
+  id = 'I6'
+  sentence = 'No payload is merged whose anchor is more than max_staleness versions old.'
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    version = book.lineage.versions[merge.fragment]
+    for peer, message in book.gathers[merge.sync].payloads.values():
+      if not 0 <= version - message.version <= self.config.max_staleness:
+        self.fail(merge, message, f'the newest version is {version}')
+
+
+class InOrder(invariant.Invariant):
+  id = 'I15'
+  sentence = ('Payloads are merged, and learners are served, in the order of learner ids, whatever '
+              'order they came in.')
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    names = [one.learner for one in merge.participants]
+    if names != sorted(names):
+      self.fail(merge)
+
+  @invariant.after(SYNCER, events.MergeDone, events.FragmentRead)
+  def published(self, book, now_ns, event, out):
+    names = [
+      book.peers[one.session].join.learner for one in out
+      if type(one) is actions.Send and type(one.message) is messages.Publish
+    ]
+    if names != sorted(names):
+      self.fail(event, names)

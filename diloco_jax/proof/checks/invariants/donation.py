@@ -1,0 +1,190 @@
+"""Donations: what a donor gives and a joiner takes, and that nobody waits for it for ever."""
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import moments_relay
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.model import donation as donation_book
+from diloco_jax.proof.checks.invariants import invariant
+
+EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
+
+Way = messages.Way
+
+
+class Donated(invariant.Invariant):
+  id = 'I23'
+  sentence = ('Donated moments are of a caught-up peer that had seen the vector clock its joiner '
+              'was given, all of one step boundary; they reach that joiner only, once, and it takes '
+              'them before its first step, if their digest fits and they are at most H steps old.')
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._reads: dict[int, list[tuple]] = {}  # by the life's number: snapshots under way
+    self._asked: dict[int, messages.Donate] = {}  # the newest
+    self._now: dict[int, tuple] = {}  # the one that is read in this turn
+    self._got: dict[int, dict[int, messages.Donation]] = {}  # donations by handle
+
+  # --- Syncer -------------------------------------------------------------------------------------
+
+  @invariant.on(SYNCER, messages.Joined)
+  def promised(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    if not message.donation:
+      return
+    if message.donation in book.promises:
+      self.fail(send, f'promised before: {book.promises[message.donation]}')
+    if not message.step or not self._others(book, peer):
+      self.fail(send, 'nobody can give')
+
+  def _others(self, book, peer):
+    return [other for other in book.members.values() if other is not peer and other.caught_up]
+
+  @invariant.on(SYNCER, messages.Donate)
+  def asked(self, book, now_ns, send, event):
+    message, donor = send.message, book.peers[send.session]
+    promise = book.promises.get(message.transfer)
+    if promise is None or not promise.open or promise.peer is donor or not promise.peer.member:
+      self.fail(send, promise)
+    if promise.peer.due:
+      self.fail(send, promise, 'it would age while fragments are due')
+    busy = donation_book.giving(book)
+    if donor.session in busy or len(busy) >= moments_relay.UNDER_WAY:
+      self.fail(send, f'{book.asked} are asked')
+    patient = now_ns < promise.asked_ns + self.config.donor_wait_ns // 2
+    if promise.donor is not None and promise.donor.member and patient:
+      self.fail(send, f'{promise.donor} was asked')
+    holder = book.lineage.holders[donor.join.learner]
+    if not donor.caught_up or holder.step < promise.step:
+      self.fail(send, donor, holder, promise)
+    if (message.step, message.versions) != (promise.step, promise.versions):
+      self.fail(send, promise)
+
+  @invariant.on(SYNCER, messages.Donation)
+  def relayed(self, book, now_ns, what, event):
+    if type(what) is not actions.Send:
+      return
+    message, promise = what.message, book.promises.get(what.message.transfer)
+    if promise is None or not promise.open or not promise.peer.member or (
+        what.session != promise.peer.session):
+      self.fail(what, promise)
+    if type(event) is not events.Received or (event.message, event.handle) != (
+        message, what.handle) or message.donor != book.peer.join.learner:
+      self.fail(what, event)
+    if not moments_relay.seen(message.step, message.versions, promise.step, promise.versions):
+      self.fail(what, promise)
+
+  @invariant.on(SYNCER, messages.NoDonation)
+  def given_up(self, book, now_ns, what, event):
+    if type(what) is actions.Send:
+      promise = book.promises.get(what.message.transfer)
+      if promise is None or not promise.open or what.session != promise.peer.session:
+        self.fail(what, promise)
+
+  # --- Donor --------------------------------------------------------------------------------------
+
+  @invariant.on(LEARNER, messages.Donate)
+  def is_asked(self, book, now_ns, event, out):
+    if event.session == book.session:
+      self._asked[book.life.number] = event.message
+
+  @invariant.on(LEARNER, actions.ReadMoments)
+  def snapshot(self, book, now_ns, read, event):
+    reads = self._reads.setdefault(book.life.number, [])
+    if book.running or reads or not book.training:
+      self.fail(book, read, reads)
+    asked, versions = self._asked[book.life.number], tuple(one.version for one in book.anchors)
+    if read.transfer != asked.transfer or not moments_relay.seen(
+        book.step, versions, asked.step, asked.versions):
+      self.fail(book, read, asked, book.step, versions)
+    reads.append((read.transfer, book.step, versions))
+
+  @invariant.on(LEARNER, events.MomentsRead)
+  def read(self, book, now_ns, event, out):
+    self._now[book.life.number] = self._reads[book.life.number].pop(0)
+
+  @invariant.on(LEARNER, messages.Donation)
+  def donates(self, book, now_ns, what, event):
+    message = what.message
+    if type(what) is not actions.Send:
+      if what.session == book.session:
+        self._got.setdefault(book.life.number, {})[what.handle] = message
+      return
+    true = self._now.get(book.life.number)
+    if type(event) is not events.MomentsRead or message.donor != book.learner or (
+        true != (message.transfer, message.step, message.versions)) or (
+          message.digest != event.digest):
+      self.fail(book, message, true)
+
+  # --- Joiner -------------------------------------------------------------------------------------
+
+  @invariant.on(LEARNER, actions.TakeMoments)
+  def takes(self, book, now_ns, take, event):
+    message = self._got.get(book.life.number, {}).get(take.handle)
+    if message is None or message.transfer != take.transfer or book.awaits != take.transfer:
+      self.fail(book, take, message)
+    if book.way or book.steps or book.running or book.due or message.digest != take.digest:
+      self.fail(book, take, book.way, book.steps)
+    if book.step - message.step > self.config.period:
+      self.fail(book, take, f'the clock is {book.step}, that of the donation {message.step}')
+
+  @invariant.on(LEARNER, 'moments')
+  def recovered(self, book, now_ns, report, event):
+    way, restored = report.values['by'], book.life.start.snapshot is not None
+    taken = type(event) is events.MomentsTaken and event.matched
+    if book.way or (way == Way.DONOR) != taken:
+      self.fail(book, report.values, event)
+    if not taken and way != (Way.CHECKPOINT if restored else Way.FRAGMENTS):
+      self.fail(book, report.values)
+    if not taken and not self._in_vain(book, now_ns, event):
+      self.fail(book, report.values, 'a donation may come')
+
+  def _in_vain(self, book, now_ns, event) -> bool:
+    """Whether there was no donation to be had."""
+    if not book.awaits or type(event) is events.MomentsTaken:
+      return True
+    late = book.deadline_ns is not None and now_ns >= book.deadline_ns
+    return late or any(book.step - message.step > self.config.period
+                       for message in self._got.get(book.life.number, {}).values())
+
+
+class DonationEnds(invariant.Invariant):
+  id = 'L10'
+  sentence = ('Who waits for moments is served as soon as somebody can, is told at once when '
+              'nobody will, and trains with its own when its time is over: no donor that dies and '
+              'no silence holds it up.')
+
+  @invariant.after(SYNCER, EVERY)
+  def syncer(self, book, now_ns, event, out):
+    for number in () if book.exiting else sorted(book.waiting):
+      promise = book.promises[number]
+      if promise.open and promise.peer.member:
+        self._waits(book, now_ns, number, promise)
+      else:
+        book.waiting.discard(number)
+
+  def _waits(self, book, now_ns, number, promise):
+    if now_ns >= promise.since_ns + self.config.donor_wait_ns:
+      self.fail(number, promise, 'its time is over')
+    donor = promise.donor
+    if donor is not None and donor.member:
+      return
+    busy = donation_book.giving(book)
+    hopes = [peer for peer in book.members.values() if peer is not promise.peer
+             and peer.caught_up and peer.join.learner not in promise.refused]
+    if not hopes:
+      self.fail(number, promise, 'nobody can give')
+    for peer in () if promise.peer.due else hopes:
+      holder = book.lineage.holders[peer.join.learner]
+      if peer.session not in busy and len(busy) < moments_relay.UNDER_WAY and (
+          holder.step >= promise.step):
+        self.fail(number, promise, f'{peer} could give')
+
+  @invariant.after(LEARNER, EVERY)
+  def learner(self, book, now_ns, event, out):
+    if book.way or book.exited or not book.ever_joined or book.taking:
+      return
+    if book.deadline_ns is not None and now_ns >= book.deadline_ns:
+      self.fail(book, 'its time is over')
+    if book.joined and not book.awaits:
+      self.fail(book, 'there is nothing to wait for')

@@ -1,0 +1,133 @@
+"""Safety: what was said is never lost, whenever the syncer ends and whatever its disk does."""
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.model import lineage as lineage_book
+from diloco_jax.proof.checks.invariants import invariant
+
+SYNCER = invariant.SYNCER
+
+
+class SnapshotIsACut(invariant.Invariant):
+  id = 'I16'
+  sentence = ("A syncer's snapshot is of one moment, between two outer steps: versions, ids and "
+              'ledger tell of the same ones.')
+
+  @invariant.on(SYNCER, actions.Save)
+  def save(self, book, now_ns, save, event):
+    snapshot, lineage = save.snapshot, book.lineage
+    if book.merges:
+      self.fail('an outer step is under way')
+    self._same(snapshot, lineage)
+
+  @invariant.on(SYNCER, actions.SavePart)
+  def save_part(self, book, now_ns, save, event):
+    """The syncer's part of a snapshot of the whole run is one, too."""
+    if book.merges:
+      self.fail('an outer step is under way')
+    self._same(save.books, book.lineage)
+
+  @invariant.on(SYNCER, 'merging')
+  def books(self, book, now_ns, report, event):
+    """So are the books of an outer step, of the moment at which it is decided."""
+    merge = book.gathers[report.values['sync']].merging
+    self._same(merge.books, book.lineage)
+    under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
+    if sorted(merge.books['merging']) != sorted(under_way):
+      self.fail(f'under way are {under_way}, not {merge.books["merging"]}')
+
+  def _same(self, snapshot, lineage):
+    difference = lineage_book.difference(snapshot, lineage)
+    if difference:
+      self.fail(difference)
+
+
+class NothingSpokenIsLost(invariant.Invariant):
+  id = 'I2'
+  sentence = ('No version that a learner was ever sent, or that a peer heard of, is lost by any '
+              'restart, unless an operator repaired a damaged log.')
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, spoken = send.message, self.run.spoken
+    spoken[message.fragment] = max(spoken[message.fragment], message.version)
+
+  @invariant.on(SYNCER, messages.Settled)
+  def settled(self, book, now_ns, send, event):
+    p, spoken = send.message.fragment, self.run.spoken
+    if send.message.merged:
+      spoken[p] = max(spoken[p], book.lineage.versions[p])
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    self.run.spoken = list(map(max, self.run.spoken, book.lineage.versions))
+
+  def born(self, error):
+    """A syncer goes on from what it should not."""
+    if error.lost:
+      self.fail(error)
+
+  def logged(self, now_ns, note):
+    """A log is called damaged only if its disk is."""
+    if note.kind == 'repaired' and not note.number:
+      self.fail(note.text)
+
+
+class DurableFirst(invariant.Invariant):
+  id = 'I8'
+  sentence = ('Whatever is said of an outer step (merged, discarded, cancelled, published) has its '
+              'record durable at the moment it is sent.')
+
+  @invariant.on(SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish,
+                'cancelled')
+  def said(self, book, now_ns, what, event):
+    durable, told = self.run.durable, self.run.told
+    if durable is not None and durable < told:
+      self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
+
+
+class FinishIsKnown(invariant.Invariant):
+  id = 'I8b'
+  sentence = ('Finish is sent only once a syncer that begins from what is on the disk knows that '
+              'the run is over.')
+
+  @invariant.on(SYNCER, messages.Finish)
+  def finish(self, book, now_ns, send, event):
+    """It begins with the newest snapshot, or with the books of the outer steps behind it."""
+    last, records = book.schedule.last, self.run.records
+    verified = (one for one in reversed(self.run.saved) if one.verified)
+    saved = max(verified, key=lambda one: one.position, default=None)
+    if saved is not None and saved.position == len(records):
+      known = self.run.goes_on_with(saved)
+    else:
+      known = self.run.goes_on_with(records[-1]) if records else 0
+    if max(known, book.first) <= last:
+      self.fail(send, f'it would go on with sync {known} of {last}')
+
+
+class RecoveredState(invariant.Invariant):
+  id = 'I10'
+  sentence = ('What a syncer goes on from is the state at the last durable record, or at one '
+              'record more if that reached the disk whole.')
+
+  def born(self, error):
+    """A syncer goes on from what it should not."""
+    self.fail(error)
+
+  def logged(self, now_ns, note):
+    if note.kind == 'not recovered':
+      self.fail(note.text)
+    if note.kind == 'recovered' and note.number != len(self.run.records):
+      self.fail(f'the log ends with record {note.number}, the state is that behind '
+                f'{len(self.run.records)}')
+
+
+class CompactionKeeps(invariant.Invariant):
+  id = 'I20'
+  sentence = 'Compaction never removes a record newer than the newest verified snapshot.'
+
+  def logged(self, now_ns, note):
+    if note.kind == 'compacted':
+      verified = max((one.position for one in self.run.saved if one.verified), default=0)
+      if note.number > verified + 1:
+        self.fail(f'record {note.number} is the oldest, the newest snapshot holds {verified}')

@@ -1,0 +1,187 @@
+"""Safety: who holds a learner id, and what is said to whom."""
+
+from typing import Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.proof.checks.invariants import invariant
+
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+
+class Incarnations(invariant.Invariant):
+  id = 'I12'
+  sentence = ('The incarnations of a learner id are 1, 2, 3, ..., one process each; what is merged '
+              'carries the incarnation that holds the id, and who was replaced never comes back.')
+
+  @invariant.on(SYNCER, messages.Confirm)
+  def confirm(self, book, now_ns, event, out):
+    peer, confirm = book.peer, event.message
+    if peer.member or peer.join is None or book.exiting or not _stays(peer, out):
+      return
+    holder = book.lineage.holders.get(peer.join.learner)
+    if holder is None:
+      due = 1
+    elif peer.join.nonce in holder.replaced:
+      self.fail(event, f'it was replaced: {holder}')
+    else:
+      due = holder.incarnation + (holder.nonce != peer.join.nonce)
+    if confirm.incarnation != due or confirm.nonce != peer.join.nonce or peer.offered != due:
+      self.fail(event, peer, holder)
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    peer = book.peers[send.session]
+    holder = book.lineage.holders[peer.join.learner]
+    if not peer.member or (holder.nonce, holder.incarnation) != (
+        peer.join.nonce, send.message.incarnation):
+      self.fail(send, peer, holder)
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather = book.gathers[merge.sync]
+    for one in merge.participants:
+      peer, _ = gather.payloads[one.handle]
+      holder = book.lineage.holders[one.learner]
+      if (one.incarnation, peer.join.nonce) != (holder.incarnation, holder.nonce):
+        self.fail(one, peer, holder)
+
+
+def _stays(peer: syncer_book.Peer, out: Sequence[actions.Action]) -> bool:
+  """Whether this stream is open, and not closed in this turn."""
+  return peer.open and not any(
+    type(one) is actions.Close and one.session == peer.session for one in out)
+
+
+class HolderStays(invariant.Invariant):
+  id = 'I13'
+  sentence = 'Who holds an id and is heard of within its lease is never displaced, nor hung up on.'
+
+  @invariant.on(SYNCER, messages.Confirm)
+  def confirm(self, book, now_ns, event, out):
+    peer = book.peer
+    if peer.join is None or book.exiting or not _stays(peer, out):
+      return
+    holder = book.members.get(peer.join.learner)
+    if holder is not None and holder.join.nonce != peer.join.nonce:
+      self.fail(event, f'{holder} holds the id')
+
+  @invariant.on(SYNCER, actions.Close)
+  def close(self, book, now_ns, close, event):
+    peer = book.peers.get(close.session)
+    if peer is None or not peer.member or book.exiting:
+      return
+    if type(event) is events.Received:
+      if type(event.message) is messages.Leave and event.session == close.session:
+        return
+      if type(event.message) is messages.Confirm and book.peer.join.nonce == peer.join.nonce:
+        return
+    worst = book.lineage.holders[peer.join.learner].worst
+    if 0 < self.config.strikes <= worst:
+      return  # quarantined
+    if now_ns - peer.heard_ns < self.config.lease_ns:
+      self.fail(close, peer, f'heard {now_ns - peer.heard_ns} ns ago')
+
+
+class LeaseEnds(invariant.Invariant):
+  id = 'L8'
+  sentence = 'Who is not heard of for a lease is not waited for any longer.'
+
+  @invariant.on(SYNCER, 'ledger')
+  def ledger(self, book, now_ns, report, event):
+    if book.exiting:
+      return
+    for peer in book.members.values():
+      if now_ns - peer.heard_ns > self.config.lease_ns + self.config.heartbeat_ns:
+        self.fail(peer, now_ns)
+
+
+class RefusedWithReason(invariant.Invariant):
+  id = 'I13b'
+  sentence = 'A process is refused only for a reason that holds.'
+
+  @invariant.on(SYNCER, messages.Refused)
+  def refused(self, book, now_ns, send, event):
+    peer, said = book.peers[send.session], send.message
+    holder = book.lineage.holders.get(peer.join.learner)
+    live = book.members.get(peer.join.learner)
+    match said.code:
+      case 'FENCED':
+        true = holder is not None and peer.join.nonce in holder.replaced
+      case 'QUARANTINED':
+        true = holder is not None and peer.join.nonce == holder.nonce and (
+          0 < self.config.strikes <= holder.worst)
+      case 'ID_IN_USE':
+        true = live is not None and live.join.nonce != peer.join.nonce
+      case 'OFFER_PASSED':
+        due = holder and holder.incarnation + (holder.nonce != peer.join.nonce)
+        true = holder is not None and peer.offered != due
+      case 'MISMATCH':
+        true = peer.join.agreement != book.life.start.agreement
+      case 'PROTOCOL':
+        true = peer.join.protocol != messages.PROTOCOL_VERSION
+      case _:
+        true = said.code == 'BAD_ID'
+    if not true:
+      self.fail(send, peer.join, holder)
+
+  @invariant.on(LEARNER, actions.Exit)
+  def exit(self, book, now_ns, action, event):
+    true = book.ending if action.code == 0 else book.refused is not None
+    if not true or book.exited:
+      self.fail(book, action)
+
+
+class JoinerCatchesUp(invariant.Invariant):
+  id = 'I17'
+  sentence = ('A joiner trains and contributes only on published values: whatever it does not hold '
+              'as published is due to it, and is adopted first.')
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    peer, due, lineage = book.peers[send.session], send.message.due, book.lineage
+    for p, held in enumerate(peer.held):
+      published = held.version == lineage.versions[p] and held.digest == lineage.digests[p]
+      if published == (p in due):
+        self.fail(send, peer, lineage.versions, lineage.digests)
+
+  @invariant.on(SYNCER, messages.Pull)
+  def pull(self, book, now_ns, send, event):
+    if not book.peers[send.session].caught_up:
+      self.fail(send, book.peers[send.session])
+
+  @invariant.on(LEARNER, actions.Step)
+  def step(self, book, now_ns, step, event):
+    if not book.training:
+      self.fail(book, step, book.due)
+
+  @invariant.on(LEARNER, actions.Encode)
+  def encode(self, book, now_ns, encode, event):
+    if encode.fragment in book.due:
+      self.fail(book, encode, book.due)
+
+
+class OnlyMembers(invariant.Invariant):
+  id = 'I19'
+  sentence = ('Nothing about the run is said to a peer that has not joined, and nothing at all on '
+              'a stream that is closed.')
+
+  @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
+  def member(self, book, now_ns, send, event):
+    peer = book.peers.get(send.session)
+    if peer is None or not peer.open or not peer.joined:
+      self.fail(send, peer)
+
+  @invariant.on(SYNCER, messages.Offer, messages.Joined, messages.Refused)
+  def anybody(self, book, now_ns, send, event):
+    peer = book.peers.get(send.session)
+    if peer is None or not peer.open:
+      self.fail(send, peer)
+
+  @invariant.on(LEARNER, messages.Progress, messages.Contribution, messages.Decline,
+                messages.Adopted)
+  def learner(self, book, now_ns, send, event):
+    if not book.joined or send.session != book.session:
+      self.fail(book, send)

@@ -1,0 +1,62 @@
+"""An invariant: a statement about every run, its id, its sentence, and what it looks at.
+
+It is shown every record before the books (sim/books) take it, and every turn after they have, so it
+can compare what a machine does with what is true. It never asks a machine.
+"""
+
+from typing import Any, Callable, Iterable
+
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import run as run_book
+
+LEARNER, SYNCER = 'learner', 'syncer'
+EVERY = 'every turn'
+
+
+class Violation(AssertionError):
+  """An invariant does not hold: its id, its sentence, and what was seen."""
+
+  def __init__(self, invariant_id: str, sentence: str, detail: str):
+    super().__init__(f'{invariant_id}: {sentence} {detail}')
+    self.invariant, self.sentence, self.detail = invariant_id, sentence, detail
+
+
+def on(role: str, *kinds: Any) -> Callable:
+  """The method sees every such event or action (a message's class; a report's name) of a role,
+  before the books do: method(book, now_ns, what, the turn's actions or event)."""
+  return _mark('_on', role, kinds)
+
+
+def after(role: str, *kinds: Any) -> Callable:
+  """The method sees every turn of a role that such an event began, after the books:
+  method(book, now_ns, event, actions)."""
+  return _mark('_after', role, kinds)
+
+
+def _mark(name: str, role: str, kinds: Iterable[Any]) -> Callable:
+  def decorate(method: Callable) -> Callable:
+    setattr(method, name, [(role, kind) for kind in kinds])
+    return method
+  return decorate
+
+
+class Invariant:
+  """One statement about every run."""
+
+  id = ''
+  sentence = ''
+
+  def __init__(self, run: run_book.Run):
+    self.run, self.config = run, run.config
+
+  def fail(self, *seen: Any) -> None:
+    raise Violation(self.id, self.sentence, ', '.join(str(one) for one in seen))
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    """Something happened to the syncer's log, before the books know."""
+
+  def healed(self, now_ns: int) -> None:
+    """Nothing goes wrong from here on."""
+
+  def finished(self, now_ns: int) -> bool | None:
+    """The run is over. False: it did not come so far that the end can be judged."""

@@ -1,0 +1,248 @@
+"""Liveness: no step waits, nobody is waited for, and once all is healed the run gets on."""
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.model import learner as learner_book
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.proof.checks.invariants import invariant
+
+EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
+
+
+class NoStepWaits(invariant.Invariant):
+  id = 'L1'
+  sentence = ('A learner takes every step that it wants, in every phase, faults included: one runs '
+              'whenever the settings allow it, and none when they do not.')
+
+  @invariant.on(LEARNER, actions.Step)
+  def step(self, book, now_ns, step, event):
+    if book.running or not book.may_step or book.ending:
+      self.fail(book, step, f'its clock is {book.step}, its limit {book.limit}')
+
+  @invariant.after(LEARNER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if not book.running and book.may_step and not book.ending and not book.exited:
+      self.fail(book, event, f'no step runs at {book.step}')
+
+
+class NobodyIsWaitedFor(invariant.Invariant):
+  id = 'L2a'
+  sentence = ('An open sync is decided once everybody has answered or its grace window is over, '
+              'and never cancelled before.')
+
+  @invariant.after(SYNCER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if book.merges or book.exiting:
+      return  # a save may hold the others back until the merge is done
+    for gather in book.gathers.values():
+      enough = len(gather.payloads) >= self.config.quorum
+      if gather.waiting:
+        if enough and now_ns > gather.quorum_ns + self._longest_ns(book):
+          self.fail(gather, 'the grace window never closes')
+      elif enough or self._hopeless(book, gather):
+        self.fail(gather, 'everybody has answered')
+
+  def _longest_ns(self, book) -> int:
+    return self.config.overlap * book.longest_step_ns * self.config.grace_permille // 1000
+
+  def _hopeless(self, book, gather) -> bool:
+    if gather.sync > self.config.total_steps:
+      return True
+    return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
+
+  @invariant.on(SYNCER, 'cancelled')
+  def cancelled(self, book, now_ns, report, event):
+    gather = book.gathers.get(report.values['sync'])
+    if gather is None:
+      return  # its outer step was refused
+    if gather.waiting or len(gather.payloads) >= self.config.quorum or (
+        not self._hopeless(book, gather)):
+      self.fail(report.values, gather)
+
+
+class EveryPullIsAnswered(invariant.Invariant):
+  id = 'L4a'
+  sentence = ('At a step boundary every pull is answered, unless the fragment is due or nothing '
+              'was trained on it yet.')
+
+  @invariant.after(LEARNER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if not book.pulls or book.exited or len(book.encoding) >= self.config.in_flight:
+      return
+    boundary = not book.running or any(type(one) is actions.Step for one in out)
+    for p in book.pulls if boundary else ():
+      comes = not book.trained_on(book.anchors[p]) and (book.running or book.ending)
+      if p not in book.due and not comes:
+        self.fail(book, book.pulls, book.anchors[p])
+
+
+class MergesAgain(invariant.Invariant):
+  id = 'L2'
+  sentence = 'After healing every fragment is merged again.'
+
+  LEASES = 4  # by then everybody has noticed, redialled and joined
+  PERIODS = 4
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._from_ns: int | None = None
+    self._before: tuple[int, list[int]] | None = None
+
+  def healed(self, now_ns):
+    self._from_ns = now_ns + self.LEASES * self.config.lease_ns
+
+  @invariant.on(SYNCER, 'ledger')
+  def ledger(self, book, now_ns, report, event):
+    if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
+      self._before = self._clock(), list(book.lineage.versions)
+
+  def _clock(self) -> int:
+    steps = [book.step for book in self.run.learners.values()]
+    return max([self.run.syncer.lineage.opened, *steps])
+
+  def finished(self, now_ns):
+    if self._before is None:
+      return False
+    clock, before = self._before
+    after = self.run.syncer.lineage.versions
+    if self._end() - clock < self.PERIODS * self.config.period:
+      return False
+    if not all(a > b for a, b in zip(after, before)):
+      self.fail(f'versions at step {clock} {before}, at the end {after}')
+
+  def _end(self) -> int:
+    """The clock at the end; a run that came to its end did all its steps."""
+    return self.config.total_steps if self.run.syncer.over else self._clock()
+
+
+class Joins(invariant.Invariant):
+  id = 'L3'
+  sentence = 'After healing the only live process of an id ends up joined, not fenced.'
+
+  LEASES = 4
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._healed_ns: int | None = None
+    self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the life's number
+    self._died_ns: dict[str, int] = {}  # when the last process of an id died
+
+  def born(self, now_ns, book):
+    self._alive[book.life.number] = now_ns, book
+
+  def healed(self, now_ns):
+    self._healed_ns = now_ns
+
+  def died(self, now_ns, book, killed):
+    born_ns, _ = self._alive.pop(book.life.number)
+    if not killed and not book.ending and not book.ever_joined and book.refused is not None and (
+        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED') and self._alone(now_ns, born_ns, book)):
+      self.fail(book, book.refused)
+    self._died_ns[book.learner] = now_ns
+
+  def _alone(self, now_ns, born_ns, book) -> bool:
+    """Whether it has long been the only one of its id."""
+    if self._healed_ns is None or any(
+        other is not book and other.learner == book.learner for _, other in self._alive.values()):
+      return False
+    since_ns = max(born_ns, self._healed_ns, self._died_ns.get(book.learner, 0))
+    return now_ns - since_ns > self.LEASES * self.config.lease_ns
+
+  @invariant.on(SYNCER, actions.Exit)
+  def syncer_ends(self, syncer, now_ns, action, event):
+    for born_ns, book in self._alive.values():
+      if not book.ever_joined and not book.ending and self._alone(now_ns, born_ns, book):
+        self.fail(book, 'it has not joined')
+
+  def finished(self, now_ns):
+    for born_ns, book in self._alive.values():
+      if not book.joined and not self.run.syncer.exited and self._alone(now_ns, born_ns, book):
+        self.fail(book, 'it has not joined')
+
+
+class Contributes(invariant.Invariant):
+  id = 'L5'
+  sentence = ('A joiner becomes a contributor: what is due to it is sent, and once it has caught '
+              'up every sync that opens, and every one that is open, asks it for its share.')
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._opened: list[int] = []
+    self._welcomed: list[syncer_book.Peer] = []
+    self._was_behind = False
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    self._welcomed.append(book.peers[send.session])
+
+  @invariant.on(SYNCER, messages.Pull)
+  def pull(self, book, now_ns, send, event):
+    if send.message.sync not in book.gathers:
+      self._opened.append(send.message.sync)
+
+  @invariant.after(SYNCER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    while self._opened:
+      gather = book.gathers.get(self._opened.pop())
+      if gather is not None:
+        self._asks(gather, [peer for peer in book.members.values() if peer.caught_up])
+    while self._welcomed:
+      peer = self._welcomed.pop()
+      if not book.exiting and not book.reads.issuperset(peer.due):
+        self.fail(peer, f'{book.reads} are read')
+
+  def _asks(self, gather, peers):
+    asked = gather.waiting | {peer.join.learner for peer, _ in gather.payloads.values()}
+    missing = {peer.join.learner for peer in peers} - asked
+    if missing:
+      self.fail(gather, f'{missing} were not asked')
+
+  @invariant.on(SYNCER, messages.Adopted, messages.Recovered)
+  def adopts(self, book, now_ns, event, out):
+    self._was_behind = not book.peer.caught_up
+
+  @invariant.after(SYNCER, messages.Adopted, messages.Recovered)
+  def adopted(self, book, now_ns, event, out):
+    if self._was_behind and book.peer.caught_up and not book.exiting:
+      for gather in book.gathers.values():
+        if not gather.merging:
+          self._asks(gather, [book.peer])
+
+  @invariant.after(SYNCER, events.FragmentRead)
+  def read(self, book, now_ns, event, out):
+    for peer in book.members.values():
+      if peer.joined and event.fragment in peer.due and event.fragment not in peer.sent:
+        self.fail(peer, f'fragment {event.fragment} was not sent')
+
+
+class NoFragmentStarves(invariant.Invariant):
+  id = 'L6'
+  sentence = ('Every fragment has its turn: each of its due syncs became a version, was cancelled, '
+              'was left out with all others of its period, or ended with its syncer.')
+
+  def finished(self, now_ns):
+    syncer = self.run.syncer
+    if syncer is None or not syncer.over or not syncer.exited:
+      return False
+    lineage, schedule = syncer.lineage, syncer.schedule
+    for p, offset in enumerate(schedule.offsets):
+      dues = (schedule.last - offset) // schedule.period + 1
+      ended = lineage.versions[p] + lineage.cancelled[p] + lineage.skipped + lineage.abandoned[p]
+      if ended != dues:
+        self.fail(f'fragment {p} was due {dues} times', lineage)
+
+
+class QueuesDrain(invariant.Invariant):
+  id = 'L7'
+  sentence = 'When a process ends nothing is left in it: no payload, no work, no save.'
+
+  @invariant.after(SYNCER, EVERY)
+  def syncer(self, book, now_ns, event, out):
+    if book.exited and (book.handles or book.merges or book.saving):
+      self.fail(book, book.handles, book.gathers)
+
+  @invariant.after(LEARNER, EVERY)
+  def learner(self, book, now_ns, event, out):
+    if book.exited and (book.handles or book.running or book.saving or book.saving_part):
+      self.fail(book, book.handles)

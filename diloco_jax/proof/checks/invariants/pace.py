@@ -1,0 +1,74 @@
+"""Safety: when syncs open, and how a run ends."""
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.invariants import invariant
+
+EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
+
+
+class Pace(invariant.Invariant):
+  id = 'P1'
+  sentence = ('Sync t opens once K live learners have reached step t, in the order of the '
+              'schedule; no two of one fragment are in flight.')
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._look_ns = 0
+
+  @invariant.on(SYNCER, messages.Pull)
+  def pull(self, book, now_ns, send, event):
+    sync, p = send.message.sync, send.message.fragment
+    gather = book.gathers.get(sync)
+    if gather is not None:
+      if gather.fragment != p or gather.merging:
+        self.fail(send, gather)
+      return
+    late, rest = divmod(sync - book.lineage.next, self.config.period)
+    if late < 0 or rest or book.schedule.fragment(sync) != p:
+      self.fail(send, f'the next sync is {book.lineage.next}')
+    if any(other.fragment == p for other in book.gathers.values()) or book.stopping:
+      self.fail(send, book.gathers)
+    self._reached(book, sync)
+
+  @invariant.after(SYNCER, EVERY)
+  def opens(self, book, now_ns, event, out):
+    """Once per heartbeat: the next sync waits for a slot or for learners, for nothing else."""
+    if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
+      return
+    self._look_ns = now_ns + self.config.heartbeat_ns
+    sync = book.lineage.next
+    p = book.schedule.fragment(sync)
+    flying = [gather.fragment for gather in book.gathers.values()]
+    if len(flying) >= self.config.in_flight or p in flying:
+      return
+    ready = 0
+    for peer in book.members.values():
+      holder = book.lineage.holders[peer.join.learner]
+      ready += peer.caught_up and (holder.step >= sync or holder.done)
+    if ready >= self.config.quorum:
+      self.fail(f'sync {sync} is not open, {ready} learners are there')
+
+  def _reached(self, book, sync):
+    ready = 0
+    for peer in book.members.values():
+      holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
+      step = holder.step if learner is None else max(holder.step, learner.step)
+      ready += peer.caught_up and (step >= sync or step >= self.config.total_steps)
+    if ready < self.config.quorum:
+      self.fail(f'sync {sync}, {ready} learners are there')
+
+  @invariant.on(SYNCER, messages.Finish)
+  def finish(self, book, now_ns, send, event):
+    if not book.over or book.gathers:
+      self.fail(send, book.gathers, f'sync {book.lineage.next} is next')
+
+
+class LastWord(invariant.Invariant):
+  id = 'P2'
+  sentence = 'A syncer ends only when it was asked to, or when every fragment is closed.'
+
+  @invariant.on(SYNCER, actions.Exit)
+  def exit(self, book, now_ns, action, event):
+    if not book.exiting or book.pending or book.saving:
+      self.fail(action, book.pending)

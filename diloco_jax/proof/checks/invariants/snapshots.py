@@ -1,0 +1,188 @@
+"""Safety and liveness of snapshots of the whole run (protocol/syncer/run_snapshot.py)."""
+
+import dataclasses
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.proof.checks.invariants import invariant
+
+SYNCER, LEARNER, EVERY = invariant.SYNCER, invariant.LEARNER, invariant.EVERY
+
+
+@dataclasses.dataclass(slots=True)
+class _Taking:
+  """The snapshot that a syncer's process takes: whom it asked on which stream, who has answered."""
+
+  number: int
+  began_ns: int
+  asked: dict[str, syncer_book.Peer] = dataclasses.field(default_factory=dict)
+  told: dict[str, messages.Marked] = dataclasses.field(default_factory=dict)
+  own: events.PartSaved | None = None
+  ended: bool = False
+
+
+class _Snapshots(invariant.Invariant):
+  """Follows the snapshots of the syncers."""
+
+  def __init__(self, run):
+    super().__init__(run)
+    self.taking: dict[int, _Taking] = {}  # by the syncer's life
+
+  def of(self, book) -> _Taking | None:
+    """The one under way."""
+    taking = self.taking.get(book.life.number)
+    return None if taking is None or taking.ended else taking
+
+  @invariant.on(SYNCER, actions.SavePart)
+  def begins(self, book, now_ns, save, event):
+    self.taking[book.life.number] = _Taking(save.snapshot, now_ns)
+
+  @invariant.on(SYNCER, messages.Mark)
+  def asks(self, book, now_ns, send, event):
+    peer = book.peers[send.session]
+    self.taking[book.life.number].asked[peer.join.learner] = peer
+
+  @invariant.on(SYNCER, messages.Marked)
+  def answers(self, book, now_ns, event, out):
+    taking, peer, message = self.of(book), book.peer, event.message
+    if taking is None or message.snapshot != taking.number or not peer.member:
+      return
+    if taking.asked.get(peer.join.learner) is peer:
+      taking.told.setdefault(peer.join.learner, message)
+
+  @invariant.on(SYNCER, events.PartSaved)
+  def saved(self, book, now_ns, event, out):
+    taking = self.of(book)
+    if taking is not None and event.snapshot == taking.number:
+      taking.own = event
+
+  @invariant.on(SYNCER, 'snapshot')
+  def ends(self, book, now_ns, report, event):
+    self.taking[book.life.number].ended = True
+
+  def excused(self, taking, learner, now_ns) -> bool:
+    """Whether a learner that has not answered need not be waited for."""
+    late = now_ns >= taking.began_ns + self.config.snapshot_wait_ns
+    return late or not taking.asked[learner].member
+
+
+class ManifestIsTrue(_Snapshots):
+  id = 'I16b'
+  sentence = ('A manifest names the part that the syncer saved for it and that of each learner '
+              'that told so on the stream on which it was asked; everybody else who was asked is '
+              'missing for a reason; and one snapshot is taken at a time.')
+
+  @invariant.on(SYNCER, actions.SavePart)
+  def begins(self, book, now_ns, save, event):
+    before = self.taking.get(book.life.number)
+    if before is not None and not (before.ended and before.number < save.snapshot):
+      self.fail(f'snapshot {save.snapshot} begins after {before}')
+    super().begins(book, now_ns, save, event)
+
+  @invariant.on(SYNCER, actions.WriteManifest)
+  def written(self, book, now_ns, write, event):
+    taking = self.of(book)
+    if taking is None or write.snapshot != taking.number:
+      self.fail(write, 'no such snapshot is being taken')
+    own = taking.own
+    if own is None or own.error or (own.step, own.seal) != (write.step, write.seal):
+      self.fail(write, f'the syncer saved {own}')
+    named, missing = {part.learner for part in write.parts}, dict(write.missing)
+    if named & missing.keys() or named | missing.keys() != taking.asked.keys():
+      self.fail(write, f'asked were {sorted(taking.asked)}')
+    for part in write.parts:
+      told, peer = taking.told.get(part.learner), taking.asked[part.learner]
+      if told is None or told.error or (told.step, told.seal, peer.incarnation) != (
+          part.step, part.seal, part.incarnation):
+        self.fail(part, f'the learner told {told}')
+    for learner, why in missing.items():
+      told = taking.told.get(learner)
+      if not (told.error if told else self.excused(taking, learner, now_ns)):
+        self.fail(f'{learner} is left out: {why}')
+
+
+@dataclasses.dataclass(slots=True)
+class _LearnersPart:
+  """A part that a learner saves: what it had trained by then, as its incarnation counts."""
+
+  snapshot: int
+  learner: str
+  incarnation: int
+  tokens: int
+
+
+class PartsAreACut(invariant.Invariant):
+  id = 'I16c'
+  sentence = ('A part of a learner is of a step boundary after it heard the mark on its stream, '
+              "and knows of every token that the syncer's part has heard of.")
+
+  def __init__(self, run):
+    super().__init__(run)
+    self.heard: dict[int, tuple[int, set[int]]] = {}  # by nonce: session, snapshots
+    self.saving: dict[int, _LearnersPart] = {}  # by nonce
+    self.sealed: dict[str, _LearnersPart] = {}
+    self.trained: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+
+  @invariant.on(LEARNER, messages.Mark)
+  def hears(self, book, now_ns, event, out):
+    session, heard = self.heard.get(book.nonce, (0, set()))
+    if event.session == book.session:
+      heard = heard if session == book.session else set()
+      self.heard[book.nonce] = book.session, heard | {event.message.snapshot}
+
+  @invariant.on(LEARNER, actions.SavePart)
+  def saves(self, book, now_ns, save, event):
+    session, heard = self.heard.get(book.nonce, (0, set()))
+    if session != book.session or save.snapshot not in heard:
+      self.fail(book, save.snapshot, 'it was not asked for that')
+    if book.running:
+      self.fail(book, save.snapshot, 'a step is running')
+    self.saving[book.nonce] = _LearnersPart(
+      save.snapshot, book.learner, book.incarnation, book.told_tokens)
+
+  @invariant.on(LEARNER, events.PartSaved)
+  def saved(self, book, now_ns, event, out):
+    part = self.saving.pop(book.nonce)
+    if not event.error:
+      self.sealed[event.seal] = part
+
+  @invariant.on(SYNCER, actions.SavePart)
+  def begins(self, book, now_ns, save, event):
+    self.trained[book.life.number, save.snapshot] = {
+      (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']}
+
+  @invariant.on(SYNCER, actions.WriteManifest)
+  def written(self, book, now_ns, write, event):
+    trained = self.trained[book.life.number, write.snapshot]
+    for one in write.parts:
+      part = self.sealed.get(one.seal)
+      if part is None or (part.snapshot, part.learner, part.incarnation) != (
+          write.snapshot, one.learner, one.incarnation):
+        self.fail(one, f'saved was {part}')
+      heard = trained.get((one.learner, one.incarnation), 0)
+      if part.tokens < heard:
+        self.fail(one, f"it has {part.tokens} tokens, the syncer's part has heard of {heard}")
+
+
+class SnapshotsEnd(_Snapshots):
+  id = 'L9'
+  sentence = ("A snapshot that was begun ends: once the syncer's part is saved it waits for nobody "
+              'who has answered or is gone, and for nobody longer than snapshot_wait_ns.')
+
+  @invariant.on(SYNCER, actions.WriteManifest)
+  def written(self, book, now_ns, write, event):
+    taking = self.of(book)
+    if taking is not None:
+      taking.ended = True
+
+  @invariant.after(SYNCER, EVERY)
+  def waits(self, book, now_ns, event, out):
+    taking = self.of(book)
+    if taking is None or taking.own is None or book.exiting:
+      return
+    waits = [one for one in taking.asked
+             if one not in taking.told and not self.excused(taking, one, now_ns)]
+    if not waits:
+      self.fail(f'snapshot {taking.number} waits, answered have {sorted(taking.told)}')

@@ -1,0 +1,307 @@
+"""Safety: what is said of values and tokens is true, and the ledger adds up."""
+
+import collections
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import published
+from diloco_jax.proof.checks.invariants import invariant
+
+Reason = messages.Reason
+EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
+
+
+class HonestLearner(invariant.Invariant):
+  id = 'I7a'
+  sentence = 'A learner tells of its steps, tokens and snapshots exactly what is true.'
+
+  @invariant.on(LEARNER, messages.Contribution)
+  def contribute(self, book, now_ns, send, event):
+    said, snapshot = send.message, book.handles[send.handle]
+    true = (snapshot.sync, snapshot.fragment, snapshot.version, snapshot.steps, *snapshot.told)
+    if true != (said.sync, said.fragment, said.version, said.steps, said.tokens_from,
+                said.tokens_to):
+      self.fail(book, said, snapshot)
+
+  @invariant.on(LEARNER, messages.Progress)
+  def progress(self, book, now_ns, send, event):
+    said = send.message
+    true = book.step, book.told_steps, book.told_tokens, book.step >= self.config.total_steps
+    if (said.step, said.steps, said.tokens, said.finished) != true:
+      self.fail(book, said, true)
+
+  @invariant.on(LEARNER, messages.Confirm)
+  def confirm(self, book, now_ns, send, event):
+    said = send.message
+    going_on = said.incarnation == book.incarnation
+    true = (book.told_steps, book.told_tokens) if going_on else (0, 0)
+    held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
+    if (said.steps, said.tokens) != true or said.step != book.step:
+      self.fail(book, said, true, book.step)
+    if tuple((one.version, one.digest) for one in said.held) != held:
+      self.fail(book, said, held)
+
+  @invariant.on(LEARNER, actions.Step)
+  def step(self, book, now_ns, step, event):
+    if step.step != book.step:
+      self.fail(book, step, f'its clock is {book.step}')
+
+
+class HonestDigests(invariant.Invariant):
+  id = 'I7b'
+  sentence = 'A learner says that it holds the published bits if and only if it does.'
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    said = send.message
+    if isinstance(event, events.AdoptDone):
+      anchor = book.last_adopted
+      true = anchor.version, book.told(anchor), anchor.sound
+      if (said.version, said.tokens, said.matched) != true:
+        self.fail(book, said, anchor)
+    elif said.matched:
+      self.fail(book, said, 'nothing was adopted')
+
+  @invariant.after(LEARNER, events.AdoptDone)
+  def adopt_done(self, book, now_ns, done, out):
+    anchor = book.last_adopted
+    if anchor.sound or not book.joined or anchor is not book.anchors[done.fragment]:
+      return
+    if not any(type(one) is actions.Send and type(one.message) is messages.Adopted for one in out):
+      self.fail(book, done, anchor)
+
+
+class TokensConserved(invariant.Invariant):
+  id = 'I7'
+  sentence = ('Every fragment-token is merged, discarded with its reason or unsettled: the '
+              "syncer's ledger is what the learners' own counts and its verdicts add up to.")
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather = book.gathers[merge.sync]
+    for one in merge.participants:
+      peer, said = gather.payloads[one.handle]
+      true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps
+      if (one.learner, one.tokens, one.steps) != true:
+        self.fail(one, said)
+
+  @invariant.on(SYNCER, 'ledger')
+  def ledger(self, book, now_ns, report, event):
+    values = report.values
+    if self._differs(book, values) and not values['unsettled'] and book.can_end(now_ns):
+      book.lineage.close_all()
+    difference = self._differs(book, values)
+    if difference:
+      self.fail(difference)
+
+  def _differs(self, book, values) -> str:
+    true = book.lineage.totals()
+    for name, count in true.items():
+      if values[name] != count:
+        return f'{name} is {values[name]}, it should be {count}'
+    rows = {
+      name: (row['incarnations'], row['tokens'], row['merged'], row['discarded'])
+      for name, row in values['learners'].items()
+    }
+    true = book.lineage.learners()
+    return '' if rows == true else f'learners are {rows}, it should be {true}'
+
+  @invariant.on(SYNCER, 'ledger')
+  def counts(self, book, now_ns, report, event):
+    values, lineage = report.values, book.lineage
+    true = (sum(lineage.versions), sum(lineage.cancelled), lineage.repaired,
+            lineage.skipped * self.config.fragments, lineage.opened)
+    said = tuple(values[name] for name in ('synced', 'cancelled', 'repaired', 'skipped', 'sync'))
+    if said != true:
+      self.fail(f'synced, cancelled, repaired, skipped, sync are {said}, they should be {true}')
+
+  @invariant.on(SYNCER, messages.Leave)
+  def leave(self, book, now_ns, event, out):
+    """Who says goodbye has told of every token."""
+    peer = book.peer
+    learner = book.learner(peer) if peer.member and peer.joined and not book.exiting else None
+    if learner is not None and book.account(peer).trained != learner.told_tokens:
+      self.fail(learner, book.account(peer), f'it trained {learner.told_tokens}')
+
+  def finished(self, now_ns):
+    syncer = self.run.syncer
+    if syncer is None or not syncer.over or not syncer.exited:
+      return False
+    totals = syncer.lineage.totals()
+    settled = totals['merged'] + sum(totals['discarded'].values())
+    trained: dict[str, int] = collections.Counter()
+    for book in self.run.learners.values():
+      trained[book.learner] += book.tokens
+    if totals['unsettled'] or settled != self.config.fragments * totals['trained']:
+      self.fail(totals)
+    for name, (_, tokens, _, _) in syncer.lineage.learners().items():
+      if name in trained and tokens > trained[name]:
+        self.fail(f'{name} trained {trained[name]} tokens, the ledger has {tokens}')
+
+
+class Verdicts(invariant.Invariant):
+  id = 'I7c'
+  sentence = 'Every contribution gets one verdict, its learner is told, and the verdict is true.'
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._told: dict[int, set[int]] = {}  # sync that is being cancelled: the streams that heard
+
+  @invariant.on(SYNCER, messages.Settled)
+  def settled(self, book, now_ns, send, event):
+    said = send.message
+    if said.merged:
+      ended = book.ended
+      merged = isinstance(event, events.MergeDone) and not event.failed and ended.sync == said.sync
+      nonce = book.peers[send.session].join.nonce  # on whatever stream it has now
+      if not merged or nonce not in self._nonces(ended, event, refused=False):
+        self.fail(send, event, ended.merged)
+    elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
+      nonce = book.peers[send.session].join.nonce
+      if event.failed or nonce not in self._nonces(book.ended, event, refused=True):
+        self.fail(send, event, book.ended.merged)
+    elif said.reason == messages.CANCELLED:
+      gather = book.gathers.get(said.sync)
+      if said.sync <= book.lineage.last_sync[said.fragment] or (gather and gather.merging):
+        self.fail(send, f'sync {said.sync} made a version or may make one')
+      if gather or isinstance(event, events.MergeDone):
+        self._told.setdefault(said.sync, set()).add(send.session)
+    else:
+      self._discarded(book, send, event)
+
+  def _nonces(self, ended, done, refused):
+    """The processes whose payloads were refused in an outer step, or were not."""
+    return {
+      peer.join.nonce for peer, _ in ended.merged
+      if (peer.join.learner in done.refused) == refused
+    }
+
+  def _discarded(self, book, send, event):
+    said = send.message
+    heard = type(event) is events.Received and type(event.message) is messages.Contribution
+    if not heard or event.session != send.session or event.message.sync != said.sync:
+      self.fail(send, event)
+    message, lineage = event.message, book.lineage
+    gather = book.gathers.get(said.sync)
+    match said.reason:
+      case Reason.LATE:
+        true = gather is None or gather.merging or gather.fragment != message.fragment
+      case Reason.STALE:
+        age = lineage.versions[said.fragment] - message.version
+        true = not 0 <= age <= self.config.max_staleness
+      case Reason.DUPLICATE:
+        merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data stream
+        true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
+          message.cursor - message.steps < merged)
+      case Reason.BAD_VALUE:
+        true = message.payload.size_bytes != book.life.start.payload_bytes[said.fragment]
+      case _:
+        true = False
+    if not true:
+      self.fail(send, message, gather, lineage.versions)
+
+  @invariant.on(SYNCER, 'cancelled')
+  def cancelled(self, book, now_ns, report, event):
+    """Everybody is told, also who was not asked: a lock-step learner may wait for it."""
+    told = self._told.pop(report.values['sync'], set())
+    for peer in book.members.values():
+      if peer.joined and peer.session not in told:
+        self.fail(report.values, f'{peer.join.learner} was not told')
+
+  @invariant.after(SYNCER, messages.Contribution)
+  def answered(self, book, now_ns, event, out):
+    peer, message = book.peer, event.message
+    if event.handle in book.pending or not peer.joined or not peer.member or book.exiting:
+      return
+    gather = book.gathers.get(message.sync)
+    held = gather.payloads.values() if gather is not None else ()
+    settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
+    if settled or any(other is peer for other, _ in held):
+      return  # said twice
+    for action in out:
+      if type(action) is actions.Send and action.session == peer.session and (
+          type(action.message) is messages.Settled and action.message.sync == message.sync):
+        return
+    self.fail(event, 'nothing was answered')
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def merge_done(self, book, now_ns, done, out):
+    told = {
+      (one.session, one.message.merged) for one in out
+      if type(one) is actions.Send and type(one.message) is messages.Settled
+      and one.message.sync == done.sync
+    }
+    for peer, message in book.ended.merged:
+      merged = not done.failed and peer.join.learner not in done.refused
+      if peer.member and (peer.session, merged) not in told:
+        self.fail(done, f'{peer.join.learner} was not told')
+
+
+class Finite(invariant.Invariant):
+  id = 'I9'
+  sentence = 'What is not finite is never merged nor published; its learner starts anew.'
+
+  @invariant.after(LEARNER, events.Encoded)
+  def encoded(self, book, now_ns, event, out):
+    """A snapshot that was refused is declined, on the stream that asked for it."""
+    if event.handle is None and book.joined and book.last_encoded.session == book.session:
+      for action in out:
+        if type(action) is actions.Send and type(action.message) is messages.Decline and (
+            action.message.reason == Reason.BAD_VALUE):
+          return
+      self.fail(book, event, 'it was not declined')
+
+  @invariant.after(SYNCER, messages.Decline)
+  def declined(self, book, now_ns, event, out):
+    p, peer = event.message.fragment, book.peer
+    refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
+    if refused and p not in book.reads and not book.exiting:
+      self.fail(event, 'no fresh anchor is read for it')
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    if isinstance(event, events.MergeDone) and event.failed:
+      self.fail(send, event)
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def failed(self, book, now_ns, done, out):
+    if done.failed and done.fragment not in book.reads and not book.exiting and any(
+        peer.member for peer, _ in book.ended.merged):
+      self.fail(done, 'no fresh anchor is read for its participants')
+
+
+class Bounded(invariant.Invariant):
+  id = 'I11'
+  sentence = ('Memory is bounded: a syncer keeps one payload of a learner for each open sync, a '
+              'learner a few versions that it has not adopted yet; at the end nothing is kept.')
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    if message.base_version is not None and len(peer.on_way[message.fragment]) >= published.AHEAD:
+      self.fail(send, peer.on_way)
+
+  @invariant.after(SYNCER, EVERY)
+  def syncer(self, book, now_ns, event, out):
+    if len(book.handles) != len(book.pending):
+      self.fail(f'payloads {book.handles - book.pending.keys()} belong to nothing')
+    if len(book.gathers) > self.config.in_flight:
+      self.fail(book.gathers)
+
+  @invariant.after(SYNCER, messages.Contribution)
+  def contribution(self, book, now_ns, event, out):
+    gather = book.pending.get(event.handle)
+    if gather is not None and len(gather.payloads) > len({
+        peer.join.learner for peer, _ in gather.payloads.values()}):
+      self.fail(gather)
+
+  @invariant.after(LEARNER, EVERY)
+  def learner(self, book, now_ns, event, out):
+    if book.handles and not book.running:
+      self.fail(book, book.handles)
+
+  @invariant.on(LEARNER, actions.Encode)
+  def encode(self, book, now_ns, encode, event):
+    if len(book.encoding) >= self.config.in_flight:
+      self.fail(book, encode, book.encoding)

@@ -1,0 +1,226 @@
+"""The oracle: was a run of real processes right? Read from their tapes, afterwards, from outside.
+
+Every process of a run wrote a tape (protocol/tape/tape.py): what happened to its machine, when, and what
+it asked for. All processes of a machine share one monotonic clock, and a turn is on the tape before
+its actions are carried out, so the turns of all tapes in the order of their times are a story in
+which nothing is received before it was sent. The oracle tells this story to the invariants that
+watch the simulated world live (checkers.py); they never ask a machine.
+
+It knows the tapes, who was killed (whose tape has no Exit), and from when on nothing was broken on
+purpose any more. A crash of a machine is found as well: the tape ends with it.
+"""
+
+import collections
+import dataclasses
+import heapq
+from typing import Any, Iterable, Iterator, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import tape
+from diloco_jax.proof.checks import checkers as checkers_lib
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.invariants import invariant
+
+SHOWN_TURNS = 50
+SHOWN_CHARACTERS = 200
+NO_CRASH = 'C'
+NO_CRASH_SENTENCE = 'No machine raises an exception.'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tale:
+  """The tape of one process as the oracle reads it: a name for people, its start, its turns."""
+
+  name: str
+  start: tape.Start
+  turns: Iterable[tape.Record | tape.Crash]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+  """An invariant that held: how many times it was looked at (0: only at the end, or never)."""
+
+  id: str
+  sentence: str
+  looks: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Broken:
+  """The first violation: which invariant, what was seen, on whose tape, and the turns before."""
+
+  id: str
+  sentence: str
+  detail: str
+  tale: str
+  before: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Verdict:
+  """What came of all tapes: how much was read, what held, and what did not. `open_ended` are those
+  of `held` whose sentence about the end of a run could not be judged: it was stopped before."""
+
+  tapes: int
+  turns: int
+  held: tuple[Held, ...]
+  open_ended: tuple[str, ...]
+  broken: Broken | None
+
+  def text(self) -> str:
+    """For people, all invariants line by line."""
+    lines = [f'The oracle read {self.turns} turns on {self.tapes} tapes.']
+    lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
+    if self.broken is None:
+      lines.append(f'All {len(self.held)} invariants held.')
+      if self.open_ended:
+        lines.append('The run was stopped before its last step, so these were not judged by its '
+                     f'end: {", ".join(self.open_ended)}.')
+      return '\n'.join(lines)
+    lines = lines[:1] + [f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
+                         f'  seen on {self.broken.tale}: {self.broken.detail}',
+                         f'The last {len(self.broken.before)} turns of all processes:']
+    return '\n'.join([*lines, *(f'  {line}' for line in self.broken.before)])
+
+
+class _Counter:
+  """How often each kind of event and action was seen by whom looks at it."""
+
+  def __init__(self):
+    self._seen: dict[tuple[str, Any], int] = collections.Counter()
+
+  def take(self, role: str, event: events.Event, out: Sequence[actions.Action]) -> None:
+    seen = self._seen
+    seen[role, invariant.EVERY] += 1
+    seen[role, _kind(event)] += 1
+    for action in out:
+      seen[role, _kind(action)] += 1
+
+  def looks(self, statement: type[invariant.Invariant]) -> int:
+    marks = {
+      mark for name in dir(statement) for kind in ('_on', '_after')
+      for mark in getattr(getattr(statement, name), kind, ())
+    }
+    return sum(self._seen[mark] for mark in marks)
+
+
+def _kind(what: events.Event | actions.Action) -> Any:
+  match what:
+    case events.Received(message=message) | actions.Send(message=message):
+      return type(message)
+    case actions.Report(name=name):
+      return name
+  return type(what)
+
+
+def judge(tales: Sequence[Tale], healed_ns: int | None = None) -> Verdict:
+  """Reads all tapes of a run to the first violation or to the end.
+
+  Args:
+    tales: every life of every node, in any order.
+    healed_ns: from when on nothing was broken on purpose; None: liveness is not asked for.
+
+  Raises:
+    ValueError: there is no tape.
+    tape.TapeError: one of them is damaged.
+  """
+  if not tales:
+    raise ValueError('there are no tapes to judge: the run wrote none, or they are elsewhere')
+  return _Trial(tales, healed_ns).run()
+
+
+class _Trial:
+  """One reading of the tapes of a run."""
+
+  def __init__(self, tales: Sequence[Tale], healed_ns: int | None):
+    self._tales = tales
+    self._healed_ns = healed_ns
+    self._checkers = checkers_lib.Checkers(tales[0].start.config)
+    self._count = _Counter()
+    self._before: collections.deque = collections.deque(maxlen=SHOWN_TURNS)
+    self._turns = 0
+
+  def run(self) -> Verdict:
+    broken, tale, now_ns, open_ended = None, None, 0, ()
+    try:
+      for tale, life, turn, last in self._story():
+        now_ns = turn.now_ns
+        self._take(tale, life, turn, last)
+      tale = None
+      open_ended = self._checkers.finished(now_ns)
+    except checkers_lib.Violation as error:
+      broken = self._broken(tale, error.invariant, error.sentence, error.detail)
+    except _Crashed as error:
+      broken = self._broken(tale, NO_CRASH, NO_CRASH_SENTENCE, str(error))
+    except (LookupError, AttributeError, TypeError) as error:
+      # A message that nobody sent, a payload that is not there: the books cannot even follow.
+      broken = self._broken(tale, 'books', 'What happens follows from what happened.',
+                            tape.words(error))
+    held = () if broken else tuple(
+      Held(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
+    )
+    return Verdict(len(self._tales), self._turns, held, open_ended, broken)
+
+  def _story(self) -> Iterator[tuple[Tale, observers.Life, tape.Record | tape.Crash, bool]]:
+    """(tale, life, turn, whether it is the tale's last) of all tales, in the order of time."""
+    begun = []
+    for tale in self._tales:
+      turns = iter(tale.turns)
+      first = next(turns, None)
+      if first is not None:  # else it was killed before its first turn: nobody has seen it
+        begun.append((first.now_ns, tale, first, turns))
+    begun.sort(key=lambda one: one[0])
+    streams = [
+      _numbered(tale, observers.Life(number, tale.start), first, turns)
+      for number, (_, tale, first, turns) in enumerate(begun, 1)
+    ]
+    return heapq.merge(*streams, key=lambda one: (one[2].now_ns, one[1].number))
+
+  def _take(self, tale: Tale, life: observers.Life, turn: tape.Record | tape.Crash,
+            last: bool) -> None:
+    if self._healed_ns is not None and turn.now_ns >= self._healed_ns:
+      self._checkers.healed(self._healed_ns)
+      self._healed_ns = None
+    self._before.append((tale.name, turn))
+    self._turns += 1
+    if turn.index == 0:
+      self._checkers.born(turn.now_ns, life)
+    if isinstance(turn, tape.Crash):
+      raise _Crashed(turn.error)
+    self._count.take(tale.start.role, turn.event, turn.actions)
+    self._checkers.saw(life, turn.now_ns, turn.event, turn.actions)
+    if last:
+      ended = any(isinstance(action, actions.Exit) for action in turn.actions)
+      self._checkers.died(turn.now_ns, life, not ended)
+
+  def _broken(self, tale: Tale | None, id_: str, sentence: str, detail: str) -> Broken:
+    name = 'all tapes together' if tale is None else tale.name
+    began_ns = self._before[0][1].now_ns if self._before else 0
+    before = tuple(_line(who, turn, began_ns) for who, turn in self._before)
+    return Broken(id_, sentence, detail, name, before)
+
+
+class _Crashed(Exception):
+  """A machine did not survive a turn."""
+
+
+def _numbered(tale: Tale, life: observers.Life, first: Any, turns: Iterator) -> Iterator[tuple]:
+  """The turns of a tale; the last one is marked as such."""
+  turn = first
+  for following in turns:
+    yield tale, life, turn, False
+    turn = following
+  yield tale, life, turn, True
+
+
+def _line(who: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:
+  """A turn in a line: time in ms since the first one shown, who, what happened, what it asked."""
+  asked = [_cut(action) for action in getattr(turn, 'actions', ())]
+  return (f'{(turn.now_ns - began_ns) / 1e6:9.3f} ms {who} turn {turn.index}: {_cut(turn.event)} '
+          f'-> {"; ".join(asked) or "nothing"}')
+
+
+def _cut(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= SHOWN_CHARACTERS else f'{text[:SHOWN_CHARACTERS]}...'

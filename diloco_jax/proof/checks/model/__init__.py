@@ -1,0 +1,1 @@
+"""A second model of the protocol, written from its records alone, against which invariants compare."""

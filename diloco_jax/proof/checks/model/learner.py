@@ -1,0 +1,293 @@
+"""What one learner's process really did: its steps, tokens, snapshots and adoptions."""
+
+import collections
+import dataclasses
+from typing import Any, Callable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.proof.checks import observers
+
+Range = tuple[int, int]
+Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
+
+
+@dataclasses.dataclass(slots=True)
+class Anchor:
+  """The value of a fragment that a process holds, and its own counts when it took it."""
+
+  version: int
+  digest: int
+  tokens: int = 0
+  steps: int = 0
+  sound: bool = True  # its bits are those that were published
+  contributed: int = 0  # the sync it was snapshot for on this stream, 0: none
+  ended: int = 0  # the last due time that this learner needs not wait for
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Snapshot:
+  """What an Encode covers: `true` in tokens of the process, `told` in those of its incarnation."""
+
+  sync: int
+  fragment: int
+  version: int
+  session: int
+  steps: int
+  true: Range
+  told: Range
+  reads: tuple[Batches, ...]
+
+
+class LearnerBook:
+  """One learner's process. Counts are of the whole process; `base_*` is where its incarnation
+  began (a syncer that went back may give a process a second one)."""
+
+  def __init__(self, config: config_lib.ProtocolConfig, schedule: schedule_lib.Schedule,
+               life: observers.Life):
+    digests = life.start.digests if life.start.snapshot is None else None
+    self.life, self.config, self.schedule = life, config, schedule
+    self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
+    self.tokens = self.steps = self.base_tokens = self.base_steps = 0
+    self.step = self.incarnation = self.session = 0
+    self.joined = self.ever_joined = self.training = self.running = self.saving = False
+    self.saving_part = False  # of a snapshot of the whole run
+    self.ending = self.finished = self.exited = False
+    self.refused: messages.Refused | None = None
+    self.due: set[int] = set()
+    self.anchors = [
+      Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
+    ]
+    self.pulls: dict[int, int] = {}  # fragment: sync, on this stream
+    self.pulled_to: dict[int, int] = {}  # the newest, answered or not
+    self.encoding: collections.deque[Snapshot] = collections.deque()
+    self.adopting: collections.deque[Anchor] = collections.deque()
+    self.handles: dict[int, Any] = {}  # what is behind each: a Publish or a Snapshot
+    # How it came by its moments (books/donation.py); '': it has not begun.
+    self.way, self.awaits, self.welcomed_on, self.taking = '', 0, 0, False
+    self.deadline_ns: int | None = None
+    self.last_encoded: Snapshot | None = None
+    self.last_adopted: Anchor | None = None
+    self.reads: list[Batches] = []  # all that it ever trained on, one row after the other
+    self.at: Range | None = None  # data stream and next batch
+    self.claim: Range | None = None  # what it told of that
+    self.lease: Range | None = None  # where it is to go
+    self.limit = 0
+    self._set_limit()
+
+  def __repr__(self) -> str:
+    return f'{self.learner} (process {self.life.number})'
+
+  @property
+  def told_tokens(self) -> int:
+    return self.tokens - self.base_tokens
+
+  @property
+  def told_steps(self) -> int:
+    return self.steps - self.base_steps
+
+  def told(self, anchor: Anchor) -> int:
+    """The token count of an adoption, as its incarnation counts."""
+    return max(0, anchor.tokens - self.base_tokens)
+
+  def trained_on(self, anchor: Anchor) -> int:
+    """Steps of this incarnation since an adoption."""
+    return self.steps - max(anchor.steps, self.base_steps)
+
+  @property
+  def may_step(self) -> bool:
+    """Whether nothing that the settings name holds it up, and nobody has asked it to end."""
+    if not self.training or self.ending or self.step >= self.config.total_steps:
+      return False
+    return self.config.lag is None or self.step < self.limit
+
+  def _set_limit(self) -> None:
+    """Lock-step modes: the clock at which it waits."""
+    if self.config.lag is not None:
+      nexts = [self.schedule.due(p, anchor.ended) for p, anchor in enumerate(self.anchors)]
+      self.limit = min(nexts) + self.config.lag
+
+  def last_reads(self, steps: int) -> tuple[Batches, ...]:
+    """The batches of the last so many steps."""
+    found: list[Batches] = []
+    for stream, first, end in reversed(self.reads):
+      if steps <= 0:
+        break
+      found.append((stream, max(first, end - steps), end))
+      steps -= end - first
+    return tuple(reversed(found))
+
+  # --- Events -------------------------------------------------------------------------------------
+
+  def step_done(self, now_ns: int, done: events.StepDone, out: Sequence) -> None:
+    self.running = False
+    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    if (last[0], last[2]) == (stream, batch):
+      self.reads.pop()
+      batch = last[1]
+    self.reads.append((stream, batch, self.at[1] + 1))
+    self.at = stream, self.at[1] + 1
+    self.steps, self.step, self.tokens = self.steps + 1, self.step + 1, self.tokens + done.tokens
+
+  def hung_up(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
+    if gone.session == self.session:
+      self.joined = False
+      self.pulls.clear()
+      self.pulled_to.clear()
+
+  def welcomed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    message = event.message
+    if event.session != self.session or self.joined:
+      return  # of an old stream, or said twice
+    self.joined = self.ever_joined = True
+    if (message.stream, message.cursor) != self.claim:
+      self.lease = message.stream, message.cursor
+    if message.incarnation != self.incarnation:
+      self.incarnation = message.incarnation
+      self.base_tokens, self.base_steps = self.tokens, self.steps
+    self.step, self.due = max(self.step, message.step), set(message.due)
+    for p, anchor in enumerate(self.anchors):
+      anchor.contributed = 0
+      anchor.ended = message.step if p in self.due else max(anchor.ended, message.step)
+    self._set_limit()
+    self.begin()
+
+  def begin(self) -> None:
+    """It trains once it holds all fragments, and has its moments."""
+    self.training = self.training or (bool(self.way) and not self.due)
+
+  def pulled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    sync, p = event.message.sync, event.message.fragment
+    if event.session == self.session and sync > self.pulled_to.get(p, 0):  # else it is said twice
+      self.pulls[p] = self.pulled_to[p] = sync
+
+  def published(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    self.handles[event.handle] = event.message
+
+  def settled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    message = event.message
+    if event.session != self.session or message.reason != messages.CANCELLED:
+      return
+    anchor = self.anchors[message.fragment]
+    if anchor.contributed == message.sync:
+      anchor.contributed = 0
+    anchor.ended = max(anchor.ended, message.sync)
+    self._set_limit()
+    if self.pulls.get(message.fragment) == message.sync:
+      del self.pulls[message.fragment]
+
+  def over(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    if event.session == self.session:
+      self.finished = self.ending = True
+
+  def stopped(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
+    self.ending = True
+
+  def turned_away(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    if event.session == self.session:
+      self.refused = event.message
+
+  def encoded(self, now_ns: int, event: events.Encoded, out: Sequence) -> None:
+    snapshot = self.last_encoded = self.encoding.popleft()
+    if event.handle is not None:
+      self.handles[event.handle] = snapshot
+
+  def adopt_done(self, now_ns: int, done: events.AdoptDone, out: Sequence) -> None:
+    anchor = self.last_adopted = self.adopting.popleft()
+    anchor.sound = anchor.digest == done.digest
+
+  def saved(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
+    self.saving = False
+
+  def part_saved(self, now_ns: int, event: events.PartSaved, out: Sequence) -> None:
+    self.saving_part = False
+
+  # --- Actions ------------------------------------------------------------------------------------
+
+  def dialled(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
+    self.session, self.joined = dial.session, False
+    self.pulls.clear()
+    self.pulled_to.clear()
+
+  def steps_on(self, now_ns: int, step: actions.Step, event: Any) -> None:
+    self.running = True
+
+  def confirms(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    stream, cursor = send.message.stream, send.message.cursor
+    self.claim = None if stream is None else (stream, cursor)
+
+  def uses(self, now_ns: int, use: actions.UseStream, event: Any) -> None:
+    self.at, self.lease = (use.stream, use.cursor), None
+    for anchor in self.anchors if use.rewind else ():
+      anchor.tokens, anchor.steps = self.tokens, self.steps
+
+  def encodes(self, now_ns: int, encode: actions.Encode, event: Any) -> None:
+    p, anchor = encode.fragment, self.anchors[encode.fragment]
+    anchor.contributed = encode.sync
+    self.pulls.pop(p, None)
+    self.encoding.append(Snapshot(
+      encode.sync, p, anchor.version, self.session, self.trained_on(anchor),
+      (anchor.tokens, self.tokens), (self.told(anchor), self.told_tokens),
+      self.last_reads(self.steps - anchor.steps)))
+
+  def declines(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    if self.pulls.get(send.message.fragment) == send.message.sync:
+      del self.pulls[send.message.fragment]
+
+  def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
+    publish, p = self.handles.pop(adopt.handle), adopt.fragment
+    ended = max(self.anchors[p].ended, publish.sync)
+    self.anchors[p] = Anchor(
+      publish.version, publish.digest, self.tokens, self.steps, ended=ended)
+    self.adopting.append(self.anchors[p])
+    self._set_limit()
+    if p in self.pulls and self.pulls[p] <= publish.sync:
+      del self.pulls[p]
+    self.step = max(self.step, publish.sync)
+    self.due.discard(p)
+    self.begin()
+
+  def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
+    self.saving = True
+
+  def saves_part(self, now_ns: int, save: actions.SavePart, event: Any) -> None:
+    self.saving_part = True
+
+  def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
+    self.handles.pop(drop.handle, None)
+
+  def exits(self, now_ns: int, action: actions.Exit, event: Any) -> None:
+    self.exited, self.running = True, False
+
+
+LEARNER_EVENTS: dict[type, Callable] = {
+  events.StepDone: LearnerBook.step_done,
+  events.Disconnected: LearnerBook.hung_up,
+  events.Encoded: LearnerBook.encoded,
+  events.AdoptDone: LearnerBook.adopt_done,
+  events.SaveDone: LearnerBook.saved,
+  events.PartSaved: LearnerBook.part_saved,
+  events.Stop: LearnerBook.stopped,
+  messages.Joined: LearnerBook.welcomed,
+  messages.Pull: LearnerBook.pulled,
+  messages.Publish: LearnerBook.published,
+  messages.Settled: LearnerBook.settled,
+  messages.Refused: LearnerBook.turned_away,
+  messages.Finish: LearnerBook.over,
+}
+LEARNER_ACTIONS: dict[type, Callable] = {
+  actions.Dial: LearnerBook.dialled,
+  actions.Step: LearnerBook.steps_on,
+  actions.Encode: LearnerBook.encodes,
+  actions.UseStream: LearnerBook.uses,
+  actions.Adopt: LearnerBook.adopts,
+  actions.Save: LearnerBook.saves,
+  actions.SavePart: LearnerBook.saves_part,
+  actions.Drop: LearnerBook.drops,
+  actions.Exit: LearnerBook.exits,
+  messages.Confirm: LearnerBook.confirms,
+  messages.Decline: LearnerBook.declines,
+}

@@ -1,0 +1,221 @@
+"""All books of a run. Nothing here asks a machine: it is the truth as the records tell it.
+
+Books are updated after the checkers (proof/checks/checkers.py) have seen a record, so that a checker sees
+both sides of it.
+"""
+
+from typing import Any, Sequence
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import learner as learner_book
+from diloco_jax.proof.checks.model import lineage as lineage_book
+from diloco_jax.proof.checks.model import syncer as syncer_book
+
+Book = learner_book.LearnerBook | syncer_book.SyncerBook
+
+
+class NotTheirs(LookupError):
+  """A syncer goes on from what it should not; `lost`: from an earlier record than it must."""
+
+  def __init__(self, words: str, lost: bool):
+    super().__init__(words)
+    self.lost = lost
+
+
+class Run:
+  """All processes of a run, and what a syncer that begins goes on from.
+
+  Attributes:
+    records: of all outer steps that were decided and are not lost, the first is number 1.
+    told: so many of them have ended as far as machines know.
+    durable: so many are safe on the disk; None: nobody knows, as with real processes.
+    repaired: the log was damaged, what the next syncer goes on from is not its fault.
+    spoken: per fragment, the newest version that anybody was sent.
+  """
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self.config, self.schedule = config, schedule_lib.Schedule(config)
+    self.learners: dict[int, learner_book.LearnerBook] = {}  # by nonce
+    self.books: dict[int, Book] = {}  # by the life's number
+    self.syncer: syncer_book.SyncerBook | None = None
+    self.saved: list[lineage_book.Saved] = []  # those that are not gone back over
+    self.records: list[lineage_book.Record] = []
+    self.told = 0
+    self.durable: int | None = None
+    self.repaired = False
+    self.spoken = [0] * config.fragments
+    self.history: list[list[int]] = [[] for _ in range(config.fragments)]  # digests by version
+    self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
+    self.lost: set[tuple[int, int, int]] = set()  # values that a repair gave up
+
+  def born(self, life: observers.Life) -> Book:
+    """A new process. Raises NotTheirs if a syncer goes on from what it should not."""
+    if life.start.role == 'learner':
+      book = learner_book.LearnerBook(self.config, self.schedule, life)
+      self.learners[book.nonce] = book
+    else:
+      book = self.syncer = syncer_book.SyncerBook(self, life, self._lineage(life.start))
+    self.books[life.number] = book
+    return book
+
+  def publish(self, p: int, digest: int) -> None:
+    """A fragment has its next version."""
+    history = self.history[p]
+    self.bases[p, len(history), digest] = history[-1]
+    history.append(digest)
+
+  def logged(self, note: observers.LogNote) -> None:
+    """What the world says of the log."""
+    match note.kind:
+      case 'appended':
+        record = self.records[note.number - 1]
+        record.digest, record.failed = note.digest, note.failed
+        record.norms, record.refused = note.norms, note.refused
+      case 'durable':
+        self.durable = note.number
+      case 'repaired':
+        self.repaired = True
+
+  def _lineage(self, start: Any) -> lineage_book.Lineage:
+    number, lineage = self._found(start)
+    self.records, self.told = self.records[:number], number
+    self.saved = [saved for saved in self.saved if saved.position <= number]
+    if self.repaired:
+      self.repaired, self.spoken = False, list(lineage.versions)
+    if self.durable is not None:
+      self.durable = min(self.durable, number)  # until the world says more
+    for p, history in enumerate(self.history):
+      version = lineage.versions[p]
+      for lost in range(version + 1, len(history)):
+        self.lost.add((p, lost, history[lost]))
+      self.history[p] = history[:version + 1] or [lineage.digests[p]]
+      if len(self.history[p]) <= version:
+        self.publish(p, lineage.digests[p])  # it is durable, but nobody had been told
+    for holder in lineage.holders.values():
+      holder.done = False
+    return lineage
+
+  def _found(self, start: Any) -> tuple[int, lineage_book.Lineage]:
+    """The record behind which a syncer goes on, and what is true there."""
+    if start.snapshot is None:
+      number, lineage = 0, self._first(start.digests)
+    else:
+      found = (self._at(number, start.snapshot) for number in range(len(self.records), -1, -1))
+      number, lineage = next((one for one in found if one is not None), (None, None))
+    versions = [0] * self.config.fragments if number == 0 else start.snapshot['versions']
+    behind = any(now < spoken for now, spoken in zip(versions, self.spoken))
+    if number is None:
+      raise NotTheirs(self._nearest(start.snapshot), behind and not self.repaired)
+    first = self.told if self.durable is None else max(self.told, self.durable)
+    if not self.repaired and (number < first or behind):
+      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', True)
+    if self.durable is not None and number > first + 1:
+      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', False)
+    return number, lineage
+
+  def _at(self, number: int, snapshot: dict[str, Any]) -> tuple[int, lineage_book.Lineage] | None:
+    """The record and the lineage, if a snapshot is what is true behind it."""
+    for saved in reversed(self.saved):
+      if saved.position == number and _same(saved.snapshot, snapshot):
+        return number, self._reopened(self._ended(saved), saved.undecided)
+    if not number or not self._knows(snapshot, self.records[number - 1]):
+      return None
+    twin = self._twin(number, snapshot)
+    if twin is not None and not lineage_book.difference(snapshot, twin):
+      return number, self._reopened(twin, self.records[number - 1].undecided)
+    return None
+
+  def _knows(self, snapshot: dict[str, Any], record: lineage_book.Record) -> bool:
+    """Whether a snapshot has heard of all whose work was under way at a record."""
+    members = {row['learner'] for row in snapshot['members']}
+    return all(
+      one.learner in members for under_way in record.under_way
+      for one in under_way.merge.participants)
+
+  def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
+    """What is true behind a record: that of a syncer that decided nothing more."""
+    record = self.records[number - 1]
+    twin = self._ended(record)
+    for one in record.under_way:
+      p = one.merge.fragment
+      if one.digest is None:  # nobody knows: the snapshot may say it
+        made = snapshot['versions'][p] == one.merge.version
+        one.digest, one.failed = snapshot['digests'][p], '' if made else 'unknown'
+        one.refused = _struck(one, twin, snapshot)
+      one.end(twin)
+      if not one.norms:
+        _believe(one, twin, snapshot)
+    return twin
+
+  def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
+    """The sync that a syncer opens first if it begins there."""
+    return min([behind.lineage.next, *self._closing(behind.undecided)])
+
+  def _ended(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
+    """What is true once the process has ended: its open syncs have ended with it."""
+    lineage = behind.lineage.copy()
+    for sync in behind.undecided:
+      lineage.abandoned[self.schedule.fragment(sync)] += 1
+    return lineage
+
+  def _reopened(
+    self, lineage: lineage_book.Lineage, undecided: Sequence[int]
+  ) -> lineage_book.Lineage:
+    """From the first closing sync on that ended with its process all are opened once more, since no
+    other comes after them."""
+    closing = self._closing(undecided)
+    if closing:
+      sync = lineage.next = min(closing)
+      while sync <= lineage.opened:
+        lineage.abandoned[self.schedule.fragment(sync)] -= 1
+        sync = self.schedule.next(sync)
+      lineage.opened = min(lineage.opened, lineage.next - 1)
+    return lineage
+
+  def _closing(self, syncs: Sequence[int]) -> list[int]:
+    return [sync for sync in syncs if sync > self.config.total_steps]
+
+  def _nearest(self, snapshot: dict[str, Any]) -> str:
+    """How it differs from what is true behind the last record, in words."""
+    if not self.records:
+      return 'nothing was written down, nothing saved'
+    if not self._knows(snapshot, self.records[-1]):
+      return 'it has not heard of learners whose work was under way'
+    return lineage_book.difference(snapshot, self._twin(len(self.records), snapshot))
+
+  def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
+    zeros = [0] * self.config.fragments
+    return lineage_book.Lineage(list(zeros), list(digests), list(zeros), list(zeros), list(zeros),
+                   self.schedule.next(0))
+
+
+def _struck(
+  record: lineage_book.Record, before: lineage_book.Lineage, snapshot: dict[str, Any]
+) -> tuple[str, ...]:
+  """Who was refused in an outer step of which only a snapshot tells: those with more strikes."""
+  strikes = {row['learner']: row['strikes'] for row in snapshot['members']}
+  return tuple(
+    one.learner for one in record.merge.participants
+    if strikes[one.learner] > before.holders[one.learner].strikes)
+
+
+def _believe(
+  record: lineage_book.Record, after: lineage_book.Lineage, snapshot: dict[str, Any]
+) -> None:
+  """Takes strikes and norms after an outer step from the only one who tells of them."""
+  rows, p = {row['learner']: row for row in snapshot['members']}, record.merge.fragment
+  for one in record.merge.participants:
+    holder = after.holders[one.learner]
+    holder.strikes, holder.worst = rows[one.learner]['strikes'], rows[one.learner]['worst']
+  after.norms[p] = tuple(tuple(pair) for pair in snapshot['norms'][p])
+
+
+def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
+  """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves. Which
+  snapshots of the run there are is no part of one, nor is how old it is."""
+  moment = {'merging': [], syncer_machine.MANIFESTS: [], recovery.UNSAVED: 0}
+  return {**saved, **moment} == {**snapshot, **moment}

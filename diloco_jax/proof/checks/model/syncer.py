@@ -1,0 +1,451 @@
+"""One syncer's process: its streams, who holds which id, what each open sync has and waits for."""
+
+import collections
+import dataclasses
+from typing import Any, Callable, Iterable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import grace
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import learner as learner_book
+from diloco_jax.proof.checks.model import lineage as lineage_book
+
+Reason = messages.Reason
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+  """One stream at the syncer."""
+
+  session: int
+  heard_ns: int
+  join: messages.Join | None = None
+  offered: int | None = None
+  incarnation: int = 0
+  member: bool = False  # it holds its id
+  joined: bool = False  # it was told so
+  open: bool = True
+  due: set[int] = dataclasses.field(default_factory=set)
+  awaits: int = 0  # the donation that was promised to it, until it tells that it is done
+  sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
+  on_way: dict[int, list[int]] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(list))  # fragment: versions not adopted yet
+  held: tuple[messages.Held, ...] = ()
+  claim: Range | None = None  # where its process was in the data when it confirmed
+  lease: Range | None = None  # where it was told to read
+
+  @property
+  def caught_up(self) -> bool:
+    return self.joined and self.member and not self.due and not self.awaits
+
+
+@dataclasses.dataclass(slots=True)
+class Gather:
+  """One open sync: whom it waits for, what it holds by handle."""
+
+  sync: int
+  fragment: int
+  opened_ns: int
+  waiting: set[str] = dataclasses.field(default_factory=set)
+  payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
+  quorum_ns: int | None = None
+  grace_ns: int = 0  # the window that began with the quorum
+  merging: actions.Merge | None = None
+  merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
+  record: lineage_book.Record | None = None
+
+
+class Window:
+  """What the grace window follows from (paper section 4): the times of steps, of gathering K
+  payloads, and from the decision to merge to the first adoption."""
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self._config = config
+    self._quorum_ns, self._sync_ns = grace.Average(), grace.Average()
+    self._steps_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)  # by nonce
+    self._merging: dict[int, tuple[int, int]] = {}  # fragment: version, since when
+
+  def step(self, nonce: int, step_ns: int) -> None:
+    if step_ns:
+      self._steps_ns[nonce].add(step_ns)
+
+  def merges(self, now_ns: int, fragment: int, version: int) -> None:
+    self._merging[fragment] = version, now_ns
+
+  def refused(self, fragment: int) -> None:
+    self._merging.pop(fragment, None)
+
+  def adopted(self, now_ns: int, fragment: int, version: int) -> None:
+    expected, since_ns = self._merging.get(fragment, (None, 0))
+    if version == expected:
+      self._sync_ns.add(now_ns - since_ns)
+      del self._merging[fragment]
+
+  def begins(self, waited_ns: int, nonces: Iterable[int]) -> int:
+    """K payloads are there after `waited_ns`; how long to wait for the other live learners."""
+    self._quorum_ns.add(waited_ns)
+    if not self._sync_ns.samples:
+      return 0
+    fastest_ns = min((self._steps_ns[one].value for one in nonces if one in self._steps_ns),
+                     default=0)
+    needed_ns = self._quorum_ns.value + self._sync_ns.value
+    slack_ns = max(0, self._config.overlap * fastest_ns - needed_ns)
+    return slack_ns * self._config.grace_permille // 1000
+
+
+class SyncerBook:
+  """One syncer's process."""
+
+  def __init__(self, run: 'Run', life: observers.Life, lineage: lineage_book.Lineage):
+    self.run, self.life, self.lineage = run, life, lineage
+    self.config, self.schedule = run.config, run.schedule
+    self.peers: dict[int, Peer] = {}
+    self.members: dict[str, Peer] = {}
+    self.gathers: dict[int, Gather] = {}
+    self.pending: dict[int, Gather] = {}  # handle: the sync that holds it
+    self.handles: set[int] = set()
+    self.reads: set[int] = set()  # fragments that are being read whole
+    self.promises: dict[int, Any] = {}  # by transfer (books/donation.py)
+    self.waiting: set[int] = set()  # those that may be open still
+    self.asked: dict[int, int] = {}  # transfers by the session of who was asked
+    self.peer: Peer | None = None  # who spoke in this turn
+    self.ended: Gather | None = None  # the sync whose merge ended last
+    self.window = Window(run.config)
+    self.longest_step_ns = 0
+    self.merges = 0
+    self.stopping = self.exiting = self.exited = False
+    self.first = lineage.next  # the sync that it opens first
+    self.farewell = self.over  # the disk says that the run is over
+    self.finished_ns: int | None = None
+    self.saving: collections.deque[lineage_book.Saved] = collections.deque()
+
+  def __repr__(self) -> str:
+    return f'syncer (process {self.life.number})'
+
+  def hears(self, now_ns: int, session: int) -> None:
+    """Somebody speaks on this stream."""
+    peer = self.peers.get(session)
+    if peer is None:
+      peer = self.peers[session] = Peer(session, now_ns)
+    elif peer.member:
+      peer.heard_ns = now_ns
+    self.peer = peer
+
+  def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
+    return self.run.learners.get(peer.join.nonce)
+
+  def account(self, peer: Peer) -> lineage_book.Account:
+    return self.lineage.account(peer.join.learner, peer.incarnation)
+
+  @property
+  def over(self) -> bool:
+    return self.lineage.next > self.schedule.last
+
+  # --- Events -------------------------------------------------------------------------------------
+
+  def connected(self, now_ns: int, event: events.Connected, out: Sequence) -> None:
+    self.peers[event.session] = Peer(event.session, now_ns)
+
+  def hung_up(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
+    peer = self.peers.pop(event.session, None)
+    if peer is not None:
+      self._release(peer)
+
+  def _release(self, peer: Peer) -> None:
+    peer.open = False
+    if not peer.member:
+      return
+    peer.member = False
+    learner = peer.join.learner
+    if self.members.get(learner) is peer:
+      del self.members[learner]
+      for gather in self.gathers.values():
+        gather.waiting.discard(learner)
+
+  def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    if not self.exiting and not self.peer.member:
+      self.peer.join = event.message
+
+  def confirms(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """The id is taken unless the stream is closed at once."""
+    peer, confirm = self.peer, event.message
+    if peer.member or self.exiting or peer.join is None or not peer.open:
+      return
+    for action in out:
+      if type(action) is actions.Close and action.session == peer.session:
+        return
+    self._admit(now_ns, peer, confirm)
+
+  def _admit(self, now_ns: int, peer: Peer, confirm: messages.Confirm) -> None:
+    learner, nonce = peer.join.learner, peer.join.nonce
+    holder = self.lineage.holders.get(learner)
+    if holder is None:
+      holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
+    elif holder.nonce != nonce:
+      self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
+      holder = self.lineage.holders[learner] = lineage_book.Holder(
+        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce))
+    elif learner in self.members:  # the same process on a new stream: the old one goes first
+      self._release(self.members[learner])
+    holder.left, holder.step = False, max(holder.step, confirm.step)
+    peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
+    peer.held = confirm.held
+    peer.claim = None if confirm.stream is None else (confirm.stream, confirm.cursor)
+    self.members[learner] = peer
+    self.account(peer).train(confirm.tokens)
+
+  def progress(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    holder = self.lineage.holders[peer.join.learner]
+    holder.step, holder.done = max(holder.step, message.step), holder.done or message.finished
+    self.longest_step_ns = max(self.longest_step_ns, message.step_ns)
+    self.window.step(peer.join.nonce, message.step_ns)
+    self.account(peer).train(message.tokens)
+
+  def _counts(self, peer: Peer) -> bool:
+    return peer.joined and peer.member and not self.exiting
+
+  def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """It is kept unless its payload is dropped in this turn; then it is settled by what is sent."""
+    handle, message, peer = event.handle, event.message, self.peer
+    self.handles.add(handle)
+    if not self._counts(peer):
+      return
+    gather = self.gathers.get(message.sync)
+    if gather is not None:
+      gather.waiting.discard(peer.join.learner)
+    if gather is None or any(type(a) is actions.Drop and a.handle == handle for a in out):
+      return
+    gather.payloads[handle] = peer, message
+    self.pending[handle] = gather
+    if len(gather.payloads) == self.config.quorum and gather.quorum_ns is None:
+      gather.quorum_ns = now_ns
+      nonces = (member.join.nonce for member in self.members.values())
+      gather.grace_ns = self.window.begins(now_ns - gather.opened_ns, nonces)
+
+  def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    if message.sync in self.gathers:
+      self.gathers[message.sync].waiting.discard(peer.join.learner)
+    if message.reason == Reason.BAD_VALUE:
+      self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
+      self.lineage.holders[peer.join.learner].struck()
+
+  def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    if not message.matched:
+      self.lineage.repaired += 1
+    else:
+      self.window.adopted(now_ns, message.fragment, message.version)
+      self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
+      peer.due.discard(message.fragment)
+      peer.on_way[message.fragment] = [
+        version for version in peer.on_way[message.fragment] if version > message.version]
+
+  def left(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer = self.peer
+    if peer.member and not self.exiting:
+      reason = Reason.LEFT if self.finished_ns is None else Reason.END_OF_RUN
+      self.account(peer).close(reason)
+      self.lineage.holders[peer.join.learner].left = True
+      self._release(peer)
+
+  def merge_done(self, now_ns: int, done: events.MergeDone, out: Sequence) -> None:
+    gather = self.gathers.pop(done.sync)
+    self.ended, self.merges = gather, self.merges - 1
+    record = gather.record
+    record.digest, record.failed = done.digest, done.failed
+    record.norms, record.refused = done.norms, done.refused
+    record.end(self.lineage)
+    self.run.told += 1
+    if done.failed:
+      self.window.refused(done.fragment)
+    else:
+      self.handles.add(done.handle)
+      self.run.publish(done.fragment, done.digest)
+
+  def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
+    """What a contribution covers in its process's own tokens; None: that process has no tape."""
+    learner = self.learner(peer)
+    if learner is None or learner.incarnation != peer.incarnation:
+      return None
+    return message.tokens_from + learner.base_tokens, message.tokens_to + learner.base_tokens
+
+  def read(self, now_ns: int, event: events.FragmentRead, out: Sequence) -> None:
+    self.reads.discard(event.fragment)
+    self.handles.add(event.handle)
+
+  def stop(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
+    self.stopping = True
+
+  def save_done(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
+    saved = self.saving.popleft()
+    saved.verified = not event.error
+    records = self.run.records
+    logged = bool(records) and self.run.goes_on_with(records[-1]) > self.schedule.last
+    self.farewell = self.farewell or (saved.closed and (saved.verified or logged))
+
+  # --- Actions ------------------------------------------------------------------------------------
+
+  def offers(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    self.peers[send.session].offered = send.message.incarnation
+
+  def welcomes(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    peer = self.peers[send.session]
+    peer.joined, peer.due = True, set(send.message.due)
+    holder = self.lineage.holders[peer.join.learner]
+    peer.lease = send.message.stream, send.message.cursor
+    holder.step = max(holder.step, send.message.step)
+    for p, held in enumerate(peer.held):
+      if p not in peer.due:
+        peer.sent[p] = held.version
+
+  def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    message = send.message
+    gather = self.gathers.get(message.sync)
+    if gather is None:
+      gather = self.gathers[message.sync] = Gather(message.sync, message.fragment, now_ns)
+      lineage = self.lineage
+      lineage.skipped += (message.sync - lineage.next) // self.config.period
+      lineage.opened, lineage.next = message.sync, self.schedule.next(message.sync)
+    gather.waiting.add(self.peers[send.session].join.learner)
+
+  def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    """A verdict on the contribution of this turn."""
+    message = send.message
+    if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
+      return  # what was merged was settled when the merge began, and what was refused of it after
+    peer, said = self.peers[send.session], event.message
+    self.account(peer).settle(said.fragment, (said.tokens_from, said.tokens_to), message.reason)
+
+  def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    peer, message = self.peers[send.session], send.message
+    peer.sent[message.fragment] = message.version
+    peer.on_way[message.fragment].append(message.version)
+
+  def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
+    gather = self.gathers[merge.sync]
+    gather.merging, self.merges = merge, self.merges + 1
+    self.window.merges(now_ns, merge.fragment, merge.version)
+    gather.merged = tuple(gather.payloads[one.handle] for one in merge.participants)
+    for one, (peer, message) in zip(merge.participants, gather.merged):
+      told = message.tokens_from, message.tokens_to
+      self.account(peer).settle(merge.fragment, told, '')
+      true = self.true_range(peer, message)
+      if true is not None:
+        self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
+      del self.pending[one.handle]
+      self.handles.discard(one.handle)
+    gather.payloads.clear()
+    gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
+    record.undecided = self._undecided()
+    record.batches = tuple(
+      (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged)
+    under_way = (other.record for other in self.gathers.values() if other.record is not None)
+    record.number = len(self.run.records) + 1
+    record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
+    self.run.records.append(record)
+
+  def _undecided(self) -> tuple[int, ...]:
+    """The syncs that would end with this process."""
+    return tuple(one.sync for one in self.gathers.values() if one.record is None)
+
+  def cancels(self, now_ns: int, report: actions.Report, event: Any) -> None:
+    """A sync is cancelled; after a failed merge it was counted already."""
+    if self.gathers.pop(report.values['sync'], None) is not None:
+      self.lineage.cancelled[report.values['fragment']] += 1
+
+  def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
+    self.reads.add(read.fragment)
+
+  def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
+    handle = drop.handle
+    self.handles.discard(handle)
+    gather = self.pending.pop(handle, None)
+    if gather is not None:
+      del gather.payloads[handle]
+      if len(gather.payloads) < self.config.quorum:
+        gather.quorum_ns = None
+
+  def closes(self, now_ns: int, close: actions.Close, event: Any) -> None:
+    peer = self.peers.get(close.session)
+    if peer is not None and not self.exiting:
+      self._release(peer)
+
+  def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
+    saved = lineage_book.Saved(
+      save.snapshot, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed)
+    self.saving.append(saved)
+    self.run.saved.append(saved)
+
+  def exits(self, now_ns: int, action: actions.Exit, event: Any) -> None:
+    self.exited = True
+
+  # --- After a turn -------------------------------------------------------------------------------
+
+  def can_end(self, now_ns: int) -> bool:
+    """Whether the run may be over now, perhaps since this very turn."""
+    if self.finished_ns is None and not self._finishes:
+      return False
+    gone = all(holder.left for holder in self.lineage.holders.values())
+    finished_ns = now_ns if self.finished_ns is None else self.finished_ns
+    return self.stopping or gone or now_ns >= finished_ns + self.config.lease_ns
+
+  @property
+  def _finishes(self) -> bool:
+    """Learners may be told now that the run is over."""
+    return self._closed and self.farewell and not self.stopping
+
+  @property
+  def _closed(self) -> bool:
+    """Every sync is over."""
+    return self.over and not self.gathers and not self.merges
+
+  def after(self, now_ns: int) -> None:
+    """The end of the run follows from what is open."""
+    if self.exiting or self.merges:
+      return
+    if self.finished_ns is None and self._finishes:
+      self.finished_ns = now_ns
+    self.exiting = self.stopping or self.can_end(now_ns)
+
+
+SYNCER_EVENTS: dict[type, Callable] = {
+  events.Connected: SyncerBook.connected,
+  events.Disconnected: SyncerBook.hung_up,
+  events.MergeDone: SyncerBook.merge_done,
+  events.FragmentRead: SyncerBook.read,
+  events.SaveDone: SyncerBook.save_done,
+  events.Stop: SyncerBook.stop,
+  messages.Join: SyncerBook.joins,
+  messages.Confirm: SyncerBook.confirms,
+  messages.Progress: SyncerBook.progress,
+  messages.Contribution: SyncerBook.contributed,
+  messages.Decline: SyncerBook.declined,
+  messages.Adopted: SyncerBook.adopted,
+  messages.Leave: SyncerBook.left,
+}
+SYNCER_ACTIONS: dict[Any, Callable] = {
+  actions.Merge: SyncerBook.merge,
+  actions.Drop: SyncerBook.drops,
+  actions.Close: SyncerBook.closes,
+  actions.Save: SyncerBook.save,
+  actions.Exit: SyncerBook.exits,
+  messages.Offer: SyncerBook.offers,
+  messages.Joined: SyncerBook.welcomes,
+  messages.Pull: SyncerBook.pulls,
+  messages.Publish: SyncerBook.publishes,
+  messages.Settled: SyncerBook.settles,
+  actions.ReadFragment: SyncerBook.reads_whole,
+  'cancelled': SyncerBook.cancels,
+}

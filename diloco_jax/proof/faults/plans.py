@@ -1,0 +1,134 @@
+"""Chaos plans: what goes wrong, with whom, when, and for how long. Pure data.
+
+The same plan drives the simulated world (nemesis.py) and real processes (experiments/chaos.py). A
+fault is of a kind, begins at `at_ns` of the run and is undone `for_ns` later:
+
+| kind | what happens to `node` | `amount` |
+|---|---|---|
+| kill | its process is gone at once (SIGKILL); started again `for_ns` later | |
+| preempt | it is asked to end (SIGTERM) and ended `amount` later; started again after `for_ns` | notice, ns |
+| freeze | its process stands still (SIGSTOP, then SIGCONT) | |
+| replace | frozen as above, and meanwhile another process is started under its learner id | |
+| slow | its steps take `amount` times as long | factor |
+| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens | factor |
+| cut_up, cut_down | nothing that it sends (that is sent to it) arrives; nobody is told | |
+| partition | both | |
+| reset | its streams break and what is under way is lost | |
+| delay | everything on its link takes `amount` longer | ns |
+| throttle | its link carries `amount` bytes a second | bytes/s |
+| corrupt | a byte on its link is flipped: the checksum fails and the stream is closed | |
+
+The simulated world has these too:
+
+| kind | what happens to `node` | `amount` |
+|---|---|---|
+| nan | its next snapshot of a fragment holds a NaN (syncer: its next outer step) | fragment |
+| huge, poison | its next `amount` snapshots of each fragment reach the syncer absurdly long, with NaN | number |
+| flip | its next adoption of a fragment errs by a bit | fragment |
+| disk_full | its disk takes nothing more | |
+| fsync_fails | so many fsyncs of its disk fail | number |
+| rot | a bit of what its disk holds flips | |
+"""
+
+import dataclasses
+import random
+
+from diloco_jax.proof.sim import engine
+
+KINDS = (
+  'kill', 'preempt', 'freeze', 'replace', 'slow', 'shrink', 'cut_up', 'cut_down', 'partition',
+  'reset', 'delay', 'throttle', 'corrupt',
+)
+SIMULATED_KINDS = ('nan', 'huge', 'poison', 'flip', 'disk_full', 'fsync_fails', 'rot')
+SYNCER = 'syncer'
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+  """One thing that goes wrong (see the top of this file). `node` is 'syncer' or a learner id."""
+
+  at_ns: int
+  kind: str
+  node: str
+  for_ns: int = 0
+  amount: int = 0
+
+  def __post_init__(self):
+    if self.kind not in KINDS + SIMULATED_KINDS:
+      raise ValueError(f'{self.kind!r} is not a kind of fault; use one of '
+                       f'{", ".join(KINDS + SIMULATED_KINDS)}')
+
+
+def words(fault: Fault) -> str:
+  """A fault in a line."""
+  amount = f', {fault.amount:,}' if fault.amount else ''
+  return f'** {fault.node}: {fault.kind}{amount} for {fault.for_ns / 1e9:g} s'
+
+
+# --- Plans for real processes ---------------------------------------------------------------------
+
+REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
+STORM = 'storm'
+SECOND_NS = engine.SECOND
+USUAL_AMOUNTS = {
+  'preempt': 5 * SECOND_NS, 'slow': 5, 'delay': SECOND_NS // 5, 'throttle': 20_000,
+}
+
+
+def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
+  """Faults of the kinds `names` (joined by commas; 'storm': all of them), in turn against every
+  learner but the first.
+
+  Raises:
+    ValueError: one is not a kind that real processes know.
+
+  >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
+  >>> [(fault.kind, fault.node) for fault in plan]
+  [('kill', 'l1'), ('slow', 'l2'), ('delay', 'l1')]
+  """
+  # Those that end a process come last in a storm: 'replace' leaves another one in its place.
+  ends = ('kill', 'preempt', 'replace').__contains__
+  kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
+  for kind in kinds:
+    if kind not in REAL_KINDS:
+      raise ValueError(f'{kind!r} is not a kind of fault for processes; use one of '
+                       f'{", ".join((*REAL_KINDS, STORM))}')
+  victims = learners[1:] or learners
+  return [
+    _usual(kind, victims[index % len(victims)], index // len(victims) * for_ns, for_ns)
+    for index, kind in enumerate(kinds)
+  ]
+
+
+def draw(seed: int, learners: list[str], duration_ns: int) -> list[Fault]:
+  """A plan of about this length for real processes: to every learner but one, which is spared,
+  faults one after the other with pauses between them. The same for the same arguments.
+
+  >>> draw(3, ['l0', 'l1'], SECOND_NS) == draw(3, ['l0', 'l1'], SECOND_NS)
+  True
+  """
+  spared = engine.stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
+  found = []
+  for node in learners:
+    if node != spared:
+      found += _drawn(engine.stream(seed, 'plan', node), node, duration_ns)
+  return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
+
+
+def _drawn(draw_: random.Random, node: str, duration_ns: int) -> list[Fault]:
+  found = []
+  at_ns = draw_.randrange(duration_ns // 8)
+  while at_ns < duration_ns * 7 // 8:
+    kind = draw_.choice(REAL_KINDS)
+    for_ns = draw_.randrange(duration_ns // 16, duration_ns // 4)
+    found.append(_usual(kind, node, at_ns, for_ns))
+    at_ns += for_ns + draw_.randrange(duration_ns // 16, duration_ns // 8)
+    if kind == 'replace':
+      break  # whoever has the id afterwards was not there when the plan was made
+  return found
+
+
+def _usual(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
+  return Fault(
+    at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=USUAL_AMOUNTS.get(kind, 0)
+  )

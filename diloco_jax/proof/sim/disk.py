@@ -1,0 +1,275 @@
+"""A disk that tears, forgets, flips, fills up, and fails an fsync: the port of storage/files_port.py.
+
+Written bytes are in the page cache: everybody reads them, and a process that is killed loses none.
+fsync makes a file's bytes durable, fsync_names what became of the names. A host that loses power
+(`crash`) keeps what was durable, and of the rest whatever chance leaves: of each file any part of
+the bytes written since, shorter, with holes of zeros or a wrong bit; a cut that was not made
+durable may not have happened; and of the files created, renamed and removed any, in an order that
+no name contradicts.
+
+Errors are OSErrors with the errno of a real disk. An fsync that fails has dropped the dirty pages:
+they are still read, but no later fsync writes them; only what is written again becomes durable.
+"""
+
+import errno
+import hashlib
+import json
+import random
+from typing import Iterator
+
+PAGE = 24  # bytes that are lost or kept together; a record here is a few hundred bytes
+
+
+class Cut(Exception):
+  """The process, or its whole host, was gone in the middle of this call."""
+
+
+class _File:
+  """The bytes of a file, whatever its name.
+
+  Attributes:
+    data: as everybody reads it.
+    durable: so many bytes were fsynced, or belong to a fsync that failed.
+    lost: the parts of these that no fsync will ever write.
+    before: (data, durable) before each cut that is not durable yet.
+  """
+
+  __slots__ = ('data', 'durable', 'lost', 'before')
+
+  def __init__(self, data: bytes = b''):
+    self.data, self.durable = bytearray(data), len(data)
+    self.lost: list[tuple[int, int]] = []
+    self.before: list[tuple[bytes, int]] = []
+
+  @property
+  def safe(self) -> int:
+    """Bytes from the first on that no power loss takes."""
+    return min([self.durable, *(start for start, _ in self.lost)])
+
+
+class Disk:
+  """The files of one node.
+
+  Attributes:
+    full: nothing more fits on it.
+    failing_fsyncs: so many of the next fsyncs fail.
+    rot: where bits have flipped: (file, byte).
+    fuse: after so many calls more that change something, the program is cut off: raises Cut.
+    fuse_power: whether its host loses power then.
+  """
+
+  place = 'disk'
+
+  def __init__(self, draw: random.Random, files: dict[str, bytes] | None = None):
+    """`files`: what is on it already, durably."""
+    self._draw = draw
+    self._files = {name: _File(data) for name, data in (files or {}).items()}
+    self._kept = dict(self._files)  # the names as they are durably
+    self._changes: list[tuple[str, str, _File | None]] = []  # (name, '' or old name, new file)
+    self.full = False
+    self.failing_fsyncs = 0
+    self.rot: list[tuple[str, int]] = []
+    self.fuse: int | None = None
+    self.fuse_power = False
+
+  # --- What a program does ------------------------------------------------------------------------
+
+  def names(self) -> list[str]:
+    return sorted(self._files)
+
+  def size(self, name: str) -> int:
+    return len(self._files[name].data)
+
+  def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
+    return bytes(self._files[name].data[offset:None if count is None else offset + count])
+
+  def create(self, name: str) -> None:
+    """An empty file in place of what was there."""
+    self._burn()
+    file = self._files[name] = _File()
+    self._changes.append((name, '', file))
+
+  def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
+    """Writes at the end; a full disk takes only a part, then ENOSPC."""
+    data = b''.join(pieces)
+    self._burn(name, data)
+    if self.full:
+      self._files[name].data += data[:self._draw.randrange(len(data) + 1)]
+      raise OSError(errno.ENOSPC, 'No space left on device')
+    self._files[name].data += data
+
+  def truncate(self, name: str, size: int) -> None:
+    self._burn()
+    file = self._files[name]
+    file.before.append((bytes(file.data), file.durable))
+    del file.data[size:]
+    file.durable = min(file.durable, size)
+    file.lost = [(start, min(end, size)) for start, end in file.lost if start < size]
+
+  def fsync(self, name: str) -> None:
+    self._burn()
+    file = self._files[name]
+    written = file.durable, len(file.data)
+    try:
+      self._may_fail()
+    except OSError:
+      file.durable = len(file.data)
+      file.lost += [written] if written[0] < written[1] else []
+      raise
+    file.durable = len(file.data)
+    file.before.clear()
+
+  def rename(self, old: str, new: str) -> None:
+    """Atomic: `new` is one or the other, also after a crash."""
+    self._burn()
+    self._files[new] = self._files.pop(old)
+    self._changes.append((new, old, None))
+
+  def remove(self, name: str) -> None:
+    self._burn()
+    del self._files[name]
+    self._changes.append((name, '', None))
+
+  def fsync_names(self) -> None:
+    self._burn()
+    self._may_fail()
+    self._kept = dict(self._files)
+    self._changes.clear()
+
+  def _may_fail(self) -> None:
+    if self.failing_fsyncs:
+      self.failing_fsyncs -= 1
+      raise OSError(errno.EIO, 'Input/output error')
+
+  def _burn(self, name: str = '', data: bytes = b'') -> None:
+    """One call more; the last one writes a part of its bytes."""
+    if self.fuse is None:
+      return
+    self.fuse -= 1
+    if self.fuse < 0:
+      self.fuse = None
+      if data:
+        self._files[name].data += data[:self._draw.randrange(len(data) + 1)]
+      if self.fuse_power:
+        self.crash()
+      raise Cut
+
+  # --- What nobody but the world can see ----------------------------------------------------------
+
+  def contents(self) -> dict[str, bytes]:
+    """All files as everybody reads them."""
+    return {name: bytes(file.data) for name, file in self._files.items()}
+
+  def put(self, name: str, data: bytes) -> None:
+    """Changes a file behind everybody's back."""
+    self._files[name].data[:] = data
+
+  def durable(self, name: str) -> int:
+    """How many bytes of a file no power loss takes; 0: not even its name."""
+    file = self._files.get(name)
+    changed = any(name in change[:2] for change in self._changes)
+    return 0 if file is None or changed or self._kept.get(name) is not file else file.safe
+
+  # --- What happens to it -------------------------------------------------------------------------
+
+  def crash(self) -> None:
+    """The host loses power."""
+    self._files, undone = self._kept, set()
+    for name, old, file in self._changes:
+      if {name, old} & undone or self._draw.randrange(2):
+        undone |= {name, old} - {''}
+      elif old:
+        self._files[name] = self._files.pop(old)
+      elif file is not None:
+        self._files[name] = file
+      else:
+        del self._files[name]
+    self._kept = dict(self._files)
+    self._changes.clear()
+    for name in self.names():
+      self._tear(self._files[name])
+
+  def _tear(self, file: _File) -> None:
+    """What was not durable is kept, or not, or in part."""
+    states = [*file.before, (bytes(file.data), file.durable)]
+    data, durable = self._draw.choice(states) if file.before else states[0]
+    data = bytearray(data)
+    if len(data) > durable and self._draw.randrange(2):
+      del data[self._draw.randint(durable, len(data)):]
+    for start, end in (*file.lost, (durable, len(data))):
+      self._spoil(data, start, min(end, len(data)))
+    file.data, file.durable = data, len(data)
+    file.lost.clear()
+    file.before.clear()
+
+  def _spoil(self, data: bytearray, start: int, end: int) -> None:
+    """Bytes that nobody has promised: right, with a wrong bit, or with holes."""
+    if start >= end:
+      return
+    match self._draw.randrange(4):
+      case 0:
+        data[self._draw.randrange(start, end)] ^= 1 << self._draw.randrange(8)
+      case 1:
+        for page in range(start, end, PAGE):
+          stop = min(page + PAGE, end)
+          if self._draw.randrange(2):
+            data[page:stop] = bytes(stop - page)
+
+  def flip(self) -> bool:
+    """A bit rots somewhere; False: there is none."""
+    names = [name for name in self.names() if self._files[name].data]
+    if names:
+      name = self._draw.choice(names)
+      place = self._draw.randrange(self.size(name))
+      self._files[name].data[place] ^= 1 << self._draw.randrange(8)
+      self.rot.append((name, place))
+    return bool(names)
+
+
+class Checkpoints:
+  """Verified snapshots on a disk: the newest that is whole counts, two are kept.
+
+  A checkpoint is written beside, made durable, renamed, and read back; its digest tells a torn or
+  flipped one. `save` is a generator that yields where time passes and a crash may come between.
+  """
+
+  def __init__(self, disk: Disk):
+    self._disk = disk
+    self._numbers = 0
+
+  def save(self, state: dict) -> Iterator[None]:
+    """Writes the state as it is now; raises OSError if it could not, the older ones are untouched
+    then."""
+    return self._write(json.dumps(state).encode())
+
+  def _write(self, data: bytes) -> Iterator[None]:
+    self._numbers = max([self._numbers, *self._saved()]) + 1
+    self._disk.create('new')
+    self._disk.append('new', hashlib.sha256(data).digest() + data)
+    yield
+    self._disk.fsync('new')
+    yield
+    self._disk.rename('new', f'{self._numbers:08}')
+    yield
+    self._disk.fsync_names()
+    if self._load(self._numbers) is None:
+      raise OSError(errno.EIO, 'It does not read back as it was written')
+    for number in self._saved()[:-2]:
+      self._disk.remove(f'{number:08}')
+
+  def _saved(self) -> list[int]:
+    return [int(name) for name in self._disk.names() if name.isdecimal()]
+
+  def _load(self, number: int) -> dict | None:
+    data = self._disk.read(f'{number:08}')
+    whole = hashlib.sha256(data[32:]).digest() == data[:32]
+    return json.loads(data[32:]) if whole else None
+
+  def kept(self) -> list[dict | None]:
+    """All that are kept, the oldest first; None: not whole."""
+    return [self._load(number) for number in self._saved()]
+
+  def newest(self) -> dict | None:
+    """The newest one that is whole."""
+    whole = (self._load(number) for number in reversed(self._saved()))
+    return next((state for state in whole if state is not None), None)

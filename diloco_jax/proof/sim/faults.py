@@ -1,0 +1,242 @@
+"""Carries out a chaos plan in the simulated world, heals it, and starts again what has fallen.
+
+Stands in for the supervisor too: a process that was killed is started again when its fault is over,
+from its checkpoint, or, if its host was lost with its disk, from nothing.
+"""
+
+from typing import Callable
+
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.faults import plans
+from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import world as world_lib
+
+SYNCER = plans.SYNCER
+# Per mille of the kills: the host loses power (what was not fsynced, and nobody is told); a bit
+# rots on its disk meanwhile; a learner's host never comes back, its disk neither.
+POWER_LOST, ROTTEN, HOST_LOST = 500, 150, 250
+SUPERVISED_NS = 200 * engine_lib.MS
+KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: these two wait for its disk
+CALLS = 15  # to the disk until a kill 'in call', at most: a save, or five outer steps
+
+
+class Nemesis:
+  """A plan on its way. Faults are undone `for_ns` after they began, and by `heal`."""
+
+  def __init__(
+    self, world: world_lib.World, plan: list[plans.Fault],
+    note: Callable[[int, str], None] = lambda now_ns, text: None,
+  ):
+    self._world, self._note = world, note
+    self._draw = engine_lib.stream(world.seed, 'nemesis')
+    self.healing = False
+    self.done: list[plans.Fault] = []  # those that found their victim
+    world.on_fall = self._supervise_syncer
+    for fault in plan:
+      world.engine.at(fault.at_ns, lambda f=fault: self._begin(f))
+
+  def _begin(self, fault: plans.Fault) -> None:
+    if self.healing:
+      return
+    if fault.node == SYNCER:
+      begun = self._to_syncer(fault)
+    elif fault.node in self._world.learners:
+      begun = self._to_learner(fault, self._world.learners[fault.node])
+    else:
+      begun = False
+    if begun:
+      self.done.append(fault)
+      self._note(self._world.now_ns, plans.words(fault))
+      self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
+
+  def _undo(self, fault: plans.Fault) -> None:
+    """The fault is over; healing has done it already."""
+    if self.healing:
+      return
+    world, name = self._world, fault.node
+    match fault.kind:
+      case 'kill' | 'preempt':
+        self.start(name)
+      case 'freeze' | 'replace':
+        process = world.syncer if name == SYNCER else world.learners.get(name)
+        if process is not None:
+          process.thaw()
+      case 'slow' | 'shrink':
+        setattr(world.island(name), fault.kind, 1)
+      case 'cut_up' | 'cut_down' | 'partition':
+        for link in self._links(name):
+          for lane in _lanes(fault.kind):
+            world.network.mend(link, lane)
+      case 'delay':
+        for link in self._links(name):
+          link.delay_ns = 0
+      case 'throttle':
+        for link in self._links(name):
+          link.bytes_per_s = 0
+      case 'disk_full':
+        world.disk(name).full = False
+
+  # --- What goes wrong ----------------------------------------------------------------------------
+
+  def _to_syncer(self, fault: plans.Fault) -> bool:
+    syncer = self._world.syncer
+    if not syncer.alive:
+      return False
+    match fault.kind:
+      case 'kill':
+        self._kill_syncer(syncer, self._draw.choice(KILLS))
+      case 'preempt':
+        syncer.stop('preempted')
+        self._kill_later(syncer, fault)
+      case 'freeze':
+        syncer.freeze()
+      case 'nan':
+        syncer.not_finite = True
+      case _:
+        return self._to_host(fault)
+    return True
+
+  def _to_learner(self, fault: plans.Fault, learner: processes.Learner) -> bool:
+    match fault.kind:
+      case 'kill':
+        self._kill(learner)
+      case 'preempt':
+        learner.stop('preempted')
+        self._kill_later(learner, fault)
+      case 'freeze':
+        learner.freeze()
+      case 'replace':
+        if f'{fault.node}*' in self._world.learners:
+          return False
+        learner.freeze()
+        self._world.start(fault.node, second=True)
+      case 'slow' | 'shrink':
+        setattr(learner.island, fault.kind, fault.amount)
+      case 'huge' | 'poison':
+        spoiled = (fault.kind, fault.amount)
+        learner.spoiled = dict.fromkeys(range(self._world.config.fragments), spoiled)
+      case 'nan' | 'flip':
+        fragment = fault.amount % self._world.config.fragments
+        (learner.nan if fault.kind == 'nan' else learner.flips).add(fragment)
+      case _:
+        return self._to_host(fault)
+    return True
+
+  def _to_host(self, fault: plans.Fault) -> bool:
+    """Faults of a node's disk, and of its link (the syncer's: all links)."""
+    world, disk = self._world, self._world.disk(fault.node)
+    match fault.kind:
+      case 'disk_full':
+        disk.full = True
+      case 'fsync_fails':
+        disk.failing_fsyncs = fault.amount
+      case 'rot':
+        return disk.flip()
+      case 'cut_up' | 'cut_down' | 'partition':
+        for link in self._links(fault.node):
+          link.cut.update(_lanes(fault.kind))
+      case 'delay':
+        for link in self._links(fault.node):
+          link.delay_ns = fault.amount
+      case 'throttle':
+        for link in self._links(fault.node):
+          link.bytes_per_s = fault.amount
+      case 'corrupt':
+        for link in self._links(fault.node):
+          link.corrupt = True
+      case 'reset':
+        streams = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
+        return any(streams)
+      case _:
+        return False
+    return True
+
+  def _kill_later(self, process: processes.Process, fault: plans.Fault) -> None:
+    """Whoever has not ended when its notice is over is killed, and started again later."""
+    def expire() -> None:
+      self._kill(process)
+      self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
+
+    self._world.engine.after(fault.amount, expire)
+
+  def _kill(self, process: processes.Process) -> None:
+    if not process.alive or self.healing:
+      return
+    powerless = engine_lib.chance(self._draw, POWER_LOST)
+    if powerless:
+      process.disk.crash()
+    if engine_lib.chance(self._draw, ROTTEN):
+      process.disk.flip()
+    self._world.end(process, silent=powerless)
+
+  def _kill_syncer(self, syncer: processes.Syncer, when: str) -> None:
+    match when:
+      case 'now':
+        self._kill(syncer)
+      case 'in commit':
+        syncer.ambush = lambda fsync_ns: self._kill_within(syncer, fsync_ns)
+      case 'in call':
+        syncer.disk.fuse = self._draw.randrange(CALLS)
+        syncer.disk.fuse_power = engine_lib.chance(self._draw, POWER_LOST)
+
+  def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
+    """Kills it while it waits for its disk, and starts it again."""
+    syncer.ambush, engine = None, self._world.engine
+    delay_ns = self._draw.randrange(fsync_ns + 1)
+
+    def kill() -> None:
+      if not self.healing:
+        self._kill(syncer)
+        self._supervise_syncer()
+
+    engine.after(delay_ns, kill)
+
+  def _supervise_syncer(self) -> None:
+    self._world.engine.after(SUPERVISED_NS, lambda: self.start(SYNCER))
+
+  def _names(self, node: str) -> list[str]:
+    return sorted(self._world.learners) if node == SYNCER else [node]
+
+  def _links(self, node: str) -> list[network.Link]:
+    return [self._world.link(name) for name in self._names(node)]
+
+  # --- What is put right --------------------------------------------------------------------------
+
+  def start(self, node: str) -> None:
+    """Starts a node's process again if it has none and there is still something to do."""
+    world = self._world
+    if world.finished:
+      return
+    if node == SYNCER:
+      if not world.syncer.alive and not world.start_syncer():
+        self._supervise_syncer()
+    elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
+      if engine_lib.chance(self._draw, HOST_LOST):
+        world.lose_disk(node)
+      world.start(node, restored=True)
+
+  def supervise(self) -> None:
+    """Starts again whoever has ended before the run has, now and from time to time."""
+    for node in (SYNCER, *(f'l{which}' for which in range(self._world.config.learners))):
+      self.start(node)
+    if not self._world.finished:
+      self._world.engine.after(SUPERVISED_NS, self.supervise)
+
+  def heal(self) -> None:
+    """Everything works again: whoever is down is started, links are good, disks are free."""
+    self.healing = True
+    world = self._world
+    world.restore_hosts()
+    self.start(SYNCER)
+    world.syncer.thaw()
+    world.syncer.not_finite, world.syncer.ambush = False, None
+    for process in list(world.learners.values()):
+      process.thaw()
+      process.nan.clear()
+      process.flips.clear()
+      process.spoiled.clear()
+
+
+def _lanes(kind: str) -> tuple[str, ...]:
+  return {'cut_up': ('up',), 'cut_down': ('down',), 'partition': ('up', 'down')}[kind]

@@ -1,0 +1,45 @@
+"""The hardware of an island: how long its steps take, and how many tokens they train on.
+
+An island is *up*, *slowed* (its steps take longer), *shrunk* (it lost devices: longer steps, fewer
+tokens) or *down* (no process, world.py). Step times vary: a part of every step is drawn.
+"""
+
+import dataclasses
+import random
+
+from diloco_jax.proof.sim import engine as engine_lib
+
+MS = engine_lib.MS
+
+
+@dataclasses.dataclass
+class Island:
+  """One learner's accelerators.
+
+  Attributes:
+    step_ns: an inner step without noise.
+    encode_ns, adopt_ns: to encode a fragment, to adopt one.
+    donate_ns: to bring the moments to the host.
+    garble: per mille of the donations whose bits it gets wrong.
+    noise: up to so many per mille more, drawn for each step.
+    tokens: of an inner step on all devices.
+    slow, shrink: factors of the faults, 1: none.
+  """
+
+  draw: random.Random
+  step_ns: int = 100 * MS
+  encode_ns: int = 2 * MS
+  adopt_ns: int = MS
+  donate_ns: int = 20 * MS
+  garble: int = 0
+  noise: int = 0
+  tokens: int = 10
+  slow: int = 1
+  shrink: int = 1
+
+  def next_step(self) -> tuple[int, int]:
+    """Time in ns and tokens of the step that begins now."""
+    time_ns = self.step_ns
+    if self.noise:
+      time_ns += time_ns * self.draw.randrange(self.noise) // 1000
+    return time_ns * self.slow * self.shrink, max(1, self.tokens // self.shrink)

@@ -1,0 +1,114 @@
+"""Many seeds on all cores, and what a failed one has to say."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import gc
+import multiprocessing
+import os
+from typing import Callable, Iterator, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.checks import coverage as coverage_lib
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import seeds as seeds_lib
+from diloco_jax.proof.sim import random_settings
+
+CHUNK = 10
+KEPT = 50
+
+
+@dataclasses.dataclass
+class Summary:
+  """What a campaign has seen so far."""
+
+  seeds: int = 0
+  events: int = 0
+  faults: int = 0
+  failed: list[seeds_lib.Outcome] = dataclasses.field(default_factory=list)
+  marks: coverage_lib.Marks = dataclasses.field(default_factory=coverage_lib.Marks)
+
+  def add(self, other: 'Summary') -> None:
+    self.seeds += other.seeds
+    self.events += other.events
+    self.faults += other.faults
+    self.failed += other.failed
+    self.marks.merge(other.marks)
+
+
+def run_chunk(seeds: Sequence[int]) -> Summary:
+  """Runs some seeds in this process."""
+  gc.disable()  # a world lives for milliseconds; what it leaves is collected below
+  summary = Summary()
+  for seed in seeds:
+    outcome = seeds_lib.run_seed(seed, [summary.marks])
+    summary.seeds += 1
+    summary.events += outcome.events
+    summary.faults += len(outcome.faults)
+    for kind in outcome.faults:
+      summary.marks.fault(kind)
+    if outcome.violation is not None:
+      summary.failed.append(outcome)
+  gc.enable()
+  gc.collect()
+  return summary
+
+
+def run(
+  seeds: Sequence[int], jobs: int = 0, initializer: Callable[[], None] | None = None
+) -> Iterator[Summary]:
+  """Runs seeds spread over `jobs` processes (0: one per core); summaries of a few seeds each, as
+  they come. `initializer` is called first in each of them."""
+  chunks = [seeds[start:start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+  with concurrent.futures.ProcessPoolExecutor(
+    jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer
+  ) as pool:
+    try:
+      for future in concurrent.futures.as_completed([pool.submit(run_chunk, c) for c in chunks]):
+        yield future.result()
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+
+class _Last(observers.Observer):
+  """Keeps the last turns in words, without those that keep a lease alive and do nothing."""
+
+  def __init__(self):
+    self.lines: collections.deque[str] = collections.deque(maxlen=KEPT)
+    self._peers: dict[int, str] = {}  # the syncer's sessions: which learner speaks there
+
+  def note(self, now_ns: int, text: str) -> None:
+    self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    message = getattr(event, 'message', None)
+    if type(message) is messages.Heartbeat and len(out) <= 1:
+      return
+    peer = ''
+    if life.start.role == 'syncer' and isinstance(event, events.Received):
+      if isinstance(message, messages.Join):
+        self._peers[event.session] = message.learner
+      peer = f' from {self._peers.get(event.session, "?")}'
+    self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
+
+  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
+              error: Exception) -> None:
+    self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
+
+
+def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
+  """Everything that one needs to look into a violation. Runs the seed once more."""
+  last, setting = _Last(), random_settings.draw(outcome.seed)
+  seeds_lib.run_seed(outcome.seed, [last], last.note)
+  broken = outcome.violation
+  return '\n'.join([
+    f'seed {outcome.seed} at commit {commit} breaks {broken.invariant}: {broken.sentence}',
+    broken.detail,
+    f'config: {setting.config}',
+    f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
+    f'the last {len(last.lines)} events:', *last.lines,
+    f'replay: python -m experiments.simulate --seed={outcome.seed} --story',
+  ])

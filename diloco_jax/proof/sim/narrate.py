@@ -1,0 +1,140 @@
+"""What happened, in sentences: one line per action that matters.
+
+Left out: heartbeats, progress reports, inner steps, dropped handles, and reports, of which most say
+what another line says.
+"""
+
+from typing import Any, Callable, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.checks import observers
+
+MS = engine_lib.MS
+SILENT = messages.Heartbeat | messages.Progress | messages.Adopted
+
+
+def words(action: Any) -> str:
+  """An action in one line, or '' if it is left out."""
+  match action:
+    case actions.Send(message=message) if not isinstance(message, SILENT):
+      return f'-> {_message(message)}'
+    case actions.Send(message=messages.Adopted(fragment=p, version=v, matched=False)):
+      return f'-> Adopted version {v} of fragment {p} does not match'
+    case actions.Dial(session=session):
+      return f'dials, session {session}'
+    case actions.Close(reason=reason):
+      return f'closes: {reason}'
+    case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
+      shares = ', '.join(f'{one.learner} {one.tokens}/{one.steps}' for one in participants)
+      return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
+    case actions.Adopt(fragment=p, version=version, whole=whole):
+      return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
+    case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
+      return f'reads data stream {stream} from batch {cursor} on{", rewound" if rewind else ""}'
+    case actions.ReadMoments(transfer=transfer):
+      return f'snapshots its moments for donation {transfer}'
+    case actions.TakeMoments(transfer=transfer):
+      return f'takes the moments of donation {transfer}'
+    case actions.Save(step=step):
+      return f'saves at {step}'
+    case actions.SavePart(step=step, snapshot=number):
+      return f'saves its part of snapshot {number} at {step}'
+    case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
+      return (f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
+              + ''.join(f', not {name}: {why}' for name, why in missing))
+    case actions.Report(name='cancelled', values=values):
+      return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
+    case actions.Report(name='merging', values=values):
+      return f'  because {values["why"]} (grace {values["grace_ns"] / MS:g} ms)'
+    case actions.Report(name='member', values={'state': 'lost', 'learner': name, **values}):
+      return f'loses {name}: {values["reason"]}'
+    case actions.Say(text=text):
+      return f'"{text}"'
+    case actions.Exit(code=code, text=text):
+      return f'exits with {code}: {text}'
+  return ''
+
+
+def _message(message: Any) -> str:
+  match message:
+    case messages.Join(nonce=nonce):
+      return f'Join as process {nonce}'
+    case messages.Offer(incarnation=incarnation):
+      return f'Offer incarnation {incarnation}'
+    case messages.Confirm(incarnation=incarnation, step=step, held=held):
+      return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
+    case messages.Joined(incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due,
+                         donation=d):
+      told = (f'Joined incarnation {incarnation}, clock {step}, stream {v} from {cursor}, due '
+              f'{list(due)}')
+      return told + (f', donation {d}' if d else '')
+    case messages.Donate(transfer=transfer, step=step, versions=versions):
+      return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
+    case messages.Donation(transfer=transfer, donor=donor, step=step):
+      return f'Donation {transfer}: moments of {donor} at step {step}'
+    case messages.NoDonation(transfer=transfer, reason=reason):
+      return f'NoDonation {transfer}: {reason}'
+    case messages.Recovered(transfer=transfer, way=way):
+      return f'Recovered by {way}, donation {transfer}'
+    case messages.Pull(sync=sync, fragment=p):
+      return f'Pull sync {sync} fragment {p}'
+    case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):
+      return f'Contribution sync {sync} from version {version}, tokens [{start}, {end})'
+    case messages.Decline(sync=sync, reason=reason):
+      return f'Decline sync {sync}: {reason}'
+    case messages.Publish(fragment=p, version=version, base_version=base):
+      return f'Publish version {version} of fragment {p}, {"whole" if base is None else "delta"}'
+    case messages.Settled(sync=sync, merged=merged, reason=reason):
+      return f'Settled sync {sync}: {"merged" if merged else reason}'
+    case messages.Refused(code=code, retry_ns=retry_ns):
+      return f'Refused {code}, {"for good" if retry_ns is None else f"for {retry_ns / MS:g} ms"}'
+    case messages.Mark(snapshot=number):
+      return f'Mark snapshot {number}'
+    case messages.Marked(snapshot=number, step=step, error=error):
+      return f'Marked snapshot {number} at {step}{error and ": " + error}'
+    case messages.Leave(reason=reason):
+      return f'Leave: {reason}'
+  return type(message).__name__
+
+
+class Story:
+  """An observer that tells the story line by line: milliseconds, who, (to whom,) what."""
+
+  def __init__(self, tell: Callable[[str], None]):
+    self._tell = tell
+    self._nodes: dict[int, str] = {}  # by nonce
+    self._peers: dict[int, str] = {}  # the syncer's sessions: which node speaks there
+
+  def note(self, now_ns: int, text: str) -> None:
+    """Something that no machine did."""
+    self._tell(f'{now_ns // MS:6} {text}')
+
+  def born(self, now_ns: int, life: observers.Life) -> None:
+    if life.start.role == 'syncer':
+      self._peers.clear()
+    else:
+      self._nodes[life.start.identity.nonce] = life.start.node
+
+  def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
+    pass
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    syncer = life.start.role == 'syncer'
+    if syncer and isinstance(event, events.Received) and isinstance(event.message, messages.Join):
+      self._peers[event.session] = self._nodes[event.message.nonce]
+    for action in out:
+      text = words(action)
+      if text:
+        to = ''
+        if syncer and isinstance(action, actions.Send | actions.Close):
+          to = f' {self._peers.get(action.session, "?")}'
+        self.note(now_ns, f'{life.start.node:6}{to} {text}')
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    begins = note.kind == 'recovered' and not note.number
+    if note.kind not in ('appended', 'durable') and not begins:
+      self.note(now_ns, f'log    {note.kind}, record {note.number} {note.text}'.rstrip())

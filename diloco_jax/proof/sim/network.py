@@ -1,0 +1,246 @@
+"""The network between learners and syncer: streams that are slow, held up, broken, or said twice.
+
+A *session* is one stream. As on the wire it has two lanes per direction: control is first in, first
+out and never waits for payloads; payloads are first in, first out and may be overtaken by control
+that was sent later. A *link* is a learner's way to the syncer, with its times and its faults:
+
+* a lost packet is sent again, so it makes its lane late (nothing vanishes from an open stream);
+* a duplicated message is delivered a second time, late and out of order: more than a stream would
+  ever do, so the machines must bear it;
+* a cut direction delivers nothing and tells nobody; what is held up arrives after healing, if the
+  stream is still there;
+* a reset breaks the streams: what is under way is lost, and each end hears of it in its time;
+* a corrupt byte is noticed by its checksum, which closes the stream.
+
+Whatever reaches an end that has closed is gone.
+"""
+
+import dataclasses
+import itertools
+import random
+from typing import Any, Callable
+
+from diloco_jax.protocol import events
+from diloco_jax.proof.sim import engine as engine_lib
+
+MS = engine_lib.MS
+RESEND_NS = 200 * MS  # how much later a lost packet comes
+ECHO_NS = 400 * MS  # a duplicate comes at most so much after the first
+CONTROL_BYTES = 100
+PAYLOAD_BYTES = 64  # what an encoded fragment takes here
+
+Deliver = Callable[[], None]
+
+
+@dataclasses.dataclass
+class Link:
+  """One learner process's way to the syncer. Rates are per mille of the messages.
+
+  Attributes:
+    up_ns, down_ns: time of flight to the syncer, and from it.
+    bulk_ns: what a payload takes more.
+    jitter_ns: up to so much more for each message.
+    loss, duplicate: how often a message is lost (and sent again), delivered twice.
+    delay_ns, bytes_per_s: a slow phase.
+    cut: directions in which nothing passes, of 'up' and 'down'.
+  """
+
+  draw: random.Random
+  up_ns: int = 5 * MS
+  down_ns: int = 5 * MS
+  bulk_ns: int = 5 * MS
+  jitter_ns: int = 0
+  loss: int = 0
+  duplicate: int = 0
+  delay_ns: int = 0
+  bytes_per_s: int = 0
+  cut: set[str] = dataclasses.field(default_factory=set)
+  held: list[tuple[str, Deliver]] = dataclasses.field(default_factory=list)
+  corrupt: bool = False  # the next message is damaged
+
+  def flight_ns(self, lane: str) -> int:
+    """How long it takes from end to end, lost packets sent again."""
+    time_ns = (self.up_ns if lane == 'up' else self.down_ns) + self.delay_ns
+    if self.jitter_ns:
+      time_ns += self.draw.randrange(self.jitter_ns)
+    while engine_lib.chance(self.draw, self.loss):
+      time_ns += RESEND_NS
+    return time_ns
+
+  def transfer_ns(self, bulk: bool) -> int:
+    """How long the lane is busy with a message."""
+    time_ns = self.bulk_ns if bulk else 0
+    if self.bytes_per_s:
+      size_bytes = PAYLOAD_BYTES if bulk else CONTROL_BYTES
+      time_ns += size_bytes * engine_lib.SECOND // self.bytes_per_s
+    return time_ns
+
+
+@dataclasses.dataclass
+class Session:
+  """One stream: its two ends, and per direction when control and payloads sent so far are in."""
+
+  number: int
+  link: Link
+  learner: Any
+  learner_session: int
+  syncer: Any
+  open: dict[str, bool]
+  control: dict[str, int]
+  bulk: dict[str, int]
+  broken: bool = False
+
+  def end(self, side: str) -> tuple[Any, int]:
+    """The process at this end and its number for the session."""
+    if side == 'learner':
+      return self.learner, self.learner_session
+    return self.syncer, self.number
+
+
+class Network:
+  """All sessions. `syncer()` is the process that listens now."""
+
+  def __init__(self, engine: engine_lib.Engine, syncer: Callable[[], Any]):
+    self._engine = engine
+    self._syncer = syncer
+    self._numbers = itertools.count(1)
+    self._sessions: dict[tuple[Any, int], Session] = {}  # by process and its number for it
+
+  def of(self, process: Any) -> list[Session]:
+    return [session for (owner, _), session in self._sessions.items() if owner is process]
+
+  # --- What a process asks for --------------------------------------------------------------------
+
+  def dial(self, process: Any, link: Link, number: int) -> None:
+    now = self._engine.now_ns
+    session = Session(
+      next(self._numbers), link, process, number, None, {'learner': True, 'syncer': False},
+      {'up': now, 'down': now}, {'up': now, 'down': now})
+    self._sessions[process, number] = session
+    self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
+
+  def _answer(self, session: Session) -> None:
+    """The dial has reached the syncer's machine, whether or not a syncer runs there."""
+    server = self._syncer()
+    if not session.open['learner']:
+      return
+    if not server.alive:
+      self._close_end(session, 'learner')
+      return
+    if server.frozen:
+      server.later(lambda: self._answer(session))
+      return
+    session.syncer, session.open['syncer'] = server, True
+    self._sessions[server, session.number] = session
+    server.post(events.Connected(session=session.number))
+    time_ns = self._engine.now_ns + session.link.flight_ns('down')
+    session.control['down'] = time_ns
+    self._carry(session, 'down', time_ns, lambda: self._post(
+      session, 'learner', events.Connected(session=session.learner_session)))
+
+  def send(self, process: Any, number: int, message: Any, content: Any) -> None:
+    """Sends a message with what is behind its handle; nothing if the session is gone."""
+    session = self._sessions.get((process, number))
+    if session is None:
+      return
+    link, up = session.link, process is session.learner
+    lane, end = ('up', 'syncer') if up else ('down', 'learner')
+    if link.corrupt:
+      link.corrupt = False
+      self.reset(session.learner, 'checksum mismatch')
+      return
+    bulk = content is not None
+    lanes = session.bulk if bulk else session.control
+    arrives_ns = max(self._engine.now_ns + link.flight_ns(lane), session.control[lane], lanes[lane])
+    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(bulk)
+    event = events.Received(
+      session=session.number if up else session.learner_session, message=message)
+
+    def deliver() -> None:
+      self._post(session, end, event, content)
+
+    self._carry(session, lane, time_ns, deliver)
+    if engine_lib.chance(link.draw, link.duplicate):
+      self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
+
+  def close(self, process: Any, number: int) -> None:
+    session = self._sessions.get((process, number))
+    if session is not None:
+      self._close_end(session, 'learner' if process is session.learner else 'syncer')
+
+  # --- What happens to it -------------------------------------------------------------------------
+
+  def gone(self, process: Any, silent: bool = False) -> None:
+    """The process is no more: what it had sent still arrives, then its peers hear of it; not if its
+    host is gone too (`silent`)."""
+    for session in self.of(process):
+      side = 'learner' if process is session.learner else 'syncer'
+      if silent:
+        self._forget(session, side)
+      else:
+        self._close_end(session, side, dead=True)
+
+  def reset(self, process: Any, reason: str = 'connection reset') -> bool:
+    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time.
+    False: it has none."""
+    sessions = self.of(process)
+    for session in sessions:
+      session.broken = True
+      self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
+      self._engine.after(
+        session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
+    return bool(sessions)
+
+  def heal(self, link: Link) -> None:
+    """Nothing is cut any more; what was held up arrives."""
+    link.cut.clear()
+    held, link.held = link.held, []
+    for _, deliver in held:
+      deliver()
+
+  def mend(self, link: Link, lane: str) -> None:
+    """One direction is not cut any more."""
+    link.cut.discard(lane)
+    held, link.held = link.held, []
+    for held_lane, deliver in held:
+      if held_lane in link.cut:
+        link.held.append((held_lane, deliver))
+      else:
+        deliver()
+
+  def _carry(self, session: Session, lane: str, time_ns: int, deliver: Deliver) -> None:
+    def arrive() -> None:
+      if session.broken:
+        return
+      if lane in session.link.cut:
+        session.link.held.append((lane, deliver))
+      else:
+        deliver()
+    self._engine.at(time_ns, arrive)
+
+  def _post(self, session: Session, side: str, event: Any, content: Any = None) -> None:
+    if session.open[side]:
+      session.end(side)[0].post(event, content)
+
+  def _close_end(self, session: Session, side: str, dead: bool = False) -> None:
+    """One end closes: it hears at once (unless it is dead), the other after all that was sent."""
+    up = side == 'learner'
+    lane, other = ('up', 'syncer') if up else ('down', 'learner')
+    flight_ns = session.link.flight_ns(lane)
+    time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
+    if dead:
+      self._forget(session, side)
+    else:
+      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
+    self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
+
+  def _hang_up(self, session: Session, side: str, reason: str) -> None:
+    """Disconnected, once per end."""
+    if session.open[side]:
+      self._forget(session, side)
+      process, number = session.end(side)
+      process.post(events.Disconnected(session=number, reason=reason))
+
+  def _forget(self, session: Session, side: str) -> None:
+    session.open[side] = False
+    self._sessions.pop(session.end(side), None)

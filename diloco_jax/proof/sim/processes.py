@@ -1,0 +1,536 @@
+"""The processes of the simulated world: a production machine each, with its work, disk and death.
+
+A process does to its machine what node/loop.py and the shell do in production: feeds it events,
+wakes it at its deadline, carries out its actions, and answers its work after a while. It believes
+nothing that its machine says: what was really trained, snapshot, merged and adopted is in arrays.py
+and here. Payload handles are tracked, so that a leak or a double drop is noticed.
+"""
+
+import abc
+import collections
+import dataclasses
+import itertools
+from typing import Any, Callable, Iterator
+
+from diloco_jax.storage import wal_format
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.proof.sim import arrays
+from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import hardware
+from diloco_jax.proof.sim import simulated_log as simulated_log_lib
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import snapshots
+
+MS = engine_lib.MS
+RETRY_NS = 500 * MS  # a full disk is tried again
+PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
+
+
+class MachineCrash(Exception):
+  """A machine raised on an event."""
+
+
+class Process(abc.ABC):
+  """One machine with its inbox, wake timer, handles and work lane."""
+
+  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk):
+    self.world, self.name, self.life = world, name, life
+    self.machine = life.start.make()
+    self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
+    self.alive, self.frozen, self.exit = True, False, None
+    self.contents: dict[int, Any] = {}
+    self.reports: dict[str, dict] = {}  # the newest of every name
+    self.save_ns = 5 * MS
+    self._handles = itertools.count(1)
+    self._held: list[Callable[[], None]] = []
+    self._wake = 0
+    self._unchecked = 0
+    self._work_until = self._egress_until = 0
+
+  def put(self, content: Any) -> int:
+    handle = next(self._handles)
+    self.contents[handle] = content
+    return handle
+
+  # --- Events and actions -------------------------------------------------------------------------
+
+  def post(self, event: Any, content: Any = None) -> None:
+    """Delivers an event now, or when the process thaws; a dead process hears nothing."""
+    if self.frozen:
+      self._held.append(lambda: self.post(event, content))
+    elif self.alive:
+      if content is not None:
+        event = dataclasses.replace(event, handle=self.put(content))
+      self._handle(event)
+
+  def _handle(self, event: Any) -> None:
+    now_ns = self.world.engine.now_ns
+    try:
+      out = self.machine.handle(now_ns, event)
+    except Exception as error:
+      self.world.crashed(self.life, now_ns, event, error)
+      raise MachineCrash(f'{self.name}: {type(error).__name__}: {error}') from error
+    self.world.saw(self.life, now_ns, event, out)
+    self._check()
+    for action in out:
+      arrays.claim(self.alive, 'Nothing is done after the exit.', self.name, action)
+      self._perform(action)
+    self._set_timer(isinstance(event, events.Wake))
+
+  def _check(self) -> None:
+    """check() looks at everybody, so in a big world not every event pays for it."""
+    self._unchecked += 1
+    if self._unchecked >= self.world.check_every:
+      self._unchecked = 0
+      self.machine.check()
+
+  def _set_timer(self, after_wake: bool) -> None:
+    self._wake += 1
+    generation, deadline_ns = self._wake, self.machine.deadline_ns
+    if not self.alive or deadline_ns is None:
+      return
+    arrays.claim(not after_wake or deadline_ns > self.world.engine.now_ns,
+                 'A wake moves the deadline.', self.name)
+    self.world.engine.at(deadline_ns, lambda: self._timer(generation))
+
+  def _timer(self, generation: int) -> None:
+    if self.frozen:
+      self._held.append(lambda: self._timer(generation))
+    elif generation == self._wake:
+      self.post(events.Wake())
+
+  def _perform(self, action: Any) -> None:
+    match action:
+      case actions.Send(session=session, message=message, handle=handle):
+        content = None if handle is None else self.contents[handle]
+        self.world.network.send(self, session, message, content)
+      case actions.Close(session=session):
+        self.world.network.close(self, session)
+      case actions.Dial(session=session):
+        self.world.network.dial(self, self.world.link(self.name), session)
+      case actions.Drop(handle=handle):
+        del self.contents[handle]
+      case actions.Exit():
+        self.exit = action
+        arrays.claim(not self.contents, 'Every handle is dropped.', self.name, self.contents)
+        self.world.end(self, killed=False)
+      case actions.Report(name=name, values=values):
+        self.reports[name] = values
+      case actions.Say():
+        pass
+      case _:
+        self.work(action)
+
+  # --- Work ---------------------------------------------------------------------------------------
+
+  @abc.abstractmethod
+  def work(self, action: actions.Work) -> None:
+    """Begins a work action; an event answers it after a while."""
+
+  def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
+    """Answers work first in, first out: on the lane that steps, or on the one beside it."""
+    start = max(self.world.engine.now_ns, self._work_until)
+    if lane == 'work':
+      self._work_until = done = start + delay_ns
+    else:
+      self._egress_until = done = max(start, self._egress_until) + delay_ns
+    self.world.engine.at(done, lambda: self.post(event, content))
+
+  def save(self, step: int, state: dict, start_ns: int) -> None:
+    """Writes a checkpoint in stages, between which the process may die; then SaveDone."""
+    self.stage(self.checkpoints.save(state), start_ns,
+               lambda error: events.SaveDone(step=step, error=error))
+
+  def stage(
+    self, stages: Iterator[None], start_ns: int, done: Callable[[str], events.Event]
+  ) -> None:
+    """Carries out the stages of a save; `done` is the event that answers it."""
+    third = self.save_ns // 3
+    self.world.engine.at(start_ns, lambda: self._save_on(
+      stages, iter((third, third, self.save_ns - 2 * third, 0)), done))
+
+  def _save_on(
+    self, stages: Iterator[None], times_ns: Iterator[int], done: Callable[[str], events.Event]
+  ) -> None:
+    if self.frozen:
+      self._held.append(lambda: self._save_on(stages, times_ns, done))
+      return
+    if not self.alive:
+      return
+    try:
+      next(stages)
+    except StopIteration:
+      self.post(done(''))
+    except OSError as error:
+      self.post(done(error.strerror))
+    else:
+      self.world.engine.after(next(times_ns), lambda: self._save_on(stages, times_ns, done))
+
+  # --- What happens to it -------------------------------------------------------------------------
+
+  def stop(self, reason: str) -> None:
+    self.post(events.Stop(reason=reason))
+
+  def later(self, call: Callable[[], None]) -> None:
+    """Keeps a call for the thaw."""
+    self._held.append(call)
+
+  def freeze(self) -> None:
+    self.frozen = True
+
+  def thaw(self) -> None:
+    self.frozen, held, self._held = False, self._held, []
+    for deliver in held:
+      deliver()
+
+
+def _reachable(table: Any) -> frozenset[tuple[str, str]]:
+  """The moves that one event may cause: those of the table, and those over others."""
+  states = {state for source, target, _ in table for state in (source, target)}
+  moves = {(state, state) for state in states}
+  for _ in states:
+    moves |= {(first, target) for first, last in moves for source, target, _ in table
+              if source == last}
+  return frozenset(moves)
+
+
+CONNECTION_MOVES = _reachable(connection.CONNECTION_STATES)
+TRAINING_MOVES = _reachable(learner_machine.TRAINING_STATES)
+
+
+class Learner(Process):
+  """A learner's process."""
+
+  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk,
+               island: hardware.Island):
+    super().__init__(world, name, life, disk)
+    identity, restored = life.start.identity, life.start.snapshot is not None
+    self.learner, self.nonce = identity.learner, identity.nonce
+    self.island = island
+    self.nan: set[int] = set()  # fragments whose next snapshot holds a NaN
+    self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and for how many snapshots yet
+    self.flips: set[int] = set()  # fragments whose next adoption goes wrong by a bit
+    self.steps = self.tokens = 0
+    self.values = [-1] * len(world.initial) if restored else list(world.initial)
+    self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
+    self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
+    self.at = (-1, 0)  # data stream and next batch
+    self.moments = arrays.value('moments', self.nonce)
+    self._training = False
+    self._incarnation, self._exact = 0, True
+
+  def work(self, action: actions.Work) -> None:
+    match action:
+      case actions.Step():
+        self._boundary()
+        self._training = True
+        self._read()
+        step_ns, tokens = self.island.next_step()
+        self.answer(step_ns, events.StepDone(tokens=tokens, step_ns=step_ns))
+      case actions.Encode(sync=sync, fragment=fragment):
+        self._encode(sync, fragment)
+      case actions.Adopt():
+        self._adopt(action)
+      case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
+        self._boundary()
+        self.at = stream, cursor
+        if rewind:  # its parameters are the anchors
+          self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
+      case actions.ReadMoments(transfer=transfer):
+        self._read_moments(transfer)
+      case actions.TakeMoments():
+        self._take_moments(action)
+      case actions.Save(step=step, snapshot=snapshot):
+        self._boundary()
+        self.save(step, snapshot, self.world.engine.now_ns)
+      case actions.SavePart():
+        self._save_part(action)
+
+  def _save_part(self, save: actions.SavePart) -> None:
+    """Its part of a snapshot of the whole run."""
+    self._boundary()
+    state = {'nonce': self.nonce, 'steps': self.steps, 'at_ns': self.world.now_ns, **save.books}
+    seal = snapshots.seal(state)
+
+    def done(error: str) -> events.PartSaved:
+      if not error:
+        self.world.parts[seal] = self.disk
+      return events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error)
+
+    self.stage(snapshots.save_part(self.disk, save.snapshot, state, save.keep),
+               self.world.engine.now_ns, done)
+
+  @property
+  def done(self) -> bool:
+    """It has ended because it heard that the run is over."""
+    return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
+
+  def _read(self) -> None:
+    """Takes the next batch."""
+    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    arrays.claim(stream >= 0, 'Who trains has a data stream.', self.name)
+    if (last[0], last[2]) == (stream, batch):
+      self.reads[-1] = (stream, last[1], batch + 1)
+    else:
+      self.reads.append((stream, batch, batch + 1))
+    self.at = stream, batch + 1
+
+  def _last_reads(self, steps: int) -> tuple[arrays.Batches, ...]:
+    """What the last so many steps trained on."""
+    found: list[arrays.Batches] = []
+    for stream, first, end in reversed(self.reads):
+      if steps <= 0:
+        break
+      found.append((stream, max(first, end - steps), end))
+      steps -= end - first
+    return tuple(reversed(found))
+
+  def _boundary(self) -> None:
+    arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
+
+  def _handle(self, event: Any) -> None:
+    if isinstance(event, events.StepDone):
+      self._training = False
+      self.steps += 1
+      self.tokens += event.tokens
+      self.moments = arrays.value('moments', self.moments, event.tokens)
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
+      self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
+      self._incarnation = event.message.incarnation
+    before = self.machine._connection.state, self.machine._training
+    super()._handle(event)
+    after = self.machine._connection.state, self.machine._training
+    arrays.claim((before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.',
+                 before, after)
+    arrays.claim((before[1], after[1]) in TRAINING_MOVES, 'Training moves as drawn.', before, after)
+
+  def _encode(self, sync: int, fragment: int) -> None:
+    self._boundary()
+    (start, steps), content = self.adopted[fragment], None
+    if fragment not in self.nan:
+      content = arrays.Gradient(
+        self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact,
+        self._last_reads(self.steps - steps), self._spoils(fragment))
+    self.nan.discard(fragment)
+    self.answer(self.island.encode_ns, events.Encoded(
+      sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,
+    ), content, lane='egress')
+
+  def _spoils(self, fragment: int) -> str:
+    """What becomes of the next snapshot behind the encoder."""
+    how, more = self.spoiled.pop(fragment, ('', 0))
+    if more > 1:
+      self.spoiled[fragment] = how, more - 1
+    return how
+
+  def _adopt(self, adopt: actions.Adopt) -> None:
+    self._boundary()
+    published, fragment = self.contents.pop(adopt.handle), adopt.fragment
+    arrays.claim(adopt.whole == (published.base is None), 'A delta is no whole value.', adopt)
+    held = self.values[fragment]
+    fits = published.base in (None, held)
+    arrays.claim(fits or held < 0, 'A delta is applied to the value it was measured from.',
+                 self.name, adopt, published, held)
+    self.values[fragment] = published.value if fits else -1
+    if fragment in self.flips:
+      self.flips.discard(fragment)
+      self.world.flipped += 1
+      self.values[fragment] = -1
+    self.adopted[fragment] = (self.tokens, self.steps)
+    self.answer(self.island.adopt_ns, events.AdoptDone(
+      fragment=fragment, version=adopt.version, digest=abs(self.values[fragment]),
+    ), lane='egress')
+
+
+  def _read_moments(self, transfer: int) -> None:
+    """A snapshot that is brought to the host beside the steps, on a lane of its own."""
+    self._boundary()
+    content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
+    event = events.MomentsRead(
+      transfer=transfer, handle=None, payload=content and PAYLOAD, digest=self.moments)
+    self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
+
+  def _take_moments(self, take: actions.TakeMoments) -> None:
+    self._boundary()
+    arrays.claim(not self.steps, 'Moments are taken before the first step.', self.name)
+    moments = self.contents.pop(take.handle)
+    garbled = engine_lib.chance(self.island.draw, self.island.garble)
+    matched = moments.value == take.digest and not garbled
+    if matched:
+      self.moments = moments.value
+    self.answer(self.island.adopt_ns, events.MomentsTaken(
+      transfer=take.transfer, matched=matched))
+
+
+class Syncer(Process):
+  """The syncer's process: Theta, and the log on which every outer step is before it is spoken of.
+
+  Work is carried out one after the other, each in stages between which the process may die.
+  """
+
+  def __init__(self, world: Any, life: observers.Life, disk: disk_lib.Disk,
+               journal: simulated_log_lib.Journal, theta: arrays.Theta):
+    super().__init__(world, 'syncer', life, disk)
+    self.theta, self.journal = theta, journal
+    self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
+    self.fsync_ns = world.fsync_ns
+    self.not_finite = False  # the next outer step is not
+    self.ambush: Callable[[int], None] | None = None  # called while the next record is committed
+    self._jobs: collections.deque[Iterator[int]] = collections.deque()
+    self._working = False
+    self.durable = -1  # the newest record that no power loss takes
+
+  def _handle(self, event: Any) -> None:
+    self.look()
+    super()._handle(event)
+
+  def look(self) -> None:
+    """Tells observers which records have become durable."""
+    durable = self.journal.durable()
+    if durable != self.durable:
+      self.durable = durable
+      self.world.logged('durable', durable)
+
+  def work(self, action: actions.Work) -> None:
+    match action:
+      case actions.Merge():
+        job = self._merge(action)
+      case actions.ReadFragment(fragment=fragment):
+        job = self._read(fragment)
+      case actions.Save(step=step, snapshot=snapshot):
+        job = self._checkpoint(step, snapshot)
+      case actions.SavePart():
+        job = self._save_part(action)
+      case actions.WriteManifest():
+        job = self._write_manifest(action)
+    self._jobs.append(job)
+    if not self._working:
+      self._working = True
+      self._work_on()
+
+  def _work_on(self) -> None:
+    """Goes on with the first job; it says for how long."""
+    if self.frozen:
+      self._held.append(self._work_on)
+      return
+    while self.alive and self._jobs:
+      try:
+        delay_ns = next(self._jobs[0])
+      except StopIteration:
+        self._jobs.popleft()
+      except wal_format.WalBroken as broken:
+        self.world.fell(self, str(broken))
+      except disk_lib.Cut:
+        self.world.fell(self)
+      else:
+        self.world.engine.after(delay_ns, self._work_on)
+        return
+    self._working = False
+
+  def _read(self, p: int) -> Iterator[int]:
+    yield self.read_ns
+    theta = self.theta
+    self.post(events.FragmentRead(
+      fragment=p, version=theta.versions[p], handle=0, digest=theta.values[p], payload=PAYLOAD,
+    ), arrays.Published(None, theta.values[p]))
+
+  def _merge(self, merge: actions.Merge) -> Iterator[int]:
+    """The outer step; MergeDone once it is committed."""
+    p, shares = merge.fragment, arrays.shares(merge.participants)
+    base = self.theta.values[p]
+    grads = [self.contents.pop(one.handle) for one in merge.participants]
+    yield self.merge_ns
+    norms, refused = arrays.screened(merge.participants, grads)
+    made_of = arrays.good(shares, grads, refused)
+    value, failed = self.theta.outer_step(p, merge.version, *made_of), ''
+    if self.not_finite or len(refused) == len(shares):
+      failed = 'not finite' if self.not_finite else 'every payload was rejected'
+      self.not_finite, value = False, base
+    yield from self._commit(recovery.Outcome(
+      sync=merge.sync, fragment=p, version=merge.version, participants=shares, digest=value,
+      failed=failed, books=merge.books, norms=norms, refused=refused), grads)
+    done = events.MergeDone(
+      sync=merge.sync, fragment=p, handle=None, payload=None, digest=value, failed=failed,
+      norms=norms, refused=refused)
+    if failed:
+      self.post(done)
+      return
+    self.theta.take(p, merge.version, *made_of, value)
+    self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, value))
+
+  def _commit(
+    self, outcome: recovery.Outcome, grads: list[arrays.Gradient]
+  ) -> Iterator[int]:
+    """Until it is durable."""
+    while True:
+      try:
+        number = self.journal.append(outcome, grads)
+        break
+      except wal_format.WalFull:
+        self.world.logged('full')
+      yield RETRY_NS
+    self.world.logged('appended', number, outcome.digest, outcome.failed, norms=outcome.norms,
+                      refused=outcome.refused)
+    if self.ambush is not None:
+      self.ambush(self.fsync_ns)
+    yield self.fsync_ns
+    self.journal.commit()
+
+  def _save_part(self, save: actions.SavePart) -> Iterator[int]:
+    """The syncer's part of a snapshot of the whole run."""
+    arrays.claim(save.books['versions'] == self.theta.versions,
+                 'A snapshot is of no half-done merge.', save.books['versions'])
+    state = {'snapshot': save.books, 'theta': self.theta.saved(), **self.journal.position,
+             'at_ns': self.world.now_ns}
+    seal, error = snapshots.seal(state), ''
+    yield MS
+    try:
+      for _ in snapshots.save_part(self.disk, save.snapshot, state, save.keep):
+        yield self.save_ns // 3
+    except OSError as failed:
+      error = failed.strerror
+    else:
+      self.world.parts[seal] = self.disk
+    self.post(events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error))
+
+  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
+    manifest = {
+      'snapshot': write.snapshot, 'syncer': write.seal,
+      'learners': {part.learner: part.seal for part in write.parts}}
+    error = ''
+    yield MS
+    try:
+      for _ in snapshots.write_manifest(self.disk, manifest):
+        yield MS
+    except OSError as failed:
+      error = failed.strerror
+    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
+
+  def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> Iterator[int]:
+    """A checkpoint, and what it makes superfluous is dropped from the log."""
+    theta = self.theta
+    arrays.claim(snapshot['versions'] == theta.versions,
+                 'A snapshot is of no half-done merge.', snapshot['versions'], theta.versions)
+    stages = self.checkpoints.save(
+      {'snapshot': snapshot, 'theta': theta.saved(), **self.journal.position})
+    third = self.save_ns // 3
+    try:
+      for _ in stages:
+        yield third
+    except OSError as error:
+      self.post(events.SaveDone(step=step, error=error.strerror))
+      return
+    self.post(events.SaveDone(step=step))
+    yield MS
+    try:
+      self.journal.compact(self.checkpoints)
+    except wal_format.WalFull:
+      self.world.logged('full')  # the next save tries again
+    self.world.logged('compacted', self.journal.first)

@@ -1,0 +1,165 @@
+"""One seed: a run of the production machines in a world of faults, then healed, then judged.
+
+First a phase in which everything of the setting goes wrong: safety must hold throughout. Then all
+is healed, as good operators would: now the run must come to its end. Two kinds of judges watch: the
+checkers (what a tape holds) and the claims of arrays.py and below (what only the world knows).
+"""
+
+import dataclasses
+import traceback
+from typing import Any, Sequence
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.proof.sim import arrays
+from diloco_jax.proof.checks import checkers as checkers_lib
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import faults as faults_lib
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import snapshots
+from diloco_jax.proof.sim import random_settings
+from diloco_jax.proof.sim import world as world_lib
+
+CALM_NS = 1_200 * engine_lib.SECOND  # far more than any healed run needs
+GOODBYE_NS = 30 * engine_lib.SECOND
+LONGEST_STEP_NS = 400 * engine_lib.SECOND
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+  """What went wrong: whose sentence was broken (an invariant's id; 'claim', 'check', 'crash' or
+  'circle'), and what was seen. Anything else that raises is a bug of the simulator."""
+
+  invariant: str
+  sentence: str
+  detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """How a seed ended. `events` is how many turns the machines took in `virtual_ns`, `faults` the
+  kinds of those that found their victim."""
+
+  seed: int
+  events: int
+  virtual_ns: int
+  faults: tuple[str, ...]
+  violation: Violation | None
+
+
+def run_seed(
+  seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None,
+) -> Outcome:
+  """Runs one seed; a violation ends it and is in the outcome.
+
+  Args:
+    seed: everything follows from it.
+    watchers: see every turn, before the checkers do.
+    note: is told of faults and phases: (time in ns, text).
+  """
+  setting, count = random_settings.draw(seed), observers.Count()
+  checkers = checkers_lib.Checkers(setting.config)
+  world = world_lib.World(setting.config, seed, (count, *watchers, checkers))
+  nemesis = faults_lib.Nemesis(world, setting.plan, note)
+  violation = None
+  try:
+    _run(world, setting, nemesis, checkers, note)
+  except checkers_lib.Violation as broken:
+    violation = Violation(
+      invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail))
+  except arrays.Untrue as broken:
+    violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
+  except engine_lib.Circle as circle:
+    violation = Violation(
+      invariant='circle', sentence='A run moves on.', detail=str(circle))
+  except processes.MachineCrash as crash:
+    violation = Violation(
+      invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}')
+  except AssertionError as broken:
+    violation = Violation(
+      invariant='check', sentence='A machine finds itself sound.', detail=f'{broken}\n{_where()}')
+  return Outcome(seed=seed, events=count.events, virtual_ns=world.now_ns,
+                 faults=tuple(fault.kind for fault in nemesis.done), violation=violation)
+
+
+def _where() -> str:
+  return ''.join(traceback.format_exc(limit=-3))
+
+
+def _run(
+  world: world_lib.World, setting: random_settings.Setting, nemesis: faults_lib.Nemesis,
+  checkers: checkers_lib.Checkers, note: Any,
+) -> None:
+  random_settings.furnish(world, setting)
+  for which in range(setting.config.learners):
+    world.start(f'l{which}')
+  if setting.guest_ns is not None:
+    world.engine.at(setting.guest_ns, lambda: world.start('guest'))
+  if setting.ask_ns:
+    world.engine.at(setting.ask_ns, lambda: world.syncer.post(events.TakeSnapshot()))
+  world.run(setting.heal_ns)
+  note(world.now_ns, 'everything is healed')
+  nemesis.heal()
+  checkers.healed(world.now_ns)
+  _finish(world, nemesis)
+  checkers.finished(world.now_ns)
+  _check_books(world)
+  _check_snapshots(world)
+
+
+def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
+  """Every process comes to an end; those that outlive the syncer are stopped."""
+  nemesis.supervise()
+  world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A healed run ends.', world.stuck())
+  world.run(world.now_ns + GOODBYE_NS, done=lambda: not world.learners)
+  for process in list(world.learners.values()):
+    process.stop('the run is over')
+  world.run(world.now_ns + LONGEST_STEP_NS, done=lambda: not world.learners)
+  arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
+
+
+def _check_books(world: world_lib.World) -> None:
+  """The last ledger against what the world saw (fragment-tokens)."""
+  ledger, theta = world.ledger(), world.syncer.theta
+  discarded = sum(ledger['discarded'].values())
+  arrays.claim(
+    ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
+    and ledger['unsettled'] == 0, 'Every token trained is merged or discarded.', ledger)
+  arrays.claim(world.flipped or not ledger['repaired'],
+               'No published value differs unless a bit was flipped.', ledger)
+  arrays.claim(theta.finite, 'The global state is finite.')
+  arrays.claim(ledger['merged'] == sum(theta.merged.values()),
+               'What the ledger calls merged was merged.', ledger, theta.merged)
+  for name, row in ledger['learners'].items():
+    trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
+    arrays.claim(row['merged'] == theta.merged.get(name, 0),
+                 'What the ledger calls merged was merged.', name, row, theta.merged)
+    arrays.claim(world.rolled_back or row['tokens'] <= trained,
+                 'No more tokens are counted than were trained.', name, row, trained)
+
+
+def _check_snapshots(world: world_lib.World) -> None:
+  """Every part that a manifest names is where it was saved, unless that disk has lost it."""
+  disk = world.disk('syncer')
+  for number in () if disk.rot else snapshots.manifests(disk):
+    manifest = snapshots.manifest(disk, number)
+    arrays.claim(manifest is not None, 'A manifest is whole or not there.', number)
+    for seal in (manifest['syncer'], *manifest['learners'].values()):
+      where = world.parts[seal]
+      arrays.claim(where.rot or snapshots.part(where, number, seal) is not None,
+                   'What a manifest names is there, and is what was saved.', number, manifest)
+
+
+def run_calm(config: config_lib.ProtocolConfig) -> int:
+  """A run in which nothing goes wrong, steps are unequal, and all checkers watch; its events."""
+  count, checkers = observers.Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=(count, checkers))
+  for which in range(config.learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  checkers.finished(world.now_ns)
+  return count.events

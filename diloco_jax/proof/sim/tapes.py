@@ -1,0 +1,54 @@
+"""Tapes of a simulated run: one hash over all, and files that replay like those of real runs."""
+
+import hashlib
+import pathlib
+from typing import Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import tape
+from diloco_jax.proof.checks import observers
+
+
+class Tapes(observers.Observer):
+  """An observer that writes the tape of every life.
+
+  Args:
+    folder: where NODE.LIFE.0.jsonl go, as storage/tapes.py names them; None: only the hash counts.
+    commit: of the code, for the headers.
+  """
+
+  def __init__(self, folder: pathlib.Path | None = None, commit: str = 'unknown'):
+    self._folder, self._commit = folder, commit
+    self._writers: dict[int, tape.Writer] = {}
+    self._files: dict[int, pathlib.Path] = {}
+    self._lives: dict[str, int] = {}
+    if folder is not None:
+      folder.mkdir(parents=True, exist_ok=True)
+
+  @property
+  def hash(self) -> str:
+    """Over every turn of every machine of the run."""
+    ends = ' '.join(writer.hash for _, writer in sorted(self._writers.items()))
+    return hashlib.sha256(ends.encode()).hexdigest()[:16]
+
+  def born(self, now_ns: int, life: observers.Life) -> None:
+    writer = self._writers[life.number] = tape.Writer(life.start, commit=self._commit)
+    node = life.start.node.replace('*', '-second')
+    self._lives[node] = self._lives.get(node, 0) + 1
+    if self._folder is not None:
+      self._files[life.number] = self._folder / f'{node}.{self._lives[node]}.0.jsonl'
+    self._write(life, writer.header())
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    self._write(life, self._writers[life.number].turn(now_ns, event, out))
+
+  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
+              error: Exception) -> None:
+    self._write(life, self._writers[life.number].crash(now_ns, event, error))
+
+  def _write(self, life: observers.Life, line: bytes) -> None:
+    if self._folder is not None:
+      with self._files[life.number].open('ab') as file:
+        file.write(line)

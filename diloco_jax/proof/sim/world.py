@@ -1,0 +1,236 @@
+"""The simulated world: processes, their hosts, and the network between them, in virtual time.
+
+The machines in it are the production ones, unchanged. A world belongs to one seed: hardware,
+network and disk of every host draw from streams of their own (engine.stream), so that a changed
+policy of the machines meets the same faults.
+
+Observers see what a tape would hold: processes that are born and die, and every turn of a machine.
+"""
+
+import dataclasses
+import itertools
+from typing import Callable, Sequence
+
+from diloco_jax.storage import wal_format
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.tape import tape
+from diloco_jax.proof.sim import arrays
+from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import hardware
+from diloco_jax.proof.sim import simulated_log
+from diloco_jax.proof.sim import network as network_lib
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import snapshots
+
+AGREEMENT = '{"model.width":8}'
+CHECKED_ALWAYS = 16  # up to so many learners check() runs after every event
+
+
+class World:
+  """Hosts and processes, and the hand that starts and ends them."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, seed: int = 0,
+    watchers: Sequence[observers.Observer] = (),
+  ):
+    self.config, self.seed = config, seed
+    self.engine = engine_lib.Engine()
+    self.network = network_lib.Network(self.engine, lambda: self.syncer)
+    self._watchers = tuple(watchers)
+    self.check_every = -(-config.learners // CHECKED_ALWAYS)
+    self.initial = arrays.initial(config.fragments)
+    self._lives, self._nonces = itertools.count(1), itertools.count(1)
+    self._links: dict[str, network_lib.Link] = {}
+    self._islands: dict[str, hardware.Island] = {}
+    self._disks: dict[str, disk_lib.Disk] = {}
+    self.learners: dict[str, processes.Learner] = {}
+    self.ended: list[processes.Process] = []
+    self.done: set[str] = set()  # learner ids that have heard that the run is over, and ended
+    self.rolled_back = False  # an operator repaired a damaged log: what was in it may be lost
+    self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
+    self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
+    self.on_fall: Callable[[], None] = lambda: None  # called when the syncer's disk ends it
+    self.flipped = 0  # adoptions that went wrong
+    self.parts: dict[str, disk_lib.Disk] = {}  # of snapshots of the run, by seal: where they are
+    self.syncer: processes.Syncer | None = None
+    self.start_syncer()
+
+  # --- Hosts --------------------------------------------------------------------------------------
+
+  def link(self, name: str) -> network_lib.Link:
+    """The way of a learner's host to the syncer."""
+    if name not in self._links:
+      self._links[name] = network_lib.Link(engine_lib.stream(self.seed, 'network', name))
+    return self._links[name]
+
+  def island(self, name: str) -> hardware.Island:
+    if name not in self._islands:
+      self._islands[name] = hardware.Island(engine_lib.stream(self.seed, 'hardware', name))
+    return self._islands[name]
+
+  def disk(self, name: str) -> disk_lib.Disk:
+    if name not in self._disks:
+      self._disks[name] = disk_lib.Disk(engine_lib.stream(self.seed, 'disk', name))
+    return self._disks[name]
+
+  def restore_hosts(self) -> None:
+    """Every link, island and disk works as it should."""
+    for disk in self._disks.values():
+      disk.full, disk.failing_fsyncs, disk.fuse = False, 0, None
+    for island in self._islands.values():
+      island.slow = island.shrink = 1
+    for link in self._links.values():
+      link.delay_ns = link.bytes_per_s = link.loss = link.duplicate = 0
+      link.corrupt = False
+      self.network.heal(link)
+
+  def lose_disk(self, name: str) -> None:
+    """The host is another one from now on."""
+    self._disks.pop(name, None)
+
+  # --- Processes ----------------------------------------------------------------------------------
+
+  @property
+  def now_ns(self) -> int:
+    return self.engine.now_ns
+
+  def run(self, until_ns: int, done: Callable[[], bool] = lambda: False) -> None:
+    self.engine.run(until_ns, done)
+
+  def start_syncer(self) -> bool:
+    """Starts the syncer from what its disk holds; False: the disk does not let it start now."""
+    start = tape.Start(
+      role='syncer', node='syncer', config=self.config, agreement=AGREEMENT,
+      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments, digests=self.initial)
+    disk = self.disk('syncer')
+    try:
+      found = self._recover(disk, start.make().snapshot())
+    except (wal_format.WalFull, wal_format.WalBroken) as error:
+      self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
+      return False
+    except disk_lib.Cut:
+      self.logged('cut', text='while it began')
+      return False
+    snapshot = found.snapshot and {
+      **found.snapshot, syncer_machine.MANIFESTS: snapshots.manifests(disk)}
+    life = self._life(dataclasses.replace(start, snapshot=snapshot))
+    self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
+    self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
+    if found.journal.torn:
+      self.logged('torn')
+    self.syncer.look()
+    self._begin(self.syncer)
+    return True
+
+  def _recover(self, disk: disk_lib.Disk, fresh: dict) -> simulated_log.Recovered:
+    """As production does it, and an operator where production refuses."""
+    rot, self._rotten = disk.rot[self._rotten:], len(disk.rot)
+    if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
+      self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
+    try:
+      return simulated_log.recover(disk, fresh, self.initial)
+    except wal_format.WalDamaged as damaged:
+      self._repaired(disk, str(damaged))  # also if it comes only half the way
+      try:
+        simulated_log.repair(disk)
+      except OSError as error:
+        raise wal_format.WalBroken(f'The repair failed: {error}') from error
+    except simulated_log.NotRecovered as error:
+      self.logged('not recovered', text=str(error))
+      raise
+    return self._recover(disk, fresh)
+
+  def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
+    self.rolled_back = True
+    self.done.clear()  # they are needed again
+    self.logged('repaired', len(disk.rot), text=text)
+
+  def fell(self, process: processes.Syncer, text: str = '') -> None:
+    """The syncer is gone in the middle of its work; `text`: why, if its disk has failed."""
+    self.logged('broken' if text else 'cut', text=text)
+    self.end(process)
+    self.on_fall()
+
+  def start(
+    self, name: str, agreement: str = AGREEMENT, restored: bool = False, second: bool = False,
+  ) -> processes.Learner:
+    """Starts a learner's process; `restored`: from its checkpoint if there is one that is whole;
+    `second`: beside the first, on a host of its own."""
+    nonce = next(self._nonces)
+    key = f'{name}*' if second else name
+    disk = self.disk(key)
+    snapshot = disk_lib.Checkpoints(disk).newest() if restored else None
+    identity = learner_machine.Identity(
+      learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce)
+    life = self._life(tape.Start(
+      role='learner', node=key, config=self.config, identity=identity, snapshot=snapshot,
+      digests=self.initial if snapshot is None else None))
+    process = self.learners[key] = processes.Learner(self, key, life, disk, self.island(key))
+    self._begin(process)
+    return process
+
+  def _life(self, start: tape.Start) -> observers.Life:
+    life = observers.Life(next(self._lives), start)
+    for watcher in self._watchers:
+      watcher.born(self.now_ns, life)
+    return life
+
+  def _begin(self, process: processes.Process) -> None:
+    self.engine.after(0, lambda: process.post(events.Wake()))
+
+  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
+          out: Sequence[actions.Action]) -> None:
+    for watcher in self._watchers:
+      watcher.saw(life, now_ns, event, out)
+
+  def logged(
+    self, kind: str, number: int = 0, digest: int = 0, failed: str = '', text: str = '',
+    norms: tuple[int, ...] = (), refused: tuple[str, ...] = (),
+  ) -> None:
+    """Tells observers what happened to the syncer's log."""
+    note = observers.LogNote(kind, number, digest, failed, text, norms, refused)
+    for watcher in self._watchers:
+      watcher.logged(self.now_ns, note)
+
+  def crashed(
+    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    for watcher in self._watchers:
+      watcher.crashed(life, now_ns, event, error)
+
+  def end(
+    self, process: processes.Process, killed: bool = True, silent: bool = False
+  ) -> None:
+    """A process is gone; its streams break, what it had sent still arrives. `silent`: its host has
+    lost power, so nobody is told."""
+    process.alive = False
+    self.ended.append(process)
+    for watcher in self._watchers:
+      watcher.died(self.now_ns, process.life, killed)
+    if isinstance(process, processes.Learner) and process.done:
+      self.done.add(process.name.rstrip('*'))
+    self.network.gone(process, silent)
+    if self.learners.get(process.name) is process:
+      del self.learners[process.name]
+
+  # --- What others may see ------------------------------------------------------------------------
+
+  @property
+  def finished(self) -> bool:
+    """The syncer has closed every fragment and ended."""
+    return self.syncer.exit is not None and self.syncer.machine._finished
+
+  def ledger(self) -> dict:
+    """As last reported."""
+    return self.syncer.reports['ledger']
+
+  def stuck(self) -> str:
+    """Every machine's private state, for the message of a run that does not end."""
+    everybody = (self.syncer, *self.learners.values())
+    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in everybody)

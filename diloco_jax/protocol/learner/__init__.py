@@ -1,0 +1,1 @@
+"""The learner's half of the protocol: `machine.LearnerMachine` and its parts."""

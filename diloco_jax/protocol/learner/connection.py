@@ -1,0 +1,142 @@
+"""A learner's connection to its syncer (docs/protocol.md draws it from CONNECTION_STATES)::
+
+    away --redial time--> dialing --Connected, Join--> joining --Offer, Confirm, Joined--> joined
+    dialing, joining, joined --Disconnected--> away
+
+Training does not wait for it, so all that it may do is try again: with growing, jittered pauses, so
+that many learners who lost one syncer do not come back at the same moment. They grow by a quarter:
+who has been away for some time finds the syncer again at most about a quarter of it later. A syncer
+that has not been heard of for a lease is as good as gone: the stream is closed from this side. From
+its Confirm on a learner keeps its own lease alive with heartbeats.
+"""
+
+import dataclasses
+import random
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+
+CONNECTION_STATES = (
+  ('away', 'dialing', 'the pause is over'),
+  ('dialing', 'joining', 'the stream is open: Join'),
+  ('joining', 'joined', 'Offer: Confirm, then Joined'),
+  ('dialing', 'away', 'no stream'),
+  ('joining', 'away', 'refused for now, or the stream closed'),
+  ('joined', 'away', 'the stream closed, or the syncer fell silent'),
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+  """Who this process is. `nonce` is drawn anew by every process; `seed` jitters its redials."""
+
+  learner: str
+  nonce: int
+  agreement: str
+  host: str
+  pid: int
+  seed: int = 0
+
+
+class Connection:
+  """The newest stream and its state. Sessions are counted; what comes from an older one is void."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.Outbox
+  ):
+    self._config = config
+    self._identity = identity
+    self._out = out
+    self._random = random.Random(identity.seed)
+    self.state = 'away'
+    self.session = 0
+    self._redial_ns = 0
+    self._pause_ns = config.redial_ns[0]
+    self._heard_ns = 0
+    self._heartbeat_ns = 0
+    self._confirmed = False  # on this session: the lease is ours to keep
+    self._refusals = self._refused = 0  # how often in a row, and on which session last
+
+  @property
+  def joined(self) -> bool:
+    return self.state == 'joined'
+
+  def send(self, message: messages.FromLearner, handle: int | None = None) -> None:
+    self._out.send(self.session, message, handle)
+
+  def heard(self, now_ns: int) -> None:
+    self._heard_ns = now_ns
+
+  def deadline_ns(self, ending: bool) -> int | None:
+    """When `keep` has something to do; a learner that is `ending` dials no more."""
+    if self.state == 'away':
+      return None if ending else self._redial_ns
+    lease_ns = self._heard_ns + self._config.lease_ns
+    return min(lease_ns, self._heartbeat_ns) if self._confirmed else lease_ns
+
+  def keep(self, now_ns: int, ending: bool) -> None:
+    """Dials when it is time, notices a silent syncer, keeps the lease."""
+    if self.state == 'away':
+      if now_ns >= self._redial_ns and not ending:
+        self._dial(now_ns)
+    elif now_ns >= self._heard_ns + self._config.lease_ns:
+      self._heard_ns = now_ns  # ask once per lease; Disconnected follows
+      self._confirmed = False
+      self._out.close(self.session, 'the syncer fell silent')
+    elif self._confirmed and now_ns >= self._heartbeat_ns:
+      self._heartbeat_ns = now_ns + self._config.heartbeat_ns
+      self.send(messages.Heartbeat())
+
+  def _dial(self, now_ns: int) -> None:
+    self.session += 1
+    self.state = 'dialing'
+    self._heard_ns = now_ns
+    self._out.do(actions.Dial(session=self.session))
+
+  def connected(self, now_ns: int) -> None:
+    self.state = 'joining'
+    self._heard_ns = now_ns
+    me = self._identity
+    self.send(messages.Join(
+      protocol=messages.PROTOCOL_VERSION, learner=me.learner, nonce=me.nonce,
+      agreement=me.agreement, host=me.host, pid=me.pid,
+    ))
+
+  def confirm(self, now_ns: int, confirm: messages.Confirm) -> None:
+    """Accepts an offer."""
+    self._confirmed = True
+    self._heartbeat_ns = now_ns + self._config.heartbeat_ns
+    self.send(confirm)
+
+  def welcomed(self) -> None:
+    self.state = 'joined'
+    self._refusals = 0
+
+  def refused(self, now_ns: int, refused: messages.Refused) -> bool:
+    """Whether it is refused for good: that ends the process before it disturbs anyone. An id in use
+    may be our own last life, whose lease is still running, so that one is tried once more."""
+    if self._refused == self.session:
+      return False  # said twice
+    self._refused = self.session
+    self._refusals += 1
+    if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
+      return True
+    self._redial_ns = now_ns + refused.retry_ns
+    self._out.say(f'{refused.text} Trying again in {refused.retry_ns / 1e9:.1f} s.')
+    return False
+
+  def disconnected(self, now_ns: int, reason: str) -> None:
+    """The stream is gone: back to the pause before the next attempt."""
+    joined, self.state = self.joined, 'away'
+    self._out.closing.discard(self.session)
+    self._confirmed = False
+    first, longest = self._config.redial_ns
+    self._pause_ns = first if joined else min(longest, self._pause_ns * 5 // 4)
+    jitter = self._random.randrange(500, 1500)  # half to one and a half of the pause
+    self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
+    if joined:
+      self._out.say(
+        f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
+      )

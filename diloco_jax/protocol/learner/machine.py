@@ -1,0 +1,536 @@
+"""The learner: trains, answers pulls and adopts what is published, all at its own step boundaries.
+
+Two things run side by side: the *connection* (connection.py), and the *training*, which needs the
+connection only once, to start from what the run holds (docs/protocol.md draws it from
+TRAINING_STATES)::
+
+    waiting --every due fragment adopted, moments there--> training
+    training --clock reached T--> trained --Finish--> ended
+
+Whose moments a new process trains with, and how a peer gets them: moments.py.
+
+Training never waits for the connection, except where the settings ask for it: in lock-step modes a
+learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
+
+At a step boundary, in this order: move to another data stream, adopt what has arrived, snapshot
+and encode what was pulled, save if it is time, start the next step. The clock `step` grows by one
+per inner step, and adopting what sync t published sets it to max(step, t), so unequal learners stay
+aligned.
+
+A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
+so a second one would count the same tokens again. A pull that comes before the learner has trained
+on the fragment waits for the next boundary, and is declined if no step may come before it.
+"""
+
+import collections
+import dataclasses
+from typing import Any
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import connection as connection_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.learner import moments as moments_lib
+from diloco_jax.protocol import action_list
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import shards as shards_lib
+
+TRAINING_STATES = (
+  ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
+  ('training', 'trained', 'the clock reached T'),
+  ('waiting', 'ended', 'refused for good, or asked to stop'),
+  ('training', 'ended', 'asked to stop, or fenced'),
+  ('trained', 'ended', 'Finish: every fragment is closed'),
+)
+
+Identity = connection_lib.Identity
+UNKNOWN = messages.Held(version=-1, digest=0)
+
+
+@dataclasses.dataclass(slots=True)
+class _Anchor:
+  """The published value of one fragment as this learner holds it, and its counts when adopted."""
+
+  version: int
+  digest: int
+  steps: int = 0
+  tokens: int = 0
+  contributed: int = 0  # the sync that this learner's payload went to, 0: none yet
+  sound: bool = True  # False: the bits adopted are not those that were published
+  next_due: int = 0  # the sync this learner waits for in lock-step modes
+
+
+def _heard(publish: messages.Publish, version: int) -> bool:
+  """Whether a publish says nothing new to who holds `version`. The same version whole is a fresh
+  anchor that the syncer wants to be taken."""
+  whole = publish.base_version is None
+  return publish.version < version or (publish.version == version and not whole)
+
+
+class LearnerMachine:
+  """The learner's half of the protocol (see the top of this file)."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, identity: Identity, digests: tuple[int, ...] | None
+  ):
+    """A process that starts.
+
+    Args:
+      config: the numbers of the run.
+      identity: who it is.
+      digests: of its fragments at version 0 (its own initialisation); None: it comes back from a
+        checkpoint and takes every fragment from the syncer.
+    """
+    self._config = config
+    self._schedule = schedule_lib.Schedule(config)
+    self._identity = identity
+    self._out = action_list.Outbox()
+    self._connection = connection_lib.Connection(config, identity, self._out)
+    self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
+    self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
+    self._incarnation = 0
+    # Where it reads, what it told of that, and where it is to go at the next boundary.
+    self._position: shards_lib.Lease | None = None
+    self._claim: shards_lib.Lease | None = None
+    self._lease: shards_lib.Lease | None = None
+    self._training = 'waiting'
+    self.step = 0
+    self.steps = 0
+    self.tokens = 0
+    held = [UNKNOWN] * config.fragments if digests is None else [
+      messages.Held(version=0, digest=digest) for digest in digests
+    ]
+    self._anchors = [_Anchor(h.version, h.digest, next_due=self._schedule.offsets[p])
+                     for p, h in enumerate(held)]
+    self._due: set[int] = set()
+    self._pulls: dict[int, int] = {}  # fragment: sync
+    self._given: set[int] = set()  # syncs whose verdict on our share has not come on this stream
+    self._leave_ns = 0  # asked to end, it waits for them no longer than this
+    self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
+    # Work under way, in the order in which it will be answered, with the session it began on: a
+    # stream may break and the same sync or version come again meanwhile.
+    self._encoding: collections.deque[tuple[int, messages.Contribution]] = collections.deque()
+    self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
+    self._arrivals: list[tuple[messages.Publish, int]] = []
+    self._running = False
+    self._told_step = -1  # the last one reported on this session
+    self._saved_steps = 0
+    self._ending = self._refused = ''
+    self._saving = False
+    self._part = run_snapshot_lib.LearnerPart(self._connection, self._out)
+    self._exited = False
+
+  # --- The one entry ------------------------------------------------------------------------------
+
+  def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
+    """Takes one event at time `now_ns` and returns what is to be done, in order."""
+    self._dispatch(now_ns, event)
+    if not self._exited:
+      self._connection.keep(now_ns, self._no_more)
+      self._taker.expire(now_ns, self.step)
+    if not self._running and not self._exited:
+      self._boundary(now_ns)
+    return self._out.take()
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """When a Wake is wanted."""
+    if self._exited:
+      return None
+    times = [self._connection.deadline_ns(self._no_more), self._taker.deadline_ns]
+    if self._waits_for_verdicts:
+      times.append(self._leave_ns)
+    return min((time for time in times if time is not None), default=None)
+
+  @property
+  def _waits_for_verdicts(self) -> bool:
+    """It would leave, but what it has given is not settled yet."""
+    return bool(self._ending and self._given) and not (self._running or self._busy_saving)
+
+  @property
+  def _no_more(self) -> bool:
+    """It is going, so it dials no more."""
+    return bool(self._ending or self._refused)
+
+  def _dispatch(self, now_ns: int, event: events.Event) -> None:
+    match event:
+      case events.StepDone():
+        self._step_done(event)
+      case events.Received(session=session, handle=handle) if session != self._connection.session:
+        self._out.drop(handle)
+      case events.Received(message=message, handle=handle):
+        self._connection.heard(now_ns)
+        self._receive(now_ns, message, handle)
+      case events.Connected(session=session):
+        if session == self._connection.session:
+          self._connection.connected(now_ns)
+      case events.Disconnected(session=session, reason=reason):
+        if session == self._connection.session:
+          self._disconnected(now_ns, reason)
+      case events.Encoded():
+        self._encoded(event)
+      case events.AdoptDone():
+        self._adopt_done(event)
+      case events.MomentsRead():
+        self._giver.read(event)
+      case events.MomentsTaken():
+        self._taker.taken(event, self.step)
+      case events.SaveDone():
+        self._saved(event)
+      case events.PartSaved():
+        self._part.saved(event)
+        if self._refused:
+          self._give_up()
+      case events.Stop(reason=reason):
+        self._ending = self._ending or reason
+        self._leave_ns = self._leave_ns or now_ns + self._config.drain_ns
+      case events.Wake():
+        pass
+      case _:
+        raise TypeError(f'not an event of a learner: {event}')
+
+  # --- Connection ---------------------------------------------------------------------------------
+
+  def _disconnected(self, now_ns: int, reason: str) -> None:
+    """Nothing of the old stream is valid any more; training goes on."""
+    joined = self._connection.joined
+    self._told_step = -1
+    self._pulls.clear()
+    self._pulled.clear()
+    self._part.forget()
+    self._given.clear()
+    for _, handle in self._arrivals:
+      self._out.drop(handle)
+    self._arrivals.clear()
+    self._giver.hung_up()
+    self._taker.hung_up()
+    self._connection.disconnected(now_ns, reason)
+    if joined:
+      self._report_state('disconnected', reason=reason)
+
+  def _receive(self, now_ns: int, message: messages.Message, handle: int | None) -> None:
+    match message:
+      case messages.Offer(incarnation=incarnation):
+        self._confirm(now_ns, incarnation)
+      case messages.Refused():
+        if self._connection.refused(now_ns, message):
+          self._refused = message.text
+          self._give_up()
+      case messages.Joined() if not self._connection.joined:
+        self._joined(now_ns, message)
+      case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
+        self._pulls[fragment] = self._pulled[fragment] = sync
+      case messages.Publish():
+        self._arrivals.append((message, handle))
+      case messages.Donate():
+        self._giver.asked(message)
+      case messages.Donation():
+        self._taker.arrived(message, handle)
+      case messages.NoDonation():
+        self._taker.none(message, self.step)
+      case messages.Settled():
+        self._settled(message)
+      case messages.Mark():
+        self._part.heard(message)
+      case messages.Finish():
+        self._training, self._ending = 'trained', self._ending or 'done'
+      case messages.Heartbeat() | messages.Joined() | messages.Pull():
+        pass  # the latter two: heard before on this stream
+      case _:
+        raise TypeError(f'not a message of a syncer: {message}')
+
+  def _confirm(self, now_ns: int, incarnation: int) -> None:
+    going_on = incarnation == self._incarnation
+    self._claim = (self._lease or self._position) if going_on else None
+    stream, cursor = self._claim or (None, 0)
+    self._connection.confirm(now_ns, messages.Confirm(
+      nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
+      steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
+      held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
+      stream=stream, cursor=cursor,
+    ))
+
+  def _joined(self, now_ns: int, joined: messages.Joined) -> None:
+    self._connection.welcomed()
+    if joined.incarnation != self._incarnation:
+      self._begin_life(joined)
+    if (joined.stream, joined.cursor) != self._claim:
+      self._lease = shards_lib.Lease(joined.stream, joined.cursor)
+    self.step = max(self.step, joined.step)
+    self._due = set(joined.due)
+    for fragment, anchor in enumerate(self._anchors):
+      self._renew(fragment, anchor, joined.step)
+    self._taker.joined(now_ns, joined)
+    self._report_state('joined', due=len(self._due))
+
+  def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
+    """A new stream begins: what was sent before and is not merged will be asked for again."""
+    anchor.contributed = 0
+    due = self._schedule.due(fragment, clock)
+    # Syncs may close out of order: of a fragment that is up to date, one after `clock` may be.
+    anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
+    if not anchor.sound and fragment not in self._due:
+      self._tell_adopted(fragment, anchor)
+
+  def _begin_life(self, joined: messages.Joined) -> None:
+    """Steps and tokens are counted per incarnation."""
+    self._incarnation = joined.incarnation
+    self.steps = self.tokens = self._saved_steps = 0
+    for anchor in self._anchors:
+      anchor.steps = anchor.tokens = 0
+
+  def _encoded(self, encoded: events.Encoded) -> None:
+    """The snapshot is bytes now; it is void if the stream changed meanwhile."""
+    session, message = self._encoding.popleft()
+    assert (message.sync, message.fragment) == (encoded.sync, encoded.fragment), (message, encoded)
+    if not self._connection.joined or session != self._connection.session:
+      self._out.drop(encoded.handle)
+    elif encoded.handle is None:
+      self._given.discard(encoded.sync)
+      self._connection.send(messages.Decline(
+        sync=encoded.sync, fragment=encoded.fragment, reason=messages.Reason.BAD_VALUE,
+        tokens_to=message.tokens_to,
+      ))
+    else:
+      self._connection.send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
+      self._out.drop(encoded.handle)
+
+  def _settled(self, settled: messages.Settled) -> None:
+    anchor = self._anchors[settled.fragment]
+    self._given.discard(settled.sync)
+    if settled.reason == messages.CANCELLED:  # no version comes of it: the tokens can be sent again
+      if anchor.contributed == settled.sync:
+        anchor.contributed = 0
+      anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
+      if self._pulls.get(settled.fragment) == settled.sync:
+        del self._pulls[settled.fragment]
+    self._out.report(
+      'settled', sync=settled.sync, fragment=settled.fragment, merged=settled.merged,
+      reason=settled.reason,
+    )
+
+  # --- Training -----------------------------------------------------------------------------------
+
+  def _step_done(self, done: events.StepDone) -> None:
+    self._running = False
+    self.step += 1
+    self.steps += 1
+    self.tokens += done.tokens
+    self._position = self._position._replace(cursor=self._position.cursor + 1)
+    self._progress(done.step_ns)
+
+  def _progress(self, step_ns: int) -> None:
+    if self._connection.joined:
+      self._told_step = self.step
+      self._connection.send(messages.Progress(
+        step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns,
+        finished=self.step >= self._config.total_steps,
+      ))
+
+  def _boundary(self, now_ns: int) -> None:
+    """Between two steps: the only moment at which parameters are read or replaced."""
+    if self._lease is not None:
+      self._move(self._lease)
+    for publish, handle in self._arrivals:
+      self._adopt(publish, handle)
+    self._arrivals.clear()
+    if self._training == 'waiting' and not self._due:
+      if not self._adopting:  # else the donation would age before the first step
+        self._taker.boundary(self.step)
+      if self._taker.way:
+        self._training = 'training'
+    trains = self._training in ('training', 'trained')
+    self._giver.boundary(
+      trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors))
+    if self._training == 'training' and self.step >= self._config.total_steps:
+      self._training = 'trained'
+      self._report_state('trained')
+    for fragment, sync in list(self._pulls.items()):
+      self._answer(fragment, sync)
+    # Not before it trains: until then its moments are nobody's.
+    if trains and not (self._ending or self._refused or self._saving):
+      self._part.begin(self.step, self.snapshot())
+    if self._ending:
+      self._end(now_ns)
+    elif self._may_step():
+      due = self._config.save_steps and self.steps - self._saved_steps >= self._config.save_steps
+      if due and not self._busy_saving:
+        self._save()
+      self._running = True
+      self._out.do(actions.Step(step=self.step))
+    elif self._told_step != self.step:
+      self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
+
+  def _move(self, lease: shards_lib.Lease) -> None:
+    """Goes on reading elsewhere. What it has trained since its anchors is not its own to send any
+    more: others read those batches, so it is undone."""
+    self._out.do(actions.UseStream(
+      stream=lease.stream, cursor=lease.cursor, rewind=self._position is not None))
+    self._position, self._lease = lease, None
+    for anchor in self._anchors:
+      anchor.steps, anchor.tokens = self.steps, self.tokens
+
+  def _may_step(self) -> bool:
+    if self._training != 'training' or self._ending:
+      return False
+    lag = self._config.lag
+    return lag is None or self.step < min(a.next_due for a in self._anchors) + lag
+
+  def _adopt(self, publish: messages.Publish, handle: int) -> None:
+    fragment, anchor = publish.fragment, self._anchors[publish.fragment]
+    if fragment not in self._due and _heard(publish, anchor.version):
+      self._out.drop(handle)
+      return
+    if publish.base_version is not None and publish.base_version != anchor.version:
+      self._out.drop(handle)
+      self._connection.send(messages.Adopted(
+        fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
+      ))
+      return
+    self._out.do(actions.Adopt(
+      fragment=fragment, version=publish.version, handle=handle,
+      whole=publish.base_version is None,
+    ))
+    self._out.report(
+      'adopted', fragment=fragment, version=publish.version, sync=publish.sync, step=self.step,
+      steps_between=self.steps - anchor.steps, whole=publish.base_version is None,
+      staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+    )
+    self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
+    self._anchors[fragment] = _Anchor(
+      publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
+      next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
+    )
+    self._adopting.append((self._connection.session, self._anchors[fragment]))
+    if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
+      del self._pulls[fragment]
+    self.step = max(self.step, publish.sync)
+    self._due.discard(fragment)
+
+  def _adopt_done(self, done: events.AdoptDone) -> None:
+    """Both sides must hold the same bits, or deltas would drift apart."""
+    session, anchor = self._adopting.popleft()
+    assert anchor.version == done.version, (anchor, done)
+    anchor.sound = done.digest == anchor.digest
+    # What an old stream began is settled by the join since, but wrong bits must be told.
+    wrong = not anchor.sound and anchor is self._anchors[done.fragment]
+    if self._connection.joined and (session == self._connection.session or wrong):
+      self._tell_adopted(done.fragment, anchor)
+
+  def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:
+    self._connection.send(messages.Adopted(
+      fragment=fragment, version=anchor.version, tokens=anchor.tokens, matched=anchor.sound,
+    ))
+
+  def _answer(self, fragment: int, sync: int) -> None:
+    """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
+    anchor = self._anchors[fragment]
+    if fragment in self._due or len(self._encoding) >= self._config.in_flight:
+      return  # what is encoded now is held on the device: no more of it than syncs are open
+    steps = self.steps - anchor.steps
+    if anchor.contributed or steps == 0:
+      if steps == 0 and self._may_step():
+        return
+      reason = 'contributed' if anchor.contributed else 'empty'
+      self._connection.send(messages.Decline(
+        sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens
+      ))
+    else:
+      anchor.contributed = sync
+      self._given.add(sync)
+      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
+      self._encoding.append((self._connection.session, messages.Contribution(
+        sync=sync, fragment=fragment, version=anchor.version, steps=steps,
+        tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
+        **self._position._asdict(),
+      )))
+      self._out.do(actions.Encode(sync=sync, fragment=fragment))
+    del self._pulls[fragment]
+
+  # --- Saving and ending --------------------------------------------------------------------------
+
+  @property
+  def _busy_saving(self) -> bool:
+    """A checkpoint or a part of a snapshot is being written: one at a time."""
+    return self._saving or self._part.saving
+
+  def _save(self) -> None:
+    self._saved_steps = self.steps
+    self._saving = True
+    self._out.do(actions.Save(step=self.step, snapshot=self.snapshot()))
+
+  def _saved(self, done: events.SaveDone) -> None:
+    self._saving = False
+    if done.error:
+      self._out.say(
+        f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
+        'previous checkpoint is untouched.'
+      )
+    if self._refused:
+      self._give_up()
+
+  def _give_up(self) -> None:
+    """Refused for good: ends at once, but not in the middle of a checkpoint."""
+    if not self._busy_saving:
+      for _, handle in self._arrivals:
+        self._out.drop(handle)
+      self._arrivals.clear()
+      self._exit(42, self._refused)
+
+  def _end(self, now_ns: int) -> None:
+    """Save, see what was given settled, say goodbye, exit; each once. A syncer drops the payload of
+    who leaves, so a moment of patience is worth the work since the anchor."""
+    if self._busy_saving:
+      return
+    if self.steps > self._saved_steps:
+      self._save()
+      return
+    if self._waits_for_verdicts and now_ns < self._leave_ns:
+      return
+    if self._connection.joined:
+      self._connection.send(messages.Leave(reason=self._ending))
+      self._out.close(self._connection.session, self._ending)
+    self._exit(0, f'{self._ending} at step {self.step}: {self.steps} steps, {self.tokens} tokens')
+
+  def _exit(self, code: int, text: str) -> None:
+    self._training = 'ended'
+    self._exited = True
+    self._taker.close()
+    self._out.do(actions.Exit(code=code, text=text))
+
+  # --- What others may see ------------------------------------------------------------------------
+
+  def _report_state(self, state: str, **values: Any) -> None:
+    self._out.report(
+      'state', state=state, incarnation=self._incarnation, step=self.step, **values
+    )
+
+  def snapshot(self) -> dict[str, Any]:
+    """What a checkpoint keeps of the protocol, as JSON types."""
+    return {
+      'learner': self._identity.learner, 'incarnation': self._incarnation, 'step': self.step,
+      'steps': self.steps, 'tokens': self.tokens,
+      'versions': [anchor.version for anchor in self._anchors],
+    }
+
+  @classmethod
+  def restore(
+    cls, config: config_lib.ProtocolConfig, identity: Identity, snapshot: dict[str, Any]
+  ) -> 'LearnerMachine':
+    """A new process that comes back from a checkpoint: it takes the clock and every fragment from
+    the syncer, and counts its steps and tokens anew (they belong to its own incarnation).
+
+    The clock of the checkpoint may be ahead of the syncer's; with it, a lock-step learner would
+    wait for a sync that waits for its first step.
+    """
+    assert snapshot['learner'] == identity.learner, (snapshot['learner'], identity.learner)
+    return cls(config, identity, None)
+
+  def check(self) -> None:
+    """Asserts what must hold between any two events."""
+    assert 0 <= self.steps <= self.tokens or not self.tokens, (self.steps, self.tokens)
+    for fragment, anchor in enumerate(self._anchors):
+      assert anchor.steps <= self.steps and anchor.tokens <= self.tokens, (fragment, anchor)
+    assert not (self._running and self._arrivals and self._training == 'waiting')

@@ -1,0 +1,200 @@
+"""Donations, the learner's half: the state of the inner optimizer, given and taken.
+
+A process that begins to train has its *moments* (the inner optimizer's state: two averages per
+parameter and their step count) by the first of these ways that is open to it::
+
+    donor        a peer's, at one of its step boundaries, relayed by the syncer (donation.py)
+    checkpoint   its own, as they were in its last verified checkpoint
+    fragments    fresh ones: all that it has of the run are the published fragments
+    start        fresh ones as everybody's: the run begins
+
+Which one is decided once per process, before its first step, and the decision always comes: the
+syncer that promises a donation also says when there is none (NoDonation), and if the syncer falls
+silent the joiner gives up by itself, one lease after the time that the syncer has for it.
+
+A donation is taken if it is whole (its digest), and at most H steps behind the joiner's clock.
+
+The giving side snapshots at a step boundary, as it does for a pull: between two steps everything it
+gives is of one moment. One snapshot at a time is on its way off the device.
+"""
+
+import collections
+import dataclasses
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import connection as connection_lib
+from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+
+Way = messages.Way
+
+FRESH = (
+  'No peer could donate the moments of its inner optimizer, and there is no checkpoint here: they '
+  'begin anew from the published fragments. Nothing that was merged is lost; expect a higher loss '
+  'for some steps. A checkpoint folder that outlives the process avoids it.'
+)
+
+
+class Giver:
+  """Answers the syncer's Donate."""
+
+  def __init__(
+    self, learner: str, connection: connection_lib.Connection, out: action_list.Outbox
+  ):
+    self._learner = learner
+    self._connection = connection
+    self._out = out
+    self._asked: messages.Donate | None = None
+    self._newest = 0  # the newest transfer asked for on this stream
+    self._reading: collections.deque[tuple[int, messages.Donation]] = collections.deque()
+
+  def asked(self, donate: messages.Donate) -> None:
+    if donate.transfer > self._newest:  # else it is said again
+      self._asked, self._newest = donate, donate.transfer
+
+  def hung_up(self) -> None:
+    self._asked, self._newest = None, 0
+
+  def boundary(self, trains: bool, step: int, versions: tuple[int, ...]) -> None:
+    """Between two steps: gives what it was asked for, if it has seen the joiner's clock."""
+    asked = self._asked
+    if asked is None or self._reading:
+      return
+    if not trains:
+      self._asked = None
+      self._connection.send(messages.NoDonation(transfer=asked.transfer, reason='not training'))
+    elif moments_relay_lib.seen(step, versions, asked.step, asked.versions):
+      self._asked = None
+      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is read
+      self._reading.append((self._connection.session, messages.Donation(
+        transfer=asked.transfer, donor=self._learner, step=step, versions=versions, digest=0,
+        payload=nothing)))
+      self._out.do(actions.ReadMoments(transfer=asked.transfer))
+
+  def read(self, read: events.MomentsRead) -> None:
+    """The snapshot is bytes now; it is void if the stream changed meanwhile."""
+    session, donation = self._reading.popleft()
+    assert donation.transfer == read.transfer, (donation, read)
+    if not self._connection.joined or session != self._connection.session:
+      self._out.drop(read.handle)
+    elif read.handle is None:
+      self._connection.send(messages.NoDonation(transfer=read.transfer, reason='bad_value'))
+    else:
+      self._connection.send(
+        dataclasses.replace(donation, digest=read.digest, payload=read.payload), read.handle)
+      self._out.drop(read.handle)
+
+
+class Taker:
+  """Decides which `way` a process gets its moments; '' until then."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, restored: bool,
+    connection: connection_lib.Connection, out: action_list.Outbox,
+  ):
+    self._config = config
+    self._restored = restored
+    self._connection = connection
+    self._out = out
+    self.way = ''
+    self.deadline_ns: int | None = None  # when it waits no longer
+    self._promised = 0  # the transfer of this stream, until Recovered is said
+    self._arrived: tuple[messages.Donation, int] | None = None
+    self._taking: messages.Donation | None = None
+
+  def joined(self, now_ns: int, joined: messages.Joined) -> None:
+    """A stream says whether a donation is to come."""
+    self._promised = joined.donation
+    if self.way:
+      self._tell()
+    elif not joined.donation and self._taking is None:
+      self._decide(self._own(joined.step), joined.step)
+    elif self.deadline_ns is None and self._taking is None:
+      self.deadline_ns = now_ns + self._config.donor_wait_ns + self._config.lease_ns
+
+  def _own(self, clock: int) -> str:
+    """The way that needs nobody."""
+    if self._restored:
+      return Way.CHECKPOINT
+    return Way.FRAGMENTS if clock else Way.START
+
+  def hung_up(self) -> None:
+    """The promise went with its stream; another may come before the deadline."""
+    self._promised = 0
+    self._forget()
+
+  def arrived(self, donation: messages.Donation, handle: int) -> None:
+    if donation.transfer == self._promised and self._waits:
+      self._arrived = donation, handle
+    else:
+      self._out.drop(handle)  # said again, or too late
+
+  @property
+  def _waits(self) -> bool:
+    return not self.way and self._arrived is None and self._taking is None
+
+  def none(self, refused: messages.NoDonation, step: int) -> None:
+    if refused.transfer == self._promised and self._waits:
+      self._decide(self._own(step), step, refused.reason)
+
+  def expire(self, now_ns: int, step: int) -> None:
+    """The syncer has had time enough."""
+    if self.deadline_ns is not None and now_ns >= self.deadline_ns and self._taking is None:
+      self._decide(self._own(step), step, 'the syncer sent none in time')
+
+  def boundary(self, step: int) -> None:
+    """Every due fragment is held, so the clock is known from which the first step will start."""
+    if self._arrived is None:
+      return
+    (donation, handle), self._arrived = self._arrived, None
+    late = step - donation.step
+    if late > self._config.period:
+      self._out.drop(handle)
+      self._decide(self._own(step), step,
+                   f'that of {donation.donor} is {late} steps old, at most {self._config.period}')
+    else:
+      self._taking, self.deadline_ns = donation, None
+      self._out.do(actions.TakeMoments(
+        transfer=donation.transfer, handle=handle, digest=donation.digest))
+
+  def taken(self, taken: events.MomentsTaken, step: int) -> None:
+    donation, self._taking = self._taking, None
+    assert donation.transfer == taken.transfer, (donation, taken)
+    if taken.matched:
+      self._decide(Way.DONOR, step, donor=donation.donor, donated=donation.step)
+    else:
+      self._decide(self._own(step), step, f'that of {donation.donor} is not as it was sent')
+
+  def _decide(
+    self, way: str, step: int, reason: str = '', donor: str = '', donated: int = 0
+  ) -> None:
+    self.way, self.deadline_ns = way, None
+    self._forget()
+    if way != Way.START:
+      self._out.report(
+        'moments', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+    if way == Way.DONOR:
+      self._out.say(f'recovered by: donor {donor}, moments of its step {donated}')
+    elif way != Way.START and self._config.donor_wait_ns:
+      why = f' (no donation: {reason})' if reason else ''
+      self._out.say(f'recovered by: {way}{why}')
+    if way == Way.FRAGMENTS and self._config.donor_wait_ns:
+      self._out.say(FRESH)
+    self._tell()
+
+  def _tell(self) -> None:
+    if self._promised:
+      self._connection.send(messages.Recovered(transfer=self._promised, way=self.way))
+      self._promised = 0
+
+  def _forget(self) -> None:
+    if self._arrived is not None:
+      self._out.drop(self._arrived[1])
+      self._arrived = None
+
+  def close(self) -> None:
+    """The process ends."""
+    self._forget()

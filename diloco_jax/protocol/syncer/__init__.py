@@ -1,0 +1,1 @@
+"""The syncer's half of the protocol: `machine.SyncerMachine` and its parts."""

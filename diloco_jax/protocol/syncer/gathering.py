@@ -1,0 +1,153 @@
+"""Gathering: the open syncs, whom they wait for, and the payloads they hold.
+
+An open sync pulls its fragment from every contributor. Each answers once, with a payload or a
+reason why it has none, and is not waited for any more::
+
+    asked --Pull--> waiting --Contribution that counts--> in payloads
+    waiting --Contribution that does not, Decline, gone--> answered without a payload
+
+A payload that counts is held until its sync merges or is cancelled. It is withdrawn if its
+learner's stream closes or its learner adopts another value of the fragment meanwhile: what it
+covers is then sent again, or overwritten. A payload that does not count is dropped at once; its
+tokens are discarded with the reason (verdicts.py), unless they can be sent again, and the learner
+is told.
+"""
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import grace as grace_lib
+from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+from diloco_jax.protocol.syncer import published as published_lib
+from diloco_jax.protocol.syncer import quorum as quorum_lib
+from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.protocol.syncer import verdicts
+
+Reason = messages.Reason
+
+
+class Gathering:
+  """The open syncs. Owns their gathers and the grace window's averages."""
+
+  def __init__(
+    self,
+    config: config_lib.ProtocolConfig,
+    members: members_lib.Members,
+    ledger: ledger_lib.Ledger,
+    published: published_lib.Published,
+    streams: shards_lib.Streams,
+    out: action_list.Outbox,
+  ):
+    self._streams = streams
+    self._config = config
+    self._members = members
+    self._ledger = ledger
+    self._published = published
+    self._out = out
+    self.grace = grace_lib.Grace()
+    self.open: dict[int, quorum_lib.Gather] = {}
+
+  @property
+  def merging(self) -> bool:
+    """An outer step is under way."""
+    return any(gather.merging for gather in self.open.values())
+
+  def pull(self, gather: quorum_lib.Gather, member: members_lib.Member) -> None:
+    gather.asked.add(member.learner)
+    gather.waiting.add(member.learner)
+    self._out.send(member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment))
+
+  def enter(self, member: members_lib.Member) -> None:
+    """A learner has caught up: it may still join the syncs that are open."""
+    for gather in self.open.values():
+      if not gather.merging:
+        self.pull(gather, member)
+
+  def leave(self, learner: str) -> None:
+    """A learner is gone: it is not waited for, and what it brought is dropped without a verdict."""
+    for gather in self.open.values():
+      gather.waiting.discard(learner)
+      self._out.drop(gather.withdraw(learner, self._config.quorum))
+
+  # --- Answers ------------------------------------------------------------------------------------
+
+  def contribution(
+    self, now_ns: int, member: members_lib.Member, message: messages.Contribution, handle: int
+  ) -> None:
+    gather = self.open.get(message.sync)
+    reason = verdicts.judge(
+      message, member.learner, gather, self._published.fragments[message.fragment],
+      self._ledger.of(member).cursors[message.fragment], self._config.max_staleness,
+    )
+    if not reason and not self._streams.counts(member.learner, message):
+      reason = Reason.DUPLICATE
+    if reason:
+      self._turn_down(member, message, handle, reason)
+      return
+    gather.waiting.discard(member.learner)
+    gather.payloads[member.learner] = (message, handle)
+    if len(gather.payloads) == self._config.quorum and gather.quorum_at_ns is None:
+      self._quorum_reached(now_ns, gather)
+
+  def _quorum_reached(self, now_ns: int, gather: quorum_lib.Gather) -> None:
+    gather.quorum_at_ns = now_ns
+    self.grace.quorum_ns.add(now_ns - gather.opened_ns)
+    times = [m.step_ns.value for m in self._members.by_session.values() if m.step_ns.samples]
+    gather.grace_ns = self.grace.window_ns(self._config, min(times, default=0))
+
+  def _turn_down(
+    self, member: members_lib.Member, message: messages.Contribution, handle: int, reason: str
+  ) -> None:
+    """A payload that does not count."""
+    self._out.drop(handle)
+    if reason == verdicts.REPEATED:
+      return
+    fragment = message.fragment
+    if reason != messages.CANCELLED:
+      self._ledger.of(member).settle(fragment, message.tokens_from, message.tokens_to, reason)
+    self.settle(member, message.sync, fragment, reason)
+    self._answered(member, message.sync)
+    version = self._published.fragments[fragment].version
+    if verdicts.needs_anchor(message, version, member.anchored.get(fragment, 0), reason):
+      self._published.resend_whole(member, fragment)
+
+  def decline(self, member: members_lib.Member, message: messages.Decline) -> None:
+    if message.reason == Reason.BAD_VALUE:
+      account = self._ledger.of(member)
+      start = account.cursors[message.fragment]
+      account.settle(message.fragment, start, max(start, message.tokens_to), Reason.BAD_VALUE)
+      self._published.resend_whole(member, message.fragment)
+    self._answered(member, message.sync)
+
+  def _answered(self, member: members_lib.Member, sync: int) -> None:
+    if sync in self.open:
+      self.open[sync].waiting.discard(member.learner)
+
+  def adopted(
+    self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted
+  ) -> None:
+    """The learner's anchor was replaced. A payload that waits in an open sync of this fragment (the
+    replacement was a repair) does not count any more: what it covers is overwritten."""
+    for gather in self.open.values():
+      waits = gather.fragment == adopted.fragment and gather.payloads.get(member.learner)
+      if waits and waits[0].tokens_from < adopted.tokens:
+        self._out.drop(gather.withdraw(member.learner, self._config.quorum))
+    self.grace.adopted(adopted.fragment, adopted.version, now_ns)
+
+  # --- Verdicts that a learner hears --------------------------------------------------------------
+
+  def settle(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
+    """Tells a learner what became of its part in a sync; '' if it was merged."""
+    self._out.send(member.session, messages.Settled(
+      sync=sync, fragment=fragment, merged=not reason, reason=reason,
+    ))
+
+  def check(self) -> None:
+    """Asserts that no two are of one fragment, and that each is sound."""
+    gathers = list(self.open.values())
+    assert len(gathers) <= self._config.in_flight, gathers
+    assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
+    live = {member.learner for member in self._members.by_session.values()}
+    for gather in gathers:
+      gather.check(live, self._config.quorum)

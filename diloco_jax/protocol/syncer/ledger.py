@@ -1,0 +1,151 @@
+"""The token ledger: every token trained is merged or discarded with a reason.
+
+Each token trains all P fragments, and each fragment is merged on its own, so the unit of account is
+the *fragment-token*: a token counts P times, once for each fragment. An incarnation's tokens are a
+line 0 ... trained; for each fragment a cursor runs along it. A contribution covers a range of the
+line: what lies between the cursor and its start was trained after the last snapshot and then
+overwritten by the published fragment, so it is discarded as `overwritten`; the range itself is
+merged or discarded as a whole; the cursor moves to its end. Ranges never overlap, so no token
+counts twice, and when the life ends the rest of the line is discarded with the reason of its end.
+Hence always, per incarnation::
+
+    P * trained = merged + sum(discarded.values()) + unsettled,   unsettled = sum(trained - cursor)
+"""
+
+import dataclasses
+
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol import messages
+
+Reason = messages.Reason
+
+
+@dataclasses.dataclass(slots=True)
+class Account:
+  """One incarnation's line of tokens. All figures but `trained` are fragment-tokens."""
+
+  cursors: list[int]
+  trained: int = 0
+  steps: int = 0
+  merged: int = 0
+  discarded: dict[str, int] = dataclasses.field(default_factory=dict)
+  closed: bool = False
+
+  def train(self, steps: int, tokens: int) -> None:
+    """The learner reports its totals; a repeated or older report changes nothing."""
+    self.steps = max(self.steps, steps)
+    self.trained = max(self.trained, tokens)
+
+  def _discard(self, count: int, reason: str) -> None:
+    if count:
+      self.discarded[reason] = self.discarded.get(reason, 0) + count
+
+  def overwrite(self, fragment: int, upto: int) -> None:
+    """The learner adopted a new value at token count `upto`: what is unsettled before is lost."""
+    self.trained = max(self.trained, upto)
+    if upto > self.cursors[fragment]:
+      self._discard(upto - self.cursors[fragment], Reason.OVERWRITTEN)
+      self.cursors[fragment] = upto
+
+  def settle(self, fragment: int, start: int, end: int, reason: str) -> bool:
+    """Settles the range [start, end): merged if `reason` is empty. False: it overlaps (duplicate),
+    and only what is new in it is discarded."""
+    self.trained = max(self.trained, end)
+    if start < self.cursors[fragment]:
+      self._discard(max(0, end - self.cursors[fragment]), Reason.DUPLICATE)
+      self.cursors[fragment] = max(end, self.cursors[fragment])
+      return False
+    self.overwrite(fragment, start)
+    if reason:
+      self._discard(end - start, reason)
+    else:
+      self.merged += end - start
+    self.cursors[fragment] = end
+    return True
+
+  def revoke(self, count: int, reason: str) -> None:
+    """A merge failed after its participants were settled: what it had merged is discarded."""
+    self.merged -= count
+    self._discard(count, reason)
+
+  @property
+  def unsettled(self) -> int:
+    return sum(self.trained - cursor for cursor in self.cursors)
+
+  def close(self, reason: str) -> None:
+    """The life is over: what is unsettled is discarded."""
+    self._discard(self.unsettled, reason)
+    self.cursors = [self.trained] * len(self.cursors)
+    self.closed = True
+
+  def check(self) -> None:
+    total = self.merged + sum(self.discarded.values()) + self.unsettled
+    assert len(self.cursors) * self.trained == total, (self, total)
+    assert all(0 <= cursor <= self.trained for cursor in self.cursors), self
+    assert not (self.closed and self.unsettled), self
+
+
+class Ledger:
+  """All accounts of a run, by (learner, incarnation)."""
+
+  def __init__(self, fragments: int):
+    self._fragments = fragments
+    self.accounts: dict[tuple[str, int], Account] = {}
+
+  def open(self, learner: str, incarnation: int) -> Account:
+    key = (learner, incarnation)
+    if key not in self.accounts:
+      self.accounts[key] = Account(cursors=[0] * self._fragments)
+    return self.accounts[key]
+
+  def of(self, member: members_lib.Member) -> Account:
+    """The account of the life that a learner id has now."""
+    return self.open(member.learner, member.incarnation)
+
+  def close_all(self, reason: str) -> None:
+    """The run is over."""
+    for account in self.accounts.values():
+      account.close(reason)
+
+  def totals(self) -> dict:
+    """Sums over all accounts: tokens trained, and fragment-tokens merged, discarded, unsettled."""
+    discarded: dict[str, int] = {}
+    for account in self.accounts.values():
+      for reason, count in account.discarded.items():
+        discarded[reason] = discarded.get(reason, 0) + count
+    accounts = self.accounts.values()
+    return {
+      'fragments': self._fragments,
+      'trained': sum(a.trained for a in accounts),
+      'merged': sum(a.merged for a in accounts),
+      'discarded': dict(sorted(discarded.items())),
+      'unsettled': sum(a.unsettled for a in accounts),
+    }
+
+  def learners(self) -> dict[str, dict]:
+    """Per learner over all its incarnations: incarnations, steps, tokens, merged, discarded."""
+    rows: dict[str, dict] = {}
+    for (learner, incarnation), account in sorted(self.accounts.items()):
+      row = rows.setdefault(
+        learner, {'incarnations': 0, 'steps': 0, 'tokens': 0, 'merged': 0, 'discarded': 0}
+      )
+      row['incarnations'] = max(row['incarnations'], incarnation)
+      row['steps'] += account.steps
+      row['tokens'] += account.trained
+      row['merged'] += account.merged
+      row['discarded'] += sum(account.discarded.values())
+    return rows
+
+  def check(self) -> None:
+    for account in self.accounts.values():
+      account.check()
+
+  def snapshot(self) -> list:
+    return [
+      [learner, incarnation, dataclasses.asdict(account)]
+      for (learner, incarnation), account in sorted(self.accounts.items())
+    ]
+
+  def load(self, rows: list) -> None:
+    for learner, incarnation, fields in rows:
+      self.accounts[learner, incarnation] = Account(**fields)

@@ -1,0 +1,554 @@
+"""The syncer: gathers pseudo-gradients, has them merged, publishes the result.
+
+The life of a sync (docs/protocol.md draws it from SYNC_STATES)::
+
+    due --K live learners reached t, a slot is free--> gathering
+    gathering --quorum and grace over, or all answered--> merging
+    gathering --all answered, quorum impossible--> cancelled
+    merging --outer step done--> published
+    merging --every payload refused, or the result not finite--> cancelled
+
+What may not happen, and why:
+* No two syncs of one fragment are in flight: the second's pseudo-gradients would be measured from a
+  value that the first is about to replace.
+* A payload counts once. Its range of the learner's token line must not overlap what was settled
+  before (ledger.py), whatever was repeated, delayed or resent.
+* Nothing a session says before Joined touches the run, and nothing a replaced process says ever.
+* The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows.
+
+A payload that was delivered but not merged when its learner's stream closed is dropped without a
+verdict: if the process comes back it sends those tokens again, if another takes its place or the
+run ends they are settled as lost.
+
+This file has the one entry, the decisions of a sync's life and the end of the run. Each part has a
+theory of its own, and none calls back::
+
+    membership.py   a member's life from Confirm to its end;  join.py: how it gets there
+    pace.py         which sync opens next, and when
+    gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
+    quorum.py       when a sync has waited enough;  grace.py: how long it may
+    published.py    the versions, and who holds which
+    donation.py     who gives its moments to whom
+    checkpoints.py       when to save;  run_snapshot.py: snapshots of the whole run
+    screening.py    what is refused before a merge, and who is put into quarantine
+    members.py      the book of learner ids;  ledger.py: the book of tokens
+    shards.py      who reads which data stream, and how far each is committed
+"""
+
+import copy
+from typing import Any
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import gathering as gathering_lib
+from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import membership as membership_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import published as published_lib
+from diloco_jax.protocol.syncer import quorum as quorum_lib
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
+from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.protocol.syncer import verdicts
+
+Reason = messages.Reason
+SAFE = 'the older ones are untouched and every outer step since is in the log'
+TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
+MANIFESTS = 'manifests'
+
+SYNC_STATES = (
+  ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
+  ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
+  ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
+  ('merging', 'published', 'the outer step is done'),
+  ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
+)
+
+
+class SyncerMachine:
+  """The syncer's half of the protocol (see the top of this file)."""
+
+  def __init__(
+    self,
+    config: config_lib.ProtocolConfig,
+    agreement: str,
+    digests: tuple[int, ...],
+    payload_bytes: tuple[int, ...],
+  ):
+    """Starts a run at version 0.
+
+    Args:
+      config: the numbers of the run.
+      agreement: what every learner must share (agreement.encode).
+      digests: of each fragment's published value, version 0.
+      payload_bytes: size of each fragment's encoded pseudo-gradient.
+    """
+    self._config = config
+    self._schedule = schedule_lib.Schedule(config)
+    self._out = action_list.Outbox()
+    self._members = members_lib.Members(config)
+    self._ledger = ledger_lib.Ledger(config.fragments)
+    self._pace = pace_lib.Pace(config, self._schedule, self._members)
+    self._published = published_lib.Published(
+      [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
+      self._members, self._out,
+    )
+    self._streams = shards_lib.Streams(config.data_streams, config.fragments)
+    self._gathering = gathering_lib.Gathering(
+      config, self._members, self._ledger, self._published, self._streams, self._out
+    )
+    self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
+    self._membership = membership_lib.Membership(
+      config, agreement, self._members, self._ledger, self._pace, self._published,
+      self._gathering, self._streams, self._relay, self._out,
+    )
+    self._screening = screening_lib.Screening(config, self._members, self._out)
+    self._saving = checkpoints_lib.Saving(config.save_syncs)
+    self._marking = run_snapshot_lib.Marking(config, self._members, self._out)
+    self._synced = self._cancelled = self._skipped = 0
+    self._stopping = ''
+    self._finished = False  # everybody is told that the run is over
+    self._exiting = False
+    self._exited = False
+    self._linger_ns: int | None = None
+    self._tell_ns = 0  # a save that fails again is not spoken of before
+    self._sweep_ns = 0
+
+  # --- The one entry ------------------------------------------------------------------------------
+
+  def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
+    """Takes one event at time `now_ns` and returns what is to be done, in order."""
+    self._dispatch(now_ns, event)
+    if now_ns >= self._sweep_ns and not self._exited:
+      self._sweep(now_ns)
+    if not self._exiting:
+      self._advance(now_ns)
+    return self._out.take()
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """When a Wake is wanted."""
+    if self._exiting:
+      return None if self._exited else self._sweep_ns
+    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns,
+             self._marking.deadline_ns, self._relay.deadline_ns]
+    if not self._holds_back:
+      times += [gather.deadline_ns for gather in self._gathering.open.values()]
+    return min(time for time in times if time is not None)
+
+  @property
+  def finished(self) -> bool:
+    """Everybody is told that the run is over."""
+    return self._finished
+
+  @property
+  def clock(self) -> int:
+    """The last sync that was opened."""
+    return self._pace.opened
+
+  def _dispatch(self, now_ns: int, event: events.Event) -> None:
+    match event:
+      case events.Received(session=session, handle=handle) if session in self._out.closing:
+        self._out.drop(handle)  # it was under way, and speaks for nobody any more
+      case events.Received(session=session, message=message, handle=handle):
+        self._receive(now_ns, session, message, handle)
+      case events.Disconnected(session=session, reason=reason):
+        self._out.closing.discard(session)
+        self._membership.lose(session, reason)
+      case events.MergeDone():
+        self._merged(now_ns, event)
+      case events.FragmentRead():
+        self._published.send_whole(event)
+      case events.SaveDone():
+        self._saved(now_ns, event)
+      case events.PartSaved():
+        self._marking.saved(event)
+      case events.ManifestWritten():
+        self._marking.written(event)
+      case events.TakeSnapshot():
+        self._marking.ask()
+      case events.Stop(reason=reason):
+        self._stopping = self._stopping or reason
+      case events.Connected() | events.Wake():
+        pass
+      case _:
+        raise TypeError(f'not an event of a syncer: {event}')
+
+  def _receive(
+    self, now_ns: int, session: int, message: messages.Message, handle: int | None
+  ) -> None:
+    member = self._members.by_session.get(session)
+    if member is not None:
+      member.heard_ns = now_ns
+    match message:
+      case messages.Join() | messages.Confirm() if self._exiting:
+        pass  # too late
+      case messages.Join():
+        self._membership.admission.join(now_ns, session, message)
+      case messages.Confirm():
+        self._membership.confirm(now_ns, session, message)
+      case _ if member is None or self._exiting or verdicts.impossible(
+        message, bool(member.sent), self._config.fragments
+      ):
+        # It speaks for nobody (replaced, timed out, never joined), it makes no sense, or the books
+        # are closed and what comes now is for the next syncer.
+        self._out.drop(handle)
+        self._out.close(session, 'not a member, or not a possible message')
+      case messages.Progress():
+        self._membership.progress(member, message)
+      case messages.Contribution():
+        self._gathering.contribution(now_ns, member, message, handle)
+      case messages.Decline():
+        self._gathering.decline(member, message)
+        if message.reason == Reason.BAD_VALUE:
+          self._strike(now_ns, member, message.fragment)
+      case messages.Adopted():
+        self._membership.adopted(now_ns, member, message)
+      case messages.Marked():
+        self._marking.marked(member, message)
+      case messages.Donation():
+        self._relay.donation(member, message, handle)
+      case messages.NoDonation():
+        self._relay.refused(member, message)
+      case messages.Recovered():
+        self._membership.recovered(member, message)
+      case messages.Heartbeat():
+        self._out.send(session, messages.Heartbeat())
+      case messages.Leave(reason=reason):
+        self._membership.leave(member, reason, self._finished)
+      case _:
+        raise TypeError(f'not a message of a learner: {message}')
+
+  def _advance(self, now_ns: int) -> None:
+    """What follows from the time and from what is known, whichever event told it."""
+    self._membership.welcome(now_ns, self._finished)
+    self._relay.advance(now_ns)
+    if not self._holds_back:
+      self._save_what_is_due(now_ns)
+    self._marking.advance(now_ns)
+    for gather in list(self._gathering.open.values()):
+      if not self._holds_back:
+        self._decide(now_ns, gather)
+    while self._may_open():
+      self._open(now_ns)
+    self._end(now_ns)
+
+  # --- The life of a sync -------------------------------------------------------------------------
+
+  def _may_open(self) -> bool:
+    if self._stopping or not self._pace.reached:
+      return False
+    flying = [gather.fragment for gather in self._gathering.open.values()]
+    free = len(flying) < self._config.in_flight
+    return free and self._schedule.fragment(self._pace.next) not in flying
+
+  def _open(self, now_ns: int) -> None:
+    self._skip_overdue()
+    sync = self._pace.open()
+    gather = self._gathering.open[sync] = quorum_lib.Gather(
+      sync=sync, fragment=self._schedule.fragment(sync), opened_ns=now_ns
+    )
+    for member in self._members.live():
+      if member.caught_up:
+        self._gathering.pull(gather, member)
+
+  def _skip_overdue(self) -> None:
+    """A lock-step learner shall not wait for a sync that is left out."""
+    periods = self._pace.skip_overdue()
+    self._skipped += periods * self._config.fragments
+    if not periods or self._config.lag is None:
+      return
+    for member in self._members.live():
+      for fragment in range(self._config.fragments if member.sent else 0):
+        due = self._schedule.last_due(fragment, self._pace.next - 1)
+        self._gathering.settle(member, due, fragment, messages.CANCELLED)
+
+  def _decide(self, now_ns: int, gather: quorum_lib.Gather) -> None:
+    closing = gather.sync > self._config.total_steps
+    verdict, why = quorum_lib.decide(
+      gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
+    )
+    if verdict == 'merge':
+      self._merge(now_ns, gather, why)
+    elif verdict == 'cancel':
+      del self._gathering.open[gather.sync]
+      self._cancel(gather, why)
+
+  def _merge(self, now_ns: int, gather: quorum_lib.Gather, why: str) -> None:
+    """Settles what is there, in the order of learner ids, and has it merged."""
+    participants = [
+      self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
+    ]
+    gather.merging, gather.participants = True, tuple(participants)
+    self._streams.merge(gather.sync, gather.fragment, (
+      (one.learner, gather.payloads[one.learner][0]) for one in participants))
+    base = self._published.fragments[gather.fragment].version
+    self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
+    self._out.do(actions.Merge(
+      sync=gather.sync, fragment=gather.fragment, version=base + 1,
+      participants=gather.participants, books=self.snapshot(),
+    ))
+    gather.facts = {
+      'sync': gather.sync, 'fragment': gather.fragment, 'version': base + 1,
+      'participants': [p.learner for p in participants],
+      'waited_ns': now_ns - gather.opened_ns, 'grace_ns': gather.grace_ns,
+      'tokens': sum(p.tokens for p in participants), 'why': why,
+      'staleness': max(base - message.version for message, _ in gather.payloads.values()),
+    }
+    self._out.report('merging', **gather.facts)
+    gathering = any(not one.merging for one in self._gathering.open.values())
+    self._saving.decided(over=self._pace.over and not gathering)
+
+  def _participant(
+    self, learner: str, message: messages.Contribution, handle: int
+  ) -> actions.Participant:
+    member = self._members.by_id[learner]
+    settled = self._ledger.of(member).settle(
+      message.fragment, message.tokens_from, message.tokens_to, ''
+    )
+    assert settled, (learner, message)
+    return actions.Participant(
+      learner=learner, incarnation=member.incarnation, handle=handle,
+      tokens=message.tokens_to - message.tokens_from, steps=message.steps,
+      limit=self._screening.limit(message.fragment, message.steps),
+    )
+
+  def _merged(self, now_ns: int, done: events.MergeDone) -> None:
+    gather = self._gathering.open.pop(done.sync)
+    self._streams.end(done.sync, done.refused, made=not done.failed)
+    if done.failed:
+      self._fail(gather, done.failed)
+    else:
+      self._publish(gather, done)
+    for member in self._screening.ended(now_ns, gather.participants, done):
+      self._membership.quarantine(member)
+
+  def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
+    """A learner's own encoder has refused its values."""
+    what = screening_lib.words(screening_lib.NOT_FINITE, [])
+    if self._screening.strike(now_ns, member, fragment, what):
+      self._membership.quarantine(member)
+
+  def _publish(self, gather: quorum_lib.Gather, done: events.MergeDone) -> None:
+    publish = self._published.advance(done)
+    self._synced += 1
+    self._saving.outer_step()
+    self._marking.outer_step()
+    merged = [one for one in gather.participants if one.learner not in done.refused]
+    self._out.report('synced', **{  # not before: now it is durable
+      **gather.facts, 'participants': [one.learner for one in merged],
+      'tokens': sum(one.tokens for one in merged),
+    })
+    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
+    for one in gather.participants:
+      if one.learner in done.refused:  # the new version is its fresh anchor
+        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
+        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
+    for member in self._members.live():
+      end = ends.get((member.learner, member.incarnation))
+      if end is not None:
+        self._gathering.settle(member, done.sync, done.fragment, end)
+      self._published.send_delta(member, publish, done.handle)
+    self._out.drop(done.handle)
+
+  def _fail(self, gather: quorum_lib.Gather, why: str) -> None:
+    """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
+    or their next range would start among those tokens and be refused as a duplicate for ever."""
+    self._gathering.grace.merge_failed(gather.fragment)
+    for one in gather.participants:
+      account = self._ledger.open(one.learner, one.incarnation)
+      account.revoke(one.tokens, Reason.BAD_VALUE)
+    self._out.say(f'Outer step {gather.sync} refused: {why}')
+    self._cancel(gather, why)
+    for learner in sorted(gather.asked):
+      member = self._members.by_id[learner]
+      if member.live and member.sent:
+        self._published.resend_whole(member, gather.fragment)
+
+  def _cancel(self, gather: quorum_lib.Gather, why: str) -> None:
+    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
+
+    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
+    for handle in gather.abandon():
+      self._out.drop(handle)
+    for member in self._members.live():
+      if member.sent:
+        self._gathering.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
+    self._cancelled += 1
+    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
+
+  # --- The end of the run -------------------------------------------------------------------------
+
+  def _sweep(self, now_ns: int) -> None:
+    """Once per heartbeat: whose lease is over, and how do the books stand?"""
+    self._sweep_ns = now_ns + self._config.heartbeat_ns
+    self._membership.expire(now_ns)
+    self._report_ledger()
+
+  def _end(self, now_ns: int) -> None:
+    """Whatever ends the process: every fragment closed, or it was asked to stop."""
+    if self._gathering.merging:
+      return
+    if self._closed and not self._finished and not self._stopping:
+      self._close_run(now_ns)
+    # Whoever is away but has not left is given a lease to come back and hear that it is over.
+    gone = all(member.left for member in self._members.by_id.values())
+    over = self._finished and bool(gone or self._stopping or now_ns >= self._linger_ns)
+    if over:
+      self._ledger.close_all(Reason.END_OF_RUN)
+    if over or self._stopping:
+      self._exit()
+
+  @property
+  def _closed(self) -> bool:
+    """Every sync is over."""
+    return self._pace.over and not self._gathering.open
+
+  def _close_run(self, now_ns: int) -> None:
+    """Learners leave once they hear that the run is over. So first the disk has to say it: a syncer
+    that is killed behind this point begins as one that has only to tell it once more."""
+    if self._saving.farewell:
+      self._finish(now_ns)
+    elif not self._saving.running and now_ns >= self._saving.again_ns:
+      self._save()
+
+  def _finish(self, now_ns: int) -> None:
+    self._finished = True
+    self._linger_ns = now_ns + self._config.lease_ns
+    for member in self._members.live():
+      if member.sent:  # else it hears it when it is welcomed
+        self._out.send(member.session, messages.Finish())
+
+  def _exit(self) -> None:
+    """The books are closed; the process ends once they are saved."""
+    self._exiting = True
+    self._marking.abandon()
+    for gather in self._gathering.open.values():
+      for handle in gather.abandon():
+        self._out.drop(handle)
+    self._report_ledger()
+    if not self._saving.running:
+      self._save()
+
+  @property
+  def _holds_back(self) -> bool:
+    """A save waits for the merges under way, and no other begins before it (checkpoints.py)."""
+    return (self._saving.due or self._snapshot_due) and self._gathering.merging
+
+  @property
+  def _snapshot_due(self) -> bool:
+    """A run that is over needs none any more: who would go on from it?"""
+    return self._marking.due and not (self._stopping or self._finished)
+
+  def _save_what_is_due(self, now_ns: int) -> None:
+    if self._saving.due:
+      self._save()
+    if self._snapshot_due:
+      self._marking.begin(now_ns, self.clock, self.snapshot())
+
+  def _save(self) -> None:
+    self._saving.begin(closed=self._closed, last=self._exiting)
+    self._out.do(actions.Save(step=self.clock, snapshot=self.snapshot()))
+
+  def _saved(self, now_ns: int, done: events.SaveDone) -> None:
+    last = self._saving.end(bool(done.error), now_ns + self._config.heartbeat_ns)
+    if done.error and not last:
+      self._tell_failed(now_ns, done)
+    if not self._exiting:
+      return
+    if not last:
+      self._save()
+      return
+    self._exited = True
+    what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
+    if done.error:
+      what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
+    self._out.do(actions.Exit(
+      code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
+    ))
+
+  def _tell_failed(self, now_ns: int, done: events.SaveDone) -> None:
+    """Once a minute: a save that has to be made is tried again and again."""
+    if now_ns < self._tell_ns:
+      return
+    self._tell_ns = now_ns + TELL_AGAIN_NS
+    wait = '' if self._saving.farewell or not self._closed else (
+      ' Learners hear that the run is over once it can be written; it is tried again.')
+    self._out.say(f'checkpoint of step {done.step} failed: {done.error}; {SAFE}.{wait}')
+
+  # --- What others may see ------------------------------------------------------------------------
+
+  def _report_ledger(self) -> None:
+    self._out.report(
+      'ledger', **self._ledger.totals(), learners=self._ledger.learners(), **self._counts(),
+      sync=self.clock,
+    )
+
+  def _counts(self) -> dict[str, int]:
+    return {
+      'synced': self._synced, 'cancelled': self._cancelled,
+      'repaired': self._membership.repaired, 'skipped': self._skipped,
+    }
+
+  def snapshot(self) -> dict[str, Any]:
+    """Everything that outlives a restart, as JSON types; `merging` are the syncs whose outer steps
+    are under way (recovery.py), `undecided` the other open ones."""
+    syncs = self._gathering.open
+    return {
+      'merging': [sync for sync, gather in syncs.items() if gather.merging],
+      'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
+      **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
+      'counts': self._counts(), 'finished': self._finished,
+      'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
+      'norms': [[list(pair) for pair in window] for window in self._screening.windows],
+      'data': self._streams.snapshot(), recovery.BACK: sorted(self._membership.brought_back),
+    }
+
+  @classmethod
+  def restore(
+    cls, config: config_lib.ProtocolConfig, agreement: str, payload_bytes: tuple[int, ...],
+    snapshot: dict[str, Any],
+  ) -> 'SyncerMachine':
+    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
+
+    Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
+    recovery.UNSAVED."""
+    snapshot = copy.deepcopy(snapshot)
+    machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
+    machine._published.load(snapshot)
+    machine._pace.resume(snapshot['next'], snapshot['opened'], snapshot.get('undecided', ()))
+    machine._members.load(snapshot['members'])
+    machine._ledger.load(snapshot['ledger'])
+    machine._screening.windows = snapshot.get('norms', machine._screening.windows)
+    machine._streams.load(snapshot['data'])
+    machine._membership.admission.started = True
+    machine._membership.brought_back = set(snapshot.get(recovery.BACK, ()))
+    machine._saving.farewell = machine._pace.over
+    machine._marking.load(snapshot.get(MANIFESTS, ()))
+    counts = snapshot['counts']
+    machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
+    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
+    machine._marking.resume(machine._synced)
+    machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
+    return machine
+
+  def check(self) -> None:
+    """Asserts what must hold between any two events."""
+    for part in (
+      self._membership, self._gathering, self._pace, self._ledger, self._streams, self._screening,
+      self._marking, self._relay,
+    ):
+      part.check()
+    syncs = self._gathering.open.keys()
+    assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)
+    merged = sum(account.merged for account in self._ledger.accounts.values())
+    versions = self._published.snapshot()['versions']
+    assert merged or not any(versions), versions

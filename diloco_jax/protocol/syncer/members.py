@@ -1,0 +1,140 @@
+"""Who takes part: learners, their lives and their leases.
+
+A learner id names a place in the run; a *nonce* names one process; an *incarnation* counts the
+processes that have held the id. Only one holds it at a time::
+
+    absent --Confirm--> live --stream closed, lease over, Leave--> absent
+
+Joining takes two phases (Join, Offer, Confirm, Joined), because a Join may be old or repeated: only
+a Confirm that names the offered incarnation takes the id, and repeating either with the holder's
+nonce changes nothing. While the holder is live, other processes are refused. A process that comes
+back with the nonce of the last holder (its stream broke, or it slept past its lease) goes on in the
+same incarnation; any other process starts the next one, and what the last one left unsettled is
+lost with it. join.py tells how.
+"""
+
+import dataclasses
+import re
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import grace as grace_lib
+
+ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+  """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
+  before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: of which
+  fragments too many are (published.py). `anchored[p]`: this life's tokens when it adopted its
+  anchor of p, as last told. `strikes`: of its updates in a row that were refused (screening.py),
+  `worst`: the most of them in this life. `awaits`: the donation that was promised to it and that it
+  has not told to be done with (donation.py), 0: none."""
+
+  learner: str
+  stream: int | None = None  # the data stream of its last lease
+  incarnation: int = 0
+  nonce: int | None = None
+  session: int | None = None
+  host: str = ''
+  pid: int = 0
+  heard_ns: int = 0
+  step: int = 0
+  finished: bool = False
+  left: bool = False  # it said goodbye
+  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
+  sent: list[int | None] = dataclasses.field(default_factory=list)
+  due: set[int] = dataclasses.field(default_factory=set)
+  on_way: list[list[int]] = dataclasses.field(default_factory=list)
+  behind: set[int] = dataclasses.field(default_factory=set)
+  awaits: int = 0
+  anchored: dict[int, int] = dataclasses.field(default_factory=dict)
+  replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
+  strikes: int = 0
+  worst: int = 0
+
+  @property
+  def live(self) -> bool:
+    return self.session is not None
+
+  @property
+  def caught_up(self) -> bool:
+    """It trains, on published values only, so it may contribute and set the pace."""
+    return self.live and bool(self.sent) and not self.due and not self.awaits
+
+
+class Members:
+  """All learner ids ever seen, and which session speaks for which."""
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self._config = config
+    self.by_id: dict[str, Member] = {}
+    self.by_session: dict[int, Member] = {}
+
+  def live(self) -> list[Member]:
+    """Live members in the order of their ids."""
+    return sorted(self.by_session.values(), key=lambda member: member.learner)
+
+  def offer(self, learner: str, nonce: int) -> int:
+    """The incarnation a process would get."""
+    member = self.by_id.get(learner)
+    if member is None:
+      return 1
+    return member.incarnation + (member.nonce != nonce)
+
+  def held_by_other(self, learner: str, nonce: int) -> Member | None:
+    """The live holder of the id, if it is another process."""
+    member = self.by_id.get(learner)
+    return member if member is not None and member.live and member.nonce != nonce else None
+
+  def replaced(self, learner: str, nonce: int) -> bool:
+    """Whether this process held the id once and another took its place."""
+    member = self.by_id.get(learner)
+    return member is not None and nonce in member.replaced
+
+  def quarantined(self, member: Member) -> bool:
+    """Whether the process that has the id is refused for good."""
+    return 0 < self._config.strikes <= member.worst
+
+  def lease_left_ns(self, member: Member, now_ns: int) -> int:
+    return max(0, member.heard_ns + self._config.lease_ns - now_ns)
+
+  def bind(self, learner: str, nonce: int, incarnation: int, session: int, now_ns: int) -> Member:
+    """The id is held by this process from now on, and this session speaks for it."""
+    member = self.by_id.get(learner)
+    if member is None:
+      member = self.by_id[learner] = Member(learner=learner)
+    if member.nonce != nonce:
+      if member.nonce is not None:
+        member.replaced.append(member.nonce)
+      member.step, member.finished, member.step_ns = 0, False, grace_lib.Average()
+      member.anchored.clear()
+      member.strikes = member.worst = 0
+    member.nonce, member.incarnation, member.left = nonce, incarnation, False
+    member.session, member.heard_ns = session, now_ns
+    self.by_session[session] = member
+    return member
+
+  def release(self, session: int) -> Member | None:
+    """The session is gone; the id is free if it spoke for it."""
+    member = self.by_session.pop(session, None)
+    if member is not None:
+      member.session = None
+    return member
+
+  def expired(self, now_ns: int) -> list[Member]:
+    """Live members whose lease is over."""
+    return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
+
+  def snapshot(self) -> list:
+    fields = ('learner', 'stream', 'incarnation', 'nonce', 'host', 'pid', 'step', 'left', 'strikes',
+              'worst')
+    return [
+      {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}
+      for _, m in sorted(self.by_id.items())
+    ]
+
+  def load(self, rows: list) -> None:
+    """Everybody of a snapshot, not live."""
+    for row in rows:
+      self.by_id[row['learner']] = Member(**row)

@@ -1,0 +1,136 @@
+"""What is published, and who holds it.
+
+The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. Every learner
+that holds a version holds it bit for bit, so a new one travels as a delta to the one before; who
+holds no version that the syncer knows of is sent the fragment whole::
+
+    member.sent[p] == v      it holds version v of p, or v is on its way to it
+    member.sent[p] is None   unknown (it joined with something else, its digest differed, its anchor
+                             is to be replaced): a whole fragment is being read for it
+
+A whole fragment is read once for all who want it, and sent at the version that it has when the read
+is answered; a learner that joins meanwhile is served by the same read.
+
+A learner keeps what it is sent until its next step boundary, so a slow one would pile up whatever
+the others publish meanwhile. At most AHEAD versions of a fragment are on the way to it; then it is
+*behind*: it is sent nothing more of the fragment before it tells that it has adopted one of them,
+and then the newest whole.
+"""
+
+import dataclasses
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+
+AHEAD = 4
+
+
+@dataclasses.dataclass(slots=True)
+class Fragment:
+  """The published value of one fragment: its digest, its version and the sync that made it."""
+
+  digest: int
+  payload_bytes: int  # of an encoded pseudo-gradient
+  version: int = 0
+  last_sync: int = 0
+
+
+class Published:
+  """The published fragments. Owns `Member.sent` of everybody who is live."""
+
+  def __init__(
+    self, fragments: list[Fragment], members: members_lib.Members, out: action_list.Outbox
+  ):
+    self.fragments = fragments
+    self._members = members
+    self._out = out
+    self._reads: set[int] = set()  # fragments being read whole
+
+  def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
+    """A learner enters: what it does not hold as it is published is due to it."""
+    ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
+    member.sent = [
+      held.version if held == our else None for held, our in zip(learner_held, ours)
+    ]
+    member.due = {p for p, version in enumerate(member.sent) if version is None}
+    member.on_way = [[] for _ in self.fragments]
+    member.behind.clear()
+
+  def advance(self, done: events.MergeDone) -> messages.Publish:
+    """An outer step is done: the fragment has its next version, announced as a delta."""
+    fragment = self.fragments[done.fragment]
+    base, fragment.version = fragment.version, fragment.version + 1
+    fragment.digest, fragment.last_sync = done.digest, done.sync
+    return self._announce(done.fragment, base, done.payload)
+
+  def send_delta(
+    self, member: members_lib.Member, publish: messages.Publish, handle: int
+  ) -> None:
+    """Sends a new version to a learner that holds the one before and is not too far behind."""
+    p = publish.fragment
+    if not member.sent or member.sent[p] != publish.base_version:
+      return
+    if len(member.on_way[p]) >= AHEAD:
+      member.sent[p] = None
+      member.behind.add(p)
+    else:
+      self._send(member, publish, handle)
+
+  def _send(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
+    self._out.send(member.session, publish, handle)
+    member.sent[publish.fragment] = publish.version
+    member.on_way[publish.fragment].append(publish.version)
+
+  def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
+    """The learner holds this version now; what it fell behind is made up for."""
+    member.on_way[fragment] = [v for v in member.on_way[fragment] if v > version]
+    if fragment in member.behind:
+      self.resend_whole(member, fragment)
+
+  def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
+    """What the learner holds is wrong, or it needs a fresh anchor."""
+    member.sent[fragment] = None
+    member.behind.discard(fragment)
+    self.read(fragment)
+
+  def read(self, fragment: int) -> None:
+    if fragment not in self._reads:
+      self._reads.add(fragment)
+      self._out.do(actions.ReadFragment(fragment=fragment))
+
+  def send_whole(self, read: events.FragmentRead) -> None:
+    """A read is answered: everybody who needs the fragment gets it."""
+    self._reads.discard(read.fragment)
+    fragment = self.fragments[read.fragment]
+    assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
+    publish = self._announce(read.fragment, None, read.payload)
+    for member in self._members.live():
+      wanted = member.sent and member.sent[read.fragment] is None
+      if wanted and read.fragment not in member.behind:
+        self._send(member, publish, read.handle)
+    self._out.drop(read.handle)
+
+  def _announce(
+    self, fragment: int, base: int | None, payload: messages.Payload
+  ) -> messages.Publish:
+    now = self.fragments[fragment]
+    return messages.Publish(
+      sync=now.last_sync, fragment=fragment, version=now.version, base_version=base,
+      digest=now.digest, payload=payload,
+    )
+
+  def snapshot(self) -> dict[str, list[int]]:
+    return {
+      'versions': [fragment.version for fragment in self.fragments],
+      'digests': [fragment.digest for fragment in self.fragments],
+      'last_sync': [fragment.last_sync for fragment in self.fragments],
+    }
+
+  def load(self, snapshot: dict[str, list[int]]) -> None:
+    """The versions of a snapshot; its digests are here already."""
+    rows = zip(self.fragments, snapshot['versions'], snapshot['last_sync'])
+    for fragment, version, last_sync in rows:
+      fragment.version, fragment.last_sync = version, last_sync

@@ -1,0 +1,176 @@
+"""Screening: which pseudo-gradients are refused before the merge, and what comes of it for senders.
+
+A learner with faulty hardware must not ruin the model, nor the work of the others. Before an outer
+step each payload is looked at by itself (the shell has the arrays), and left out if
+
+    its norm is not finite (NaN, Inf, or beyond float32), or
+    its norm > factor * median norm * max(1, steps / median steps)
+
+The medians are those of the fragment's last WINDOW commits, each of which counts with the median of
+its participants; there is no limit before `norm_warmup` commits. A pseudo-gradient of more steps
+than usual may be longer in proportion: while the syncer was away, everybody has trained on. One of
+fewer steps is allowed what is usual.
+
+Who is left out is told `bad_value`, its tokens are discarded, the others are merged without it. It
+gets a *strike*; a merged contribution takes its strikes back. With `strikes` of them in a row it is
+in *quarantine*: its stream is closed, and its process is refused for good. Another process under
+the same id begins without strikes.
+
+A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
+2^-64 is 0. The functions are pure; recovery.py follows them as well.
+"""
+
+from typing import Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol import messages
+from diloco_jax.protocol import action_list
+
+UNIT = 1 << 64  # norms are counted in parts of 1.0
+NOT_FINITE = -1
+WINDOW = config_lib.NORM_WINDOW
+SAY_AGAIN_NS = 60 * config_lib.SECOND_NS
+
+Window = list[list[int]]  # [norm, steps] of the last commits of a fragment
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def usual(pairs: Sequence[Sequence[int]]) -> list[int]:
+  """The medians of norms and of steps, each the upper one of two.
+
+  >>> usual([(9, 1), (5, 3), (7, 2)])
+  [7, 2]
+  """
+  return [sorted(column)[len(pairs) // 2] for column in zip(*pairs)]
+
+
+def taken(window: Window, merged: Sequence[tuple[int, int]]) -> Window:
+  """The window after a commit that merged these (norm, steps)."""
+  return [*window, usual(merged)][-WINDOW:]
+
+
+def limit(window: Window, steps: int, config: config_lib.ProtocolConfig) -> int | None:
+  """The longest that a pseudo-gradient of so many steps may be; None: there is no limit."""
+  if not config.norm_factor or len(window) < config.norm_warmup:
+    return None
+  norm, usual_steps = usual(window)
+  if not norm:
+    return None  # nothing has moved yet, any norm would be beyond it
+  return config.norm_factor * norm * max(steps, usual_steps) // usual_steps
+
+
+def refused(norm: int, limit_: int | None) -> bool:
+  """Whether a pseudo-gradient of this norm is left out."""
+  return norm == NOT_FINITE or (limit_ is not None and norm > limit_)
+
+
+def words(norm: int, window: Window) -> str:
+  """What is wrong with a norm.
+
+  >>> words(60 * UNIT, [[2 * UNIT, 4]]), words(NOT_FINITE, [])
+  ('norm 60, 30 times the median 2', 'NaN or Inf')
+  """
+  if norm == NOT_FINITE:
+    return 'NaN or Inf'
+  median = usual(window)[0]
+  return f'norm {norm / UNIT:.3g}, {norm / median:.3g} times the median {median / UNIT:.3g}'
+
+
+# --- Strikes --------------------------------------------------------------------------------------
+
+
+def struck(strikes: int, worst: int) -> tuple[int, int]:
+  """(strikes in a row, the most of them in this life) after one more."""
+  return strikes + 1, max(worst, strikes + 1)
+
+
+class Screening:
+  """Keeps the norms of what was merged, and the strikes of who sent what was not."""
+
+  def __init__(
+    self, config: config_lib.ProtocolConfig, members: members_lib.Members, out: action_list.Outbox
+  ):
+    self._config = config
+    self._members = members
+    self._out = out
+    self.windows: list[Window] = [[] for _ in range(config.fragments)]
+    self._said: dict[str, tuple[int, int]] = {}  # learner: when, and how many were not told since
+
+  def limit(self, fragment: int, steps: int) -> int | None:
+    """What a participant of the next outer step may bring."""
+    return limit(self.windows[fragment], steps, self._config)
+
+  def ended(
+    self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
+  ) -> list[members_lib.Member]:
+    """An outer step has ended; who is to be quarantined for its part in it."""
+    quarantined, merged = [], []
+    for one, norm in zip(participants, done.norms):
+      member = self._members.by_id[one.learner]
+      present = member.incarnation == one.incarnation
+      if one.learner in done.refused:
+        what = words(norm, self.windows[done.fragment])
+        self._out.report(
+          'refused', sync=done.sync, fragment=done.fragment, learner=one.learner,
+          incarnation=one.incarnation, tokens=one.tokens, why=what,
+        )
+        if present and self.strike(now_ns, member, done.fragment, what):
+          quarantined.append(member)
+      elif not done.failed:
+        merged.append((norm, one.steps))
+        if present:
+          member.strikes = 0
+    if merged:
+      self.windows[done.fragment] = taken(self.windows[done.fragment], merged)
+    return quarantined
+
+  def strike(
+    self, now_ns: int, member: members_lib.Member, fragment: int, what: str
+  ) -> bool:
+    """A pseudo-gradient of this learner was refused; whether that puts it into quarantine."""
+    before = self._members.quarantined(member)
+    member.strikes, member.worst = struck(member.strikes, member.worst)
+    now = self._members.quarantined(member)
+    self._say(now_ns, member, fragment, what, last=now and not before)
+    return now and not before
+
+  def _say(
+    self, now_ns: int, member: members_lib.Member, fragment: int, what: str, last: bool
+  ) -> None:
+    """At most one line a minute for each learner; the last one before the quarantine always."""
+    said_ns, more = self._said.get(member.learner, (now_ns - SAY_AGAIN_NS, 0))
+    if now_ns - said_ns < SAY_AGAIN_NS and not last:
+      self._said[member.learner] = said_ns, more + 1
+      return
+    self._said[member.learner] = now_ns, 0
+    counted = f' ({more} more like it meanwhile)' if more else ''
+    self._out.say(
+      f'Learner {member.learner} on {member.host} sent {what} for fragment {fragment}{counted}; '
+      'rejected before merging, its fragment is replaced. Check that host for faulty hardware.'
+    )
+    if last:
+      self._out.say(quarantine(member).text)
+
+  def check(self) -> None:
+    """Asserts that what is kept is bounded, and of finite norms."""
+    for window in self.windows:
+      assert len(window) <= WINDOW, window
+      assert all(norm >= 0 and steps > 0 for norm, steps in window), window
+
+
+def quarantine(member: members_lib.Member) -> messages.Refused:
+  """What the process hears that is in quarantine, now and whenever it joins again."""
+  return messages.Refused(
+    code='QUARANTINED',
+    text=f'Learner "{member.learner}" is in quarantine: {member.worst} of its updates in a row '
+    'were refused before merging (NaN, Inf, or a norm far beyond what is usual). Nothing of them '
+    'is in the model, what was merged before is safe, and the run goes on. Check host '
+    f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '
+    'elsewhere.',
+    retry_ns=None,
+  )

@@ -1,0 +1,444 @@
+"""Tapes: every turn of a machine, written so that anybody can let the machine take them again.
+
+A machine decides from its start and its events alone, so both together are the whole story of a
+process: feed them to the same code and it must ask for the same actions, in another process, under
+another hash seed, on another Python. A tape is that story as lines of JSON::
+
+    Header   schema, segment, previous, role, node, start, config_digest, commit, versions
+    Record   index, now_ns, event, actions          one per turn, before its actions are done
+    Crash    index, now_ns, event, error            the event on which the machine raised; the last
+
+codec.py has their JSON. A kind, a field or a type that this code does not know is a
+`TapeError`, never a guess. The dicts of a snapshot or a report keep their order, so an order that
+depends on the hash seed is a difference as well.
+
+The last field of every line is `hash`: SHA-256 over the hash before it and the line up to
+`,"hash":`, as it stands there. A line that was changed, left out or put elsewhere is found. A tape
+may be cut into *segments*, each with a header that names the hash before it; the segments in order
+are the tape.
+
+How a tape may end: with an Exit (`exit`), with a crash (`crash`), or just so (`open`: the process
+was killed, or still runs). The last line may be *torn* by a kill; its actions were never carried
+out, so it is not part of the story. Nothing here does I/O: lines go in and come out.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import json
+import re
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+from diloco_jax.protocol import actions as actions_lib
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.tape import codec as tape_codec
+
+SCHEMA = 1
+GENESIS = '0' * 64  # the hash before the first line
+CONTEXT = 5  # turns that a divergence shows before it
+SHOWN = tape_codec.SHOWN
+
+Machine = syncer_machine.SyncerMachine | learner_machine.LearnerMachine
+
+TapeError = tape_codec.TapeError
+encode = tape_codec.encode
+decode = tape_codec.decode
+
+
+# --- What is on a tape ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+  """Everything a machine is made of, so that it can be made again.
+
+  Attributes:
+    role: 'syncer' or 'learner'.
+    node: the name of its node: 'syncer', 'l0', ...
+    config: the numbers of the run.
+    agreement: what every learner must share (syncer).
+    payload_bytes: size of each fragment's encoded pseudo-gradient (syncer).
+    digests: of each fragment at version 0; None: it comes back from a checkpoint.
+    identity: who a learner is.
+    snapshot: of the checkpoint from which it goes on; None: it starts anew.
+  """
+
+  role: str
+  node: str
+  config: config_lib.ProtocolConfig
+  agreement: str = ''
+  payload_bytes: tuple[int, ...] = ()
+  digests: tuple[int, ...] | None = None
+  identity: connection.Identity | None = None
+  snapshot: dict[str, Any] | None = None
+
+  def make(self) -> Machine:
+    """A new machine. Raises ValueError for a role that is none."""
+    match self.role:
+      case 'syncer' if self.snapshot is None:
+        return syncer_machine.SyncerMachine(self.config, self.agreement, self.digests, self.payload_bytes)
+      case 'syncer':
+        return syncer_machine.SyncerMachine.restore(
+          self.config, self.agreement, self.payload_bytes, self.snapshot
+        )
+      case 'learner' if self.snapshot is None:
+        return learner_machine.LearnerMachine(self.config, self.identity, self.digests)
+      case 'learner':
+        return learner_machine.LearnerMachine.restore(self.config, self.identity, self.snapshot)
+    raise ValueError(f'role is {self.role!r}, it must be "syncer" or "learner"')
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Header:
+  """The first line of a segment. `previous`: the hash of the line before it."""
+
+  schema: int
+  segment: int
+  previous: str
+  role: str
+  node: str
+  start: Start
+  config_digest: str  # of the whole config of the run, '' if there is none
+  commit: str  # of the code that wrote the tape
+  versions: dict[str, Any]  # name to version
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+  """One turn of a machine: what happened, when, and what it asked for."""
+
+  index: int
+  now_ns: int
+  event: events.Event
+  actions: tuple[actions_lib.Action, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crash:
+  """The turn that the machine did not survive; `error` is the exception's class and text."""
+
+  index: int
+  now_ns: int
+  event: events.Event
+  error: str
+
+
+Line = Header | Record | Crash
+
+
+# --- The chain ------------------------------------------------------------------------------------
+
+_LINE = re.compile(rb'(\{.*),"hash":"([0-9a-f]{64})"\}\n', re.DOTALL)
+_HEADER = b'{"kind":"Header",'
+
+
+def _chain(previous: str, body: bytes) -> str:
+  """The hash of a line from the one before and the line without its hash."""
+  return hashlib.sha256(previous.encode() + body).hexdigest()
+
+
+class Writer:
+  """Turns the turns of one machine into the lines of its tape."""
+
+  def __init__(
+    self, start: Start, config_digest: str = '', commit: str = 'unknown',
+    versions: dict[str, str] | None = None,
+  ):
+    self._start = start
+    self._config_digest = config_digest
+    self._commit = commit
+    self._versions = versions or {}
+    self._segment = 0
+    self.index = 0  # of the next turn
+    self.hash = GENESIS
+
+  def header(self) -> bytes:
+    """The line with which the next segment begins; to be written before any turn."""
+    header = Header(
+      schema=SCHEMA, segment=self._segment, previous=self.hash, role=self._start.role,
+      node=self._start.node, start=self._start, config_digest=self._config_digest,
+      commit=self._commit, versions=self._versions,
+    )
+    self._segment += 1
+    return self._line(header)
+
+  def turn(
+    self, now_ns: int, event: events.Event, actions: Sequence[actions_lib.Action]
+  ) -> bytes:
+    """The line of the next turn. Raises TapeError for what JSON cannot hold."""
+    line = self._line(Record(self.index, now_ns, event, tuple(actions)))
+    self.index += 1
+    return line
+
+  def crash(self, now_ns: int, event: events.Event, error: BaseException) -> bytes:
+    """The last line: the event on which the machine raised."""
+    return self._line(Crash(self.index, now_ns, event, words(error)))
+
+  def _line(self, value: Line) -> bytes:
+    body = encode(value)[:-1].encode()
+    self.hash = _chain(self.hash, body)
+    return body + b',"hash":"' + self.hash.encode() + b'"}\n'
+
+
+def words(error: BaseException) -> str:
+  """The class and the text of an exception."""
+  return f'{type(error).__name__}: {error}'
+
+
+class Reader:
+  """The turns of a tape, checked line by line: iterate once.
+
+  Attributes:
+    header: of the first segment; None if not even that is whole.
+    hash: of the last line read.
+    events: turns read, with the crash.
+    torn: the last line was cut off by a kill.
+    end: 'exit', 'crash' or 'open' (see the top of this file), as far as was read.
+  """
+
+  def __init__(self, lines: Iterable[bytes], place: Callable[[], str] | None = None):
+    """Reads the header.
+
+    Args:
+      lines: of all segments in order, each with its line end.
+      place: where the last line taken from `lines` stands, for errors; by default its number.
+
+    Raises:
+      TapeError: here and while iterating, for a damaged or unknown line.
+    """
+    self._lines = iter(lines)
+    self._number = 0
+    self._place = place or (lambda: f'line {self._number}')
+    self._segments = 0
+    self.header: Header | None = None
+    self.hash = GENESIS
+    self.events = 0
+    self.torn = False
+    self.end = 'open'
+    entry = self._next()
+    assert entry is None or entry is self.header
+
+  def __iter__(self) -> Iterator[Record | Crash]:
+    while (entry := self._next()) is not None:
+      if not isinstance(entry, Header):
+        yield entry
+
+  def _next(self) -> Line | None:
+    """The next line; None at the end."""
+    for line in self._lines:
+      self._number += 1
+      try:
+        entry = self._read(line)
+      except TapeError as error:
+        raise TapeError(f'{self._place()}: {error}') from None
+      if entry is not None:
+        return entry
+    return None
+
+  def _read(self, line: bytes) -> Line | None:
+    if self.torn:
+      raise TapeError('a line follows one that was cut off')
+    if not line.endswith(b'\n'):
+      self.torn = True
+      return None
+    match = _LINE.fullmatch(line)
+    if match is None:
+      raise TapeError(f'not a line of a tape: {tape_codec.short(line)}')
+    body, found = match[1], match[2].decode()
+    header = self._header_of(body) if body.startswith(_HEADER) else None
+    follows = _chain(header.previous if header else self.hash, body)
+    if found != follows:
+      raise TapeError(f'the hash of the line is {found}, what it says and the line before make '
+                      f'{follows}: it was changed, or one before it is missing')
+    self._continue(header)
+    self.hash = found
+    return header or self._turn_of(body)
+
+  def _header_of(self, body: bytes) -> Header:
+    data = _parse(body)
+    schema, commit = data.get('schema'), data.get('commit')
+    if schema != SCHEMA:
+      raise TapeError(f'the schema of the tape is {tape_codec.short(schema)}, this code reads '
+                      f'{SCHEMA}; replay it with the code of its commit '
+                      f'({tape_codec.short(commit)})')
+    return decode(Header, data, 'header')
+
+  def _continue(self, header: Header | None) -> None:
+    """Whether a header is due here, and is the one that is due."""
+    if header is None:
+      if self.header is None:
+        raise TapeError('the first line is no header')
+      return
+    if header.segment != self._segments:
+      raise TapeError(f'segment {header.segment} comes where segment {self._segments} is due: a '
+                      'tape is read from its first segment on, all of them in order')
+    if header.previous != self.hash:
+      raise TapeError(f'segment {header.segment} follows the hash {header.previous}, the segment '
+                      f'before it ends with {self.hash}: lines are missing between them')
+    if self.header is not None and encode(header.start) != encode(self.header.start):
+      raise TapeError(f'segment {header.segment} is of a machine with another start')
+    self._segments += 1
+    self.header = self.header or header
+
+  def _turn_of(self, body: bytes) -> Record | Crash:
+    turn = decode(Record | Crash, _parse(body), 'turn')
+    if turn.index != self.events:
+      raise TapeError(f'turn {turn.index} comes where turn {self.events} is due')
+    if self.end != 'open':
+      raise TapeError(f'turn {turn.index} comes after the end ({self.end})')
+    self.events += 1
+    if isinstance(turn, Crash):
+      self.end = 'crash'
+    elif any(isinstance(action, actions_lib.Exit) for action in turn.actions):
+      self.end = 'exit'
+    return turn
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+  try:
+    return json.loads(body + b'}')
+  except ValueError as error:
+    raise TapeError(f'not JSON: {error}') from None
+
+
+# --- Replay ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+  """The first turn in which the machine did something else than the tape says.
+
+  `replayed` are the actions of the machine made again, or the exception that it raised.
+  """
+
+  turn: Record | Crash
+  replayed: tuple[actions_lib.Action, ...] | Exception
+  before: tuple[Record | Crash, ...]
+
+  def text(self) -> str:
+    """Several lines for people: the turns before, the event, and how the answers differ."""
+    turn = self.turn
+    lines = [_turn_text(earlier) for earlier in self.before]
+    lines += [f'turn {turn.index} at {turn.now_ns} ns', f'  event     {_cut(encode(turn.event))}']
+    was, now = _answer(turn), _answer(self.replayed)
+    for index in range(max(len(was), len(now))):
+      a = was[index] if index < len(was) else 'nothing'
+      b = now[index] if index < len(now) else 'nothing'
+      if a == b:
+        lines.append(f'  both      {_cut(a)}')
+      else:
+        start = _first_difference(a, b)
+        lines += [f'  recorded  {_cut(a, start)}', f'  replayed  {_cut(b, start)}']
+    return '\n'.join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replay:
+  """What came of a tape: `divergence` None says that every turn was the same.
+
+  `header` is None for a tape of which not even the header is whole. `crash` is the exception of a
+  machine that crashed as recorded, with its traceback.
+  """
+
+  header: Header | None
+  events: int
+  hash: str
+  end: str
+  torn: bool
+  divergence: Divergence | None = None
+  crash: Exception | None = None
+
+  @property
+  def identical(self) -> bool:
+    return self.divergence is None
+
+  def text(self) -> str:
+    """One line if all is well, else the first divergence with what came before it."""
+    if self.header is None:
+      return 'nothing to replay: killed before its first turn, or emptied since'
+    if self.divergence is not None:
+      return f'diverges at turn {self.divergence.turn.index}:\n{self.divergence.text()}'
+    notes = {'exit': '', 'crash': ', crashes as recorded', 'open': ', no exit (killed or running)'}
+    torn = ', the last line was cut off' if self.torn else ''
+    return f'identical: {self.events} events, hash {self.hash}{notes[self.end]}{torn}'
+
+
+def replay(lines: Iterable[bytes], place: Callable[[], str] | None = None) -> Replay:
+  """Makes the machine of a tape again, feeds it the events and compares what it asks for.
+
+  Args:
+    lines: of all segments in order, each with its line end.
+    place: where the last line taken from `lines` stands, for errors.
+
+  Raises:
+    TapeError: the tape is damaged, or of a code that this one does not understand.
+  """
+  reader = Reader(lines, place)
+  divergence = crash = None
+  if reader.header is not None:
+    machine = _make(reader.header.start)
+    before: collections.deque[Record | Crash] = collections.deque(maxlen=CONTEXT)
+    for turn in reader:
+      replayed = _take(machine, turn)
+      if not _same(turn, replayed):
+        divergence = Divergence(turn, replayed, tuple(before))
+        break
+      crash = replayed if isinstance(replayed, Exception) else None
+      before.append(turn)
+  return Replay(
+    reader.header, reader.events, reader.hash, reader.end, reader.torn, divergence, crash
+  )
+
+
+def _make(start: Start) -> Machine:
+  try:
+    return start.make()
+  except Exception as error:
+    raise TapeError(f'no machine can be made of the header: {words(error)}') from error
+
+
+def _take(machine: Machine, turn: Record | Crash) -> tuple[actions_lib.Action, ...] | Exception:
+  try:
+    return tuple(machine.handle(turn.now_ns, turn.event))
+  except Exception as error:  # whatever a machine may raise is what is looked for
+    return error
+
+
+def _same(turn: Record | Crash, replayed: tuple[actions_lib.Action, ...] | Exception) -> bool:
+  """Actions in every character; of a crash only the class, words differ between Pythons."""
+  if isinstance(turn, Crash):
+    return type(replayed).__name__ == turn.error.split(':')[0]
+  return isinstance(replayed, tuple) and encode(turn.actions) == encode(replayed)
+
+
+def _answer(answer: Record | Crash | tuple | Exception) -> list[str]:
+  """Every action as text, or the exception."""
+  match answer:
+    case Record(actions=answers):
+      return [encode(action) for action in answers]
+    case Crash(error=error):
+      return [f'raised {error}']
+    case Exception():
+      return [f'raised {words(answer)}']
+  return [encode(action) for action in answer]
+
+
+def _turn_text(turn: Record | Crash) -> str:
+  kinds = [type(action).__name__ for action in getattr(turn, 'actions', ())]
+  return (f'turn {turn.index} at {turn.now_ns} ns  {_cut(encode(turn.event))} -> '
+          f'{", ".join(kinds) or "nothing"}')
+
+
+def _first_difference(a: str, b: str) -> int:
+  return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _cut(text: str, around: int = 0) -> str:
+  """At most `SHOWN` characters of a text, those around a position among them."""
+  begin = max(0, around - SHOWN // 2) if len(text) > SHOWN else 0
+  end = begin + SHOWN
+  return ('...' if begin else '') + text[begin:end] + ('...' if end < len(text) else '')

@@ -1,0 +1,1 @@
+"""Facts that processes record, and what people see of them: live table, summary, picture."""

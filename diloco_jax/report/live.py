@@ -1,0 +1,175 @@
+"""What a person sees while a local run trains: one live table, or plain lines where nobody looks.
+
+On a terminal the table is redrawn in place and the processes' own lines go to their logs only. When
+the output is a file or a pipe every line is printed with the name of its process, and a line of
+status every few seconds.
+"""
+
+import sys
+import time
+from typing import Protocol
+
+from rich import box
+from rich import console as console_lib
+from rich import live
+from rich import progress_bar
+from rich import table as table_lib
+from rich import text as text_lib
+
+from diloco_jax.report import run_state as run_state_lib
+
+LOCAL = 'local'
+_STATUS_S = 5.0
+_REDRAW_S = 0.5
+_COLOURS = {
+  'training': 'green', 'alone': 'yellow', 'starting': 'cyan', 'waiting': 'dim', 'down': 'bold red',
+  'failed': 'bold red', 'refused': 'bold red', 'done': 'blue', 'trained': 'blue',
+}
+
+
+class Display(Protocol):
+  """Where a run is shown."""
+
+  def listen(self, name: str, line: str) -> None:
+    """One line that a process wrote; `name` 'local' is the supervisor itself."""
+
+  def tick(self, view: run_state_lib.RunView) -> None:
+    """Shows where the run stands; called a few times a second."""
+
+  def close(self) -> None: ...
+
+
+def make(stream=None) -> Display:
+  """The display that suits standard output."""
+  stream = stream or sys.stdout
+  return LiveDisplay(console_lib.Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
+
+
+class PlainDisplay:
+  """Lines: what the processes say, and a status line every five seconds."""
+
+  def __init__(self, stream):
+    self._stream = stream
+    self._next_s = 0.0
+
+  def listen(self, name: str, line: str) -> None:
+    self._print(f'[{name}] {line}')
+
+  def tick(self, view: run_state_lib.RunView) -> None:
+    if time.monotonic() >= self._next_s:
+      self._next_s = time.monotonic() + _STATUS_S
+      self._print(f'[{LOCAL}] {status_line(view)}')
+
+  def close(self) -> None: ...
+
+  def _print(self, text: str) -> None:
+    try:
+      print(text, file=self._stream, flush=True)
+    except (OSError, ValueError):
+      pass  # nobody reads any more; the logs have it
+
+
+class LiveDisplay:
+  """One table, redrawn in place."""
+
+  def __init__(self, console: console_lib.Console):
+    self._live = live.Live(console=console, auto_refresh=False)
+    self._live.start()
+    self._started_s = time.monotonic()
+    self._next_s = 0.0
+    self._view: run_state_lib.RunView | None = None
+
+  def listen(self, name: str, line: str) -> None:
+    if name == LOCAL or line.startswith('error: '):
+      self._live.console.print(text_lib.Text(f'[{name}] {line}'))
+
+  def tick(self, view: run_state_lib.RunView) -> None:
+    if time.monotonic() >= self._next_s:
+      self._next_s = time.monotonic() + _REDRAW_S
+      self._draw(view)
+
+  def _draw(self, view: run_state_lib.RunView) -> None:
+    self._view = view
+    self._live.update(picture(view, time.monotonic() - self._started_s), refresh=True)
+
+  def close(self) -> None:
+    if self._view is not None:
+      self._draw(self._view)  # as it stands at the end
+    self._live.stop()
+
+
+def status_line(view: run_state_lib.RunView) -> str:
+  """Where the run stands in one line."""
+  learners = ', '.join(
+    f'{learner.name} {learner.state} {learner.step}' for learner in view.learners.values()
+  )
+  if view.syncer is None:
+    return f'{view.progress:.0%}: {learners}'
+  return (
+    f'{view.progress:.0%}: {learners}; {view.syncer.outer_steps} outer steps, '
+    f'up {size(view.syncer.bytes_up)}, down {size(view.syncer.bytes_down)}'
+  )
+
+
+def picture(view: run_state_lib.RunView, elapsed_s: float) -> console_lib.Group:
+  """The whole display: learners, syncer, progress, the last event."""
+  parts = [_learner_table(view)]
+  if view.syncer is not None:
+    parts.append(_syncer_table(view.syncer))
+  parts.append(_progress(view, elapsed_s))
+  if view.last_event:
+    parts.append(text_lib.Text(f' {view.last_event}', style='yellow'))
+  return console_lib.Group(*parts)
+
+
+def _learner_table(view: run_state_lib.RunView) -> table_lib.Table:
+  table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+  table.add_column('learner')
+  table.add_column('state', min_width=9)
+  for name in ('step', 'tokens/s', 'loss', 'staleness', 'incarnation', 'contributions'):
+    table.add_column(name, justify='right', min_width=8)
+  for learner in view.learners.values():
+    table.add_row(
+      learner.name, text_lib.Text(learner.state, style=_COLOURS.get(learner.state, '')),
+      str(learner.step), f'{learner.tokens_per_second:,.0f}',
+      '' if learner.loss is None else f'{learner.loss:.3f}',
+      str(learner.staleness), str(learner.incarnation), str(learner.merged),
+    )
+  return table
+
+
+def _syncer_table(syncer: run_state_lib.SyncerView) -> table_lib.Table:
+  table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+  for name in ('syncer', 'participants'):
+    table.add_column(name)
+  for name in ('sync', 'outer steps', 'grace', 'up', 'down', 'held-out loss'):
+    table.add_column(name, justify='right')
+  table.add_row(
+    text_lib.Text(syncer.state, style=_COLOURS.get(syncer.state, '')),
+    ' '.join(syncer.participants) or '-', str(syncer.sync), str(syncer.outer_steps),
+    f'{1000 * syncer.grace_s:.0f} ms', size(syncer.bytes_up), size(syncer.bytes_down),
+    '' if syncer.eval_loss is None else f'{syncer.eval_loss:.3f}',
+  )
+  return table
+
+
+def _progress(view: run_state_lib.RunView, elapsed_s: float) -> table_lib.Table:
+  grid = table_lib.Table.grid(padding=(0, 1))
+  grid.add_row(
+    '', progress_bar.ProgressBar(total=1.0, completed=view.progress, width=40),
+    f'{view.progress:4.0%} of {view.total_steps} steps, {elapsed_s:.0f} s',
+  )
+  return grid
+
+
+def size(count_bytes: float) -> str:
+  """Bytes for people.
+
+  >>> size(512), size(2_500_000)
+  ('512 B', '2.5 MB')
+  """
+  for unit in ('B', 'kB', 'MB', 'GB'):
+    if count_bytes < 1000:
+      return f'{count_bytes:.0f} B' if unit == 'B' else f'{count_bytes:.1f} {unit}'
+    count_bytes /= 1000
+  return f'{count_bytes:.1f} TB'

@@ -1,0 +1,125 @@
+"""The picture of a run: loss against tokens, and under it the learners' lives against time.
+
+Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart; the global
+model is black and thick, and every learner has its colour in both halves.
+"""
+
+import pathlib
+
+import matplotlib
+matplotlib.use('Agg')
+from matplotlib import axes as axes_lib
+from matplotlib import lines
+from matplotlib import patches
+from matplotlib import pyplot as plt
+from matplotlib import ticker
+
+from diloco_jax.report import history as history_lib
+
+_COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
+_SMOOTHING_STEPS = 10
+
+
+def draw(history: history_lib.History, path: pathlib.Path, title: str) -> None:
+  """Writes the picture as PNG."""
+  rows = len(history.learners)
+  figure, (top, bottom) = plt.subplots(
+    2, 1, figsize=(10, 5.2 + 0.42 * rows), layout='constrained',
+    gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
+  )
+  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(history.learners)}
+  _draw_loss(top, history, colours)
+  _draw_lives(bottom, history, colours)
+  top.set_title(title, loc='left', fontsize=11)
+  figure.savefig(path, dpi=140)
+  plt.close(figure)
+
+
+def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
+  """The mean of each value and up to steps - 1 before it.
+
+  >>> smooth([2.0, 4.0, 6.0], 2)
+  [2.0, 3.0, 5.0]
+  """
+  return [
+    sum(values[max(0, i + 1 - steps):i + 1]) / min(steps, i + 1) for i in range(len(values))
+  ]
+
+
+def _draw_loss(axes: axes_lib.Axes, history: history_lib.History, colours: dict[str, str]) -> None:
+  for name, learner in history.learners.items():
+    for tokens, losses in _unbroken(learner):
+      axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
+      axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
+  if history.evaluations:
+    axes.plot([e.tokens for e in history.evaluations], [e.loss for e in history.evaluations],
+              color='black', linewidth=2.2, marker='o', markersize=4, label='held-out')
+  handles = [lines.Line2D([], [], color=colour, label=f'learner {name}, training loss')
+             for name, colour in colours.items() if history.learners[name].steps]
+  if history.evaluations:
+    handles.append(lines.Line2D([], [], color='black', linewidth=2.2, marker='o', markersize=4,
+                                label='global model, held-out loss'))
+  axes.legend(handles=handles, frameon=False, fontsize=9)
+  axes.set_xlabel('tokens trained by all learners')
+  axes.set_ylabel('loss (nats per byte)')
+  axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
+  axes.margins(x=0.01)
+  _open(axes)
+
+
+def _unbroken(learner: history_lib.Learner):
+  """(tokens, losses) of each life that stepped, so that no line bridges an absence."""
+  starts = [life.started_s for life in learner.lives[1:]] + [float('inf')]
+  begin_s = float('-inf')
+  for end_s in starts:
+    part = [step for step in learner.steps if begin_s <= step.at_s < end_s]
+    if part:
+      yield [step.tokens for step in part], [step.loss for step in part]
+    begin_s = end_s
+
+
+def _draw_lives(axes: axes_lib.Axes, history: history_lib.History, colours: dict[str, str]) -> None:
+  names = list(history.learners)
+  for row, name in enumerate(names):
+    learner = history.learners[name]
+    for life in learner.lives:
+      _draw_life(axes, row, life, learner, history.end_s, colours[name])
+    axes.vlines(learner.merged_s, row - 0.36, row - 0.22, color='black', linewidth=0.6)
+  axes.set_yticks(range(len(names)), names)
+  axes.set_ylim(len(names) - 0.4, -0.6)
+  axes.set_xlim(0, history.end_s * 1.01)
+  axes.set_xlabel('seconds since the start')
+  axes.legend(handles=_life_legend(), frameon=False, fontsize=8, ncols=5, loc='lower center',
+              bbox_to_anchor=(0.5, 1.0), handletextpad=0.5, columnspacing=1.5)
+  _open(axes)
+
+
+def _draw_life(axes: axes_lib.Axes, row: int, life: history_lib.Life,
+               learner: history_lib.Learner, end_s: float, colour: str) -> None:
+  over_s = end_s if life.ended_s is None else life.ended_s
+  ready_s = over_s if life.first_step_s is None else life.first_step_s
+  first = life is learner.lives[0]
+  axes.barh(row, ready_s - life.started_s, left=life.started_s, height=0.4, color=colour,
+            alpha=0.25, linewidth=0)
+  axes.barh(row, over_s - ready_s, left=ready_s, height=0.4, color=colour, linewidth=0)
+  if life.ended in ('killed', 'failed'):
+    axes.plot(over_s, row, marker='X', color='black', markersize=10, zorder=4, clip_on=False)
+  if not first and life.first_step_s is not None:
+    axes.plot(ready_s, row, marker='>', color='black', markersize=9, zorder=4, clip_on=False)
+
+
+def _life_legend() -> list:
+  def mark(marker: str, label: str, size: float = 7):
+    return lines.Line2D([], [], color='black', marker=marker, linestyle='', markersize=size,
+                        label=label)
+  return [
+    patches.Patch(color='#666666', label='training'),
+    patches.Patch(color='#666666', alpha=0.25, label='starting'),
+    mark('X', 'killed'), mark('>', 'back'), mark('|', 'contribution merged'),
+  ]
+
+
+def _open(axes: axes_lib.Axes) -> None:
+  """No frame where there is nothing to read."""
+  axes.spines[['top', 'right']].set_visible(False)
+  axes.grid(axis='x' if axes.yaxis_inverted() else 'both', alpha=0.2)

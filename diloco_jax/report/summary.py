@@ -1,0 +1,235 @@
+"""The end of a run: WORKDIR/report/summary.json, timeline.png, and a text for strangers.
+
+Everything comes from the records. The ledger counts *fragment-tokens* (a token trains every
+fragment and each fragment is merged on its own; protocol/syncer/ledger.py); here they are divided by the
+number of fragments and rounded so that the sums still add up.
+"""
+
+import json
+import pathlib
+import statistics
+from typing import Any, Mapping
+
+from diloco_jax.config import run_config
+from diloco_jax.report import history as history_lib
+from diloco_jax.report import live
+from diloco_jax.report import records as records_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+
+_REASONS = {
+  'late': 'arrived after their sync had closed',
+  'stale': 'measured from an anchor that was too old',
+  'overwritten': 'trained while a newer value was on its way',
+  'bad_value': 'held NaN or Inf',
+  'lost_with_process': 'lost with a killed process',
+  'left': 'their learner left',
+  'end_of_run': 'the run ended first',
+  'duplicate': 'counted already',
+  'unsettled': 'not yet settled when the records end',
+}
+
+KILL_WINDOW_S = 10
+
+
+def write(config: run_config.Config, workdir: pathlib.Path,
+          fates: Mapping[str, supervisor_lib.Fate], wall_seconds: float,
+          plot: bool = True) -> dict[str, Any]:
+  """Writes the report of a finished run and returns the summary."""
+  history = history_lib.History(records_lib.TailAll(workdir).read(), _learners(config, workdir))
+  summary = summarize(config, history, fates, wall_seconds)
+  folder = workdir / 'report'
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
+  if plot and any(learner.steps for learner in history.learners.values()):
+    from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
+    picture.draw(history, folder / 'timeline.png', title=f'{config.name}')
+  return summary
+
+
+def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
+  """Whoever has left records, also learners that somebody started by hand."""
+  names = sorted(path.stem for path in (workdir / records_lib.RECORDS).glob('*.jsonl'))
+  learners = [name for name in names if name not in ('supervisor', supervisor_lib.SYNCER)]
+  return learners or run_config.learner_ids(config.sync.learners)
+
+
+def summarize(config: run_config.Config, history: history_lib.History,
+              fates: Mapping[str, supervisor_lib.Fate], wall_seconds: float) -> dict[str, Any]:
+  """The summary; token counts obey trained = merged + sum(discarded)."""
+  ledger, evaluations = history.ledger, history.evaluations
+  tokens = _tokens(ledger, history)
+  between = [n for learner in history.learners.values() for n in learner.steps_between]
+  return {
+    'name': config.name,
+    'learners_expected': config.sync.learners,
+    'steps': config.train.steps,
+    'eval_loss_start': evaluations[0].loss if evaluations else None,
+    'eval_loss_end': evaluations[-1].loss if evaluations else None,
+    'tokens_trained': tokens['trained'],
+    'tokens_merged': tokens['merged'],
+    'tokens_discarded': tokens['discarded'],
+    'outer_steps': ledger.get('synced', len(history.syncs)),
+    'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
+    'participants_mean': statistics.fmean(
+      len(sync['participants']) for sync in history.syncs) if history.syncs else None,
+    'learners': {
+      name: _learner(name, learner, history, ledger, fates)
+      for name, learner in history.learners.items()
+    },
+    'kills': [
+      _kill(history, name, life.ended_s)
+      for name, learner in history.learners.items()
+      for life in learner.lives if life.ended == 'killed'
+    ],
+    'wire_bytes_up': history.wire.bytes_up,
+    'wire_bytes_down': history.wire.bytes_down,
+    'wire_bytes_data_parallel': ledger.get('wire_bytes_data_parallel', 0),
+    'wall_seconds': round(wall_seconds, 3),
+  }
+
+
+def _learner(name: str, learner: history_lib.Learner, history: history_lib.History,
+             ledger: Mapping[str, Any], fates: Mapping[str, supervisor_lib.Fate]) -> dict[str, Any]:
+  account = ledger.get('learners', {}).get(name, {})
+  fate = fates.get(name, supervisor_lib.Fate(state='done', starts=1))
+  return {
+    'incarnations': max(account.get('incarnations', 0), learner.incarnation),
+    'steps': account.get('steps', len(learner.steps)),
+    'seconds_down': round(learner.seconds_down(history.end_s), 3),
+    'contributions_merged': len(learner.merged_s),
+    'processes': fate.starts,
+    'kills': fate.kills,
+    'fate': fate.state,
+    'error': fate.last_error,
+    'step_seconds_median': _median([step.seconds for step in learner.steps]),
+  }
+
+
+def _kill(history: history_lib.History, victim: str, at_s: float) -> dict[str, Any]:
+  """What a kill did to the others: the median time of their steps in the 10 s before and after."""
+  def median(start_s: float, end_s: float) -> float | None:
+    return _median([
+      step.seconds for name, learner in history.learners.items() if name != victim
+      for step in learner.steps if start_s <= step.at_s < end_s
+    ])
+
+  return {
+    'learner': victim, 'at_seconds': round(at_s, 3),
+    'survivors_step_seconds_before': median(at_s - KILL_WINDOW_S, at_s),
+    'survivors_step_seconds_after': median(at_s, at_s + KILL_WINDOW_S),
+  }
+
+
+def _tokens(ledger: Mapping[str, Any], history: history_lib.History) -> dict[str, Any]:
+  """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
+  if not ledger:
+    return {'trained': history.tokens, 'merged': 0, 'discarded': {}}
+  parts = {'merged': ledger['merged'], **ledger['discarded']}
+  if ledger.get('unsettled'):
+    parts['unsettled'] = ledger['unsettled']
+  shares = share_out(parts, ledger['fragments'])
+  return {'trained': ledger['trained'], 'merged': shares.pop('merged'), 'discarded': shares}
+
+
+def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
+  """Divides every part, rounding to integers whose sum is the rounded total (largest remainders).
+
+  >>> share_out({'merged': 20, 'late': 5, 'stale': 5}, 3)
+  {'merged': 7, 'late': 2, 'stale': 1}
+  """
+  shares = {name: value // divisor for name, value in parts.items()}
+  missing = sum(parts.values()) // divisor - sum(shares.values())
+  for name in sorted(parts, key=lambda name: -(parts[name] % divisor))[:missing]:
+    shares[name] += 1
+  return shares
+
+
+def _median(values: list[float]) -> float | None:
+  return round(statistics.median(values), 4) if values else None
+
+
+def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
+  """The summary for people."""
+  lines = ['', f'{summary["name"]}: {summary["wall_seconds"]:.0f} s', *_loss_lines(summary)]
+  lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
+  if summary['outer_steps']:
+    lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
+  lines += ['', f'report       {workdir / "report"} (timeline.png, summary.json)',
+            f'checkpoints  {workdir / "islands"}'
+            + (f' and {workdir / "syncer"}' if summary['outer_steps'] else ''),
+            f'curves       tensorboard --logdir {workdir / "tensorboard"}']
+  return '\n'.join(lines)
+
+
+def _loss_lines(summary: Mapping[str, Any]) -> list[str]:
+  start, end = summary['eval_loss_start'], summary['eval_loss_end']
+  if start is None:
+    return ['held-out loss  was not measured']
+  return [f'held-out loss  {start:.3f} before, {end:.3f} after (nats per byte, on text that no '
+          'learner trained on)']
+
+
+def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
+  lines = []
+  for name, row in summary['learners'].items():
+    if not row['processes'] and not row['steps']:
+      continue
+    words = f'learner {name}  {row["steps"]} steps'
+    if summary['outer_steps']:
+      words += f', {row["contributions_merged"]} contributions merged'
+    lines.append(words + _fate_words(row))
+  return lines
+
+
+def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
+  lines = []
+  for kill in summary['kills']:
+    before, after = kill['survivors_step_seconds_before'], kill['survivors_step_seconds_after']
+    if before and after:
+      lines.append(
+        f'when {kill["learner"]} was killed: the others\' median step took {before:.3f} s in the '
+        f'{KILL_WINDOW_S} s before, {after:.3f} s in the {KILL_WINDOW_S} s after'
+      )
+  between = summary['inner_steps_between_syncs_mean']
+  if between:
+    lines.append(f'inner steps between two syncs of a fragment: {between:.1f} on average')
+  return lines
+
+
+def _fate_words(row: Mapping[str, Any]) -> str:
+  words = ''
+  if row['kills']:
+    words = f'; killed {_times(row["kills"])}, {row["seconds_down"]:.1f} s until it trained again'
+  elif row['seconds_down']:
+    words = f'; down for {row["seconds_down"]:.1f} s'
+  if row['fate'] != 'done':
+    words += f'; {row["fate"]}' + (f': {row["error"]}' if row['error'] else '')
+  return words
+
+
+def _times(count: int) -> str:
+  return 'once' if count == 1 else f'{count} times'
+
+
+def _token_lines(summary: Mapping[str, Any]) -> list[str]:
+  trained = max(1, summary['tokens_trained'])
+  lines = [f'tokens trained {summary["tokens_trained"]:>12,}  in {summary["outer_steps"]} outer '
+           'steps',
+           f'  merged       {summary["tokens_merged"]:>12,}  '
+           f'{summary["tokens_merged"] / trained:6.1%}']
+  for reason, count in summary['tokens_discarded'].items():
+    if count:
+      lines.append(f'  discarded    {count:>12,}  {count / trained:6.1%}  '
+                   f'{reason}: {_REASONS.get(reason, "")}')
+  return lines
+
+
+def _wire_lines(summary: Mapping[str, Any]) -> list[str]:
+  up, down = summary['wire_bytes_up'], summary['wire_bytes_down']
+  baseline = summary['wire_bytes_data_parallel']
+  lines = [f'on the wire    {live.size(up)} up, {live.size(down)} down']
+  if baseline and up + down:
+    lines.append(f'               data-parallel training (a ring all-reduce of bfloat16 gradients) '
+                 f'would have moved {live.size(baseline)}, {baseline / (up + down):.0f} times '
+                 'as much')
+  return lines

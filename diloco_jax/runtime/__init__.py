@@ -1,1 +1,0 @@
-"""The shells around the machines: sockets, threads, wall clocks, files and processes."""

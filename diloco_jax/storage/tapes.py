@@ -1,0 +1,312 @@
+"""The tapes of a run on disk: WORKDIR/tapes/NODE.LIFE.SEGMENT.jsonl (lines: protocol/tape/tape.py).
+
+Every process of a node is a *life* with the next free number. A life's tape is cut into segments;
+one that is full is closed, the next begins, and a thread of its own packs it (.jsonl.gz), in small
+pieces so that the machine's thread is never kept waiting for the interpreter lock.
+
+A line is given to the operating system before the actions of its turn are carried out: a killed
+process loses nothing that the world has seen of it. A machine that loses power may lose the last
+lines (no fsync: a turn would cost milliseconds), which shows as a damaged end.
+
+A failing disk ends the tape, not the run: the tape is cut back to its last whole line, one warning
+is said, and nothing is written any more, so that it has an end but never a gap.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import shutil
+import threading
+import zlib
+from typing import Any, Callable, Iterator, Sequence
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import tape
+
+TAPES = 'tapes'
+SEGMENT_BYTES = 64 << 20
+PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each
+UNKNOWN = 'unknown'
+
+_NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
+_CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+class Tape:
+  """The tape of one life (node.ports.Tape). One thread writes; never raises on a failing disk."""
+
+  def __init__(
+    self, workdir: str | os.PathLike, start: tape.Start, say: Callable[[str], None],
+    config: dict[str, Any] | None = None, segment_bytes: int = SEGMENT_BYTES,
+  ):
+    """Begins a new life in WORKDIR/tapes.
+
+    Args:
+      workdir: the run's folder.
+      start: what the machine is made of.
+      say: where the one warning goes.
+      config: of the whole run; its digest tells tapes of the same run.
+      segment_bytes: a segment is closed once it is larger.
+    """
+    self._folder = pathlib.Path(workdir) / TAPES
+    self._node = start.node
+    self._say = say
+    self._segment_bytes = segment_bytes
+    self._writer = tape.Writer(start, _digest(config), commit(), versions())
+    self._segment = -1
+    self._written = 0  # bytes of the segment
+    self._file = None
+    self._compressing: list[threading.Thread] = []
+    self.path: pathlib.Path | None = None  # of the newest segment
+    self.ended = ''  # why nothing is written any more
+    self._guard(self._begin_life)
+
+  def record(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> None:
+    """Writes a turn; on return the operating system has it."""
+    self._guard(lambda: self._write(self._writer.turn(now_ns, event, asked)))
+    if self._written >= self._segment_bytes:
+      self._guard(self._rotate)
+
+  def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
+    """Writes the turn that the machine did not survive; the words for its bug report."""
+    self._guard(lambda: self._write(self._writer.crash(now_ns, event, error)))
+    if self.ended:
+      return f'Its tape ({self.path}) ended before this: {self.ended}.'
+    return (f'Its tape is the bug report: {self.path}; replay it with: '
+            f'python -m experiments.replay {self.path}')
+
+  def close(self) -> None:
+    """Closes the newest segment, and waits until the older ones are compressed."""
+    self._close()
+    self.ended = self.ended or 'closed'
+    for thread in self._compressing:
+      thread.join()
+
+  def _begin_life(self) -> None:
+    self._folder.mkdir(parents=True, exist_ok=True)
+    life = max((life.number for life in lives(self._folder) if life.node == self._node), default=0)
+    while self._file is None:  # another process of this node may take the number first
+      life += 1
+      try:
+        self._open(life)
+      except FileExistsError:
+        pass
+
+  def _rotate(self) -> None:
+    full = self.path
+    self._close()
+    self._open(_place(full)[1])
+    thread = threading.Thread(target=_compress, args=(full,), name='tape', daemon=True)
+    self._compressing = [*(t for t in self._compressing if t.is_alive()), thread]
+    thread.start()
+
+  def _open(self, life: int) -> None:
+    path = self._folder / f'{self._node}.{life}.{self._segment + 1}.jsonl'
+    self._file = open(path, 'xb', buffering=0)
+    self.path = path
+    self._segment += 1
+    self._written = 0
+    self._write(self._writer.header())
+
+  def _write(self, line: bytes) -> None:
+    done = 0
+    while done < len(line):  # a disk that fills up takes a part
+      done += self._file.write(line[done:])
+    self._written += len(line)
+
+  def _guard(self, write: Callable[[], None]) -> None:
+    """Runs `write` unless the tape has ended; what goes wrong ends it."""
+    if self.ended:
+      return
+    try:
+      write()
+    except (OSError, tape.TapeError) as error:
+      self.ended = str(error)
+      self._say(f'[{self._node}] the tape ends here, the run goes on: {error}')
+      self._cut()
+
+  def _cut(self) -> None:
+    """Takes back the part of a line that was written."""
+    if self._file is not None:
+      try:
+        self._file.truncate(self._written)
+      except OSError:
+        pass  # the reader will find the torn line
+      self._close()
+
+  def _close(self) -> None:
+    file, self._file = self._file, None
+    if file is not None:
+      try:
+        file.close()
+      except OSError:
+        pass  # the lines have been written
+
+
+def _compress(path: pathlib.Path) -> None:
+  """Replaces a closed segment by its .gz; after a kill on the way both or the old one are there."""
+  target = path.with_name(f'{path.name}.gz')
+  fresh = target.with_name(f'{target.name}.new')
+  try:
+    with open(path, 'rb', buffering=0) as source, gzip.open(fresh, 'wb', compresslevel=6) as packed:
+      shutil.copyfileobj(source, packed, PIECE_BYTES)
+    fresh.replace(target)
+    path.unlink()
+  except OSError:
+    fresh.unlink(missing_ok=True)  # no room: the segment stays as it is
+
+
+def _digest(config: dict[str, Any] | None) -> str:
+  if config is None:
+    return ''
+  return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+def versions() -> dict[str, str]:
+  """Of what decides how a run goes: Python, this package, jax and numpy."""
+  found = {'python': platform.python_version()}
+  for name in ('diloco-jax', 'jax', 'numpy'):
+    try:
+      found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+      found[name] = UNKNOWN
+  return found
+
+
+def commit(checkout: pathlib.Path = _CHECKOUT) -> str:
+  """The git commit of a checkout, from its files; 'unknown' if it is none."""
+  try:
+    git = checkout / '.git'
+    if git.is_file():  # a worktree names its folder
+      git = (checkout / git.read_text().removeprefix('gitdir:').strip()).resolve()
+    head = (git / 'HEAD').read_text().strip()
+    if not head.startswith('ref:'):
+      return head
+    reference = head.removeprefix('ref:').strip()
+    shared = git / 'commondir'
+    root = (git / shared.read_text().strip()).resolve() if shared.is_file() else git
+    return _commit_of(root, reference)
+  except (OSError, UnicodeDecodeError):
+    return UNKNOWN
+
+
+def _commit_of(git: pathlib.Path, reference: str) -> str:
+  loose = git / reference
+  if loose.is_file():
+    return loose.read_text().strip()
+  for line in (git / 'packed-refs').read_text().splitlines():
+    if line.endswith(f' {reference}'):
+      return line.split()[0]
+  return UNKNOWN
+
+
+# --- Reading --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Life:
+  """The tape of one process: its segments in order."""
+
+  node: str
+  number: int
+  segments: tuple[pathlib.Path, ...]
+
+  @property
+  def name(self) -> str:
+    return f'{self.node}.{self.number}' if self.number else self.node
+
+
+class Lines:
+  """The lines of a life's segments; `place` says where the last one stands."""
+
+  def __init__(self, segments: Sequence[pathlib.Path]):
+    self._segments = segments
+    self._path: pathlib.Path | None = None
+    self._number = 0
+
+  def __iter__(self) -> Iterator[bytes]:
+    """Raises TapeError for a segment that cannot be unpacked, OSError for one that is not there."""
+    for self._path in self._segments:
+      if not self._path.exists():  # compressed since it was listed
+        self._path = self._path.with_name(f'{self._path.name}.gz')
+      opener = gzip.open if self._path.suffix == '.gz' else open
+      with opener(self._path, 'rb') as file:
+        yield from self._numbered(file)
+
+  def _numbered(self, file: Any) -> Iterator[bytes]:
+    self._number = 0
+    while True:
+      self._number += 1
+      try:
+        line = file.readline()
+      except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise tape.TapeError(f'{self.place()}: cannot be unpacked: {error}') from None
+      if not line:
+        return
+      yield line
+
+  def place(self) -> str:
+    return f'{self._path}, line {self._number}'
+
+
+def lives(folder: pathlib.Path) -> list[Life]:
+  """All lives whose tapes are in a folder, by node and number."""
+  found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
+  for path in sorted(folder.iterdir(), reverse=True):
+    if _NAME.fullmatch(path.name):
+      node, life, segment = _place(path)
+      # Where both X.jsonl.gz and X.jsonl are left, the latter is taken: it comes last here.
+      found.setdefault((node, life), {})[segment] = path
+  return [
+    Life(node, life, tuple(path for _, path in sorted(segments.items())))
+    for (node, life), segments in sorted(found.items())
+  ]
+
+
+def find(path: pathlib.Path) -> list[Life]:
+  """The lives that a path names: a folder (of tapes, or of a run), or a file.
+
+  Any segment names its whole life; a file of another name is a tape by itself.
+
+  Raises:
+    ValueError: there is no such path, or no tape in it.
+  """
+  if path.is_dir():
+    folder = path / TAPES if (path / TAPES).is_dir() else path
+    found = lives(folder)
+    if not found:
+      raise ValueError(f'there are no tapes in {folder} (NODE.LIFE.SEGMENT.jsonl)')
+    return found
+  if not path.is_file():
+    raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
+  if not _NAME.fullmatch(path.name):
+    return [Life(path.name, 0, (path,))]
+  node, life, _ = _place(path)
+  return [one for one in lives(path.parent) if (one.node, one.number) == (node, life)]
+
+
+def replay(life: Life) -> tape.Replay:
+  """Replays a life. Raises tape.TapeError that names file and line."""
+  lines = Lines(life.segments)
+  return tape.replay(lines, lines.place)
+
+
+def read(life: Life) -> tape.Reader:
+  """The header and the turns of a life. Raises tape.TapeError, here and while iterating."""
+  lines = Lines(life.segments)
+  return tape.Reader(lines, lines.place)
+
+
+def _place(path: pathlib.Path) -> tuple[str, int, int]:
+  match = _NAME.fullmatch(path.name)
+  return match['node'], int(match['life']), int(match['segment'])

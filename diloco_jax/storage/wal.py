@@ -1,0 +1,435 @@
+"""The write-ahead log of the syncer: what is committed here survives, everything else may not.
+
+A record is all that is needed to carry out one outer step again, bit for bit. `append` gives it to
+the operating system, `commit` makes everything appended since the last one durable by one fsync.
+Nothing that follows from a record (an acknowledgement, a publication, a metric) may leave the
+process before the commit that covers it has returned.
+
+The log is a row of segments, files named by the number of their first record (bytes:
+wal_format.py). Records are numbered 1, 2, 3 ... and chained by their hashes. Recovery verifies all
+of it: a tail that a crash has torn is cut, and said so; anything else is refused
+(wal_recovery.py, which also tells how the two are told apart).
+
+Failures. A disk that is full takes nothing more: what it took of the record is cut off again, and
+the same record may be appended later. Any other failure breaks the log: after a failed fsync
+nobody knows what is durable, and no second one finds out, so nothing more is written, and the
+process has to end and recover. What recovery then reads may be pages that the disk never took, so
+whole records whose commit is not proven are written once more, to a new file, before they count.
+
+The order of I/O calls makes each of these true at every moment of a crash:
+  a segment has its name only once its header is durable, and all records before it are;
+  the oldest segment is dropped first, durably, before the next;
+  a file is replaced only by a durable whole one.
+"""
+
+import dataclasses
+import errno
+from typing import Any, Callable, Iterator, NamedTuple
+
+from diloco_jax.storage import files_port as files_port_lib
+from diloco_jax.storage import wal_format as fmt
+from diloco_jax.storage import wal_recovery
+
+SEGMENT_BYTES = 256 << 20
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Record(NamedTuple):
+  """A record as it was appended."""
+  number: int
+  kind: int
+  chain: bytes  # hash of the history up to and with it
+  payload: memoryview
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovered:
+  """What recovery found and did."""
+  first: int  # the oldest record
+  last: int  # the newest; first - 1 if there is none
+  cut_bytes: int  # of the torn tail
+  words: tuple[str, ...]  # a line for people each; empty if there is nothing to tell
+
+
+def open_log(
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None,
+  segment_bytes: int = SEGMENT_BYTES,
+) -> 'Wal':
+  """Recovers a log, or begins one in a directory that has none. Read `records(after)` next.
+
+  Every record it returns is durable and whole. The caller holds the directory's lock.
+
+  Args:
+    files: where the log is; other files in it are left alone.
+    run: whose log it is, 1 to 64 bytes.
+    after: the last record that the caller's snapshot holds; 0: no snapshot. The log has to hold it
+      or to begin right behind it.
+    chain: the hash of the history up to `after`, if the snapshot has it.
+    segment_bytes: a segment is closed once it is larger.
+
+  Raises:
+    WalDamaged: it is not what was committed; nothing was changed.
+    WalUnsupported: another format version or run; nothing was changed.
+    WalFull, WalBroken: the disk is full, or failed.
+  """
+  try:
+    found = wal_recovery.scan(files, run)
+    if found.damage:
+      raise found.damaged(files, found.damage, after)
+    if not found.segments and not after:
+      return begin(files, run, segment_bytes=segment_bytes)
+    _check_snapshot(files, found, after, chain)
+    words = _recover(files, found)
+  except OSError as error:
+    raise _unrecovered(files, error) from error
+  recovered = Recovered(found.first, found.last, found.torn_bytes, tuple(words))
+  log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered)
+  if found.proven < found.last:
+    log._mark()
+  return log
+
+
+def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
+  """A log as it is, for reading: what recovery would keep, and nothing is changed.
+
+  Raises:
+    WalDamaged, WalUnsupported: as open_log.
+    OSError: it cannot be read.
+  """
+  found = wal_recovery.scan(files, run)
+  if found.damage:
+    raise found.damaged(files, found.damage)
+  recovered = Recovered(found.first, found.last, found.torn_bytes, ())
+  log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered)
+  log._broken = 'It was opened for reading.'
+  return log
+
+
+def begin(
+  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None,
+  segment_bytes: int = SEGMENT_BYTES,
+) -> 'Wal':
+  """A new log that goes on behind a snapshot, in a directory that has none.
+
+  An explicit act: committed records that were in a log behind that snapshot are given up.
+  """
+  if wal_recovery.segment_names(files):
+    raise ValueError(f'there is a log in {files.place} already')
+  chain = chain or fmt.first_chain(run)
+  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(after + 1, after, 0, ()))
+  log._begin_segment()
+  return log
+
+
+def _check_snapshot(
+  files: files_port_lib.Files, found: wal_recovery.Found, after: int, chain: bytes | None
+) -> None:
+  """The log and the caller's snapshot have to be of one history without a gap."""
+  if not found.segments:
+    raise _misfit(files, found, 'there is no log', after)
+  if after > found.last:
+    raise _misfit(files, found, f'the log ends with record {found.last}', after)
+  if after < found.first - 1:
+    raise _misfit(files, found, f'the log begins with record {found.first}', after)
+  if chain is not None and chain_at(files, found.segments, after) != chain:
+    raise _misfit(files, found, 'the log has another history up to there (another hash)', after)
+
+
+def _misfit(
+  files: files_port_lib.Files, found: wal_recovery.Found, why: str, after: int
+) -> fmt.WalDamaged:
+  """A whole log, but not the one that the snapshot belongs to."""
+  last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
+  return fmt.WalDamaged(
+    f'The snapshot holds all records up to {after}, but {why}, in {files.place}. Not started, '
+    'nothing changed. Restore the missing files of the log, or a snapshot that fits it, or see '
+    f'what can be kept: {wal_recovery.REPAIR.format(place=files.place)}',
+    last.name, last.size, found.last,
+  )
+
+
+def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str]:
+  """Makes what was found durable and the last file end with it; what there is to tell."""
+  for name in files.names():
+    if name.endswith(fmt.NEW) and fmt.first_of(name[:-len(fmt.NEW)]) is not None:
+      files.remove(name)  # a segment that was never in use
+  files.fsync_names()  # the last life may have ended between a rename and this
+  last = found.segments[-1]
+  if found.proven < found.last:  # perhaps only in memory, never on the disk: see above
+    wal_recovery.copy(files, last.name, 0, last.size, last.name)
+  elif found.torn_bytes:
+    files.truncate(last.name, last.size)  # durable with the next commit; till then cut again
+  words = [
+    f'WAL {files.place}/{name}: the mark at byte {offset} is damaged; every record is whole.'
+    for name, offset in found.passed
+  ]
+  if found.torn_bytes:
+    words.append(
+      f'DD403 WAL {files.place}/{last.name} ended in an unfinished record ({found.torn_bytes} '
+      f'bytes dropped, it was never acknowledged). State is record {found.last}, hash '
+      f'{fmt.short(found.chain)}.'
+    )
+  return words
+
+
+def chain_at(
+  files: files_port_lib.Files, segments: list[wal_recovery.Segment], number: int
+) -> bytes | None:
+  """The hash after a record, or before the first; None: the log does not hold it."""
+  for segment in segments:
+    if segment.first == number + 1:
+      header = files.read(segment.name, 0, fmt.SEGMENT_HEADER_BYTES)
+      return fmt.parse_segment(segment.name, header).chain
+  for segment in reversed(segments):
+    if segment.first <= number:
+      found = (e.chain for _, e in wal_recovery.entries(files, segment) if e.number == number)
+      return next(found, None)
+  return None
+
+
+def _unrecovered(files: files_port_lib.Files, error: OSError) -> fmt.WalError:
+  """The disk failed before the log was open."""
+  if error.errno in FULL:
+    return fmt.WalFull(
+      f'No space on {files.place} to recover the log. Not started, no record is lost. Make space '
+      'and start again.'
+    )
+  return fmt.WalBroken(
+    f'Recovery of the log in {files.place} failed: {error}. Not started, no committed record was '
+    'dropped. Check the disk, then start again.'
+  )
+
+
+class Wal:
+  """An open log (open_log, begin). One thread at a time.
+
+  Attributes:
+    last: number of the newest record appended.
+    committed: number of the newest durable one; after a failure, what is safe.
+    recovered: what open_log found.
+  """
+
+  def __init__(
+    self, files: files_port_lib.Files, run: str, segments: list[wal_recovery.Segment], last: int,
+    chain: bytes, segment_bytes: int, recovered: Recovered,
+  ):
+    self._files = files
+    self._run = run
+    self._segments = segments
+    self._segment_bytes = segment_bytes
+    self._chain = self._committed_chain = chain
+    self._broken = ''  # why nothing is written any more
+    self.last = self.committed = last
+    self.recovered = recovered
+
+  @property
+  def first(self) -> int:
+    """Number of the oldest record that is kept."""
+    return self._segments[0].first
+
+  @property
+  def chain(self) -> bytes:
+    """Hash of the history up to the newest durable record: what a snapshot keeps."""
+    return self._committed_chain
+
+  def append(self, kind: int, *buffers: Any) -> int:
+    """Gives a record to the operating system; `commit` makes it durable.
+
+    Args:
+      kind: at least 1; its meaning is the caller's.
+      *buffers: the payload: contiguous buffers one behind the other (bytes, arrays), none copied.
+        They must not change before this returns.
+
+    Returns:
+      Its number.
+
+    Raises:
+      WalFull: there is no space; append the same again later.
+      WalBroken: the disk failed; nothing is written any more.
+    """
+    if not 1 <= kind < 1 << 32:
+      raise ValueError(f'kind {kind} of a record is not from 1 to 2**32 - 1')
+    self._require_whole()
+    views = [view.cast('B') for view in map(memoryview, buffers) if view.nbytes]
+    if self._segments[-1].size >= self._segment_bytes and self.committed == self.last:
+      self.roll()
+    number, length = self.last + 1, sum(len(view) for view in views)
+    chain, crc = fmt.sums(self._chain, kind, number, length, fmt.pieces_of(views))
+    entry = fmt.Entry(kind, number, self.committed, length, chain, crc)
+    self._write(entry, views)
+    self.last, self._chain = number, chain
+    return number
+
+  def commit(self) -> int:
+    """Makes all that was appended durable; on return anything about it may leave the process.
+
+    Returns:
+      The number of the last record.
+
+    Raises:
+      WalBroken: the fsync failed: what was appended since the last commit must not be spoken of.
+    """
+    self._require_whole()
+    if self.committed < self.last:
+      self._do('fsync of', self._files.fsync, self._segments[-1].name)
+      self.committed, self._committed_chain = self.last, self._chain
+      self._mark()
+    return self.committed
+
+  def records(self, after: int = 0) -> Iterator[Record]:
+    """The records behind number `after` that are there now, one at a time in memory.
+
+    Raises:
+      WalDamaged: a payload does not read back as it did when the log was opened.
+      WalBroken: the disk cannot be read.
+    """
+    due, last = max(after + 1, self.first), self.last
+    try:
+      for segment in self._from(due):
+        for offset, entry in wal_recovery.entries(self._files, segment):
+          if due <= entry.number <= last:
+            if entry.number > due:
+              raise self._changed(segment, offset, due)
+            yield self._record(segment, offset, entry)
+            due += 1
+    except OSError as error:
+      raise self._fail('Reading back', error) from error
+    if due <= last:
+      raise self._changed(self._segments[-1], 0, due)
+
+  def roll(self) -> None:
+    """Begins a new segment, so that the one before can be dropped. Everything is committed."""
+    if self.committed < self.last:
+      raise ValueError(f'records {self.committed + 1} to {self.last} are not committed')
+    self._require_whole()
+    if self._segments[-1].first <= self.last:
+      self._begin_segment()
+
+  def drop_before(self, number: int) -> list[str]:
+    """Removes the segments whose records are all < `number`; never the newest.
+
+    The caller has a *verified* snapshot that holds every record before `number`.
+
+    Returns:
+      The files removed.
+    """
+    self._require_whole()
+    dropped = []
+    while len(self._segments) > 1 and self._segments[1].first <= number:
+      name = self._segments[0].name
+      self._do('removing', self._files.remove, name)
+      self._do('fsync of the directory after removing', self._fsync_names, name)
+      dropped.append(self._segments.pop(0).name)
+    return dropped
+
+  def close(self) -> None:
+    """Makes the last mark durable too. Not needed for any promise; the files stay open."""
+    self._require_whole()
+    self._do('fsync of', self._files.fsync, self._segments[-1].name)
+
+  def _write(self, entry: fmt.Entry, views: list[memoryview]) -> None:
+    """An entry at the end: all of it, or nothing if that can be helped."""
+    segment = self._segments[-1]
+    broken, self._broken = self._broken, 'A write was interrupted.'  # unless it returns
+    try:
+      self._files.append(segment.name, fmt.pack_entry(entry), *views)
+    except OSError as error:
+      if self._cut_back(segment) and error.errno in FULL:
+        self._broken = broken
+        raise self._full(fmt.ENTRY_HEADER_BYTES + entry.length) from error
+      raise self._fail(f'Writing to {segment.name}', error) from error
+    self._broken = broken
+    segment.size += fmt.ENTRY_HEADER_BYTES + entry.length
+
+  def _cut_back(self, segment: wal_recovery.Segment) -> bool:
+    """Takes back the part of an entry that was written; if that fails, recovery will."""
+    try:
+      self._files.truncate(segment.name, segment.size)
+      return True
+    except OSError:
+      return False
+
+  def _mark(self) -> None:
+    """Says in the log what was committed, so that later damage is not taken for a torn tail."""
+    try:
+      self._write(fmt.Entry(fmt.MARK, self.last, self.last, 0, self._chain, 0), [])
+    except fmt.WalError:
+      pass  # the commit stands; if the disk failed, the next append says so
+
+  def _begin_segment(self) -> None:
+    """A file has its name only once its header is durable."""
+    first = self.last + 1
+    name, new = fmt.segment_name(first), fmt.segment_name(first) + fmt.NEW
+    header = fmt.pack_segment(fmt.Header(first, self._chain, self._run))
+    self._do('creating', self._files.create, new, needed=len(header))
+    self._do('writing to', self._files.append, new, header, needed=len(header))
+    self._do('fsync of', self._files.fsync, new)
+    self._do('renaming', self._files.rename, new, name, needed=len(header))
+    self._do('fsync of the directory after renaming', self._fsync_names, new)
+    self._segments.append(wal_recovery.Segment(name, first))
+
+  def _fsync_names(self, name: str) -> None:
+    del name  # for the message
+    self._files.fsync_names()
+
+  def _from(self, number: int) -> list[wal_recovery.Segment]:
+    """The segments that hold a record and those behind it."""
+    older = sum(segment.first <= number for segment in self._segments)
+    return self._segments[max(older - 1, 0):]
+
+  def _record(
+    self, segment: wal_recovery.Segment, offset: int, entry: fmt.Entry
+  ) -> Record:
+    """Read once more, checked once more."""
+    payload, done = memoryview(bytearray(entry.length)), 0
+    start = offset + fmt.ENTRY_HEADER_BYTES
+    for data in wal_recovery.read_pieces(self._files, segment.name, start, start + entry.length):
+      payload[done:done + len(data)] = data
+      done += len(data)
+    if fmt.crc_of(payload) != entry.crc:
+      raise self._changed(segment, offset, entry.number)
+    return Record(entry.number, entry.kind, entry.chain, payload.toreadonly())
+
+  def _changed(
+    self, segment: wal_recovery.Segment, offset: int, number: int
+  ) -> fmt.WalDamaged:
+    return fmt.WalDamaged(
+      f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} is '
+      'not what it was. Check the disk and the memory of this host, then start again.',
+      segment.name, offset, number - 1,
+    )
+
+  # --- Failures -----------------------------------------------------------------------------------
+
+  def _require_whole(self) -> None:
+    if self._broken:
+      raise fmt.WalBroken(self._broken, self.committed)
+
+  def _do(
+    self, doing: str, call: Callable[..., Any], name: str, *args: Any, needed: int = 0
+  ) -> None:
+    """A call of the port; `needed` bytes of space may be missing without harm."""
+    broken, self._broken = self._broken, f'Interrupted: {doing} {name}.'  # unless it returns
+    try:
+      call(name, *args)
+    except OSError as error:
+      if needed and error.errno in FULL:
+        self._broken = broken
+        raise self._full(needed) from error
+      raise self._fail(f'{doing} {name}', error) from error
+    self._broken = broken
+
+  def _full(self, needed: int) -> fmt.WalFull:
+    return fmt.WalFull(
+      f'No space on {self._files.place} ({needed} bytes needed). No outer update is committed '
+      f'until there is; the last committed record {self.committed} is safe.'
+    )
+
+  def _fail(self, doing: str, error: OSError) -> fmt.WalBroken:
+    """Nothing is written from here on."""
+    self._broken = (
+      f'{doing} failed in {self._files.place}: {error}. Stopped so that no unsaved update is '
+      f'acknowledged. Safe up to record {self.committed}, hash {fmt.short(self._committed_chain)}. '
+      'Check the disk, then start again.'
+    )
+    return fmt.WalBroken(self._broken, self.committed)

@@ -1,0 +1,206 @@
+"""Theta on the syncer: master, published value and outer state of every fragment, and how it moves.
+
+A flat float32 vector per fragment. What is merged now and what is merged again from the log
+(outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.numerics import codecs
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.numerics import exchange
+from diloco_jax.numerics import fragments
+from diloco_jax.numerics import weights
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import screening
+from diloco_jax.config import build
+from diloco_jax.train import model as model_lib
+
+NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
+NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
+
+
+class Share(NamedTuple):
+  """What one participant brings to an outer step."""
+
+  payload: memoryview | bytes  # its encoded pseudo-gradient
+  tokens: int
+  steps: int
+
+
+class Merged(NamedTuple):
+  """What became of an outer step; if it was refused (`failed`, in words), nothing has changed."""
+
+  failed: str
+  digest: int  # of the published value after it
+  delta: memoryview  # what takes holders of the version before to it; not to be sent if it failed
+  norm: float
+
+
+class Screened(NamedTuple):
+  """What participants bring (protocol/syncer/screening.py): their norms, and who of them is left out."""
+
+  norms: tuple[int, ...]
+  refused: tuple[str, ...]
+
+
+class Theta:
+  """The global model, by fragment: master, published value, outer state, version."""
+
+  def __init__(self, assembled: build.Assembly):
+    """Version 0 from the config's seed, the same that every learner draws; drawn when it is first
+    needed, since what is restored from a checkpoint never is."""
+    self._assembled = assembled
+    layout = assembled.layout
+    count = layout.num_fragments
+    self._outer = [assembled.outer_optimizer(p) for p in range(count)]
+    # Placed as what a checkpoint gives back, so that both are compiled for, and cached, as one.
+    self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    self._values: dict[str, Any] | None = None
+    self._warm = False
+    self.versions = [0] * count
+    self._outer_step = [
+      jax.jit(
+        functools.partial(
+          exchange.outer_step, layout, p, self._outer[p], assembled.codec_up, assembled.codec_down
+        ),
+        donate_argnums=(0, 1, 2),
+      )
+      for p in range(count)
+    ]
+    self._norm = [
+      jax.jit(functools.partial(exchange.payload_norm, assembled.codec_up, layout.size(p)))
+      for p in range(count)
+    ]
+    self._digest = jax.jit(digest_lib.digest)
+    self._to_params = jax.jit(self._assemble)
+
+  def _version_0(self) -> dict[str, Any]:
+    layout, config = self._assembled.layout, self._assembled.config
+    params = jax.tree.map(jnp.asarray, model_lib.init_params(config.model, config.train.seed))
+    published = jax.device_put([
+      codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)
+    ], self.place)
+    masters = [jnp.copy(value_N) for value_N in published]
+    outer = jax.device_put([
+      exchange.init_outer(layout, p, self._outer[p], value_N) for p, value_N in enumerate(masters)
+    ], self.place)
+    return {'masters': masters, 'published': published, 'outer': outer}
+
+  def arrays(self) -> dict[str, Any]:
+    """Everything a checkpoint needs; a tree of arrays."""
+    return {name: list(values) for name, values in self._whole().items()}
+
+  def _whole(self) -> dict[str, Any]:
+    if self._values is None:
+      self._values = self._version_0()
+    return self._values
+
+  @property
+  def like(self) -> Any:
+    """The shapes of `arrays`, nothing drawn."""
+    return jax.eval_shape(self._version_0)
+
+  @property
+  def masters(self) -> list[jax.Array]:
+    return self._whole()['masters']
+
+  @property
+  def published(self) -> list[jax.Array]:
+    return self._whole()['published']
+
+  @property
+  def outer_states(self) -> list[Any]:
+    return self._whole()['outer']
+
+  @property
+  def shapes(self) -> Any:
+    return self._assembled.shapes
+
+  def digest(self, p: int) -> int:
+    return build.as_int(self._digest(self.published[p]))
+
+  def width(self, participants: int) -> int:
+    """To how many rows so many participants are filled up: M, or the next power of two once more
+    have joined, so that it compiles once."""
+    expected = self._assembled.config.sync.learners
+    return expected if participants <= expected else 1 << (participants - 1).bit_length()
+
+  def screen(
+    self, participants: Sequence[actions.Participant], payloads: Sequence[memoryview | bytes],
+    p: int,
+  ) -> Screened:
+    """Looks at each payload of fragment p by itself: nobody else's changes what becomes of it."""
+    norms = tuple(self.norm(p, payload) for payload in payloads)
+    refused = tuple(
+      one.learner for one, norm in zip(participants, norms, strict=True)
+      if screening.refused(norm, one.limit)
+    )
+    return Screened(norms, refused)
+
+  def norm(self, p: int, payload: memoryview | bytes) -> int:
+    """In screening.UNIT; NOT_FINITE if it is not."""
+    norm = float(self._norm[p](np.frombuffer(payload, np.uint8)))
+    return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
+
+  def merge(self, p: int, shares: Sequence[Share | None], width: int) -> Merged:
+    """Carries out an outer step of fragment p; its next version, unless it is refused.
+
+    Args:
+      shares: in the order of learner ids; None is left out, as if it were absent.
+      width: rows of the stack; those beyond the shares are absent learners. Part of the input: a
+        sum over more rows may be rounded in another order.
+    """
+    payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
+    tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    for m, share in enumerate(shares):
+      if share is None:
+        continue
+      payloads_MxB[m] = np.frombuffer(share.payload, np.uint8)
+      tokens_M[m], steps_M[m] = share.tokens, share.steps
+    result = self._outer_step[p](
+      self.masters[p], self.published[p], self.outer_states[p], payloads_MxB,
+      weights.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
+    )
+    self.masters[p], self.published[p] = result.master_N, result.published_N
+    self.outer_states[p] = result.opt_state
+    failed = '' if bool(result.ok) else NOT_FINITE if any(shares) else NOBODY
+    if not failed:
+      self.versions[p] += 1
+    return Merged(
+      failed, build.as_int(result.digest), build.host_bytes(result.delta_bytes),
+      float(result.norm),
+    )
+
+  def warm_up(self) -> None:
+    """Compiles the outer steps for M participants, by empty contributions: nobody has a weight, so
+    they are refused and nothing changes."""
+    if not self._warm:
+      for p, size in enumerate(self._assembled.payload_bytes):
+        self.norm(p, bytes(size))
+        self.merge(p, (), self.width(1))
+      self._warm = True
+
+  def forget(self) -> None:
+    """Frees its arrays: version 0 again, drawn when it is needed; what is compiled stays."""
+    self._values, self.versions = None, [0] * len(self.versions)
+
+  def params(self) -> Any:
+    """The published model as a parameter tree, in buffers of its own."""
+    return self._to_params(self.published)
+
+  def _assemble(self, published: list[jax.Array]) -> Any:
+    tree = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
+    for p, value_N in enumerate(published):
+      tree = fragments.scatter(self._assembled.layout, p, tree, value_N)
+    return tree
+
+  def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
+    self._values = {name: list(values) for name, values in arrays.items()}
+    self.versions = list(versions)

@@ -1,0 +1,1 @@
+"""Messages and payloads between nodes: frames, the protobuf schema, gRPC streams, in-process links."""

@@ -1,0 +1,239 @@
+"""Payload chunks: the bytes of the Bulk stream. This docstring is the format.
+
+A *transfer* carries one payload of S bytes from one end of a session to the other. It is cut into
+N = max(1, ceil(S / 2^20)) chunks; chunk i begins at byte i * 2^20 and ends where the next begins,
+so all but the last have exactly 1 MiB and an empty payload is one empty chunk. Each chunk is one
+*frame* (one gRPC message): 40 bytes of header, then the chunk's raw bytes, nothing after. Numbers
+are little endian::
+
+  offset bytes field
+       0     4 magic    "DLCB"
+       4     2 version  1
+       6     2 header   40, the size of this header in bytes
+       8     8 transfer number of the transfer, > 0, growing within a session
+      16     8 total    S, the size of the whole payload in bytes
+      24     4 index    i, the number of this chunk
+      28     4 count    N, the number of chunks
+      32     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
+      36     4 check    CRC-32 (zlib) of the header bytes 0 to 35
+      40       data
+
+The chunks of a transfer come in the order of their index (a stream is ordered); transfers may
+interleave. Because `crc32` runs over the payload, each end reads every byte once, a wrong bit is
+noticed with the chunk that has it, and the last value is the one that the announcing message gives
+(`protocol.messages.Payload`; compared in `node.link.Inbox`). `check` keeps a chunk with a wrong
+header from landing elsewhere.
+
+Not checked here: who sends (see the session token), what the bytes mean (see the codecs).
+CRC-32 guards against accidents, not against an attacker.
+"""
+
+import dataclasses
+import struct
+from typing import Iterator
+import zlib
+
+import numpy as np
+
+from diloco_jax.transport import errors
+
+CHUNK_BYTES = 1 << 20
+MAGIC = b'DLCB'
+VERSION = 1
+
+_FIELDS = struct.Struct('<4sHHQQIII')
+_CHECK = struct.Struct('<I')
+HEADER_BYTES = _FIELDS.size + _CHECK.size
+MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
+
+
+def chunk_count(total_bytes: int) -> int:
+  return max(1, -(-total_bytes // CHUNK_BYTES))
+
+
+def split(transfer: int, payload: memoryview | bytes) -> Iterator[bytes]:
+  """The frames of a transfer, each made when it is asked for (one copy of at most 1 MiB)."""
+  data = memoryview(payload).cast('B')
+  count = chunk_count(data.nbytes)
+  crc32 = 0
+  for index in range(count):
+    chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    crc32 = zlib.crc32(chunk, crc32)
+    fields = _FIELDS.pack(
+      MAGIC, VERSION, HEADER_BYTES, transfer, data.nbytes, index, count, crc32
+    )
+    yield b''.join((fields, _CHECK.pack(zlib.crc32(fields)), chunk))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Transfer:
+  """A whole payload: read-only bytes and their CRC-32."""
+
+  number: int
+  data: memoryview
+  crc32: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunk:
+  transfer: int
+  total: int
+  index: int
+  count: int
+  crc32: int
+  data: memoryview
+
+
+class _Partial:
+  """A transfer of which some chunks are still to come."""
+
+  def __init__(self, total: int):
+    # Not a bytearray: that would be zeroed at once, with the GIL held, however large.
+    self.buffer_S = np.empty(total, np.uint8)
+    self.next_index = 0
+    self.crc32 = 0
+
+  def add(self, chunk: _Chunk) -> None:
+    crc32 = zlib.crc32(chunk.data, self.crc32)
+    if crc32 != chunk.crc32:
+      raise errors.WireError(
+        'checksum',
+        f'CRC-32 {crc32:#010x} after chunk {chunk.index} of transfer '
+        f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
+      )
+    # numpy copies without the GIL, as zlib computes its checksums.
+    start = chunk.index * CHUNK_BYTES
+    self.buffer_S[start : start + chunk.data.nbytes] = np.frombuffer(chunk.data, np.uint8)
+    self.crc32 = crc32
+    self.next_index += 1
+
+
+class Assembler:
+  """Puts transfers together again. Not thread-safe; one per stream.
+
+  Args:
+    max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
+    max_open: how many transfers may be incomplete at the same time.
+  """
+
+  def __init__(self, *, max_payload_bytes: int, max_open: int):
+    self._max_payload_bytes = max_payload_bytes
+    self._max_open = max_open
+    self._open: dict[int, _Partial] = {}
+
+  def add(self, frame: bytes) -> Transfer | None:
+    """Takes one frame; returns its transfer if that is complete now.
+
+    Raises:
+      WireError: the frame breaks the format or a limit (its `clause` says which). Afterwards the
+        stream it came over is worth nothing: close it.
+    """
+    chunk = _parse(frame)
+    self._check_limits(chunk)
+    partial = self._partial(chunk)
+    self._check_order(chunk, partial)
+    partial.add(chunk)
+    if partial.next_index < chunk.count:
+      return None
+    del self._open[chunk.transfer]
+    data = memoryview(partial.buffer_S).toreadonly()
+    return Transfer(chunk.transfer, data, partial.crc32)
+
+  def received(self, transfer: int) -> int:
+    """How many bytes of an incomplete transfer are there."""
+    return self._open[transfer].next_index * CHUNK_BYTES if transfer in self._open else 0
+
+  def _check_limits(self, chunk: _Chunk) -> None:
+    if chunk.total > self._max_payload_bytes:
+      raise errors.WireError(
+        'too_large',
+        f'transfer {chunk.transfer} has {chunk.total} bytes, at most '
+        f'{self._max_payload_bytes} are granted',
+      )
+    if chunk.transfer not in self._open and len(self._open) >= self._max_open:
+      raise errors.WireError(
+        'too_many',
+        f'transfer {chunk.transfer} begins beside {len(self._open)} '
+        f'incomplete ones, at most {self._max_open} are granted',
+      )
+
+  def _partial(self, chunk: _Chunk) -> _Partial:
+    if chunk.transfer in self._open:
+      return self._open[chunk.transfer]
+    # Only a first chunk opens a transfer, so a stray one allocates nothing.
+    if chunk.index != 0:
+      raise errors.WireError(
+        'order',
+        f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
+      )
+    return self._open.setdefault(chunk.transfer, _Partial(chunk.total))
+
+  def _check_order(self, chunk: _Chunk, partial: _Partial) -> None:
+    if chunk.total != partial.buffer_S.nbytes:
+      raise errors.WireError(
+        'size',
+        f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes, its '
+        f'chunk {chunk.index} says {chunk.total}',
+      )
+    if chunk.index < partial.next_index:
+      raise errors.WireError(
+        'duplicate',
+        f'chunk {chunk.index} of transfer {chunk.transfer} came again',
+      )
+    if chunk.index > partial.next_index:
+      raise errors.WireError(
+        'order',
+        f'chunk {chunk.index} of transfer {chunk.transfer} came when '
+        f'{partial.next_index} was due',
+      )
+
+
+def _parse(frame: bytes) -> _Chunk:
+  """A frame's chunk, if the frame is sound in itself."""
+  view = memoryview(frame)
+  if view.nbytes < HEADER_BYTES:
+    raise errors.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
+  magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
+  if magic != MAGIC:
+    raise errors.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
+  if (version, header_bytes) != (VERSION, HEADER_BYTES):
+    raise errors.WireError(
+      'version',
+      f'version {version} with a header of {header_bytes} bytes; this '
+      f'build reads version {VERSION} with {HEADER_BYTES}',
+    )
+  _check_header(view)
+  chunk = _Chunk(*fields, data=view[HEADER_BYTES:])
+  _check_sizes(chunk)
+  return chunk
+
+
+def _check_header(frame: memoryview) -> None:
+  stored, = _CHECK.unpack_from(frame, _FIELDS.size)
+  found = zlib.crc32(frame[: _FIELDS.size])
+  if stored != found:
+    raise errors.WireError(
+      'header',
+      f'CRC-32 {found:#010x} over the header, it says {stored:#010x}',
+    )
+
+
+def _check_sizes(chunk: _Chunk) -> None:
+  if chunk.transfer == 0:
+    raise errors.WireError('transfer', 'transfer number 0 stands for no transfer')
+  if chunk.count != chunk_count(chunk.total):
+    raise errors.WireError(
+      'count',
+      f'{chunk.total} bytes in {chunk.count} chunks, not '
+      f'{chunk_count(chunk.total)}',
+    )
+  if chunk.index >= chunk.count:
+    raise errors.WireError('index', f'chunk {chunk.index} of {chunk.count}')
+  expected = min(CHUNK_BYTES, chunk.total - chunk.index * CHUNK_BYTES)
+  if chunk.data.nbytes != expected:
+    raise errors.WireError(
+      'size',
+      f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} '
+      f'bytes, not {expected}',
+    )
+

@@ -1,0 +1,160 @@
+"""A learner's end of the wire: a fresh gRPC channel per dial, no retries, no back-off of its own.
+
+When to dial again is the learner machine's decision. A channel that failed remembers it and makes
+the next call wait, therefore each session has a channel to itself, closed with it.
+"""
+
+import contextlib
+import threading
+import time
+from typing import Callable, Iterator
+
+from diloco_jax.transport import grpc_session  # first: it tells gRPC how much to log
+
+import grpc
+
+from diloco_jax.transport import link
+from diloco_jax.node import ports
+from diloco_jax.protocol import messages
+from diloco_jax.transport import traffic
+from diloco_jax.transport import translate
+
+_OPTIONS = grpc_session.COMMON_OPTIONS + (
+  ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
+  ('grpc.enable_http_proxy', 0),  # the address is a loopback address
+)
+
+
+class GrpcLearnerTransport:
+  """The port `node.ports.Transport` for a learner.
+
+  Args:
+    address: tells the syncer's 'host:port', a loopback address; asked at every dial, because a
+      restarted syncer may listen elsewhere. Its OSError or ValueError is the session's end.
+    limits: what the syncer is granted.
+  """
+
+  def __init__(
+    self, address: Callable[[], str], post: ports.Post, payloads: ports.Payloads,
+    limits: link.Limits,
+  ):
+    self._address = address
+    self._post = post
+    self._payloads = payloads
+    self._limits = limits
+    self.traffic = traffic.Traffic()
+    self._lock = threading.Lock()
+    self._sessions: dict[int, grpc_session.Session] = {}
+
+  def dial(self, session: int) -> None:
+    dialed = grpc_session.Session(
+      session, self._post, self._payloads, self._limits,
+      outgoing=translate.LEARNER_TO_SYNCER, incoming=translate.SYNCER_TO_LEARNER, dialed=True,
+      traffic=self.traffic,
+    )
+    with self._lock:
+      if session in self._sessions:
+        raise ValueError(f'session {session} was dialed before: a number is used once')
+      self._sessions[session] = dialed
+    grpc_session.start_thread(f'session-{session}', self._run, dialed)
+
+  def send(
+    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+  ) -> None:
+    link.check_payload(message, payload)
+    if (found := self._find(session)) is not None:
+      found.send(message, payload)
+
+  def close(self, session: int, reason: str) -> None:
+    if (found := self._find(session)) is not None:
+      found.close(reason)
+
+  def shutdown(self, grace_s: float) -> None:
+    deadline_s = time.monotonic() + grace_s
+    with self._lock:
+      sessions = list(self._sessions.values())
+    for session in sessions:
+      session.close('the learner shut down')
+    for session in sessions:
+      if not session.finished.wait(max(0.0, deadline_s - time.monotonic())):
+        session.cancel()
+    for session in sessions:
+      session.finished.wait(self._limits.drain_s)
+
+  def _find(self, session: int) -> grpc_session.Session | None:
+    with self._lock:
+      return self._sessions.get(session)
+
+  def _run(self, session: grpc_session.Session) -> None:
+    """A session's whole life, on its own thread."""
+    try:
+      address = self._address()
+      grpc_session.check_loopback(address)
+      with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+        self._serve(session, channel, address)
+    except grpc.RpcError as error:
+      session.fail(grpc_session.words(error))
+    except (OSError, ValueError) as error:
+      session.fail(str(error))
+    finally:  # whatever happened, the machine hears that the session is gone
+      with self._lock:
+        del self._sessions[session.number]
+      session.finish()
+
+  def _serve(
+    self, session: grpc_session.Session, channel: grpc.Channel, address: str
+  ) -> None:
+    with self._handshake(session, address):
+      control = _call(session, channel, 'Control', session.control_frames(), ())
+      token = _token(control)
+      bulk = _call(session, channel, 'Bulk', session.bulk_frames(), ((grpc_session.TOKEN, token),))
+      _token(bulk)
+      session.open()
+    reader = grpc_session.start_thread(f'bulk-{session.number}', session.read_bulk, bulk)
+    session.read_control(control)
+    reader.join()
+
+  @contextlib.contextmanager
+  def _handshake(self, session: grpc_session.Session, address: str) -> Iterator[None]:
+    """Both streams are up when its body has ended, or the session fails in time."""
+
+    def give_up():
+      session.fail(f'unavailable: no syncer answers at {address} within '
+                   f'{self._limits.handshake_s} s')
+      session.cancel()
+
+    timer = threading.Timer(self._limits.handshake_s, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+      yield
+    finally:
+      timer.cancel()
+
+
+def _call(
+  session: grpc_session.Session,
+  channel: grpc.Channel,
+  method: str,
+  frames: Iterator[bytes],
+  metadata: tuple[tuple[str, str], ...],
+) -> grpc.Call:
+  """Opens a stream of raw bytes; both ends serialise themselves."""
+  stream = channel.stream_stream(f'/{grpc_session.SERVICE}/{method}')
+  call = stream(frames, metadata=metadata, wait_for_ready=False)
+  session.add_stream(call.cancel)
+  return call
+
+
+def _token(call: grpc.Call) -> str:
+  """The session token in the syncer's first word.
+
+  Raises the call itself if it was refused, ConnectionError if it ended well without a token.
+  """
+  metadata = dict(call.initial_metadata())
+  if grpc_session.TOKEN in metadata:
+    return metadata[grpc_session.TOKEN]
+  if call.code() is not grpc.StatusCode.OK:  # waits for its end; the handshake's timer sees to that
+    raise call
+  raise ConnectionError(f'what answers is no syncer: no {grpc_session.TOKEN} in its metadata '
+                        f'{metadata}')

@@ -1,0 +1,193 @@
+"""The syncer's end of the wire: a gRPC server on the loopback address.
+
+Both streams of a session arrive as calls of their own. Control comes first: the server answers
+with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
+token for an answer, too), the session is open. The synchronous API is used throughout: for bulk,
+threads are a little faster than asyncio, and every large copy and checksum runs without the GIL.
+"""
+
+from concurrent import futures
+import itertools
+import secrets
+import threading
+import time
+from typing import Iterator
+
+from diloco_jax.transport import grpc_session  # first: it tells gRPC how much to log
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from diloco_jax.transport import link
+from diloco_jax.node import ports
+from diloco_jax.protocol import messages
+from diloco_jax.transport import traffic
+from diloco_jax.transport import sync_pb2  # registers the schema that reflection serves
+from diloco_jax.transport import translate
+
+_SPARE_CALLS = 16  # health checks, reflection, and calls that are about to be refused
+
+_OPTIONS = grpc_session.COMMON_OPTIONS + (
+  ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
+  ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
+)
+
+
+class GrpcSyncerTransport:
+  """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
+
+  Args:
+    address: 'host:port' with a loopback host; port 0 takes a free one, see `port`.
+    limits: what each learner is granted.
+
+  Raises:
+    ValueError: the address is not a loopback address.
+    OSError: the port cannot be bound.
+  """
+
+  def __init__(
+    self, address: str, post: ports.Post, payloads: ports.Payloads, limits: link.Limits
+  ):
+    grpc_session.check_loopback(address)
+    self._post = post
+    self._payloads = payloads
+    self._limits = limits
+    self.traffic = traffic.Traffic()
+    self._lock = threading.Lock()
+    self._numbers = itertools.count(1)
+    self._sessions: dict[int, grpc_session.Session] = {}
+    self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
+    self._closing = False
+    calls = 2 * limits.max_sessions + _SPARE_CALLS
+    self._pool = futures.ThreadPoolExecutor(calls, thread_name_prefix='syncer-grpc')
+    self._server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=calls)
+    self._health = self._add_services()
+    self.port = self._bind(address)
+    self._server.start()
+
+  def dial(self, session: int) -> None:
+    raise ValueError(f'a syncer listens and dials nobody, not session {session} either')
+
+  def send(
+    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+  ) -> None:
+    link.check_payload(message, payload)
+    if (found := self._find(session)) is not None:
+      found.send(message, payload)
+
+  def close(self, session: int, reason: str) -> None:
+    if (found := self._find(session)) is not None:
+      found.close(reason)
+
+  def shutdown(self, grace_s: float) -> None:
+    deadline_s = time.monotonic() + grace_s
+    with self._lock:
+      self._closing = True
+      sessions = list(self._sessions.values())
+    self._health.enter_graceful_shutdown()
+    for session in sessions:
+      session.close('the syncer shut down')
+    for session in sessions:
+      session.finished.wait(max(0.0, deadline_s - time.monotonic()))
+    self._server.stop(grace=None).wait()
+    self._pool.shutdown()
+
+  def _bind(self, address: str) -> int:
+    try:
+      return self._server.add_insecure_port(address)
+    except RuntimeError as error:
+      raise OSError(f'cannot listen on {address}: the port is in use or not ours to take; choose '
+                    'another, or port 0 for any free one') from error
+
+  def _add_services(self) -> health.HealthServicer:
+    handlers = {
+      'Control': grpc.stream_stream_rpc_method_handler(self._control),
+      'Bulk': grpc.stream_stream_rpc_method_handler(self._bulk),
+    }
+    generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
+    self._server.add_generic_rpc_handlers((generic,))
+    servicer = health.HealthServicer(
+      experimental_non_blocking=True, experimental_thread_pool=self._pool
+    )
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+    for service in ('', grpc_session.SERVICE):
+      servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
+    names = (sync_pb2.DESCRIPTOR.services_by_name['SyncerService'].full_name,
+             health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, self._server)
+    return servicer
+
+  # --- The two calls of a session, each on its own thread -----------------------------------------
+
+  def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    session, token = self._admit(context)
+    context.send_initial_metadata(((grpc_session.TOKEN, token),))
+    if not session.wait_open(self._limits.handshake_s):
+      session.fail(f'no Bulk stream within {self._limits.handshake_s} s')
+    grpc_session.start_thread(f'control-{session.number}', session.read_control, requests)
+    yield from session.control_frames()
+    _conclude(session, context)
+
+  def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    token = dict(context.invocation_metadata()).get(grpc_session.TOKEN, '')
+    with self._lock:
+      session = self._unclaimed.pop(token, None)
+    if session is None:
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, 'unknown session token: open Control first')
+    self._watch(session, context)
+    context.send_initial_metadata(((grpc_session.TOKEN, token),))
+    session.open()
+    grpc_session.start_thread(f'bulk-{session.number}', session.read_bulk, requests)
+    yield from session.bulk_frames()
+    _conclude(session, context)
+
+  def _admit(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+    with self._lock:
+      number = len(self._sessions)
+      if not self._closing and number < self._limits.max_sessions:
+        session = self._new_session()
+        token = secrets.token_hex(16)
+        self._unclaimed[token] = session
+        self._watch(session, context)
+        return session, token
+    if self._closing:
+      context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
+    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED,
+                  f'{number} sessions are open, at most {self._limits.max_sessions} are granted')
+
+  def _new_session(self) -> grpc_session.Session:
+    session = grpc_session.Session(
+      next(self._numbers), self._post, self._payloads, self._limits,
+      outgoing=translate.SYNCER_TO_LEARNER, incoming=translate.LEARNER_TO_SYNCER, dialed=False,
+      traffic=self.traffic,
+    )
+    self._sessions[session.number] = session
+    return session
+
+  def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
+    session.add_stream(context.cancel)
+    if not context.add_callback(lambda: self._gone(session)):
+      # The call ended before we could ask to be told. From a thread: the caller may hold the lock.
+      grpc_session.start_thread(f'gone-{session.number}', self._gone, session)
+
+  def _gone(self, session: grpc_session.Session) -> None:
+    if not session.stream_gone():
+      return
+    with self._lock:
+      self._sessions.pop(session.number, None)
+      for token in [t for t, s in self._unclaimed.items() if s is session]:
+        del self._unclaimed[token]
+
+  def _find(self, session: int) -> grpc_session.Session | None:
+    with self._lock:
+      return self._sessions.get(session)
+
+
+def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:
+  """Ends a stream of an ended session and tells the learner why."""
+  if session.failed:
+    context.abort(grpc.StatusCode.ABORTED, session.reason)
+  # An orderly end must have status OK (any other lets gRPC drop what was sent before), and gRPC
+  # does not transport the details of an OK.
+  context.set_trailing_metadata(((grpc_session.REASON, session.reason.encode()),))

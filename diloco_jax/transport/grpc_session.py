@@ -1,0 +1,365 @@
+"""One learner-syncer session over two gRPC streams; both ends run this file.
+
+A session lives through four states::
+
+  CONNECTING --open()--> OPEN --close()--> DRAINING --> OVER
+       |                  |                                ^
+       +------------------+---- fail(), streams ended -----+
+
+Only an OPEN session delivers and accepts messages. `Disconnected` is posted at the moment a
+session stops being OPEN, so nothing follows it and it comes exactly once; DRAINING then lets what
+was queued go out for at most `drain_s`. OVER ends both streams. Four threads serve a session, one
+per stream and direction: two writers that gRPC runs (the generators `control_frames`,
+`bulk_frames`) and two readers (`read_control`, `read_bulk`). All of them end with their stream,
+and a stream ends with the session.
+
+There is no retry anywhere: a retried stream can lose messages silently. What was lost with a
+session is the machines' business.
+"""
+
+import enum
+import ipaddress
+import os
+import threading
+import time
+from typing import Callable, Iterable, Iterator
+
+# Read when gRPC is imported: a peer that goes away is our business to report, not its log's.
+os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
+
+import grpc
+
+from diloco_jax.transport import link
+from diloco_jax.node import ports
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.node import failpoints
+from diloco_jax.transport import traffic as traffic_lib
+from diloco_jax.transport import chunks
+from diloco_jax.transport import errors
+from diloco_jax.transport import stream_crc
+from diloco_jax.transport import translate
+
+SERVICE = 'diloco.v1.SyncerService'
+TOKEN = 'diloco-session'
+REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
+LOST = 'connection lost'
+
+COMMON_OPTIONS = (
+  ('grpc.enable_retries', 0),
+  ('grpc.keepalive_time_ms', 10_000),
+  ('grpc.keepalive_timeout_ms', 5_000),
+  # Without this a frozen peer is noticed after a minute only, whatever the two lines above say.
+  ('grpc.http2.ping_timeout_ms', 5_000),
+  ('grpc.keepalive_permit_without_calls', 1),
+  ('grpc.http2.max_pings_without_data', 0),
+)
+
+
+class _State(enum.Enum):
+  CONNECTING = 'connecting'
+  OPEN = 'open'
+  DRAINING = 'draining'
+  OVER = 'over'
+
+
+class Session:
+  """One end of a session.
+
+  Args:
+    number: what events call this session.
+    outgoing, incoming: the two directions of Control, seen from this end.
+    dialed: this end dialed, so it hears of a session that never opened.
+    traffic: counts the bytes of all sessions of a transport.
+  """
+
+  def __init__(
+    self,
+    number: int,
+    post: ports.Post,
+    payloads: ports.Payloads,
+    limits: link.Limits,
+    outgoing: translate.Direction,
+    incoming: translate.Direction,
+    dialed: bool,
+    traffic: traffic_lib.Traffic,
+  ):
+    self._traffic = traffic
+    self.number = number
+    self.reason = ''
+    self.finished = threading.Event()  # both streams are gone
+    self._post = post
+    self._payloads = payloads
+    self._limits = limits
+    self._outgoing = outgoing
+    self._incoming = incoming
+    self._dialed = dialed
+    self._outbox = link.Outbox(
+      chunks.split, limits.max_queued_bytes, limits.max_queued_messages,
+      limits.donation_bytes_per_s)
+    self._inbox = link.Inbox(limits.max_payload_bytes, limits.max_open_transfers)
+    self._assembler = chunks.Assembler(
+      max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
+    )
+    self._sent, self._received = stream_crc.Seal(), stream_crc.Seal()
+    self._changed = threading.Condition()
+    self._state = _State.CONNECTING
+    self._failed = False
+    self._bulk_done = False
+    self._cancels: list[Callable[[], None]] = []  # one per stream
+    self._streams_up = 0
+    self._streams_read = 0  # to their orderly end
+    self._timer: threading.Timer | None = None
+
+  # --- What the transport calls -------------------------------------------------------------------
+
+  def open(self) -> None:
+    """Both streams are up."""
+    with self._changed:
+      if self._state is _State.CONNECTING:
+        self._state = _State.OPEN
+        self._post(events.Connected(session=self.number))
+        self._changed.notify_all()
+
+  def wait_open(self, timeout_s: float) -> bool:
+    with self._changed:
+      self._changed.wait_for(lambda: self._state is not _State.CONNECTING, timeout_s)
+      return self._state is not _State.CONNECTING
+
+  def send(self, message: messages.Message, payload: link.Buffer | None) -> None:
+    with self._changed:
+      if self._state is not _State.OPEN:
+        return
+      try:
+        self._outbox.push(message, payload)
+        self._changed.notify_all()
+      except link.LinkError as error:
+        self._leave(_State.OVER, str(error), failed=True)
+
+  def close(self, reason: str) -> None:
+    """Ends the session once what is queued has gone out, at most `drain_s` from now."""
+    with self._changed:
+      if self._state is _State.OPEN:
+        self._leave(_State.DRAINING, reason, failed=False)
+      elif self._state is _State.CONNECTING:
+        self._leave(_State.OVER, reason, failed=False)
+
+  def fail(self, reason: str) -> None:
+    """Ends the session now."""
+    with self._changed:
+      self._leave(_State.OVER, reason, failed=True)
+
+  def add_stream(self, cancel: Callable[[], None]) -> None:
+    with self._changed:
+      self._cancels.append(cancel)
+      self._streams_up += 1
+
+  def cancel(self) -> None:
+    """Tears both streams down without a word: for a peer that takes nothing any more."""
+    with self._changed:
+      cancels = list(self._cancels)
+    for cancel in cancels:
+      cancel()
+
+  def stream_gone(self) -> bool:
+    """One stream is gone for whatever reason; True if it was the last."""
+    with self._changed:
+      self._streams_up -= 1
+      if self._streams_up:
+        return False
+    self.finish()
+    return True
+
+  def finish(self) -> None:
+    """No stream is left."""
+    self.fail(LOST)
+    with self._changed:
+      if self._timer is not None:
+        self._timer.cancel()
+    self.finished.set()
+
+  @property
+  def failed(self) -> bool:
+    """The session broke, rather than being closed by either side."""
+    return self._failed
+
+  # --- Writers: gRPC's threads iterate over these ------------------------------------------------
+
+  def control_frames(self) -> Iterator[bytes]:
+    """Control messages of this end, serialised, until the session is over."""
+    while (entry := self._next_control()) is not None:
+      try:
+        data = self._sent.close(self._outgoing.encode(*entry))
+      except errors.WireError as error:
+        self.fail(f'this end cannot send it: {error}')
+        return
+      self._traffic.add(sent_bytes=len(data))
+      yield data
+
+  def bulk_frames(self) -> Iterator[bytes]:
+    """Chunks of this end's payloads until the session is over. Made outside the lock."""
+    while (frames := self._next_transfer()) is not None:
+      for frame in frames:
+        if self._state is _State.OVER:
+          return
+        self._traffic.add(sent_bytes=len(frame))
+        yield frame
+        if failpoints.ARMED:
+          with self._changed:
+            share = self._outbox.donated
+          failpoints.donated('donation.sent', share)
+
+  def _next_control(self) -> tuple[messages.Message, int] | None:
+    with self._changed:
+      while self._state is not _State.OVER:
+        if (entry := self._outbox.next_control()) is not None:
+          return entry
+        if self._state is _State.DRAINING and self._bulk_done:
+          return None
+        self._changed.wait()
+      return None
+
+  def _next_transfer(self) -> Iterator[bytes] | None:
+    with self._changed:
+      while self._state is not _State.OVER:
+        if (frames := self._outbox.next_transfer()) is not None:
+          self._changed.notify_all()  # its announcement waits on Control
+          return frames
+        if self._state is _State.DRAINING:
+          self._bulk_done = True
+          self._changed.notify_all()
+          return None
+        now_s = time.monotonic()
+        if (frames := self._outbox.next_donated(now_s)) is not None:
+          self._changed.notify_all()
+          return frames
+        self._changed.wait(self._outbox.donation_wait_s(now_s))
+      return None
+
+  # --- Readers: one thread each -------------------------------------------------------------------
+
+  def read_control(self, stream: Iterable[bytes]) -> None:
+    self._read(stream, self._on_control)
+
+  def read_bulk(self, stream: Iterable[bytes]) -> None:
+    self._read(stream, self._on_frame)
+
+  def _read(self, stream: Iterable[bytes], take: Callable[[bytes], None]) -> None:
+    try:
+      for data in stream:
+        self._traffic.add(received_bytes=len(data))
+        take(data)
+    except (errors.WireError, link.LinkError) as error:
+      self.fail(f'the peer broke the protocol: {error}')
+    except grpc.RpcError as error:
+      self.fail(words(error))
+    except Exception as error:  # a reader that dies silently would leave a session deaf
+      self.fail(f'{type(error).__name__}: {error}')
+      raise
+    else:
+      self._on_end(stream)
+
+  def _on_end(self, stream: Iterable[bytes]) -> None:
+    """The peer ended a stream in order; when it has ended both, it has closed the session."""
+    trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
+    reason = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
+    with self._changed:
+      self._streams_read += 1
+      if self._streams_read == 2:
+        self._leave(_State.OVER, reason, failed=False)
+
+  def _on_control(self, data: bytes) -> None:
+    message, transfer = self._incoming.decode(self._received.open(data))
+    with self._changed:
+      self._deliver(self._inbox.on_message(message, transfer))
+      self._changed.notify_all()  # a transfer may have waited for it
+
+  def _on_frame(self, frame: bytes) -> None:
+    transfer = self._assembler.add(frame)
+    if transfer is None:
+      self._donation_comes()
+    else:
+      with self._changed:
+        # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
+        # and by gRPC's flow control so does the peer.
+        self._changed.wait_for(
+          lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
+          self._limits.handshake_s)
+        self._donation_comes(transfer)
+        self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
+
+  def _donation_comes(self, whole: chunks.Transfer | None = None) -> None:
+    """For failpoints: how much of a donation is there. Its announcement may be later than its
+    first chunks, but not than `whole`."""
+    if not failpoints.ARMED:
+      return
+    with self._changed:
+      announced = self._inbox.donation
+    if announced is not None:
+      number, size_bytes = announced
+      there = whole is not None and whole.number == number
+      got_bytes = size_bytes if there else self._assembler.received(number)
+      failpoints.donated('donation.got', got_bytes / size_bytes)
+
+  def _deliver(self, delivery: link.Delivery | None) -> None:
+    if delivery is None or self._state is not _State.OPEN:
+      return
+    message, payload = delivery
+    handle = None if payload is None else self._payloads.put(payload)
+    self._post(events.Received(session=self.number, message=message, handle=handle))
+
+  # --- The one place where a session stops -------------------------------------------------------
+
+  def _leave(self, state: _State, reason: str, failed: bool) -> None:
+    if self._state is _State.OVER:
+      return
+    if self._state is not _State.DRAINING:
+      self._stop(reason, failed)
+    self._state = state
+    if state is _State.OVER:
+      self._outbox.clear()
+    self._changed.notify_all()
+
+  def _stop(self, reason: str, failed: bool) -> None:
+    self.reason, self._failed = reason, failed
+    if self._dialed or self._state is _State.OPEN:
+      self._post(events.Disconnected(session=self.number, reason=reason))
+    # Writers see the state and end their streams; a peer that takes nothing keeps them waiting.
+    self._timer = threading.Timer(self._limits.drain_s, self._give_up)
+    self._timer.daemon = True
+    self._timer.start()
+
+  def _give_up(self) -> None:
+    self.fail(f'not drained within {self._limits.drain_s} s')
+    self.cancel()
+
+
+def words(error: grpc.RpcError) -> str:
+  """A stream's bad end in words: status and details, as far as gRPC tells (a server: nothing)."""
+  if not isinstance(error, grpc.Call):
+    return LOST
+  code = error.code().name.lower().replace('_', ' ')
+  return f'{code}: {error.details()}' if error.details() else code
+
+
+def start_thread(name: str, target: Callable, *args) -> threading.Thread:
+  thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+  thread.start()
+  return thread
+
+
+def check_loopback(address: str) -> tuple[str, int]:
+  """(host, port) of 'host:port'. Raises ValueError unless the host is a loopback address."""
+  host, colon, port = address.rpartition(':')
+  if not colon or not port.isdecimal() or int(port) > 65535:
+    raise ValueError(f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use '
+                     '127.0.0.1:PORT')
+  try:
+    loopback = ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
+  except ValueError:
+    loopback = False
+  if not loopback:
+    raise ValueError(f'address {address!r}: {host!r} is not a loopback address, and transport '
+                     'security does not exist yet: use 127.0.0.1 and, between machines, a tunnel '
+                     '(ssh -L)')
+  return host, int(port)

@@ -1,0 +1,119 @@
+"""The transport inside one process: a message is handed over, a payload crosses by reference.
+
+For the single-controller mode and for tests. It keeps the promises of the gRPC transport (one
+battery of tests runs over both): per direction first in first out, `Disconnected` exactly once per
+session on either side, nothing after it. One lock for the whole hub orders everything; that cannot
+deadlock, because a `Post` only puts into a queue and never calls back.
+"""
+
+import itertools
+import threading
+
+from diloco_jax.transport import link
+from diloco_jax.node import ports
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.transport import traffic
+
+
+class InProcessHub:
+  """Joins one syncer and any number of learners, each with its own inbox and payloads."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._syncer: InProcessTransport | None = None
+    self._numbers = itertools.count(1)
+
+  def syncer_transport(
+    self, post: ports.Post, payloads: ports.Payloads
+  ) -> 'InProcessTransport':
+    """The syncer's end; sessions that learners dial come in as Connected.
+
+    A new one takes the place of one that was shut down (a restarted syncer).
+    """
+    with self._lock:
+      if self._syncer is not None:
+        raise ValueError('this hub has a syncer already: shut its transport down first')
+      self._syncer = InProcessTransport(self, post, payloads)
+      return self._syncer
+
+  def learner_transport(
+    self, post: ports.Post, payloads: ports.Payloads
+  ) -> 'InProcessTransport':
+    return InProcessTransport(self, post, payloads)
+
+  def cut(self, transport: 'InProcessTransport') -> None:
+    """Breaks every session of one end, as a lost connection does."""
+    with self._lock:
+      transport._end_all('connection cut')
+
+  def _connect(self, learner: 'InProcessTransport', session: int) -> None:
+    with self._lock:
+      if session in learner._peers:
+        raise ValueError(f'session {session} was dialed before: a number is used once')
+      if self._syncer is None:
+        learner._post(events.Disconnected(session=session, reason='unavailable: no syncer listens'))
+        return
+      number = next(self._numbers)
+      self._syncer._peers[number] = (learner, session)
+      learner._peers[session] = (self._syncer, number)
+      self._syncer._post(events.Connected(session=number))
+      learner._post(events.Connected(session=session))
+
+  def _retire(self, transport: 'InProcessTransport') -> None:
+    with self._lock:
+      transport._end_all('shut down')
+      if self._syncer is transport:
+        self._syncer = None
+
+
+class InProcessTransport:
+  """One end of a hub: the port `node.ports.Transport`."""
+
+  def __init__(self, hub: InProcessHub, post: ports.Post, payloads: ports.Payloads):
+    self._hub = hub
+    self._post = post
+    self._payloads = payloads
+    self._peers: dict[int, tuple[InProcessTransport, int]] = {}
+    self.traffic = traffic.Traffic()  # payloads only: messages are handed over, not serialised
+
+  def dial(self, session: int) -> None:
+    self._hub._connect(self, session)
+
+  def send(
+    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+  ) -> None:
+    link.check_payload(message, payload)
+    with self._hub._lock:
+      if session in self._peers:
+        peer, number = self._peers[session]
+        size_bytes = 0 if payload is None else link.size_bytes(payload)
+        self.traffic.add(sent_bytes=size_bytes)
+        peer.traffic.add(received_bytes=size_bytes)
+        peer._deliver(number, message, payload)
+
+  def close(self, session: int, reason: str) -> None:
+    with self._hub._lock:
+      self._end(session, reason)
+
+  def shutdown(self, grace_s: float) -> None:
+    del grace_s  # nothing is ever queued
+    self._hub._retire(self)
+
+  def _deliver(
+    self, session: int, message: messages.Message, payload: link.Buffer | None
+  ) -> None:
+    handle = None if payload is None else self._payloads.put(payload)
+    self._post(events.Received(session=session, message=message, handle=handle))
+
+  def _end(self, session: int, reason: str) -> None:
+    if session not in self._peers:
+      return
+    peer, number = self._peers.pop(session)
+    del peer._peers[number]
+    peer._post(events.Disconnected(session=number, reason=reason))
+    self._post(events.Disconnected(session=session, reason=reason))
+
+  def _end_all(self, reason: str) -> None:
+    for session in list(self._peers):
+      self._end(session, reason)

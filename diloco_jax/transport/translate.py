@@ -1,0 +1,205 @@
+"""Between the machines' messages and protobuf: total, both ways, and strict.
+
+The proto has one message per class of `protocol/messages.py` with the same field names, so one
+small reader and one small writer, driven by the annotations of the classes, serve them all. What
+protobuf does not check is checked here at both ends, before encoding and after decoding:
+
+  range     integers are in [0, 2^63), `Held.version` may be -1, nonces and digests are in
+            [0, 2^64), checksums in [0, 2^32)
+  length    strings have at most the UTF-8 bytes of `MAX_STRING_BYTES`, tuples at most `MAX_ITEMS`
+  missing   a nested message must be there (protobuf would invent one of zeros)
+  type      a field holds a value of its type; a string is Unicode text (`string`)
+  body      exactly one known body per envelope
+  protobuf  the bytes are a protobuf of this schema
+"""
+
+import dataclasses
+import functools
+import re
+import types
+import typing
+from typing import Any
+
+from google.protobuf import message as protobuf
+
+from diloco_jax.protocol import messages
+from diloco_jax.transport import errors
+from diloco_jax.transport import sync_pb2
+
+MAX_ITEMS = 4096  # more fragments than anyone cuts a model into
+MAX_STRING_BYTES = {
+  'learner': 63,
+  'code': 63,
+  'donor': 63,
+  'way': 63,
+  'reason': 255,
+  'seal': 255,
+  'error': 1 << 10,
+  'host': 255,
+  'agreement': 1 << 16,
+  'text': 1 << 16,
+}
+
+_COUNT = (0, 2**63 - 1)
+_RANGES = {
+  (messages.Payload, 'crc32'): (0, 2**32 - 1),
+  (messages.Join, 'nonce'): (0, 2**64 - 1),
+  (messages.Confirm, 'nonce'): (0, 2**64 - 1),
+  (messages.Held, 'digest'): (0, 2**64 - 1),
+  (messages.Held, 'version'): (-1, 2**63 - 1),
+  (messages.Publish, 'digest'): (0, 2**64 - 1),
+  (messages.Donation, 'digest'): (0, 2**64 - 1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Direction:
+  """One direction of the Control stream: its envelope and the messages that may be in it."""
+
+  envelope: type[protobuf.Message]
+  classes: tuple[type, ...]
+
+  def encode(self, message: messages.Message, transfer_id: int = 0) -> bytes:
+    """Serialised envelope. Raises WireError if a value is outside what the wire can carry."""
+    if type(message) not in self.classes:
+      raise errors.WireError(
+        'body',
+        f'{type(message).__name__} is no body of {self._name}: it has '
+        f'{", ".join(c.__name__ for c in self.classes)}',
+      )
+    envelope = self.envelope(transfer_id=transfer_id)
+    body = getattr(envelope, _body_name(type(message)))
+    body.SetInParent()  # a message without fields is there all the same
+    _write(body, message)
+    return envelope.SerializeToString()
+
+  def decode(self, data: bytes) -> tuple[messages.Message, int]:
+    """(message, transfer id) of a serialised envelope. Raises WireError for anything else."""
+    try:
+      envelope = self.envelope.FromString(data)
+    except protobuf.DecodeError as error:
+      raise errors.WireError(
+        'protobuf',
+        f'{len(data)} bytes are no {self._name} ({error})',
+      ) from error
+    name = envelope.WhichOneof('body')
+    if name is None:
+      raise errors.WireError(
+        'body',
+        f'{self._name} of {len(data)} bytes has no body that version '
+        f'{messages.PROTOCOL_VERSION} of the protocol knows',
+      )
+    return _read(self._class_of(name), getattr(envelope, name)), envelope.transfer_id
+
+  @property
+  def _name(self) -> str:
+    return self.envelope.DESCRIPTOR.name
+
+  def _class_of(self, body: str) -> type:
+    return next(c for c in self.classes if _body_name(c) == body)
+
+
+LEARNER_TO_SYNCER = Direction(sync_pb2.ControlRequest, typing.get_args(messages.FromLearner))
+SYNCER_TO_LEARNER = Direction(sync_pb2.ControlResponse, typing.get_args(messages.FromSyncer))
+
+
+def _body_name(cls: type) -> str:
+  return re.sub(r'(?<!^)(?=[A-Z])', '_', cls.__name__).lower()
+
+
+@functools.cache
+def _fields(cls: type) -> tuple[tuple[str, Any, bool], ...]:
+  """(name, type, optional) of each field of a message class."""
+  return tuple((f.name, *_strip_optional(f.type)) for f in dataclasses.fields(cls))
+
+
+def _strip_optional(kind: Any) -> tuple[Any, bool]:
+  if isinstance(kind, types.UnionType):
+    return next(k for k in typing.get_args(kind) if k is not types.NoneType), True
+  return kind, False
+
+
+def _write(proto: protobuf.Message, message: Any) -> None:
+  for name, kind, optional in _fields(type(message)):
+    value = getattr(message, name)
+    if optional and value is None:
+      continue
+    if typing.get_origin(kind) is tuple:
+      _write_items(getattr(proto, name), _checked(type(message), name, value))
+    elif dataclasses.is_dataclass(kind):
+      getattr(proto, name).SetInParent()
+      _write(getattr(proto, name), value)
+    else:
+      setattr(proto, name, _checked(type(message), name, value))
+
+
+def _write_items(repeated: Any, values: tuple) -> None:
+  for value in values:
+    if dataclasses.is_dataclass(value):
+      _write(repeated.add(), value)
+    else:
+      repeated.append(value)
+
+
+def _read(cls: type, proto: protobuf.Message) -> Any:
+  return cls(**{
+    name: _read_field(cls, proto, name, kind, optional) for name, kind, optional in _fields(cls)
+  })
+
+
+def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, optional: bool) -> Any:
+  if optional and not proto.HasField(name):
+    return None
+  value = getattr(proto, name)
+  if typing.get_origin(kind) is tuple:
+    item = typing.get_args(kind)[0]
+    # Counted before a single item is read: a peer cannot make us build what is refused anyway.
+    _check_length(cls, name, len(value), MAX_ITEMS)
+    items = (_read(item, v) for v in value) if dataclasses.is_dataclass(item) else value
+    return _checked(cls, name, tuple(items))
+  if dataclasses.is_dataclass(kind):
+    if not proto.HasField(name):
+      raise errors.WireError('missing', f'{cls.__name__} came without its {name}')
+    return _read(kind, value)
+  return _checked(cls, name, value)
+
+
+def _checked(cls: type, name: str, value: Any) -> Any:
+  """`value` if the wire may carry it in this field."""
+  match value:
+    case bool():
+      pass
+    case int():
+      _check_range(cls, name, value)
+    case str():
+      _check_string(cls, name, value)
+    case tuple():
+      _check_length(cls, name, len(value), MAX_ITEMS)
+      for item in value:
+        if isinstance(item, int):
+          _check_range(cls, name, item)
+    case _:
+      raise errors.WireError('type', f'{cls.__name__}.{name} cannot be {value!r}')
+  return value
+
+
+def _check_range(cls: type, name: str, value: int) -> None:
+  low, high = _RANGES.get((cls, name), _COUNT)
+  if not low <= value <= high:
+    raise errors.WireError('range', f'{cls.__name__}.{name} is {value}, outside [{low}, {high}]')
+
+
+def _check_string(cls: type, name: str, value: str) -> None:
+  try:
+    length = len(value.encode())
+  except UnicodeEncodeError as error:
+    raise errors.WireError(
+      'string',
+      f'{cls.__name__}.{name} is no Unicode text: {error}',
+    ) from error
+  _check_length(cls, name, length, MAX_STRING_BYTES[name])
+
+
+def _check_length(cls: type, name: str, length: int, limit: int) -> None:
+  if length > limit:
+    raise errors.WireError('length', f'{cls.__name__}.{name} has length {length}, at most {limit}')

@@ -1,0 +1,159 @@
+"""Configs: what cannot work is refused in one line, overrides arrive, JSON brings it back."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.config import run_config
+from diloco_jax.launch import program
+from experiments.configs import stdlib_lm
+
+_ROOT = pathlib.Path(__file__).parents[2]
+_PROGRAM = '''
+import json, sys
+from diloco_jax.launch import program
+program.define_config()
+def main(argv):
+  config = program.config()
+  print(json.dumps([config.flat(), program.config_flags_of_this_process(), 'jax' in sys.modules]))
+program.run_main(main, default_config='experiments/configs/stdlib_lm.py:cpu')
+'''
+
+
+def launched(*flags: str) -> subprocess.CompletedProcess:
+  """A program that defines --config, run with these flags from the root of the repo."""
+  return subprocess.run([sys.executable, '-c', _PROGRAM, *flags], cwd=_ROOT, text=True,
+                        capture_output=True, check=False)
+
+
+@pytest.mark.parametrize('variant', stdlib_lm.VARIANTS)
+def test_every_variant_is_valid_and_survives_json(variant):
+  config = stdlib_lm.get_config(variant)
+  config.validate()
+  assert config.name == variant
+  assert run_config.Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_modes_are_settings_of_one_machine():
+  """Paper section 8 and its predecessors: K, P, tau and max_lag tell them apart."""
+  modes = {name: stdlib_lm.get_config(name).sync for name in ('decoupled', 'streaming', 'diloco')}
+  assert [(s.quorum, s.max_lag) for s in modes.values()] == [(1, None), (4, 2), (4, 0)]
+  assert (modes['diloco'].fragments, modes['diloco'].overlap) == (1, 0)
+
+
+def test_data_parallel_sees_the_tokens_of_all_learners():
+  together, baseline = stdlib_lm.get_config('decoupled'), stdlib_lm.get_config('data_parallel')
+  assert baseline.data.batch_size == together.data.batch_size * together.sync.learners
+  assert baseline.train.steps == together.train.steps
+
+
+def test_variants_share_nothing():
+  stdlib_lm.get_config('cpu').sync.quorum = 3
+  assert stdlib_lm.get_config('cpu').sync.quorum == 1
+
+
+@pytest.mark.parametrize('name, value, words', [
+  ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
+  ('sync.overlap', 12, 'sync.overlap is 12, it must be between 0 and 11'),
+  ('sync.max_lag', 12, 'sync.max_lag is 12'),
+  ('sync.fragments', 13, 'sync.fragments is 13'),
+  ('sync.learners', 17, 'data.streams is 16 but sync.learners is 17'),
+  ('sync.codec_up', 'fp8', "sync.codec_up is 'fp8'; use one of: float32"),
+  ('sync.codec_down', 'fp8', 'sync.codec_down'),
+  ('sync.merge', 'mean', "sync.merge is 'mean'; use one of: rda, avg"),
+  ('sync.embedding_merge', 'mean', 'sync.embedding_merge'),
+  ('sync.outer', 'adam', "sync.outer is 'adam'"),
+  ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
+  ('sync.gamma', 1.0, 'sync.gamma is 1.0'),
+  ('sync.gamma', float('nan'), 'sync.gamma is nan'),
+  ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
+  ('sync.lease_s', 1.0, 'sync.lease_s is 1.0, it must be between 4.0'),
+  ('train.steps', 0, 'train.steps is 0'),
+  ('train.log_every', 0, 'train.log_every is 0'),
+  ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),
+  ('model.num_kv_heads', 3, 'num_kv_heads'),
+])
+def test_what_cannot_work_is_refused_with_both_values(name, value, words):
+  config = stdlib_lm.get_config('cpu')
+  part, field = name.split('.')
+  setattr(getattr(config, part), field, value)
+  with pytest.raises(ValueError) as caught:
+    config.validate()
+  assert words in str(caught.value)
+  assert '\n' not in str(caught.value)
+
+
+def test_a_victim_that_is_not_there_is_refused():
+  config = stdlib_lm.get_config('cpu')
+  config.chaos.kills[0].victim = 'l9'
+  with pytest.raises(ValueError, match=r"chaos.kills\[0\].victim is 'l9'; use one of: l0, l1"):
+    config.validate()
+
+
+def test_the_agreement_is_what_must_be_shared():
+  config = stdlib_lm.get_config('cpu')
+  agreement = config.agreement()
+  assert agreement['sync.quorum'] == 1
+  assert agreement['model.num_layers'] == config.model.num_layers
+  config.mesh.data, config.data.corpus, config.chaos.enabled = 1, '/elsewhere', False
+  config.sync.checkpoint_every_syncs += 1
+  assert config.agreement() == agreement
+  config.sync.outer_lr = 0.1
+  assert config.agreement() != agreement
+
+
+def test_the_protocol_gets_integers():
+  protocol = stdlib_lm.get_config('cpu').protocol()
+  assert (protocol.lease_ns, protocol.grace_permille) == (10_000_000_000, 750)
+
+
+def test_json_of_another_version_is_refused():
+  values = stdlib_lm.get_config('cpu').to_dict()
+  values['sync']['quorums'] = values['sync'].pop('quorum')
+  with pytest.raises(ValueError, match='sync: the names quorum, quorums'):
+    run_config.Config.from_dict(values)
+
+
+def test_learner_ids_sort_as_they_count():
+  ids = run_config.learner_ids(11)
+  assert (ids[0], ids[-1], sorted(ids)) == ('l00', 'l10', ids)
+
+
+def test_overrides_arrive_and_can_be_passed_on_without_jax():
+  """Set, clear, a list's element, a switch; and the flags that make the same config elsewhere."""
+  streaming = '--config=experiments/configs/stdlib_lm.py:streaming'
+  done = launched('--config.sync.quorum=2', '--config=ignored.py', streaming,
+                  '--config.sync.max_lag=none', '--config.chaos.kills[0].down_s=3',
+                  '--noconfig.chaos.enabled')
+  assert done.returncode == 0, done.stderr
+  flat, flags, jax_imported = json.loads(done.stdout)
+  assert (flat['name'], flat['sync.quorum'], flat['sync.max_lag']) == ('streaming', 2, None)
+  assert (flat['chaos.kills'][0]['down_s'], flat['chaos.enabled']) == (3.0, False)
+  assert not jax_imported
+  assert json.loads(launched(*flags).stdout)[0] == flat
+
+
+@pytest.mark.parametrize('flags, words', [
+  (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
+  (['--config.sync.quorum=x'], "invalid literal for int() with base 10: 'x'"),
+  (['--config.sync.quorum=9'], 'sync.quorum is 9'),
+  (['--config=experiments/configs/stdlib_lm.py:gpu'], "there is no variant 'gpu'; use one of: cpu"),
+  (['--config=nowhere.py'], "there is no file 'nowhere.py'"),
+  (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no file 'nowhere.py'"),
+  (['--unknown=1'], "Unknown command line flag 'unknown'"),
+  (['stray'], "unexpected argument 'stray'"),
+])
+def test_a_wrong_command_is_one_line_and_42(flags, words):
+  done = launched(*flags)
+  assert done.returncode == program.NEVER_RETRY
+  assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
+  assert words in done.stderr
+
+
+def test_help_is_no_error():
+  done = launched('--help')
+  assert done.returncode == 0
+  assert '--config' in done.stdout

@@ -1,0 +1,81 @@
+"""A run's folder and its programs: what is refused, what is passed on, what the user may set."""
+
+import json
+import pathlib
+
+import pytest
+
+from diloco_jax.launch import local
+from experiments.configs import stdlib_lm
+
+
+@pytest.fixture(name='config')
+def _config():
+  return stdlib_lm.get_config('tiny')
+
+
+def test_a_new_run_writes_its_config(config, tmp_path):
+  workdir = local.open_workdir(config, tmp_path / 'a' / 'b', resume=False)
+  assert json.loads((workdir / 'config.json').read_text()) == config.to_dict()
+
+
+def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  workdir = local.open_workdir(config, None, resume=False)
+  assert workdir.parent == tmp_path / 'runs' and workdir.name.startswith('tiny-')
+
+
+def test_a_folder_that_holds_something_is_refused_unless_resumed(config, tmp_path):
+  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  with pytest.raises(ValueError, match='holds a run already: go on with it .--resume.'):
+    local.open_workdir(config, workdir, resume=False)
+  (workdir / 'syncer').mkdir()
+  (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
+  config.train.log_every += 1  # not part of the agreement
+  assert local.open_workdir(config, workdir, resume=True) == workdir
+  assert not (workdir / 'syncer' / 'address').exists()
+
+
+def test_a_run_goes_on_with_its_own_config_only(config, tmp_path):
+  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  config.sync.outer_lr = 0.1
+  with pytest.raises(ValueError, match='sync.outer_lr is 0.1 here, 0.7 there'):
+    local.open_workdir(config, workdir, resume=True)
+
+
+@pytest.mark.parametrize('workdir, words', [
+  (None, '--resume needs --workdir'), ('nowhere', 'there is no run in'),
+])
+def test_there_must_be_a_run_to_resume(config, tmp_path, workdir, words):
+  with pytest.raises(ValueError, match=words):
+    local.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(config):
+  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another --workdir'):
+    local.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
+
+
+def test_everybody_gets_the_same_config_and_its_own_identity(config, tmp_path):
+  flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
+  programs = {p.name: p for p in local.programs(config, tmp_path, flags, alone=False)}
+  assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
+  for program in programs.values():
+    assert set(flags) | {f'--workdir={tmp_path}'} <= set(program.command)
+  assert f'--syncer=file:{tmp_path}/syncer/address' in programs['l1'].command
+  assert '--learner_id=l1' in programs['l1'].command
+  assert programs['l1'].environment['JAX_NUM_CPU_DEVICES'] == '2'
+  assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
+
+
+def test_alone_there_is_no_syncer(config, tmp_path):
+  [program] = local.programs(config, tmp_path, [], alone=True)
+  assert '--syncer=none' in program.command
+
+
+def test_what_the_user_has_set_stays():
+  environment = local.environment(2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7',
+                                      'PYTHONPATH': '/x'})
+  assert environment['JAX_PLATFORMS'] == 'tpu'
+  assert environment['JAX_NUM_CPU_DEVICES'] == '2'  # the mesh of the config
+  assert environment['PYTHONPATH'].endswith(':/x')

@@ -1,0 +1,53 @@
+"""The work of a learner on a real island: where it reads, and what is undone when it moves."""
+
+import contextlib
+
+import jax
+import numpy as np
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.config import build
+from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
+from diloco_jax.transport import payloads
+from diloco_jax.report import records
+from experiments.configs import stdlib_lm
+
+
+def _host(tree):
+  return jax.tree.map(lambda leaf: np.array(leaf, copy=True), tree)
+
+
+def _same(one, other) -> bool:
+  return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
+
+
+def test_a_lease_moves_the_island_and_undoes_what_was_trained_if_asked(tmp_path):
+  config = stdlib_lm.get_config('tiny')
+  assembled, posted = build.assemble(config), []
+  island = learner_process.make_island(
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices])
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    work = learner_work.LearnerWork(
+      assembled, island, posted.append, payloads.PayloadStore(), recorder)
+    initial = _host(island.params)
+    for action in (
+      actions.UseStream(stream=3, cursor=7, rewind=False), actions.Step(step=0),
+      actions.Step(step=1),
+    ):
+      work.submit(action)
+    work.stop()
+    work.run()
+    assert (island.stream, island.data_state) == (3, 9)
+    moments = _host(island.state.opt_state)
+    assert not _same(island.params, initial)
+
+    work.submit(actions.UseStream(stream=2, cursor=5, rewind=True))
+    work.stop()
+    work.run()
+  assert [type(event) for event in posted] == [events.StepDone] * 2
+  assert (island.stream, island.data_state) == (2, 5)
+  assert _same(island.params, initial)  # the anchors
+  assert _same(island.state.opt_state, moments)
+  island.close()

@@ -1,0 +1,54 @@
+"""A run has no input but its seed: any process, hash seed and Python tell the same tape."""
+
+import functools
+import pathlib
+
+import pytest
+
+from diloco_jax.proof.sim import seeds
+from diloco_jax.proof.sim import tapes
+from tests import interpreters
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SEEDS = 20
+
+RUN = '''
+import sys
+sys.path.insert(0, sys.argv[1])
+from diloco_jax.proof.sim import seeds, tapes
+for seed in range(int(sys.argv[2])):
+  tape = tapes.Tapes()
+  outcome = seeds.run_seed(seed, [tape])
+  print(seed, outcome.events, tape.hash)
+'''
+
+
+@functools.cache
+def here() -> list[str]:
+  lines = []
+  for seed in range(SEEDS):
+    tape = tapes.Tapes()
+    outcome = seeds.run_seed(seed, [tape])
+    lines.append(f'{seed} {outcome.events} {tape.hash}')
+  return lines
+
+
+@pytest.mark.parametrize('hash_seed', interpreters.HASH_SEEDS)
+@pytest.mark.parametrize('version', interpreters.pythons())
+def test_a_seed_has_one_hash(version: str, hash_seed: str):
+  assert interpreters.run_bare(version, hash_seed, RUN, str(ROOT), str(SEEDS)) == here()
+
+
+def test_another_seed_has_another_hash():
+  assert len({line.split()[2] for line in here()}) == SEEDS
+
+
+def test_common_random_numbers():
+  """What one learner draws does not move what another meets: the streams are its own."""
+  from diloco_jax.proof.sim import engine
+  one, two = engine.stream(5, 'network', 'l0'), engine.stream(5, 'network', 'l1')
+  expected = [two.random() for _ in range(5)]
+  for _ in range(1_000):
+    one.random()
+  again = engine.stream(5, 'network', 'l1')
+  assert [again.random() for _ in range(5)] == expected

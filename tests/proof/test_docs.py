@@ -1,0 +1,24 @@
+"""docs/simulator.md says what the code enforces."""
+
+import pathlib
+
+from diloco_jax.proof.checks import checkers
+from tests.proof import mutants
+from tests.proof import test_seeds
+
+PAGE = (pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'simulator.md').read_text()
+
+
+def test_every_invariant_is_there_with_its_sentence():
+  for one in checkers.INVARIANTS:
+    assert f'| {one.id} | {one.sentence} |' in PAGE
+
+
+def test_the_number_of_mutants_is_right():
+  assert f'{len(mutants.MUTANTS)} seeded bugs' in PAGE
+
+
+def test_seeds_that_failed_are_in_the_track_record():
+  record = PAGE.split('## Track record')[1]
+  for seed in test_seeds.EVER_FAILED:
+    assert str(seed) in record, seed

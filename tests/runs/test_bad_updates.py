@@ -1,0 +1,162 @@
+"""Real processes, two of them on faulty hosts: NaN, and values far too large, behind the encoder.
+
+`tiny` with three learners. What l1 and l2 send is refused until each has three refusals in a row;
+then its process ends with exit 42 and is not started again, and l0 trains on by itself. The tests
+read what the processes have written down; the oracle reads their tapes.
+"""
+
+import dataclasses
+import math
+import pathlib
+import socket
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import screening
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.config import build
+from diloco_jax.node import failpoints
+from diloco_jax.report import records
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.syncer import global_model as global_model_lib
+from experiments.configs import stdlib_lm
+from tests.runs import conductor
+
+DEADLINE_S = 240
+SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment
+OVERRIDES = {
+  'sync.norm_warmup': 2, 'train.steps': 1_000_000, 'train.log_every': 1_000,
+  'train.eval_every': 40, 'train.checkpoint_every_steps': 1_000,
+}
+
+
+# --- Payloads, one by one -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module', name='assembled')
+def _assembled() -> build.Assembly:
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments, config.sync.period = 1, 3
+  config.validate()
+  return build.assemble(config)
+
+
+def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
+  """As if it had been absent; and the same again from the record."""
+  size = assembled.layout.size(0)
+  def encoded(seed):
+    values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
+    return bytes(jax.jit(assembled.codec_up.encode)(values)[0])
+  payloads = [encoded(0), bytes(failpoints.Spoiler('nan:1')(encoded(1))), encoded(2),
+              bytes(failpoints.Spoiler('huge:1')(encoded(3)))]
+  limit = 10 * 10**-2 * math.sqrt(size) * screening.UNIT
+  participants = [
+    actions.Participant(learner=f'l{m}', incarnation=1, handle=m, tokens=64, steps=4,
+                        limit=int(limit)) for m in range(4)]
+  theta, without = global_model_lib.Theta(assembled), global_model_lib.Theta(assembled)
+  screened = theta.screen(participants, payloads, 0)
+  assert screened.refused == ('l1', 'l3')
+  assert screened.norms[1] == screening.NOT_FINITE and screened.norms[3] > 1000 * limit
+  honest = 1e-2 * math.sqrt(size) * screening.UNIT
+  assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
+  shares = [global_model_lib.Share(one, 64, 4) for one in payloads]
+  good = [shares[0], None, shares[2], None]
+  absent = [shares[0], None, shares[2]]
+  assert theta.merge(0, good, 4).digest == without.merge(0, absent, 4).digest
+  assert not theta.merge(0, [None] * 4, 4).digest != theta.digest(0)  # nobody is left: unchanged
+  assert theta.merge(0, [None] * 4, 4).failed == global_model_lib.NOBODY
+
+
+@pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])
+def test_a_misspelt_fault_is_refused(text):
+  with pytest.raises(ValueError, match='it must be nan:N or huge:N'):
+    failpoints.Spoiler(text)
+
+
+# --- A run ----------------------------------------------------------------------------------------
+
+
+class Conductor(conductor.Conductor):
+  """Ends the run once both are out and l0 has gone on for a while."""
+
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+    super().__init__(workdir, recorder, OVERRIDES, change=_spoiled)
+
+  async def carry_out(self) -> None:
+    fates = self.supervisor.fates
+    await self.until(lambda: all(fates[name].state == 'refused' for name in SPOILED))
+    self.look()
+    due = self.count('syncer', 'outer') + 8
+    await self.until(lambda: self.count('syncer', 'outer') >= due)
+    self.supervisor.retire()
+
+
+def _spoiled(program: supervisor_lib.Program) -> supervisor_lib.Program:
+  if program.name not in SPOILED:
+    return program
+  return dataclasses.replace(program, environment={
+    **program.environment, failpoints.SPOIL: SPOILED[program.name]})
+
+
+@pytest.fixture(scope='module', name='run')
+def _run(tmp_path_factory) -> conductor.Run:
+  _, run = conductor.play(tmp_path_factory.mktemp('bad'), Conductor, DEADLINE_S)
+  return run
+
+
+def test_each_ends_with_42_and_is_not_started_again(run):
+  for name in SPOILED:
+    codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
+    assert codes == [42], '\n'.join(run.said)
+    assert run.outcome.fates[name].starts == 1
+    assert f'Learner "{name}" is in quarantine' in run.outcome.fates[name].last_error
+
+
+def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
+  host = socket.gethostname()
+  for name, what in (('l1', 'NaN or Inf'), ('l2', 'times the median')):
+    lines = [line for line in run.said if f'Learner {name} on {host} sent' in line]
+    assert lines and all('[syncer]' in line and what in line for line in lines), run.said
+    assert all('Check that host for faulty hardware.' in line for line in lines)
+
+
+def test_nothing_of_it_is_in_the_model_and_the_model_is_finite(run):
+  refused = run.of('syncer', 'refused')
+  for name, why in (('l1', 'NaN'), ('l2', 'norm')):
+    assert [one['why'].split()[0] for one in refused if one['learner'] == name][-3:] == [why] * 3
+  assert not any(one['learner'] == 'l0' for one in refused)
+  assert all(math.isfinite(one['norm']) and one['norm'] < 100 for one in run.of('syncer', 'outer'))
+  losses = [one['loss'] for one in run.of('syncer', 'eval')]
+  assert losses and all(math.isfinite(loss) for loss in losses)
+  assert losses[-1] <= losses[0], losses
+
+
+def test_the_other_one_trains_on_and_its_share_is_merged(run):
+  out_ns = max(fact['t_ns'] for fact in run.of('supervisor', 'exit')
+               if fact['child'] in SPOILED)
+  steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
+  assert chaos_report.within(steps, out_ns, steps[-1]) >= 8
+  later = [one for one in run.of('syncer', 'synced') if one['t_ns'] > out_ns]
+  assert later and all(one['participants'] == ['l0'] for one in later)
+  assert run.outcome.fates['l0'].state == 'done' and run.outcome.code == 0
+
+
+def test_the_books_add_up(run):
+  """What those in quarantine left unsettled is that of a dead process: lost once another takes its
+  place, or the run ends; this one was stopped before."""
+  ledger = run.of('syncer', 'ledger')[-1]
+  assert chaos_report.balance(ledger) == 0
+  row = ledger['learners']['l0']
+  assert ledger['fragments'] * row['tokens'] == row['merged'] + row['discarded']
+  assert row['tokens'] == run.of('l0', 'step')[-1]['tokens']
+  assert ledger['discarded']['bad_value'] == sum(
+    one['tokens'] for one in run.of('syncer', 'refused'))
+  assert ledger['repaired'] == 0, 'a digest differed'
+
+
+def test_the_oracle_finds_nothing_wrong(run):
+  verdict = run.verdict()
+  assert verdict.broken is None, verdict.text()

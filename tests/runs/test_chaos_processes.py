@@ -1,0 +1,249 @@
+"""Real processes under a chaos plan: eight faults in one run, and what its tapes and records say.
+
+One run serves all tests (starting processes is what costs time): l0 is left alone, l1 and l2 get
+four faults each, one after the other. The conductor of the plan waits for facts (the fault took
+effect, the others went on, the victim came back), so nothing here depends on how fast the machine
+is. The tests then read what the processes have written down, and the oracle reads it, too.
+"""
+
+import dataclasses
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.protocol.tape import tape
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.report import records
+from diloco_jax.storage import tapes
+from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.proof.faults import plans
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_S = 800
+pytestmark = pytest.mark.timeout(900)  # eight faults, each of which waits for facts
+LEARNERS = ['l0', 'l1', 'l2']
+PLAN = ('cut_up', 'cut_down', 'partition', 'corrupt', 'freeze', 'slow', 'kill', 'replace')
+VICTIMS = {kind: LEARNERS[1 + index % 2] for index, kind in enumerate(PLAN)}
+
+
+@dataclasses.dataclass
+class Run:
+  """What is left of the run."""
+
+  workdir: pathlib.Path
+  code: int
+  output: str
+  facts: chaos_report.Facts
+  episodes: dict[str, chaos_report.Episode]  # by kind
+
+  def lives(self) -> list[tuple[str, tapes.Life]]:
+    """Every life and the folder of its disk: the stand-in of a frozen learner has its own."""
+    second = self.workdir / 'seconds' / VICTIMS['replace']
+    return [('', life) for life in tapes.find(self.workdir)] + [
+      ('second', life) for life in tapes.find(second)]
+
+
+@pytest.fixture(scope='module', name='run')
+def _run(tmp_path_factory) -> Run:
+  workdir = tmp_path_factory.mktemp('chaos') / 'run'
+  ended = subprocess.run(
+    [sys.executable, '-m', 'experiments.chaos', f'--plan={",".join(PLAN)}', '--fault_s=3',
+     f'--workdir={workdir}'],
+    cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEADLINE_S,
+    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+         'PYTHONWARNINGS': ''},
+  )
+  facts, episodes = chaos_report.Facts(LEARNERS), {}
+  for process, fact in records.TailAll(workdir).read():
+    facts.take(process, fact)
+    if fact['name'] == 'fault':
+      fields = [field.name for field in dataclasses.fields(chaos_report.Episode)]
+      episodes[fact['kind']] = chaos_report.Episode(**{name: fact[name] for name in fields})
+  return Run(workdir, ended.returncode, ended.stdout, facts, episodes)
+
+
+def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
+  assert run.code == 0, run.output
+  assert 'VIOLATION' not in run.output and 'NOT AS PROMISED' not in run.output
+  assert '-> nothing' not in run.output
+
+
+@pytest.mark.parametrize('kind', PLAN)
+def test_meanwhile_the_others_step_and_merge_and_afterwards_the_victim_too(run, kind):
+  episode = run.episodes[kind]
+  assert episode.found and episode.node == VICTIMS[kind]
+  span = (episode.began_ns, episode.ended_ns)
+  assert episode.ended_ns - episode.began_ns >= 3 * plans.SECOND_NS  # two leases
+  assert chaos_report.within(run.facts.merges, *span) >= 3
+  assert chaos_report.within(run.facts.steps['l0'], *span) >= 3
+  assert chaos_report.within(run.facts.merged['l0'], *span) >= 3
+  assert episode.recovered_ns > episode.ended_ns
+
+
+def test_the_untouched_learner_has_one_stream_for_the_whole_run(run):
+  assert [incarnation for _, incarnation in run.facts.joined['l0']] == [1]
+
+
+@pytest.mark.parametrize('kind, reason', [
+  ('freeze', 'lease expired'), ('cut_up', 'lease expired'), ('partition', 'lease expired'),
+  ('replace', 'lease expired'), ('corrupt', 'checksum'),
+])
+def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
+  episode = run.episodes[kind]
+  reasons = [why for t_ns, why in run.facts.lost[episode.node]
+             if episode.began_ns <= t_ns <= episode.ended_ns]
+  assert reason in reasons[0], reasons
+
+
+def test_a_thawed_process_goes_on_in_its_incarnation(run):
+  assert _incarnations(run, 'freeze') == {1}
+
+
+def test_a_broken_stream_does_not_cost_the_incarnation(run):
+  assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
+  assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
+
+
+def test_a_killed_process_comes_back_in_the_next_incarnation(run):
+  assert _incarnations(run, 'kill') == {2}
+
+
+def _incarnations(run: Run, kind: str) -> set[int]:
+  """In which the victim joined between the fault's begin and its first merge afterwards."""
+  episode = run.episodes[kind]
+  return {incarnation for t_ns, incarnation in run.facts.joined[episode.node]
+          if episode.began_ns <= t_ns <= episode.recovered_ns}
+
+
+def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
+  episode = run.episodes['slow']
+  span = (episode.began_ns, episode.ended_ns)
+  slow = chaos_report.within(run.facts.steps[episode.node], *span)
+  assert 0 < slow < chaos_report.within(run.facts.steps['l0'], *span)
+  assert not [t_ns for t_ns, _ in run.facts.lost[episode.node] if span[0] <= t_ns <= span[1]]
+
+
+def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
+  """It was frozen, another process took its id, it was thawed: it ends with 42."""
+  episode = run.episodes['replace']
+  zombie = episode.node
+  assert [code for _, code in run.facts.exits[zombie]] == [42]
+  assert {incarnation for t_ns, incarnation in run.facts.joined[zombie]
+          if t_ns >= episode.began_ns} == {2}
+  for record in _read(run, '', 'syncer'):
+    for action in record.actions:
+      if isinstance(action, actions.Merge) and record.now_ns > episode.ended_ns:
+        assert all(one.incarnation == 2 for one in action.participants if one.learner == zombie)
+
+
+def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
+  ledger = run.facts.ledger
+  assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
+  assert ledger['merged'] > 0
+  trained = {name: 0 for name in LEARNERS}
+  for disk, life in run.lives():
+    if life.node != 'syncer':
+      trained[life.node] += sum(record.event.tokens for record in _records(life)
+                                if isinstance(record.event, events.StepDone))
+  books = {name: row['tokens'] for name, row in ledger['learners'].items()}
+  assert books['l0'] == trained['l0']  # it ended in order: not one token is missing
+  assert all(books[name] <= trained[name] for name in LEARNERS)  # what died untold, died
+
+
+def test_every_machine_takes_its_turns_again(run):
+  for _, life in run.lives():
+    assert tapes.replay(life).identical, life.name
+
+
+# --- The oracle can fail --------------------------------------------------------------------------
+
+
+def _records(life: tapes.Life) -> list[tape.Record]:
+  return list(tapes.read(life))
+
+
+def _read(run: Run, disk: str, node: str) -> list[tape.Record]:
+  return [record for where, life in run.lives() if (where, life.node) == (disk, node)
+          for record in _records(life)]
+
+
+def _tales(run: Run, edit=lambda record: record) -> list[judge_tapes.Tale]:
+  """The tapes of the run; the syncer's with every record through `edit`."""
+  found = []
+  for _, life in run.lives():
+    turns = _records(life)
+    if life.node == 'syncer':
+      turns = [edit(record) for record in turns]
+    found.append(judge_tapes.Tale(life.name, tapes.read(life).header.start, turns))
+  return found
+
+
+def _asks(record: tape.Record, change) -> tape.Record:
+  return dataclasses.replace(record, actions=tuple(change(action) for action in record.actions))
+
+
+def _merge(change):
+  """Edits every Merge."""
+
+  def edit(action):
+    return change(action) if isinstance(action, actions.Merge) else action
+
+  return lambda record: _asks(record, edit)
+
+
+def _merged_again():
+  """A payload is merged a second time: what its learner sends next counts from where it did."""
+  first = {}
+
+  def again(event):
+    if not isinstance(getattr(event, 'message', None), messages.Contribution):
+      return event
+    message = event.message
+    start = first.setdefault((event.session, message.fragment), message.tokens_from)
+    return dataclasses.replace(event, message=dataclasses.replace(message, tokens_from=start))
+
+  return lambda record: dataclasses.replace(record, event=again(record.event))
+
+
+def _report(name: str, change):
+  def edit(action):
+    if isinstance(action, actions.Report) and action.name == name:
+      return dataclasses.replace(action, values=change(action.values))
+    return action
+
+  return lambda record: _asks(record, edit)
+
+
+def _as_zombies(merge):
+  """Everybody is merged under an incarnation that is not the one that holds the id."""
+  return dataclasses.replace(merge, participants=tuple(
+    dataclasses.replace(one, incarnation=one.incarnation - 1) for one in merge.participants))
+
+
+def _newer(merge):
+  return dataclasses.replace(merge, version=merge.version + 1)
+
+
+@pytest.mark.parametrize('edit, invariant', [
+  (lambda record: record, None),
+  (_merged_again(), 'I1'),
+  (_merge(_as_zombies), 'I12'),
+  (_merge(_newer), 'I3'),
+  (_report('ledger', lambda values: {**values, 'merged': values['merged'] + 1}), 'I7'),
+])
+def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):
+  verdict = judge_tapes.judge(_tales(run, edit))
+  assert (verdict.broken.id if verdict.broken else None) == invariant, verdict.text()
+  if invariant:
+    assert len(verdict.broken.before) > 1 and verdict.broken.sentence in verdict.text()
+
+
+def test_the_oracle_refuses_a_run_without_tapes():
+  with pytest.raises(ValueError, match='no tapes'):
+    judge_tapes.judge([])

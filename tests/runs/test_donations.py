@@ -1,0 +1,159 @@
+"""Learners that come back to a run of real processes, and what they get their moments from.
+
+One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
+everybody is killed when 10, 50 or 90 % of the moments are on their way (node/failpoints.py: the
+place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
+goes, l2 trains again, and says which way it took. The tests read what the processes have written
+down, and the oracle reads all tapes.
+"""
+
+import dataclasses
+import pathlib
+import signal
+
+import pytest
+
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.node import failpoints
+from diloco_jax.report import records
+from diloco_jax.launch import supervisor as supervisor_lib
+from tests.runs import conductor
+
+DEADLINE_S = 900
+pytestmark = pytest.mark.timeout(960)  # some fifteen starts of processes
+LEARNERS = ('l0', 'l1', 'l2')
+OVERRIDES = {  # 13 MiB of moments: 13 chunks; H is long, so that a slow donation is not stale
+  'model.num_layers': 4, 'model.embed_dim': 128, 'model.hidden_dim': 768,
+  'sync.fragments': 16, 'sync.period': 400, 'sync.donor_rate_mib_s': 16,
+  **conductor.ENDLESS, 'train.checkpoint_every_steps': 25,
+}
+
+
+@dataclasses.dataclass
+class Return:
+  """One learner's return: who died meanwhile, and how it recovered."""
+
+  places: tuple[str, ...]
+  learner: str
+  deaths: list[str]
+  recovered: dict
+
+
+@dataclasses.dataclass
+class Run(conductor.Run):
+  """And who came back how."""
+
+  returns: list[Return]
+
+
+class Conductor(conductor.Conductor):
+  """Kills, arms failpoints, and waits for facts."""
+
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+    self.armed = workdir / 'failpoints'
+    self.armed.mkdir()
+    self.returns: list[Return] = []
+    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
+
+  def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+    if program.name == 'syncer':
+      return program
+    return dataclasses.replace(program, environment={
+      **program.environment, failpoints.FOLDER: str(self.armed)})
+
+  def deaths(self, at: int) -> list[str]:
+    return [fact['child'] for fact in self.since('supervisor', 'exit', at)
+            if fact['code'] == -signal.SIGKILL]
+
+  async def carry_out(self) -> None:
+    await self.until(lambda: self.since('syncer', 'outer'))  # the run is under way
+    for percent in (10, 50):
+      await self.comes_back(['l2'], f'donation.sent_{percent}')
+    await self.comes_back(['l2'], 'donation.sent_90', 'donation.sent_90')
+    await self.comes_back(['l2'], *(f'donation.got_{percent}' for percent in failpoints.PERCENTS))
+    await self.comes_back(['l1', 'l2'])
+    self.supervisor.retire()
+
+  async def steps(self, learners, at: int) -> None:
+    """Each of them has taken a few steps since, beyond its first and its compilation."""
+    await self.until(lambda: all(len(self.since(one, 'step', at)) >= 10 for one in learners))
+
+  async def comes_back(self, learners: list[str], *places: str) -> None:
+    """Kills learners, with failpoints armed; until all who died are back and train."""
+    self.look()
+    at = len(self.facts)
+    for number, place in enumerate(places):
+      (self.armed / f'{place}.{number}').touch()
+    for name in learners:
+      assert self.supervisor.bring_down(name, 0.1, f'killed by the test, then {places}')
+    await self.until(lambda: len(self.deaths(at)) >= len(learners) + len(places))
+    dead = self.deaths(at)
+    for name in set(dead):
+      last = [n for n, (who, fact) in enumerate(self.facts) if who == 'supervisor'
+              and fact['name'] == 'exit' and fact['child'] == name][-1]
+      await self.until(lambda: self.since(name, 'moments', last))
+      await self.steps([name], last)
+      if name in learners:
+        self.returns.append(Return(
+          places, name, dead, self.since(name, 'moments', last)[-1]))
+
+
+@pytest.fixture(scope='module', name='run')
+def _run(tmp_path_factory) -> Run:
+  conducted, left = conductor.play(tmp_path_factory.mktemp('donations'), Conductor, DEADLINE_S)
+  return Run(**vars(left), returns=conducted.returns)
+
+
+def returns(run: Run, *places: str) -> list[Return]:
+  return [one for one in run.returns if set(one.places) == set(places)]
+
+
+def test_the_run_ends_well_with_everybody_back(run):
+  assert run.outcome.code == 0, '\n'.join(run.said)
+  assert len(run.returns) == 6
+
+
+def test_two_who_come_back_to_one_donor_both_have_a_donors_moments(run):
+  both = returns(run)
+  assert {one.learner for one in both} == {'l1', 'l2'}
+  assert {one.recovered['by'] for one in both} == {'donor'}
+
+
+@pytest.mark.parametrize('percent', [10, 50])
+def test_a_donor_that_dies_on_the_way_is_replaced_by_the_next(run, percent):
+  back, = returns(run, f'donation.sent_{percent}')
+  [donor] = set(back.deaths) - {'l2'}
+  assert back.recovered['by'] == 'donor'
+  assert back.recovered['donor'] not in (donor, 'l2')
+
+
+def test_a_joiner_that_dies_on_the_way_again_and_again_gets_them_in_its_last_life(run):
+  back, = returns(run, *(f'donation.got_{percent}' for percent in failpoints.PERCENTS))
+  assert back.deaths == ['l2'] * 4
+  assert back.recovered['by'] == 'donor'
+
+
+def test_when_all_donors_are_dead_the_joiner_trains_with_what_it_has(run):
+  back, = returns(run, 'donation.sent_90')
+  assert sorted(back.deaths) == ['l0', 'l1', 'l2']
+  assert back.recovered['by'] in ('checkpoint', 'fragments')
+  assert back.recovered['reason'] == 'no learner can donate'
+  assert any(f'recovered by: {back.recovered["by"]}' in line for line in run.said)
+
+
+def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
+  told = [(fact['learner'], fact['by']) for fact in run.of('syncer', 'member')
+          if fact['state'] == 'recovered']
+  for back in run.returns:
+    assert (back.learner, back.recovered['by']) in told
+
+
+def test_the_books_add_up(run):
+  ledger = run.of('syncer', 'ledger')[-1]
+  assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
+  assert ledger['repaired'] == 0, 'a digest differed'
+
+
+def test_the_oracle_finds_nothing(run):
+  verdict = run.verdict()
+  assert verdict.broken is None, verdict.text()

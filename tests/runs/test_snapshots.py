@@ -1,0 +1,183 @@
+"""Real processes, all killed, and brought back to a snapshot with other learners and meshes.
+
+One story serves all tests: `tiny` with three learners of two devices takes snapshots; everything is
+killed at once; a bit of the newest snapshot flips; `--restore=latest` goes on with two learners of
+one device, from the snapshot before, until somebody asks for another one and has it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Callable, Iterator
+
+import psutil
+import pytest
+
+from diloco_jax.launch import local
+from diloco_jax.storage import manifests
+from diloco_jax.report import records
+
+DEADLINE_S = 280
+COMMON = (
+  '--config=experiments/configs/stdlib_lm.py:tiny', '--chaos=off', '--config.train.steps=1000000',
+  '--config.train.log_every=1000', '--config.train.eval_every=0',
+  '--config.train.checkpoint_every_steps=1000', '--config.sync.checkpoint_every_syncs=3',
+)
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class Story:
+  """What is left: the manifests of before, the one that was damaged, and what was said and done."""
+
+  workdir: pathlib.Path
+  before: dict[int, dict]
+  damaged: int
+  said: str
+  code: int
+  facts: list[tuple[str, dict]]  # of the second half, in the order of time
+
+  @property
+  def taken(self) -> dict:
+    """The manifest that the run went on from."""
+    return self.before[sorted(self.before)[-2]]
+
+  def of(self, process: str, name: str) -> list[dict]:
+    return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
+
+
+@contextlib.contextmanager
+def running(workdir: pathlib.Path, output: pathlib.Path, *flags: str) -> Iterator[subprocess.Popen]:
+  environment = local.environment(1, {**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
+  with open(output, 'wb') as file:
+    process = subprocess.Popen(
+      [sys.executable, '-m', 'experiments.local', '--nostandby', *COMMON, *flags,
+       f'--workdir={workdir}'],
+      cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+    try:
+      yield process
+    finally:
+      if process.poll() is None:
+        process.kill()
+      process.wait()
+
+
+def until(condition: Callable[[], object], output: pathlib.Path) -> None:
+  end_s = time.monotonic() + DEADLINE_S
+  while not condition():
+    assert time.monotonic() < end_s, output.read_text()
+    time.sleep(0.05)
+
+
+def family(process: subprocess.Popen) -> list[psutil.Process]:
+  root = psutil.Process(process.pid)
+  return [root, *root.children(recursive=True)]
+
+
+@pytest.fixture(scope='module', name='story')
+def _story(tmp_path_factory) -> Story:
+  folder = tmp_path_factory.mktemp('snapshots')
+  workdir, first, second = folder / 'run', folder / 'first.txt', folder / 'second.txt'
+  with running(workdir, first, '--config.sync.snapshot_every_syncs=4') as process:
+    until(lambda: len(manifests.numbers(workdir)) >= 2, first)
+    members = family(process)
+    for one in members:
+      with contextlib.suppress(psutil.NoSuchProcess):
+        one.kill()
+    process.wait()
+    psutil.wait_procs(members, timeout=DEADLINE_S)
+  tail = records.TailAll(workdir)
+  tail.read()
+  before = {number: manifests.read(workdir, number) for number in manifests.numbers(workdir)}
+  damaged = max(before)
+  record = manifests.island_folder(workdir, 'l1') / 'snapshots' / str(damaged) / 'record/data.json'
+  data = bytearray(record.read_bytes())
+  data[len(data) // 2] ^= 1
+  record.write_bytes(data)
+  flags = ('--restore=latest', '--config.sync.learners=2', '--config.mesh.data=1')
+  with running(workdir, second, *flags) as process:
+    facts = []
+
+    def under_way() -> bool:
+      facts.extend(tail.read())
+      done = {(who, fact['name']) for who, fact in facts}
+      return done >= {('l0', 'step'), ('l1', 'step'), ('syncer', 'outer')}
+
+    until(lambda: process.poll() is not None or under_way(), second)
+    kept = manifests.numbers(workdir)
+    holder = json.loads((workdir / 'syncer' / 'wal' / 'lock').read_text())
+    os.kill(holder['pid'], signal.SIGUSR1)
+    until(lambda: process.poll() is not None or manifests.numbers(workdir) != kept, second)
+    assert process.poll() is None, second.read_text()
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(DEADLINE_S)
+  return Story(workdir, before, damaged, second.read_text(), code, [*facts, *tail.read()])
+
+
+def test_the_first_half_took_whole_snapshots(story):
+  assert len(story.before) >= 2
+  for manifest in story.before.values():
+    assert set(manifest['learners']) | set(manifest['missing']) <= {'l0', 'l1', 'l2'}
+    assert manifest['log'] >= 4
+
+
+def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
+  lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
+  assert len(lines) == 1 and re.match(
+    rf'snapshot {story.damaged} is damaged or partial and is passed over.*islands/l1/snapshots/'
+    rf'{story.damaged} ', lines[0]), story.said
+  aside = story.workdir / 'aside-1'
+  assert (aside / 'snapshots' / f'{story.damaged}.json').exists()
+  assert (aside / 'islands' / 'l1' / 'snapshots' / str(story.damaged)).is_dir()
+
+
+def test_the_syncer_goes_on_where_its_part_was(story):
+  (recovered,) = story.of('syncer', 'recovered')
+  assert (recovered['sync'], recovered['log']) == (story.taken['step'], story.taken['log'])
+  assert recovered['replayed'] == 0
+  assert sum(recovered['versions']) == story.taken['log']  # no outer step was refused
+  later = {}
+  for outer in story.of('syncer', 'outer'):
+    later.setdefault(outer['fragment'], []).append(outer['version'])
+  assert later
+  for fragment, found in later.items():
+    first = recovered['versions'][fragment] + 1
+    assert found == list(range(first, first + len(found)))
+
+
+def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
+  for learner in ('l0', 'l1'):
+    part = story.taken['learners'].get(learner)
+    if part is None:
+      assert f'{learner} starts from the fragments of the syncer' in story.said
+    else:
+      assert f'{learner} goes on from its checkpoint at clock {part["step"]}' in story.said
+    assert story.of(learner, 'step'), story.said
+  assert story.taken['learners'], 'nobody was in the snapshot'
+
+
+def test_who_has_no_place_any_more_has_left(story):
+  assert 'l2 has no place any more' in story.said
+  assert not story.of('l2', 'step')
+
+
+def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
+  assert story.code == 130, story.said
+  assert not story.of('supervisor', 'refused')
+  newest = manifests.read(story.workdir, max(manifests.numbers(story.workdir)))
+  assert newest['snapshot'] > story.taken['snapshot']
+  assert set(newest['learners']) | set(newest['missing']) <= {'l0', 'l1'}
+  ledger = story.of('syncer', 'ledger')[-1]
+  discarded = sum(ledger['discarded'].values())
+  assert ledger['trained'] * ledger['fragments'] == (
+    ledger['merged'] + discarded + ledger['unsettled'])
+  gone = ledger['learners'].get('l2')  # closed: nothing of it is unsettled
+  assert gone is None or gone['tokens'] * ledger['fragments'] == gone['merged'] + gone['discarded']
+  assert json.loads((story.workdir / 'config.json').read_text())['sync']['learners'] == 2

@@ -1,0 +1,226 @@
+"""A checkpoint reads back bit for bit, or is refused, or the one before it is used."""
+
+from concurrent import futures
+import gc
+import logging
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.storage import checkpoint
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import mesh as mesh_lib
+
+
+def _state(value: float):
+  return {'count': jnp.int32(value), 'w': value + jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
+
+
+def _shardings(mesh_config: config_lib.MeshConfig, like):
+  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:mesh_config.num_devices])
+  return mesh_lib.tree_shardings(mesh, like), mesh_lib.replicated(mesh)
+
+
+def _restore(root: pathlib.Path, like=None):
+  like = _state(0) if like is None else like
+  checkpoints = checkpoint.Checkpoints(str(root))
+  try:
+    return checkpoints.restore(*_shardings(config_lib.MeshConfig(), like), like)
+  finally:
+    checkpoints.close()
+
+
+def _save(root: pathlib.Path, *steps: int) -> None:
+  checkpoints = checkpoint.Checkpoints(str(root))
+  for step in steps:
+    checkpoints.save(step, _state(step), 10 * step)
+  checkpoints.close()
+
+
+def _assert_holds(restored: checkpoint.Restored, step: int) -> None:
+  assert (restored.step, restored.data_state) == (step, 10 * step)
+  jax.tree.map(np.testing.assert_array_equal, restored.state, _state(step))
+
+
+def test_reads_back_what_was_saved(tmp_path):
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  anchors = [jnp.arange(32, dtype=jnp.float32), jnp.full(64, -0.0)]
+  checkpoints.save(7, _state(7), 70, anchors, {'versions': [3, 4], 'steps': {'0': 1}})
+  restored = checkpoints.restore(*_shardings(config_lib.MeshConfig(), _state(0)), _state(0))
+  _assert_holds(restored, 7)
+  assert restored.protocol == {'versions': [3, 4], 'steps': {'0': 1}}
+  for one, other in zip(restored.anchors, anchors, strict=True):
+    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
+  checkpoints.close()
+
+
+def test_keeps_the_last_two(tmp_path):
+  _save(tmp_path, 1, 2, 3, 4)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  assert checkpoints.steps == [3, 4]
+  checkpoints.close()
+
+
+def test_saving_again_at_a_clock_replaces(tmp_path):
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  checkpoints.save(5, _state(1), 1)
+  checkpoints.save(5, _state(5), 50)
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 5)
+
+
+def test_what_is_donated_after_save_returns_does_not_reach_the_disk(tmp_path):
+  add_one = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  state = add_one(_state(1))
+  checkpoints.save(2, state, 20)
+  for _ in range(20):
+    state = add_one(state)
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 2)
+
+
+def test_restores_onto_another_mesh(tmp_path):
+  like = {'embedding': jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
+  saved_on, anchor_sharding = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  checkpoints.save(1, jax.device_put(like, saved_on), 0,
+                   [jax.device_put(jnp.ones(32), anchor_sharding)])
+  wanted, anchor_sharding = _shardings(config_lib.MeshConfig(tensor=4), like)
+  restored = checkpoints.restore(wanted, anchor_sharding, like)
+  assert restored.state['embedding'].sharding == wanted['embedding']
+  assert restored.anchors[0].sharding == anchor_sharding
+  np.testing.assert_array_equal(restored.state['embedding'], like['embedding'])
+  checkpoints.close()
+
+
+def test_killed_in_the_middle_of_a_save(tmp_path):
+  """SIGKILL while the second checkpoint is being written: the first is the newest, and whole."""
+  child = textwrap.dedent("""
+      import os, pathlib, signal, sys
+      import jax.numpy as jnp
+      from diloco_jax.storage import checkpoint
+      root = pathlib.Path(sys.argv[1])
+      checkpoints = checkpoint.Checkpoints(str(root))
+      values = {f'leaf{i}': jnp.arange(2**19, dtype=jnp.float32) for i in range(32)}
+      checkpoints.save(1, values, 10)
+      checkpoints.wait()
+      checkpoints.save(2, values, 20)
+      while not list(root.glob('2*tmp*')):
+        pass
+      os.kill(os.getpid(), signal.SIGKILL)
+      """)
+  died = subprocess.run([sys.executable, '-c', child, str(tmp_path)], capture_output=True,
+                        text=True, timeout=120)
+  assert died.returncode == -signal.SIGKILL, died.stderr
+  assert list(tmp_path.glob('2*tmp*')), 'the save was over before the kill'
+
+  like = {f'leaf{i}': jax.ShapeDtypeStruct((2**19,), jnp.float32) for i in range(32)}
+  restored = _restore(tmp_path, like)
+  assert (restored.step, restored.data_state) == (1, 10)
+  for leaf in restored.state.values():
+    np.testing.assert_array_equal(leaf, np.arange(2**19, dtype=np.float32))
+
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  checkpoints.save(2, restored.state, 20)
+  checkpoints.close()
+  assert _restore(tmp_path, like).step == 2
+
+
+# Orbax now and then leaves a coroutine of its own unawaited when a read fails.
+@pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
+def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
+  _save(tmp_path, 1, 2)
+  for file in (tmp_path / '2' / 'state').glob('**/d/*'):  # where Orbax keeps the arrays
+    file.write_bytes(file.read_bytes()[:-20])
+  with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
+    _assert_holds(_restore(tmp_path), 1)
+  gc.collect()  # what Orbax left behind complains here, not in a later test
+  assert 'does not read back' in caplog.text and 'unreadable-2' in caplog.text
+  _save(tmp_path, 2)
+  _assert_holds(_restore(tmp_path), 2)
+
+
+def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path):
+  """A disk that takes no more: the limit on file sizes gives the same kind of error."""
+  _save(tmp_path, 1)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  noise = np.random.default_rng(0).standard_normal(2**20, np.float32)
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+  try:
+    wait = checkpoints.save(2, {'noise': jnp.asarray(noise)}, 20)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
+      wait()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
+    checkpoints.wait()
+  _assert_holds(_restore(tmp_path), 1)
+  checkpoints.save(2, _state(2), 20)()
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 2)
+
+
+def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with futures.ThreadPoolExecutor(4) as pool:
+    ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
+    assert len({end.result() for end in ends}) == 4  # their seals
+  assert checkpoints.steps == [3, 4]
+  checkpoints.close()
+
+
+def test_one_changed_bit_is_noticed(tmp_path):
+  """Whatever the storage swallows: the record of a state that differs in one bit does not fit."""
+  _save(tmp_path, 1, 2)
+  record = tmp_path / '2' / 'record' / 'data.json'
+  digest = str(checkpoint._digests({'state': _state(2)})['state/w'])
+  changed = _state(2)
+  changed['w'] = changed['w'].at[3, 4].set(np.nextafter(np.float32(30), np.float32(31)))
+  other = str(checkpoint._digests({'state': changed})['state/w'])
+  assert digest != other and digest in record.read_text()
+  record.write_text(record.read_text().replace(digest, other))
+  _assert_holds(_restore(tmp_path), 1)
+
+
+def test_nothing_readable_is_an_error_and_nothing_saved_is_not(tmp_path):
+  assert _restore(tmp_path) is None
+  _save(tmp_path, 1)
+  (tmp_path / '1' / 'record' / 'data.json').write_text('{')
+  with pytest.raises(checkpoint.CheckpointError, match=r'none of the checkpoints \[1\]'):
+    _restore(tmp_path)
+
+
+def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
+  _save(tmp_path, 1)
+  wider = _state(0) | {'w': jnp.zeros((8, 9))}
+  with pytest.raises(ValueError, match=r'state/w was saved as \[\[8, 8\].*this island has '
+                     r'\[\[8, 9\].*configuration it was saved with'):
+    _restore(tmp_path, wider)
+  with pytest.raises(ValueError, match='state/w was saved as .* no such leaf'):
+    _restore(tmp_path, {'count': jnp.int32(0)})
+  _assert_holds(_restore(tmp_path), 1)
+
+
+def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match='cannot write checkpoints under .*choose a folder'):
+    checkpoint.Checkpoints(str(tmp_path / 'file' / 'checkpoints'))
+
+
+def test_a_protocol_record_that_is_no_json_fails_at_once(tmp_path):
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with pytest.raises(TypeError, match='JSON'):
+    checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
+  checkpoints.close()
+  assert _restore(tmp_path) is None

@@ -1,0 +1,247 @@
+"""The real files under the write-ahead log: limits, locks, and processes that are killed."""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.storage import wal
+from diloco_jax.storage import wal_format as fmt
+from diloco_jax.storage import files as files_lib
+
+RUN = 'files'
+
+
+def payload(number: int) -> bytes:
+  return random.Random(number).randbytes(1 + number * 7919 % 30_000)
+
+
+def python(code: str, *arguments: object, **kwargs) -> subprocess.Popen:
+  """Another process that runs `code`."""
+  return subprocess.Popen(
+    [sys.executable, '-c', code, *map(str, arguments)], stdout=subprocess.PIPE, text=True, **kwargs
+  )
+
+
+# --- The port -------------------------------------------------------------------------------------
+
+
+def test_names_sizes_and_pieces(tmp_path: pathlib.Path):
+  files = files_lib.Files(tmp_path / 'new' / 'state')
+  assert files.names() == []
+  files.create('a')
+  files.append('a', b'01', memoryview(b'2345'), b'', bytearray(b'67'))
+  files.append('a')
+  assert (files.names(), files.size('a'), files.read('a')) == (['a'], 8, b'01234567')
+  assert files.read('a', 2, 3) == b'234'
+  assert files.read('a', 6, 10) == b'67'
+  assert files.read('a', 9) == b''
+  files.truncate('a', 3)
+  files.append('a', b'x')  # at the end as it is now
+  assert files.read('a') == b'012x'
+  files.create('b')
+  files.rename('a', 'b')
+  files.append('b', b'y')
+  files.fsync('b')
+  files.fsync_names()
+  assert (files.names(), files.read('b')) == (['b'], b'012xy')
+  files.create('b')
+  assert files.size('b') == 0
+  files.remove('b')
+  assert files.names() == []
+  with pytest.raises(FileNotFoundError):
+    files.read('b')
+  files.close()
+
+
+def test_large_and_many_buffers_go_out_in_pieces(tmp_path: pathlib.Path, monkeypatch):
+  """No write holds more than a MiB; one that takes only a part is continued."""
+  written, writev = [], os.writev
+
+  def some(descriptor: int, buffers: list[memoryview]) -> int:
+    written.append(sum(map(len, buffers)))
+    assert written[-1] <= files_lib.PIECE_BYTES
+    return writev(descriptor, [b''.join(buffers)[:700_001]])
+
+  monkeypatch.setattr(os, 'writev', some)
+  files = files_lib.Files(tmp_path)
+  files.create('a')
+  pieces = [b'small', bytes(range(256)) * 12_000, *(bytes([n % 256]) * n for n in range(300))]
+  files.append('a', *pieces)
+  assert files.read('a') == b''.join(pieces)
+  assert len(written) > 4
+  monkeypatch.setattr(os, 'writev', lambda descriptor, buffers: 0)
+  with pytest.raises(OSError, match='took nothing'):
+    files.append('a', b'more')
+  files.close()
+
+
+def test_a_log_on_a_real_directory(tmp_path: pathlib.Path):
+  files = files_lib.Files(tmp_path)
+  files.lock()
+  files.probe()
+  log = wal.open_log(files, RUN, segment_bytes=100_000)
+  for number in range(1, 31):
+    log.append(1, payload(number)[:7], payload(number)[7:])
+    log.commit()
+  assert len(files.names()) > 3
+  log.drop_before(11)
+  assert 1 < log.first <= 11
+  files.close()
+  files = files_lib.Files(tmp_path)
+  log = wal.open_log(files, RUN, after=10)
+  assert log.recovered.words == ()
+  assert [(r.number, bytes(r.payload)) for r in log.records(10)] == [
+    (number, payload(number)) for number in range(11, 31)
+  ]
+  files.close()
+
+
+# --- The start ------------------------------------------------------------------------------------
+
+HOLD = """
+import sys
+from diloco_jax.storage import files
+held = files.Files(sys.argv[1])
+held.lock()
+print('held', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: pathlib.Path):
+  holder = python(HOLD, tmp_path, stdin=subprocess.PIPE)
+  try:
+    assert holder.stdout.readline() == 'held\n'
+    files = files_lib.Files(tmp_path)
+    with pytest.raises(files_lib.DirectoryError) as error:
+      files.lock()
+    host = json.loads((tmp_path / files_lib.LOCK).read_text())['host']
+    assert f'DD406 {tmp_path} is already used by syncer pid {holder.pid} on {host}.' in str(
+      error.value
+    )
+  finally:
+    holder.kill()
+    holder.communicate()
+  files.lock()
+  other = files_lib.Files(tmp_path)
+  with pytest.raises(files_lib.DirectoryError, match=f'pid {os.getpid()} '):
+    other.lock()  # nor twice in one process
+  files.close()
+  other.lock()
+  other.close()
+
+
+def test_a_lock_file_that_says_nothing_still_holds(tmp_path: pathlib.Path):
+  files, other = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
+  files.lock()
+  (tmp_path / files_lib.LOCK).write_text('[]')
+  with pytest.raises(files_lib.DirectoryError, match='used by another process'):
+    other.lock()
+  files.close()
+  other.close()
+
+
+def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path, monkeypatch):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(files_lib.DirectoryError, match='file is no directory to write in'):
+    files_lib.Files(tmp_path / 'file')
+  files = files_lib.Files(tmp_path / 'state')
+  (tmp_path / 'state' / files_lib.PROBE).mkdir()  # refuses everyone, root too
+  with pytest.raises(files_lib.DirectoryError, match='state cannot be written: .*Not started') as e:
+    files.probe()
+  assert '\n' not in str(e.value)
+  files.close()
+
+
+# --- A disk that is full --------------------------------------------------------------------------
+
+FILL = """
+import resource, sys
+from diloco_jax.storage import wal, wal_format
+from diloco_jax.storage import files
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+log = wal.open_log(files.Files(sys.argv[1]), 'files')
+try:
+  while True:
+    log.append(1, bytes(7_001))
+    print(log.commit(), flush=True)
+except wal_format.WalFull as error:
+  print(str(error).split()[0], log.committed, flush=True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+log.append(1, b'there is space again')
+print(log.commit(), flush=True)
+"""
+
+
+def test_a_file_that_may_not_grow_takes_the_record_later(tmp_path: pathlib.Path):
+  """The limit gives a short write, then EFBIG: the part is cut off again."""
+  child = python(FILL, tmp_path)
+  lines = child.communicate(timeout=120)[0].splitlines()
+  assert child.returncode == 0
+  assert lines == [*(str(n) for n in range(1, 14)), 'DD401 13', '14']
+  files = files_lib.Files(tmp_path)
+  log = wal.open_log(files, RUN)
+  assert log.recovered.cut_bytes == 0
+  *_, newest = log.records()
+  assert (newest.number, bytes(newest.payload)) == (14, b'there is space again')
+  files.close()
+
+
+def test_no_space_is_told_from_other_failures(tmp_path: pathlib.Path):
+  """/dev/full is a disk without space: nothing can be begun on it, and DD401 says so."""
+  full = tmp_path / (fmt.segment_name(1) + fmt.NEW)
+  full.symlink_to('/dev/full')
+  files = files_lib.Files(tmp_path)
+  with pytest.raises(fmt.WalFull, match='^DD401 No space'):
+    wal.open_log(files, RUN)
+  files.close()
+
+
+# --- kill -9 --------------------------------------------------------------------------------------
+
+WRITE = """
+import random, sys
+from diloco_jax.storage import wal
+from diloco_jax.storage import files
+def payload(number):
+  return random.Random(number).randbytes(1 + number * 7919 % 30_000)
+held = files.Files(sys.argv[1])
+held.lock()
+log = wal.open_log(held, 'files', segment_bytes=300_000)
+while True:
+  for _ in range(1 + log.last % 3):
+    log.append(1, payload(log.last + 1))
+  print(log.commit(), flush=True)
+"""
+
+
+def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path: pathlib.Path):
+  """Five rounds on one log: killed after a number of commits, in whatever it was doing then."""
+  draw, committed = random.Random(9), 0
+  for _ in range(5):
+    writer = python(WRITE, tmp_path)
+    try:
+      for _ in range(draw.randrange(1, 25)):
+        committed = int(writer.stdout.readline())
+    finally:
+      writer.kill()
+    for line in writer.communicate()[0].splitlines(keepends=True):
+      if line.endswith('\n'):  # what it said before it was gone
+        committed = int(line)
+    assert writer.returncode == -signal.SIGKILL
+    files = files_lib.Files(tmp_path)
+    files.lock()
+    log = wal.open_log(files, RUN, segment_bytes=300_000)
+    assert log.last >= committed
+    for record in log.records():
+      assert record.payload == payload(record.number)
+    assert record.number == log.last
+    committed = log.last
+    files.close()

@@ -1,0 +1,356 @@
+"""Tapes on disk: lives and segments, kills and full disks, and a real run that replays."""
+
+import contextlib
+import gzip
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import pytest
+
+from diloco_jax.node import loop
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.report import records
+from diloco_jax.launch import one_process
+from diloco_jax.storage import tapes
+from experiments.configs import stdlib_lm
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / 'tests' / 'protocol' / 'golden'
+DEADLINE_S = 150
+
+
+def golden() -> tuple[tape.Start, list[tape.Record]]:
+  """A real learner's start and turns, to be written anew."""
+  with open(GOLDEN / 'learner.jsonl', 'rb') as file:
+    reader = tape.Reader(file)
+    return reader.header.start, list(reader)
+
+
+def write(workdir: pathlib.Path, segment_bytes: int = tapes.SEGMENT_BYTES) -> tape.Record:
+  """One whole life; its last turn."""
+  start, turns = golden()
+  said: list[str] = []
+  with contextlib.closing(tapes.Tape(workdir, start, said.append, {'a': 1}, segment_bytes)) as out:
+    for turn in turns:
+      out.record(turn.now_ns, turn.event, turn.actions)
+    assert not out.ended and not said
+  return turns[-1]
+
+
+def names(workdir: pathlib.Path) -> list[str]:
+  return sorted(path.name for path in (workdir / tapes.TAPES).iterdir())
+
+
+def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, '-m', 'experiments.replay', *map(str, words)], cwd=ROOT, text=True,
+    capture_output=True, timeout=DEADLINE_S, **more)
+
+
+# --- Lives and segments ---------------------------------------------------------------------------
+
+
+def test_every_life_is_a_tape_of_its_own(tmp_path):
+  for _ in range(3):
+    last = write(tmp_path)
+  assert names(tmp_path) == ['l1.1.0.jsonl', 'l1.2.0.jsonl', 'l1.3.0.jsonl']
+  found = tapes.find(tmp_path)
+  assert found == tapes.find(tmp_path / tapes.TAPES)
+  assert [life.number for life in found] == [1, 2, 3]
+  for life in found:
+    result = tapes.replay(life)
+    assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
+
+
+def test_the_header_says_what_wrote_it(tmp_path):
+  write(tmp_path)
+  header = tapes.read(tapes.find(tmp_path)[0]).header
+  assert header.versions['jax'] == jax.__version__
+  assert header.versions['python'].startswith('.'.join(map(str, sys.version_info[:2])))
+  assert re.fullmatch('[0-9a-f]{64}', header.config_digest)
+  assert header.commit == tapes.commit()
+  assert (header.role, header.node, header.segment) == ('learner', 'l1', 0)
+
+
+def test_full_segments_are_packed_and_read_as_one(tmp_path):
+  last = write(tmp_path, segment_bytes=9_000)
+  *packed, newest = names(tmp_path)
+  assert len(packed) >= 3 and newest == f'l1.1.{len(packed)}.jsonl'
+  assert packed == [f'l1.1.{n}.jsonl.gz' for n in range(len(packed))]
+  for name in packed:
+    with gzip.open(tmp_path / tapes.TAPES / name) as file:
+      assert 9_000 <= len(file.read()) < 9_000 + 30_000
+  for path in (tmp_path, *(tmp_path / tapes.TAPES).iterdir()):  # any segment names the whole life
+    [life] = tapes.find(path)
+    assert len(life.segments) == len(packed) + 1
+    result = tapes.replay(life)
+    assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
+
+
+def test_more_than_nine_segments_stay_in_order(tmp_path):
+  last = write(tmp_path, segment_bytes=1)
+  [life] = tapes.find(tmp_path)
+  assert len(life.segments) == last.index + 2
+  assert tapes.replay(life).identical
+
+
+def test_a_segment_that_was_packed_and_is_still_there(tmp_path):
+  """Killed between the two: nothing is read twice."""
+  write(tmp_path, segment_bytes=9_000)
+  packed = tmp_path / tapes.TAPES / 'l1.1.0.jsonl.gz'
+  packed.with_suffix('').write_bytes(gzip.decompress(packed.read_bytes()))
+  packed.with_name(f'{packed.name}.new').write_bytes(b'half')
+  [life] = tapes.find(tmp_path)
+  assert tapes.replay(life).identical
+
+
+@pytest.mark.parametrize('packed', [False, True])
+def test_damage_is_said_with_file_and_line(tmp_path, packed):
+  write(tmp_path, segment_bytes=9_000)
+  [life] = tapes.find(tmp_path)
+  path = life.segments[1]
+  lines = gzip.decompress(path.read_bytes()).splitlines(keepends=True)
+  lines[2] = lines[2].replace(b'"now_ns":', b'"now_ns":1')
+  if packed:
+    path.write_bytes(gzip.compress(b''.join(lines)))
+  else:
+    path.unlink()
+    path = path.with_suffix('')
+    path.write_bytes(b''.join(lines))
+  with pytest.raises(tape.TapeError, match=f'{re.escape(str(path))}, line 3: the hash of the line'):
+    tapes.replay(tapes.find(path)[0])
+
+
+def test_a_packed_segment_that_cannot_be_unpacked(tmp_path):
+  write(tmp_path, segment_bytes=9_000)
+  [life] = tapes.find(tmp_path)
+  path = life.segments[0]
+  whole = path.read_bytes()
+  for broken in (whole[:-100], b'no gzip', whole[:300] + bytes(80) + whole[380:]):
+    path.write_bytes(broken)
+    with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line [0-9]+: '):
+      tapes.replay(life)
+
+
+# --- Crashes, kills, full disks -------------------------------------------------------------------
+
+
+class Stub:
+  """Ports of a learner that asks for nothing but time."""
+
+  def now_ns(self) -> int:
+    return 1
+
+  def dial(self, session: int) -> None:
+    pass
+
+
+def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
+  start = tape.Start(
+    role='learner', node='l0', digests=(1,),
+    config=config_lib.ProtocolConfig(
+      learners=1, fragments=1, period=1, overlap=0, quorum=1, total_steps=1),
+    identity=connection.Identity(learner='l0', nonce=1, agreement='', host='', pid=1),
+  )
+  inbox, stub = loop.Inbox(), Stub()
+  inbox.post(events.Wake())
+  inbox.post(events.MergeDone(  # what no learner ever asked for
+    sync=1, fragment=0, handle=None, payload=None, digest=1))
+  with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
+    node = loop.Node(start.make(), inbox, stub, stub, stub, stub, stub, out)
+    with pytest.raises(loop.MachineCrash) as error:
+      node.run()
+  words = str(error.value).split('python -m experiments.replay ')
+  path = tmp_path / tapes.TAPES / 'l0.1.0.jsonl'
+  assert words[1] == str(path) and 'TypeError: not an event of a learner' in words[0]
+  done = program(path)
+  assert done.returncode == 0 and 'identical: 2 events' in done.stdout, done
+  assert 'crashes as recorded' in done.stdout and 'TypeError: not an event' in done.stdout
+  assert 'machine.py", line' in done.stdout
+
+
+CHILD = '''
+import resource, signal, sys
+from diloco_jax.protocol.tape import tape
+from diloco_jax.storage import tapes
+workdir, golden, limit = sys.argv[1:]
+with open(golden, 'rb') as file:
+  reader = tape.Reader(file)
+  start, turns = reader.header.start, list(reader)
+if int(limit):
+  resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+out = tapes.Tape(workdir, start, print)
+for turn in turns[:100]:
+  out.record(turn.now_ns, turn.event, turn.actions)
+print('done', flush=True)
+if not int(limit):
+  signal.pause()
+out.close()
+'''
+
+
+def child(workdir: pathlib.Path, limit: int) -> subprocess.Popen[str]:
+  return subprocess.Popen(
+    [sys.executable, '-c', CHILD, str(workdir), str(GOLDEN / 'learner.jsonl'), str(limit)],
+    cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)})
+
+
+def test_a_killed_process_loses_no_turn(tmp_path):
+  with child(tmp_path, 0) as process:
+    assert process.stdout.readline() == 'done\n'
+    process.send_signal(signal.SIGKILL)
+  [life] = tapes.find(tmp_path)
+  result = tapes.replay(life)
+  assert (result.identical, result.events, result.end, result.torn) == (True, 100, 'open', False)
+
+
+@pytest.mark.parametrize('limit', [100, 20_000])  # in the header, in the middle of a turn
+def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
+  with child(tmp_path, limit) as process:
+    said, errors = process.communicate(timeout=DEADLINE_S)
+  assert process.returncode == 0, errors
+  warning, done = said.splitlines()
+  assert 'the tape ends here, the run goes on' in warning and done == 'done' and not errors
+  [life] = tapes.find(tmp_path)
+  assert life.segments[0].stat().st_size <= limit
+  result = tapes.replay(life)
+  assert (result.identical, result.end, result.torn) == (True, 'open', False)
+  assert (0 < result.events < 100) == (limit > 1_000)
+
+
+def test_a_folder_that_cannot_be_made_is_said_once(tmp_path):
+  (tmp_path / tapes.TAPES).write_text('in the way')
+  start, turns = golden()
+  said: list[str] = []
+  out = tapes.Tape(tmp_path, start, said.append)
+  for turn in turns:
+    out.record(turn.now_ns, turn.event, turn.actions)
+  assert 'ended before this' in out.crash(0, events.Wake(), ValueError('x'))
+  out.close()
+  assert len(said) == 1 and said[0].startswith('[l1] the tape ends here, the run goes on: ')
+
+
+# --- The commit of a checkout ---------------------------------------------------------------------
+
+
+def test_the_commit_of_a_checkout_a_worktree_and_neither(tmp_path):
+  assert tapes.commit(tmp_path) == tapes.UNKNOWN
+  git = tmp_path / '.git'
+  (git / 'refs' / 'heads').mkdir(parents=True)
+  (git / 'HEAD').write_text('ref: refs/heads/main\n')
+  assert tapes.commit(tmp_path) == tapes.UNKNOWN  # no commit yet
+  (git / 'packed-refs').write_text('# pack-refs\nbbb refs/heads/other\naaa refs/heads/main\n')
+  assert tapes.commit(tmp_path) == 'aaa'
+  (git / 'refs' / 'heads' / 'main').write_text('ccc\n')
+  assert tapes.commit(tmp_path) == 'ccc'
+  worktree = git / 'worktrees' / 'w'
+  worktree.mkdir(parents=True)
+  (worktree / 'HEAD').write_text('ref: refs/heads/other\n')
+  (worktree / 'commondir').write_text('../..\n')
+  (tmp_path / 'w').mkdir()
+  (tmp_path / 'w' / '.git').write_text(f'gitdir: {worktree}\n')
+  assert tapes.commit(tmp_path / 'w') == 'bbb'
+  (git / 'HEAD').write_text('ddd\n')
+  assert tapes.commit(tmp_path) == 'ddd'
+
+
+# --- experiments/replay.py ------------------------------------------------------------------------
+
+
+def test_the_program_says_one_line_for_each_life(tmp_path):
+  write(tmp_path)
+  write(tmp_path)
+  done = program(tmp_path, GOLDEN / 'syncer.jsonl')
+  assert (done.returncode, done.stderr) == (0, '')
+  found = [re.fullmatch('(.*): identical: [0-9]+ events, hash [0-9a-f]{64}', line)[1]
+           for line in done.stdout.splitlines()]
+  assert found == ['l1.1', 'l1.2', 'syncer.jsonl']
+
+
+def test_the_program_shows_a_divergence_and_goes_on(tmp_path):
+  start, turns = golden()
+  write(tmp_path)
+  with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
+    for turn in turns:
+      out.record(turn.now_ns, turn.event, turn.actions[1:])
+  write(tmp_path)
+  (tmp_path / tapes.TAPES / 'l1.4.0.jsonl').write_bytes(b'{}\n')
+  done = program(tmp_path)
+  assert done.returncode == 1
+  assert re.search(r'^l1\.2: diverges at turn \d+:$', done.stdout, re.MULTILINE)
+  assert '  recorded  nothing\n  replayed  {' in done.stdout
+  assert f'The tape is of commit {tapes.commit()} ' in done.stdout
+  assert re.search(r'^l1\.3: identical', done.stdout, re.MULTILINE)
+  assert re.search(r'^l1\.4: damaged: .*l1\.4\.0\.jsonl, line 1: not a line', done.stdout,
+                   re.MULTILINE)
+
+
+@pytest.mark.parametrize('words, error', [
+  ((), 'no tape given'), (('/nowhere',), 'there is no tape /nowhere'), (('--tape=x',), 'tape'),
+  (('tests/runtime',), 'there are no tapes in tests/runtime'),
+])
+def test_the_program_refuses_in_one_line(words, error):
+  done = program(*words)
+  assert done.returncode == 42 and not done.stdout
+  assert done.stderr.startswith('error: ') and error in done.stderr
+  assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_program_starts_without_jax():
+  code = 'import sys, experiments.replay; print({"jax", "numpy"} & sys.modules.keys())'
+  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
+                        timeout=DEADLINE_S, check=True)
+  assert done.stdout == 'set()\n'
+
+
+# --- A real run -----------------------------------------------------------------------------------
+
+
+class Watched(records.Recorder):
+  """Records that say when so many outer steps have been made."""
+
+  def __init__(self, workdir: pathlib.Path, name: str, enough: threading.Event):
+    super().__init__(workdir, name, tensorboard=False)
+    self._left, self._enough = 6, enough
+
+  def report(self, name: str, values: dict) -> None:
+    super().report(name, values)
+    if name == 'synced':
+      self._left -= 1
+      if not self._left:
+        self._enough.set()
+
+
+def test_a_run_that_was_stopped_and_went_on_replays(tmp_path):
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = config.sync.quorum = 2  # so that both have trained when it is stopped
+  config.train.steps, config.train.eval_every = 100_000, 0
+  config.train.checkpoint_every_steps = config.sync.checkpoint_every_syncs = 4
+  config.validate()
+  for _ in range(2):
+    enough = threading.Event()
+    controller = one_process.SingleController(
+      config, tmp_path, lambda name, enough=enough: Watched(tmp_path, name, enough))
+    controller.start()
+    assert enough.wait(DEADLINE_S)
+    controller.stop('enough')
+    assert {end.code for end in controller.join(DEADLINE_S).values()} == {0}
+
+  lives = tapes.find(tmp_path)
+  assert [life.name for life in lives] == ['l0.1', 'l0.2', 'l1.1', 'l1.2', 'syncer.1', 'syncer.2']
+  results = [tapes.replay(life) for life in lives]
+  for life, result in zip(lives, results):
+    assert result.identical, f'{life.name}: {result.text()}'
+    assert (result.end, result.torn) == ('exit', False)
+    assert (result.header.start.snapshot is not None) == (life.number == 2)  # from its checkpoint
+  assert len({result.header.config_digest for result in results}) == 1

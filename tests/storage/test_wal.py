@@ -1,0 +1,755 @@
+"""The write-ahead log on a disk that tears, forgets, fills up and fails.
+
+The one statement behind most of these tests: whatever happens, what is read back is a prefix of
+what was appended, byte for byte, with everything in it that was committed; or the log is refused,
+by name and offset, and not a byte of it was changed.
+"""
+
+import errno
+import hashlib
+import random
+import struct
+
+import numpy as np
+import pytest
+
+from diloco_jax.storage import wal
+from diloco_jax.storage import wal_format as fmt
+from diloco_jax.storage import wal_recovery
+from diloco_jax.proof.sim import disk as disk_lib
+
+RUN = 'torture'
+MARK_BYTES = fmt.ENTRY_HEADER_BYTES
+
+
+class PowerLoss(BaseException):
+  """The host is gone in the middle of a call."""
+
+
+class Killed(BaseException):
+  """The process is gone in the middle of a call; its host is not."""
+
+
+class Storage(disk_lib.Disk):
+  """The simulated disk, with calls that fail, and deaths in the middle of one.
+
+  Attributes:
+    plan: what happens at which call: number of the call to a word (FAULTS).
+    calls: the calls so far, by name.
+  """
+
+  place = 'state'
+
+  def __init__(self, seed: int = 0, files: dict[str, bytes] | None = None):
+    super().__init__(random.Random(seed), files)
+    self.plan: dict[int, str] = {}
+    self.calls: list[str] = []
+
+  def copy(self) -> dict[str, bytes]:
+    return self.contents()
+
+  def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
+    self._turn('read', lambda: None)
+    return super().read(name, offset, count)
+
+  def create(self, name: str) -> None:
+    self._turn('create', lambda: super(Storage, self).create(name))
+
+  def append(self, name: str, *pieces: bytes) -> None:
+    data = b''.join(pieces)
+    part = data[:self._draw.randrange(len(data) + 1)]
+    write = super().append
+    self._turn('append', lambda: write(name, data), lambda: write(name, part))
+
+  def truncate(self, name: str, size: int) -> None:
+    self._turn('truncate', lambda: super(Storage, self).truncate(name, size))
+
+  def fsync(self, name: str) -> None:
+    fsync = super().fsync
+
+    def fail() -> None:
+      self.failing_fsyncs = 1
+      fsync(name)
+    self._turn('fsync', lambda: fsync(name), failed=fail)
+
+  def rename(self, old: str, new: str) -> None:
+    self._turn('rename', lambda: super(Storage, self).rename(old, new))
+
+  def remove(self, name: str) -> None:
+    self._turn('remove', lambda: super(Storage, self).remove(name))
+
+  def fsync_names(self) -> None:
+    self._turn('fsync_names', super().fsync_names)
+
+  def _turn(self, call: str, whole, part=lambda: None, failed=None) -> None:
+    """A call: done, or done in part, or not at all, as the plan says."""
+    fault = self.plan.get(len(self.calls))
+    self.calls.append(call)
+    match fault:
+      case None:
+        whole()
+      case 'power lost after':
+        whole()
+        raise PowerLoss
+      case 'power lost within':
+        part()
+        raise PowerLoss
+      case 'killed within':
+        part()
+        raise Killed
+      case 'killed after':
+        whole()
+        raise Killed
+      case 'disk full':
+        part()
+        raise OSError(errno.ENOSPC, 'No space left on device')
+      case 'I/O error':
+        (failed or part)()
+        raise OSError(errno.EIO, 'Input/output error')
+      case _:
+        raise ValueError(fault)
+
+
+DEATHS = ['power lost within', 'power lost after', 'killed within', 'killed after']
+FAULTS = {
+  'read': ['I/O error'],
+  'create': ['I/O error', 'disk full', *DEATHS],
+  'append': ['I/O error', 'disk full', *DEATHS],
+  'truncate': ['I/O error', *DEATHS],
+  'fsync': ['I/O error', *DEATHS],
+  'rename': ['I/O error', 'disk full', *DEATHS],
+  'remove': ['I/O error', *DEATHS],
+  'fsync_names': ['I/O error', *DEATHS],
+}
+
+
+def payload(number: int) -> bytes:
+  return random.Random(number).randbytes(1 + number * 7 % 40)
+
+
+def chain_after(records: list[tuple[int, bytes]]) -> bytes:
+  """The hash of a history, from its definition in wal_format."""
+  chain = hashlib.sha256(RUN.encode()).digest()
+  for number, (kind, data) in enumerate(records, 1):
+    head = struct.pack('<IQQ', kind, number, len(data))
+    chain = hashlib.sha256(chain + head + data).digest()
+  return chain
+
+
+def write_log(disk: Storage, records: int, group: int = 2, segment_bytes: int = 1 << 20) -> wal.Wal:
+  """`records` records, committed in groups."""
+  log = wal.open_log(disk, RUN, segment_bytes=segment_bytes)
+  for number in range(1, records + 1):
+    assert log.append(1, payload(number)) == number
+    if number % group == 0 or number == records:
+      assert log.commit() == number
+  return log
+
+
+def read_log(log: wal.Wal, after: int = 0) -> list[tuple[int, bytes]]:
+  return [(record.kind, bytes(record.payload)) for record in log.records(after)]
+
+
+def expected(count: int) -> list[tuple[int, bytes]]:
+  return [(1, payload(number)) for number in range(1, count + 1)]
+
+
+def marks(disk: Storage, name: str) -> list[int]:
+  """Where the marks of a segment begin."""
+  return [
+    place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.MARK
+  ]
+
+
+# --- What it is for -------------------------------------------------------------------------------
+
+
+def test_what_was_committed_is_read_back():
+  disk = Storage()
+  update = np.arange(1000, dtype=np.float32).reshape(10, 100)
+  log = wal.open_log(disk, RUN)
+  assert log.append(7, *fmt.pack({'sync': 24, 'fragment': 3}, update)) == 1
+  assert log.append(8) == 2  # nothing but its kind
+  assert (log.last, log.committed) == (2, 0)
+  assert log.commit() == 2
+
+  log = wal.open_log(disk, RUN)
+  assert log.recovered == wal.Recovered(first=1, last=2, cut_bytes=0, words=())
+  merged, nothing = log.records()
+  header, data = fmt.unpack(merged.payload)
+  assert (merged.number, merged.kind, header) == (1, 7, {'sync': 24, 'fragment': 3})
+  np.testing.assert_array_equal(np.frombuffer(data, np.float32).reshape(10, 100), update)
+  assert (nothing.number, nothing.kind, len(nothing.payload)) == (2, 8, 0)
+  assert nothing.chain == log.chain
+  assert [record.number for record in log.records(after=1)] == [2]
+
+
+def test_one_fsync_commits_many_records():
+  disk = Storage()
+  log = wal.open_log(disk, RUN)
+  before = disk.calls.count('fsync')
+  for number in range(1, 51):
+    log.append(1, payload(number))
+  assert disk.calls.count('fsync') == before
+  assert log.commit() == 50
+  assert log.commit() == 50  # nothing new
+  assert disk.calls.count('fsync') == before + 1
+
+
+def test_the_hash_is_that_of_the_history_alone():
+  """Groups, segments, restarts and torn tails are no part of what happened (I10)."""
+  plain = write_log(Storage(), 20, group=20)
+  other = Storage()
+  write_log(other, 9, group=1, segment_bytes=300)
+  other.append(other.names()[-1], b'torn')
+  log = wal.open_log(other, RUN, segment_bytes=300)
+  for number in range(10, 21):
+    log.append(1, payload(number))
+  log.commit()
+  assert log.chain == plain.chain == chain_after(expected(20))
+
+
+def test_golden_bytes():
+  """Format version 1. If this fails, old logs cannot be read any more: a new version is due."""
+  disk = Storage()
+  log = wal.open_log(disk, RUN)
+  log.append(1, b'seven', b' bytes')
+  log.commit()
+  (data,) = disk.copy().values()
+  assert data.hex() == GOLDEN
+  assert disk.names() == ['00000000000000000001.wal']
+  record, = wal.open_log(Storage(files={disk.names()[0]: bytes.fromhex(GOLDEN)}), RUN).records()
+  assert bytes(record.payload) == b'seven bytes'
+
+
+GOLDEN = (
+  '444a415857414c0a'  # magic
+  '01000000'  # version
+  'bab5acf3'  # its CRC
+  '0100000000000000'  # first record
+  '9270c8c38be2579a7e73a7f2eb3584a363824074311d4f5c26ab8ceb96901d5a'  # chain before
+  '746f7274757265' + '00' * 57 +  # run
+  '00000000'  # zeros
+  '235859bc'  # CRC
+  'd157ec0a'  # record: found by
+  '01000000'  # kind
+  '0100000000000000'  # number
+  '0000000000000000'  # proven
+  '0b00000000000000'  # length
+  '38c820d57b01e3c1464ac148ea8c3756fabd7362cb104b1f4433faceb79b928b'  # chain
+  'f7d8a58b'  # payload CRC
+  '9d2c7a08'  # CRC
+  '736576656e206279746573'  # payload
+  'd157ec0a'  # mark: found by
+  '00000000'  # kind
+  '0100000000000000'  # number
+  '0100000000000000'  # proven
+  '0000000000000000'  # length
+  '38c820d57b01e3c1464ac148ea8c3756fabd7362cb104b1f4433faceb79b928b'  # chain
+  '00000000'  # payload CRC
+  '6028fa2b'  # CRC
+)
+
+
+# --- Every prefix, every byte ---------------------------------------------------------------------
+
+
+def test_every_prefix_of_a_log_is_a_prefix_of_its_records():
+  disk = Storage()
+  write_log(disk, 20)
+  (name, data), = disk.copy().items()
+  seen = set()
+  for size in range(len(data)):
+    torn = Storage(files={name: data[:size]})
+    if size < fmt.SEGMENT_HEADER_BYTES:
+      with pytest.raises(fmt.WalDamaged, match='header'):
+        wal.open_log(torn, RUN)
+      assert torn.copy() == {name: data[:size]}
+      continue
+    log = wal.open_log(torn, RUN)
+    assert read_log(log) == expected(log.last)
+    assert log.chain == chain_after(expected(log.last))
+    assert bool(log.recovered.words) == bool(log.recovered.cut_bytes)
+    seen.add(log.last)
+  assert seen == set(range(21))
+
+
+def test_a_log_that_was_cut_goes_on():
+  disk = Storage()
+  write_log(disk, 4)
+  (name, data), = disk.copy().items()
+  cut = Storage(files={name: data[:-MARK_BYTES - 1]})  # the last byte of record 4 and its mark
+  log = wal.open_log(cut, RUN)
+  assert log.last == 3
+  assert 'DD403' in log.recovered.words[0]
+  assert f'{log.recovered.cut_bytes} bytes dropped' in log.recovered.words[0]
+  assert log.append(1, payload(4)) == 4
+  log.commit()
+  assert read_log(wal.open_log(cut, RUN)) == expected(4)
+
+
+@pytest.mark.parametrize('flip', [0x01, 0xff])
+@pytest.mark.parametrize('segment_bytes', [1 << 20, 600])
+def test_no_flipped_byte_changes_what_is_read_back(segment_bytes: int, flip: int):
+  """Damage to a record or a header is refused; damage to a mark costs nothing."""
+  disk = Storage()
+  write_log(disk, 20, segment_bytes=segment_bytes)
+  whole = disk.copy()
+  assert (len(whole) == 1) == (segment_bytes > 600)
+  for name, data in whole.items():
+    in_marks = {at + i for at in marks(disk, name) for i in range(MARK_BYTES)}
+    for place in range(len(data)):
+      bad = bytearray(data)
+      bad[place] ^= flip
+      damaged = Storage(files=whole | {name: bytes(bad)})
+      if place in in_marks:
+        log = wal.open_log(damaged, RUN)
+        assert read_log(log) == expected(20)
+        assert log.recovered.words
+        continue
+      with pytest.raises(fmt.WalDamaged) as error:
+        wal.open_log(damaged, RUN)
+      assert damaged.copy() == whole | {name: bytes(bad)}
+      assert error.value.name == name
+      assert error.value.offset <= place
+      assert error.value.last_good < 20
+
+
+def test_without_its_mark_a_flip_in_the_last_record_is_a_torn_tail():
+  """The window that wal_recovery documents: power was lost before the last mark was on disk."""
+  disk = Storage()
+  write_log(disk, 5, group=1)
+  (name, data), = disk.copy().items()
+  data = data[:-MARK_BYTES]
+  for place in range(marks(disk, name)[3] + MARK_BYTES, len(data)):
+    bad = bytearray(data)
+    bad[place] ^= 0x10
+    log = wal.open_log(Storage(files={name: bytes(bad)}), RUN)
+    assert read_log(log) == expected(4)
+    with pytest.raises(fmt.WalDamaged, match='snapshot holds all records up to 5'):
+      wal.open_log(Storage(files={name: bytes(bad)}), RUN, after=5)
+
+
+def test_what_was_recovered_is_proven_from_then_on():
+  disk = Storage()
+  write_log(disk, 5, group=1)
+  (name, data), = disk.copy().items()
+  unmarked = Storage(files={name: data[:-MARK_BYTES]})
+  assert wal.open_log(unmarked, RUN).last == 5
+  assert unmarked.copy() == {name: data}
+  bad = data[:-MARK_BYTES - 1] + bytes([data[-MARK_BYTES - 1] ^ 1]) + data[-MARK_BYTES:]
+  with pytest.raises(fmt.WalDamaged, match='payload of record 5'):
+    wal.open_log(Storage(files={name: bad}), RUN)
+
+
+# --- Every call that fails ------------------------------------------------------------------------
+
+
+class Story:
+  """A syncer's life on a disk, over all its crashes: what it appended, committed and dropped."""
+
+  STEPS = 14
+
+  def __init__(self, disk: Storage):
+    self.disk = disk
+    self.history: list[tuple[int, bytes]] = []  # every append that was begun, by number
+    self.committed = 0
+    self.snapshot = 0  # verified, on another disk
+    self.log: wal.Wal | None = None
+    self.broken = 0
+
+  def run(self) -> None:
+    """Until all steps are committed; every death is followed by a new life."""
+    for _ in range(100):
+      try:
+        if self.log is None:
+          self.recover()
+        while self.committed < self.STEPS:
+          self.step()
+        return
+      except PowerLoss:
+        self.disk.crash()
+        self.log = None
+      except Killed:
+        self.log = None
+      except fmt.WalBroken as error:
+        assert error.committed in (None, self.committed)  # None: while it was opened
+        self.check_broken()
+        self.log = None
+        self.broken += 1
+      except fmt.WalFull:
+        if self.log is not None and self.log.last < len(self.history):
+          del self.history[self.log.last:]  # the record was not taken
+    raise AssertionError('never finished')
+
+  def recover(self) -> None:
+    """Everything that was promised is there, nothing that was not appended is."""
+    log = wal.open_log(self.disk, RUN, after=self.snapshot, segment_bytes=300)
+    assert self.committed <= log.last <= len(self.history)
+    self.committed = log.last
+    assert log.first <= self.snapshot + 1
+    assert read_log(log) == self.history[log.first - 1:log.last]
+    del self.history[log.last:]
+    assert log.chain == chain_after(self.history)
+    self.log = log
+
+  def step(self) -> None:
+    """One to three records, a commit, and now and then a snapshot behind which is dropped."""
+    log = self.log
+    for _ in range(1 + len(self.history) % 3):
+      number = log.last + 1
+      self.history[number - 1:] = [(1 + number % 5, payload(number + len(self.disk.calls)))]
+      log.append(*self.history[-1])
+    log.commit()
+    self.committed = log.last
+    if self.committed % 2 == 0:
+      self.snapshot = self.committed
+      log.drop_before(self.snapshot + 1)
+
+  def check_broken(self) -> None:
+    if self.log is not None:
+      with pytest.raises(fmt.WalBroken):
+        self.log.append(1, b'more')
+      with pytest.raises(fmt.WalBroken):
+        self.log.commit()
+      assert self.log.committed == self.committed
+
+
+def quiet() -> list[str]:
+  """The calls of a life in which nothing happens."""
+  story = Story(Storage())
+  story.run()
+  story.recover()
+  return story.disk.calls
+
+
+CALLS = quiet()
+
+
+def test_the_story_uses_every_call_but_truncate():
+  assert set(CALLS) == set(FAULTS) - {'truncate'}  # which comes after a fault, or not at all
+
+
+@pytest.mark.parametrize('fault', sorted({word for words in FAULTS.values() for word in words}))
+def test_every_call_failing(fault: str):
+  """One fault at every call in turn, then a second one somewhere behind it, then a power loss."""
+  broken = 0
+  for call, name in enumerate(CALLS):
+    if fault not in FAULTS[name]:
+      continue
+    disk = Storage(seed=call)
+    disk.plan[call] = fault
+    second = call + random.Random(call).randrange(1, 40)
+    disk.plan[second] = random.Random(call).choice(DEATHS)
+    story = Story(disk)
+    story.run()
+    disk.plan.clear()
+    disk.crash()
+    story.recover()
+    broken += story.broken
+  assert (broken > 0) == (fault == 'I/O error')
+
+
+@pytest.mark.parametrize('seed', range(6))
+def test_many_faults_at_random(seed: int):
+  draw = random.Random(seed)
+  for number in range(100):
+    disk = Storage(seed=1000 * seed + number)
+    disk.plan = {draw.randrange(250): draw.choice([*DEATHS, 'I/O error']) for _ in range(6)}
+    story = Story(disk)
+    story.run()
+    disk.plan.clear()
+    if draw.randrange(2):
+      disk.crash()
+    story.recover()
+
+
+def test_a_full_disk_takes_the_record_later():
+  disk = Storage()
+  log = write_log(disk, 3)
+  disk.plan[len(disk.calls)] = 'disk full'
+  with pytest.raises(fmt.WalFull, match='^DD401 .* record 3 is safe'):
+    log.append(1, payload(4))
+  assert log.append(1, payload(4)) == 4
+  assert log.commit() == 4
+  assert read_log(wal.open_log(disk, RUN)) == expected(4)
+
+
+def test_a_full_disk_that_cannot_be_cut_back_breaks_the_log():
+  disk = Storage()
+  log = write_log(disk, 3)
+  disk.plan |= {len(disk.calls): 'disk full', len(disk.calls) + 1: 'I/O error'}
+  with pytest.raises(fmt.WalBroken, match='^DD405 .*No space'):
+    log.append(1, payload(4))
+  assert read_log(wal.open_log(disk, RUN)) == expected(3)
+
+
+def test_a_mark_that_has_no_room_fails_no_commit():
+  disk = Storage()
+  log = wal.open_log(disk, RUN)
+  log.append(1, payload(1))
+  disk.plan[len(disk.calls) + 1] = 'disk full'  # behind the fsync
+  assert log.commit() == 1
+  log.append(1, payload(2))
+  log.commit()
+  assert read_log(wal.open_log(disk, RUN)) == expected(2)
+
+
+def test_a_failed_fsync_ends_the_log():
+  disk = Storage()
+  log = write_log(disk, 3)
+  log.append(1, payload(4))
+  disk.plan[len(disk.calls)] = 'I/O error'
+  with pytest.raises(fmt.WalBroken, match='^DD405 fsync of .* failed .* up to record 3') as error:
+    log.commit()
+  assert error.value.committed == log.committed == 3
+  with pytest.raises(fmt.WalBroken, match='DD405 fsync'):
+    log.append(1, payload(5))
+  with pytest.raises(fmt.WalBroken, match='DD405 fsync'):
+    log.commit()
+
+
+def test_what_a_failed_fsync_left_in_memory_is_written_again():
+  """The next process reads pages that the disk never took, and no fsync writes them any more."""
+  disk = Storage()
+  log = write_log(disk, 3)
+  log.append(1, payload(4))
+  disk.plan[len(disk.calls)] = 'I/O error'
+  with pytest.raises(fmt.WalBroken):
+    log.commit()
+  log = wal.open_log(disk, RUN)
+  assert log.last == 4  # and from now on spoken of
+  log.append(1, payload(5))
+  log.commit()
+  disk.crash()
+  assert read_log(wal.open_log(disk, RUN)) == expected(5)
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def refused(disk: Storage, kind: type = fmt.WalDamaged, **kwargs) -> str:
+  before = disk.copy()
+  with pytest.raises(kind) as error:
+    wal.open_log(disk, **{'run': RUN} | kwargs)
+  assert disk.copy() == before
+  return str(error.value)
+
+
+def test_a_missing_segment_is_refused():
+  disk = Storage()
+  write_log(disk, 20, segment_bytes=600)
+  files = disk.copy()
+  names = sorted(files)
+  assert len(names) >= 4
+  gap = Storage(files={name: files[name] for name in names if name != names[1]})
+  words = refused(gap)
+  assert f'{names[2]} is damaged at byte 0' in words
+  assert f'--to={fmt.first_of(names[1]) - 1} ' in words
+  headless = Storage(files={name: files[name] for name in names[1:]})
+  assert f'begins with record {fmt.first_of(names[1])}' in refused(headless)
+
+
+def test_damage_names_file_offset_and_repair():
+  disk = Storage()
+  write_log(disk, 5, group=1)
+  (name, data), = disk.copy().items()
+  place = marks(disk, name)[1] + MARK_BYTES
+  bad = data[:place] + b'\0' + data[place + 1:]
+  words = refused(Storage(files={name: bad}))
+  assert words == (
+    f'DD402 WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
+    'damaged. Not started, nothing changed; records 1 to 2 are whole. Restore the file, or run: '
+    'python -m experiments.wal_repair state --to=2 (drops 3 updates).'
+  )
+
+
+def test_a_log_of_another_version_is_refused_with_both():
+  disk = Storage()
+  write_log(disk, 1)
+  (name, data), = disk.copy().items()
+  older = struct.pack('<8sI', b'DJAXWAL\n', 0)
+  older += struct.pack('<I', fmt.zlib.crc32(older)) + b'of another layout'
+  words = refused(Storage(files={name: older}), fmt.WalUnsupported)
+  assert 'format version 0, this package reads 1' in words
+
+
+def test_a_log_of_another_run_is_refused():
+  disk = Storage()
+  write_log(disk, 1)
+  assert '"torture", not to "other"' in refused(disk, fmt.WalUnsupported, run='other')
+
+
+def test_a_record_of_another_history_is_refused():
+  """Whole and at its place, but it does not follow from what is before it."""
+  disk, other = Storage(), Storage()
+  write_log(disk, 2)
+  log = wal.open_log(other, RUN)
+  log.append(2, payload(1))  # another kind
+  log.append(1, payload(2))
+  log.commit()
+  (name, mine), (theirs,) = *disk.copy().items(), other.copy().values()
+  second = fmt.SEGMENT_HEADER_BYTES + fmt.ENTRY_HEADER_BYTES + len(payload(1))
+  words = refused(Storage(files={name: mine[:second] + theirs[second:]}))
+  assert 'chain hash of record 2 does not follow' in words
+
+
+def test_a_segment_of_another_history_is_refused():
+  disk, other = Storage(), Storage()
+  write_log(disk, 4).roll()
+  log = write_log(other, 3)
+  log.append(2, b'another record 4')
+  log.commit()
+  log.roll()
+  first, second = disk.names()
+  assert other.names() == [first, second]
+  words = refused(Storage(files={first: disk.copy()[first], second: other.copy()[second]}))
+  assert f'{second} is damaged at byte 0' in words
+  assert 'chain hash does not follow' in words
+
+
+def test_log_and_snapshot_are_of_one_history():
+  disk = Storage()
+  chain = write_log(disk, 4).chain
+  assert wal.open_log(disk, RUN, after=4, chain=chain).last == 4
+  assert 'another history' in refused(disk, after=3, chain=chain)
+  assert 'ends with record 4' in refused(disk, after=5)
+  assert 'there is no log' in refused(Storage(), after=5)
+  fresh = wal.begin(Storage(), RUN, after=4, chain=chain)
+  assert fresh.append(1, payload(5)) == 5
+  fresh.commit()
+  assert fresh.chain == chain_after(expected(5))
+
+
+def test_after_a_clean_end_the_last_mark_survives_a_power_loss():
+  disk = Storage()
+  write_log(disk, 3).close()
+  before = disk.copy()
+  disk.crash()
+  assert disk.copy() == before
+  assert read_log(wal.open_log(disk, RUN)) == expected(3)
+
+
+def test_a_programming_error_writes_nothing():
+  disk = Storage()
+  log = write_log(disk, 1)
+  before = disk.copy()
+  for kind in (0, -1, 1 << 32):
+    with pytest.raises(ValueError, match='kind'):
+      log.append(kind, b'')
+  with pytest.raises(ValueError, match='there is a log'):
+    wal.begin(disk, RUN)
+  with pytest.raises(ValueError, match='64 bytes'):
+    wal.open_log(Storage(), 'r' * 65)
+  assert disk.copy() == before
+  log.append(1, b'')
+  with pytest.raises(ValueError, match='not committed'):
+    log.roll()
+
+
+def test_what_changes_under_an_open_log_is_never_skipped():
+  disk = Storage()
+  write_log(disk, 3, group=1)
+  (name, data), = disk.copy().items()
+  log = wal.open_log(disk, RUN)
+  for place in range(fmt.SEGMENT_HEADER_BYTES, len(data) - MARK_BYTES):
+    if any(at <= place < at + MARK_BYTES for at in marks(disk, name)):
+      continue
+    bad = bytearray(data)
+    bad[place] ^= 4
+    disk.put(name, bytes(bad))
+    with pytest.raises(fmt.WalDamaged, match='has changed'):
+      read_log(log)
+    disk.put(name, data)
+
+
+# --- Compaction and repair ------------------------------------------------------------------------
+
+
+def test_compaction_keeps_every_record_from_the_number_on():
+  for number in range(1, 23):
+    disk = Storage()
+    log = write_log(disk, 20, segment_bytes=600)
+    files = disk.names()
+    before = len(disk.calls)
+    dropped = log.drop_before(number)
+    assert disk.calls[before:] == ['remove', 'fsync_names'] * len(dropped)  # never a gap
+    assert disk.names() == [name for name in files if name not in dropped]
+    assert log.first <= min(number, 20)
+    assert read_log(log, after=number - 1) == expected(20)[number - 1:]
+    again = wal.open_log(disk, RUN, after=number - 1 if number <= 21 else 20)
+    assert read_log(again, after=number - 1) == expected(20)[number - 1:]
+
+
+def test_behind_a_snapshot_of_everything_only_an_empty_segment_is_left():
+  disk = Storage()
+  log = write_log(disk, 20)
+  log.roll()
+  log.roll()  # nothing new
+  assert log.drop_before(21) == ['00000000000000000001.wal']
+  assert (log.first, log.last) == (21, 20)
+  log = wal.open_log(disk, RUN, after=20, chain=chain_after(expected(20)))
+  assert log.append(1, payload(21)) == 21
+  log.commit()
+  assert log.chain == chain_after(expected(21))
+
+
+@pytest.mark.parametrize('keep', range(21))
+def test_repair_keeps_a_prefix_and_deletes_nothing(keep: int):
+  disk = Storage()
+  write_log(disk, 20, segment_bytes=600)
+  size = sum(map(len, disk.copy().values()))
+  words = wal_recovery.repair(disk, keep)
+  assert f'ends with record {keep}' in words
+  assert sum(map(len, disk.copy().values())) == size
+  disk.crash()
+  log = wal.open_log(disk, RUN)
+  assert read_log(log) == expected(keep)
+
+
+def test_repair_of_a_damaged_log_makes_it_open_again():
+  disk = Storage()
+  write_log(disk, 20, segment_bytes=600)
+  files = disk.copy()
+  name = sorted(files)[1]
+  place = marks(disk, name)[0] + MARK_BYTES  # where the next record begins
+  bad = Storage(files=files | {name: files[name][:place] + b'rot' + files[name][place + 3:]})
+  with pytest.raises(fmt.WalDamaged) as error:
+    wal.open_log(bad, RUN)
+  good = error.value.last_good
+  with pytest.raises(fmt.WalError, match=f'records 1 to {good}.*cannot end with record {good + 1}'):
+    wal_recovery.repair(bad, good + 1)
+  wal_recovery.repair(bad, good)
+  wal_recovery.repair(bad, good)  # once more: nothing to do
+  assert read_log(wal.open_log(bad, RUN)) == expected(good)
+  assert any(fmt.ASIDE in name for name in bad.names())
+
+
+def test_a_repair_that_is_interrupted_can_be_run_again():
+  disk = Storage()
+  write_log(disk, 20, segment_bytes=600)
+  files = disk.copy()
+  calls = Storage(files=files)
+  wal_recovery.repair(calls, 7)
+  for call, name in enumerate(calls.calls):
+    for fault in FAULTS[name]:
+      disk = Storage(seed=call, files=files)
+      disk.plan[call] = fault
+      with pytest.raises((OSError, PowerLoss, Killed)):
+        wal_recovery.repair(disk, 7)
+      disk.crash()
+      wal_recovery.repair(disk, 7)
+      assert read_log(wal.open_log(disk, RUN)) == expected(7)
+
+
+# --- The payload's own form -----------------------------------------------------------------------
+
+
+def test_packed_arrays_are_aligned_and_headers_are_canonical():
+  for text in ('', 'a', 'ab' * 5):
+    buffers = fmt.pack({'text': text}, b'array')
+    header, data = fmt.unpack(b''.join(buffers))
+    assert (header, bytes(data)) == ({'text': text}, b'array')
+    assert len(buffers[0]) % 8 == 0
+  with pytest.raises(ValueError):
+    fmt.pack({'loss': float('nan')})

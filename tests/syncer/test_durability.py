@@ -1,0 +1,446 @@
+"""A syncer's work on a real disk: what was committed is made again, bit for bit, or refused.
+
+The model is `tiny` with int8, RDA and Nesterov. A `Rig` is one life of the syncer's work without
+machine and transport; a crash is a rig whose log is closed and nothing else. Outer steps are asked
+for as the machine does, with books that tell apart which record they came from.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import pathlib
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.storage import wal_format
+from diloco_jax.numerics import codecs
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.protocol.syncer import ledger as ledger_lib
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.tape import tape
+from diloco_jax.config import build
+from diloco_jax.storage import files as files_lib
+from diloco_jax.launch import program
+from diloco_jax.syncer import outer_log
+from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import work as syncer_work
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.storage import checkpoint
+from experiments.configs import stdlib_lm
+
+DEADLINE_S = 120
+NAMES = ('l0', 'l1', 'l2')
+TOKENS, STEPS = 128, 4
+REFUSED = 4  # the sync whose payloads are not finite
+SYNCS = 7
+
+
+@pytest.fixture(scope='module', name='assembled')
+def _assembled() -> build.Assembly:
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = config.sync.period = 2  # two to compile
+  config.sync.overlap = config.train.eval_every = 0
+  config.validate()
+  assert (config.sync.codec_up, config.sync.merge, config.sync.outer) == ('int8', 'rda', 'nesterov')
+  return build.assemble(config)
+
+
+class Disk(files_lib.Files):
+  """A real folder; `full` takes a part and then no more, `broken` cannot fsync."""
+
+  full = broken = False
+
+  def __init__(self, path: pathlib.Path):
+    super().__init__(path)
+    self.refused: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+  def append(self, name, *pieces):
+    if self.full:
+      super().append(name, memoryview(pieces[0])[:7])
+      self.refused.put(name)
+      raise OSError(errno.ENOSPC, 'No space left on device')
+    super().append(name, *pieces)
+
+  def fsync(self, name):
+    if self.broken:
+      raise OSError(errno.EIO, 'Input/output error')
+    super().fsync(name)
+
+
+class Records:
+  """What is said and reported."""
+
+  def __init__(self):
+    self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    self.reported: list[str] = []
+
+  def say(self, text: str) -> None:
+    self.said.put(text)
+
+  def report(self, name: str, values: dict) -> None:
+    del values
+    self.reported.append(name)
+
+
+class Rig:
+  """One life of the syncer's work in a folder; `start`: what its machine would be made of."""
+
+  def __init__(self, assembled: build.Assembly, folder: pathlib.Path):
+    self.assembled = assembled
+    self.records = Records()
+    self.disk = Disk(folder / 'wal')
+    self.log = outer_log.OuterLog(self.disk, assembled.agreement, self.records.say, retry_s=0.01)
+    try:
+      self.theta = global_model_lib.Theta(assembled)
+      self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
+      self.start = syncer_process.recover(
+        assembled, self.theta, self.checkpoints, self.log, self.records)
+    except BaseException:
+      self.log.close()
+      raise
+    self.payloads = payloads_lib.PayloadStore()
+    self.posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
+    self.failed: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+    self.work = syncer_work.SyncerWork(
+      assembled, self.theta, self.posted.put, self.failed.put, self.payloads, self.records,
+      self.checkpoints, self.log, evaluation=None, snapshots=None,
+    )
+    self.work.start()
+
+  def submit(self, sync: int) -> actions.Merge:
+    """Asks for the outer step of a sync: its payloads follow from its number."""
+    merge = merge_of(self.assembled, sync, self.payloads)
+    self.work.submit(merge)
+    return merge
+
+  def merge(self, sync: int) -> events.MergeDone:
+    self.submit(sync)
+    return self.posted.get(timeout=DEADLINE_S)
+
+  def save(self, sync: int) -> events.SaveDone:
+    snapshot = {**books(self.assembled, sync), 'versions': list(self.theta.versions),
+                'digests': [self.theta.digest(p) for p in range(2)], 'merging': []}
+    self.work.submit(actions.Save(step=sync, snapshot=snapshot))
+    return self.posted.get(timeout=DEADLINE_S)
+
+  def crash(self) -> None:
+    """Nothing is saved, nobody says good-bye."""
+    self.log.close()
+    self.work.stop()
+
+
+@pytest.fixture(name='rig')
+def _rig(assembled, tmp_path):
+  rigs = []
+
+  def make() -> Rig:
+    rigs.append(Rig(assembled, tmp_path))
+    return rigs[-1]
+
+  yield make
+  for rig in rigs:
+    rig.crash()
+    with contextlib.suppress(checkpoint.CheckpointError):
+      rig.checkpoints.close()
+
+
+def merge_of(
+  assembled: build.Assembly, sync: int, store: payloads_lib.PayloadStore
+) -> actions.Merge:
+  """Sync s is of fragment s % 2; two participants in even syncs, three in odd ones."""
+  p, names = sync % 2, NAMES[: 2 + sync % 2]
+  made = [s for s in range(1, sync + 1) if s % 2 == p and s != REFUSED]
+  version = len(made) + (sync == REFUSED)
+  participants = tuple(
+    actions.Participant(
+      learner=name, incarnation=1, tokens=TOKENS + 32 * m, steps=STEPS,
+      handle=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
+    ) for m, name in enumerate(names)
+  )
+  under_way = books(assembled, sync)
+  under_way['merging'] = [sync]
+  under_way['data']['moves'] = [[sync, [[name, m, p, sync] for m, name in enumerate(names)]]]
+  return actions.Merge(
+    sync=sync, fragment=p, version=version, participants=participants, books=under_way)
+
+
+def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
+  """The encoded pseudo-gradient of nobody; an exponent of 255 is read as NaN."""
+  size = assembled.layout.size(p)
+  values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
+  data = bytearray(np.asarray(codecs.get_numpy('int8').encode(values)[0]).tobytes())
+  if not finite:
+    data[0] = 255
+  return bytes(data)
+
+
+def books(assembled: build.Assembly, sync: int) -> dict:
+  """A machine's snapshot that was taken at a sync: everybody has an account."""
+  start = tape.Start(
+    role='syncer', node='syncer', config=assembled.protocol, digests=(0,) * 2,
+    payload_bytes=assembled.payload_bytes,
+  )
+  snapshot = start.make().snapshot()
+  snapshot['opened'], snapshot['next'] = sync, sync + 1
+  account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
+  snapshot['ledger'] = [[name, 1, account] for name in NAMES]
+  snapshot['members'] = [
+    {'learner': name, 'stream': m, 'incarnation': 1, 'strikes': 0, 'worst': 0}
+    for m, name in enumerate(NAMES)
+  ]
+  return snapshot
+
+
+def bits(theta: global_model_lib.Theta) -> list:
+  """All of Theta, exactly."""
+  leaves = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(theta.arrays())]
+  return [*leaves, list(theta.versions), [theta.digest(p) for p in range(2)]]
+
+
+@pytest.fixture(scope='module', name='expected')
+def _expected(assembled) -> list[list]:
+  """Theta after 0, 1, ... outer steps of a syncer that never crashed."""
+  theta, store = global_model_lib.Theta(assembled), payloads_lib.PayloadStore()
+  after = [bits(theta)]
+  for sync in range(1, SYNCS + 1):
+    merge = merge_of(assembled, sync, store)
+    shares = [global_model_lib.Share(store.get(one.handle), one.tokens, one.steps)
+              for one in merge.participants]
+    merged = theta.merge(merge.fragment, shares, theta.width(len(shares)))
+    assert bool(merged.failed) == (sync == REFUSED), merged
+    after.append(bits(theta))
+  assert len({str(state) for state in after}) == SYNCS  # each differs, but for the refused one
+  return after
+
+
+# --- Records --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
+def test_a_record_comes_back_as_it_was(sizes):
+  given = [os.urandom(size) for size in sizes]
+  outcome = recovery.Outcome(
+    sync=7, fragment=3, version=2, digest=2**64 - 1, failed='not finite\n"quoted"',
+    participants=tuple((f'l{m}', m, 2**40, 5) for m in range(len(sizes))),
+    books={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
+  )
+  buffers = outer_log.encode(outer_log.OuterStep(outcome, 4, given))
+  assert all(a is b for a, b in zip(buffers[1:], given))  # not copied
+  read = outer_log.decode(memoryview(b''.join(buffers)))
+  assert read.outcome == outcome and read.width == 4
+  assert [bytes(view) for view in read.payloads] == given
+
+
+@pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
+def test_a_record_of_another_length_is_refused(damage):
+  outcome = recovery.Outcome(sync=1, fragment=0, version=1, participants=(('l0', 1, 8, 1),),
+                             digest=1, failed='', books={})
+  data = b''.join(outer_log.encode(outer_log.OuterStep(outcome, 1, [b'12345678'])))
+  with pytest.raises(ValueError, match='bytes are left for payloads'):
+    outer_log.decode(memoryview(damage(data)))
+
+
+# --- Recovery -------------------------------------------------------------------------------------
+
+
+def test_theta_comes_back_bit_for_bit_wherever_the_syncer_was_killed(rig, expected, assembled):
+  """A life per outer step, two saves on the way, and one refused outer step."""
+  for sync in range(1, SYNCS + 1):
+    life = rig()
+    assert bits(life.theta) == expected[sync - 1]
+    done = life.merge(sync)
+    assert bool(done.failed) == (sync == REFUSED)
+    assert bits(life.theta) == expected[sync]
+    if sync in (2, 5):
+      assert not life.save(sync).error
+    life.crash()
+  last = rig()
+  assert bits(last.theta) == expected[SYNCS]
+  assert last.theta.versions == last.start.snapshot['versions'] == [2, 4]
+  assert last.start.snapshot['digests'] == [last.theta.digest(p) for p in range(2)]
+  assert last.start.snapshot['opened'] == SYNCS
+  assert last.start.make().clock == SYNCS
+
+
+def test_the_refused_outer_step_has_settled_its_tokens(rig):
+  life = rig()
+  for sync in range(1, REFUSED + 1):
+    life.merge(sync)
+  life.crash()
+  ledger = {name: fields for name, _, fields in rig().start.snapshot['ledger']}
+  assert ledger['l1']['merged'] == REFUSED * 1000 - TOKENS - 32
+  assert ledger['l1']['discarded'] == {'bad_value': TOKENS + 32}
+  assert ledger['l2']['merged'] == REFUSED * 1000 and not ledger['l2']['discarded']  # took no part
+
+
+def test_the_log_reaches_back_to_the_older_checkpoint_and_not_beyond(rig, expected, tmp_path):
+  life = rig()
+  firsts = []
+  for sync in range(1, SYNCS + 1):
+    life.merge(sync)
+    if sync % 2 == 0:
+      assert not life.save(sync).error
+      firsts.append(next(life.log._wal.records()).number)
+  assert firsts == [1, 3, 5]  # the first record that is kept after saves of 2, 4 and 6
+  life.crash()
+  life.checkpoints.close()
+  _damage(tmp_path / 'ckpt' / '6')
+  again = rig()
+  assert bits(again.theta) == expected[SYNCS]
+  assert any('checkpoint of sync 4 and 3 later' in line for line in said(again))
+
+
+def _damage(folder: pathlib.Path) -> None:
+  """Turns over a bit in the largest file of a checkpoint."""
+  path = max((path for path in folder.rglob('*') if path.is_file()),
+             key=lambda path: path.stat().st_size)
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 1
+  path.write_bytes(data)
+
+
+def said(rig: Rig) -> list[str]:
+  lines = []
+  while not rig.records.said.empty():
+    lines.append(rig.records.said.get())
+  return lines
+
+
+def test_a_save_never_takes_the_place_of_another(rig):
+  life = rig()
+  life.merge(1)
+  for _ in range(3):
+    assert life.save(1) == events.SaveDone(step=1)
+  assert life.checkpoints.steps == [2, 3]
+
+
+def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
+  life = rig()
+  for sync in (1, 2):
+    life.merge(sync)
+  life.crash()
+  [segment] = (tmp_path / 'wal').glob('*.wal')
+  with open(segment, 'ab') as file:
+    file.write(b'\xd1\x57\xec\x0a' + bytes(40))
+  again = rig()
+  assert bits(again.theta) == expected[2]
+  assert any(line.startswith('DD403') for line in said(again))
+
+
+def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tmp_path, assembled):
+  life = rig()
+  life.merge(1)
+  merge = merge_of(assembled, 2, life.payloads)
+  outcome = recovery.Outcome(
+    sync=2, fragment=0, version=1, digest=123, failed='', books=merge.books,
+    participants=tuple((one.learner, 1, one.tokens, one.steps) for one in merge.participants),
+  )
+  given = [life.payloads.get(one.handle) for one in merge.participants]
+  life.log.commit(outer_log.OuterStep(outcome, 3, given))
+  life.crash()
+  before = _content(tmp_path / 'wal')
+  with pytest.raises(program.NeverRetry, match='Record 2 of the log .* sync 2, fragment 0, version '
+                     '1 has digest [0-9a-f]{16}, was committed with 000000000000007b') as refusal:
+    with program.log_failures():
+      rig()
+  assert refusal.value.code == 42
+  assert _content(tmp_path / 'wal') == before
+
+
+def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assembled):
+  life = rig()
+  for sync in (1, 2):
+    life.merge(sync)
+    life.save(sync)
+  life.crash()
+  life.checkpoints.close()
+  (tmp_path / 'ckpt').rename(tmp_path / 'elsewhere')
+  with pytest.raises(wal_format.WalDamaged, match='the log begins with record 2'):
+    rig()
+
+
+def test_the_log_of_another_run_is_refused(rig, assembled, tmp_path):
+  rig().crash()
+  with contextlib.closing(outer_log.OuterLog(
+      files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)) as other:
+    with pytest.raises(program.NeverRetry, match='belongs to the run') as refusal:
+      with program.log_failures():
+        other.recover(None, {})
+  assert refusal.value.code == 42
+
+
+def _content(folder: pathlib.Path) -> dict[str, bytes]:
+  return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'lock'}
+
+
+# --- Disks ----------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
+  life = rig()
+  life.merge(1)
+  said(life)
+  life.disk.full = True
+  for sync in (2, 3):
+    life.submit(sync)
+  line = life.records.said.get(timeout=DEADLINE_S)
+  assert line.startswith('DD401 No space') and 'record 1 is safe' in line
+  for _ in range(3):  # it is tried again, and not talked about again
+    life.disk.refused.get(timeout=DEADLINE_S)
+  assert life.posted.empty() and life.records.said.empty() and life.failed.empty()
+  life.disk.full = False
+  assert [life.posted.get(timeout=DEADLINE_S).sync for _ in range(2)] == [2, 3]
+  assert 'space' in life.records.said.get(timeout=DEADLINE_S)
+  assert bits(life.theta) == expected[3]
+  life.crash()
+  assert bits(rig().theta) == expected[3]
+
+
+def test_a_crash_on_a_full_disk_loses_what_nobody_has_seen(rig, expected):
+  life = rig()
+  life.merge(1)
+  said(life)
+  life.disk.full = True
+  life.submit(2)
+  life.records.said.get(timeout=DEADLINE_S)
+  life.crash()
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), outer_log.Closed)
+  assert bits(rig().theta) == expected[1]
+
+
+def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected):
+  life = rig()
+  life.merge(1)
+  life.disk.broken = True
+  life.submit(2)
+  error = life.failed.get(timeout=DEADLINE_S)
+  assert life.posted.empty()
+  with pytest.raises(program.DiskFailed, match='DD405 .*Safe up to record 1') as failure:
+    with program.log_failures():
+      raise error
+  assert failure.value.code == 74
+  life.crash()
+  # The record may have reached the disk, and nobody has seen it: either is right.
+  assert bits(rig().theta) in (expected[1], expected[2])
+
+
+def test_74_and_42_are_exit_codes_with_one_line(capsys):
+  for error, code in ((program.DiskFailed('the disk\nfailed'), 74), (program.NeverRetry('bad'), 42)):
+    def main(argv, error=error):
+      raise error
+
+    assert program._guarded(main, []) == code
+  assert capsys.readouterr().err == 'error: the disk failed\nerror: bad\n'
+
+
+def test_a_second_syncer_in_the_same_folder_is_refused(rig, assembled, tmp_path):
+  life = rig()
+  with pytest.raises(files_lib.DirectoryError, match=f'DD406 .*pid {os.getpid()}'):
+    outer_log.OuterLog(files_lib.Files(tmp_path / 'wal'), assembled.agreement, print)
+  assert not life.merge(1).failed  # and the first one goes on

@@ -1,0 +1,134 @@
+"""Replay of arrays: a run is made again from its log, and whatever does not come out is said."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from diloco_jax.storage import wal
+from diloco_jax.storage import wal_format
+from diloco_jax.protocol import actions
+from diloco_jax.protocol import events
+from diloco_jax.config import build
+from diloco_jax.config import run_config
+from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import outer_log
+from diloco_jax.syncer import rebuild
+from diloco_jax.report import records
+from diloco_jax.launch import one_process
+from diloco_jax.storage import tapes
+from experiments.configs import stdlib_lm
+
+
+def _config(keep_log: bool) -> run_config.Config:
+  """One learner, two fragments, a sync every other step, a checkpoint every other sync."""
+  config = stdlib_lm.get_config('tiny')
+  sync = config.sync
+  sync.learners = sync.quorum = 1
+  sync.fragments, sync.period, sync.overlap = 2, 4, 0
+  sync.checkpoint_every_syncs, sync.keep_log = 2, keep_log
+  config.train.steps, config.train.eval_every = 16, 0
+  config.train.checkpoint_every_steps = 0
+  config.validate()
+  return config
+
+
+def _run(config: run_config.Config, folder) -> None:
+  one_process.run(
+    config, folder, lambda name: records.Recorder(folder, name, tensorboard=False))
+  (folder / run_config.FILE).write_text(json.dumps(config.to_dict()))
+
+
+@pytest.fixture(scope='module', name='config')
+def _kept() -> run_config.Config:
+  return _config(keep_log=True)
+
+
+@pytest.fixture(scope='module', name='run')
+def _whole(tmp_path_factory, config):
+  folder = tmp_path_factory.mktemp('run')
+  _run(config, folder)
+  return folder
+
+
+@pytest.fixture(name='copy')
+def _copy(tmp_path, run):
+  """A run to spoil."""
+  return shutil.copytree(run, tmp_path / 'copy')
+
+
+def _syncer(folder) -> tuple[tapes.Life, list]:
+  life = next(one for one in tapes.find(folder) if one.node == 'syncer')
+  return life, list(tapes.read(life))
+
+
+def test_every_version_of_a_run_is_made_again(run):
+  rebuilt = rebuild.rebuild(run)
+  made = [turn.event for turn in _syncer(run)[1] if isinstance(turn.event, events.MergeDone)]
+  assert rebuilt.outer_steps == len(made) >= 6, 'a sync is due every other step'
+  assert rebuilt.refused == 0
+  assert rebuilt.on_tape == len(made) + 2, 'and the two fragments of version 0'
+  last = {done.fragment: done.digest for done in made}
+  assert rebuilt.digests == (last[0], last[1])
+  assert rebuilt.text().startswith(f'identical: {len(made)} outer steps, {len(made) + 2} versions')
+
+
+def test_another_value_on_the_tape_is_a_difference(copy):
+  life, turns = _syncer(copy)
+  asked = next(one for turn in turns for one in turn.actions if isinstance(one, actions.Merge))
+  done = next(turn.event for turn in turns if isinstance(turn.event, events.MergeDone))
+  tape = tapes.Tape(copy, tapes.read(life).header.start, print, None)  # a second life
+  tape.record(1, events.Wake(), [asked])
+  tape.record(2, dataclasses.replace(done, digest=done.digest ^ 1), [])
+  tape.close()
+  with pytest.raises(rebuild.Differs, match='version 1 of fragment 0 is .*, the tape has'):
+    rebuild.rebuild(copy)
+
+
+def test_a_version_that_the_log_does_not_have_is_a_difference(copy, config):
+  """Its newest record is left out of the log: what the tape saw was lost."""
+  _rewrite(copy, config, lambda payloads: payloads[:-1])
+  with pytest.raises(rebuild.Differs, match='is on the tape, the log does not have it'):
+    rebuild.rebuild(copy)
+
+
+def test_a_payload_that_was_another_one_is_noticed(copy, config):
+  def spoiled(payloads):
+    header, arrays = wal_format.unpack(memoryview(payloads[1]))
+    arrays = bytearray(arrays)
+    arrays[5] ^= 0x40
+    return [payloads[0], b''.join(map(bytes, wal_format.pack(header, arrays))), *payloads[2:]]
+
+  _rewrite(copy, config, spoiled)
+  with pytest.raises(outer_log.NotReproduced, match='Record 2 .* does not come out as it did'):
+    rebuild.rebuild(copy)
+
+
+def _rewrite(folder, config: run_config.Config, change) -> None:
+  """Another log of the same run, whole in itself."""
+  place, run = folder / 'syncer' / 'wal', outer_log.run_of(build.assemble(config).agreement)
+  before = [bytes(one.payload) for one in wal.read_log(files_lib.Files(place), run).records()]
+  shutil.rmtree(place)
+  log = wal.begin(files_lib.Files(place), run)
+  for payload in change(before):
+    log.append(outer_log.OUTER_STEP, payload)
+  log.commit()
+
+
+def test_reading_changes_nothing(run):
+  place = run / 'syncer' / 'wal'
+  before = {path.name: path.read_bytes() for path in place.iterdir()}
+  rebuild.rebuild(run)
+  assert {path.name: path.read_bytes() for path in place.iterdir()} == before
+
+
+def test_a_log_that_was_dropped_says_how_to_keep_it(tmp_path):
+  _run(_config(keep_log=False), tmp_path)
+  with pytest.raises(ValueError, match=r'begins with record \d+.*sync.keep_log=true'):
+    rebuild.rebuild(tmp_path)
+
+
+def test_where_there_is_no_run(tmp_path):
+  with pytest.raises(ValueError, match='there is no run in .*config.json is missing'):
+    rebuild.rebuild(tmp_path)

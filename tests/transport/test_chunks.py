@@ -1,0 +1,150 @@
+"""The chunk format of transport/chunks.py: golden bytes, every clause, every flipped byte."""
+
+import struct
+import zlib
+
+from hypothesis import given, settings, strategies as st
+import pytest
+
+from diloco_jax.transport import chunks
+from diloco_jax.transport import errors
+
+MIB = chunks.CHUNK_BYTES
+
+# Transfer 7 of the payload b'abc'. When this fails, the format has changed: raise VERSION.
+GOLDEN = bytes.fromhex(
+  '444c4342'  # magic
+  '0100'  # version
+  '2800'  # header of 40 bytes
+  '0700000000000000'  # transfer 7
+  '0300000000000000'  # total 3 bytes
+  '00000000'  # index 0
+  '01000000'  # count 1
+  'c2412435'  # crc32 of 'abc'
+  '57050ac5'  # check of the header
+  '616263'
+)
+
+
+def assembler(max_payload_bytes=1 << 24, max_open=2):
+  return chunks.Assembler(max_payload_bytes=max_payload_bytes, max_open=max_open)
+
+
+def frame(data=b'abc', **changes):
+  """A frame with some fields changed and a right header check, as a hostile peer would make it."""
+  fields = dict(magic=chunks.MAGIC, version=chunks.VERSION, header=chunks.HEADER_BYTES, transfer=7,
+                total=len(data), index=0, count=1, crc32=zlib.crc32(data)) | changes
+  header = struct.pack('<4sHHQQIII', *fields.values())
+  return header + struct.pack('<I', zlib.crc32(header)) + data
+
+
+def refused(frames, receiver):
+  with pytest.raises(errors.WireError) as caught:
+    for each in frames:
+      receiver.add(each)
+  return caught.value.clause
+
+
+def test_golden_bytes():
+  assert list(chunks.split(7, b'abc')) == [GOLDEN]
+  transfer = assembler().add(GOLDEN)
+  assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441c2)
+
+
+@pytest.mark.parametrize('size', [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB])
+def test_a_payload_comes_back_whole(size):
+  payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
+  frames = list(chunks.split(1, payload))
+  assert max(map(len, frames)) <= chunks.MAX_FRAME_BYTES
+  receiver = assembler()
+  *early, last = [receiver.add(each) for each in frames]
+  assert early == [None] * (len(frames) - 1)
+  assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
+
+
+def test_frames_are_made_when_asked_for():
+  payload = bytearray(2 * MIB)
+  frames = chunks.split(1, payload)
+  next(frames)
+  payload[MIB] = 9  # nobody may do this; it shows that the second chunk was not cut yet
+  assert next(frames)[chunks.HEADER_BYTES] == 9
+
+
+def test_a_payload_may_be_any_contiguous_buffer():
+  words = memoryview(struct.pack('<3f', 1.0, 2.0, 3.0)).cast('f')
+  assert assembler().add(next(chunks.split(1, words))).data == words.cast('B')
+
+
+def test_transfers_may_interleave():
+  first, second = bytes(MIB + 1), b'\1' * (MIB + 2)
+  receiver = assembler()
+  lanes = zip(chunks.split(1, first), chunks.split(2, second))
+  done = [t for lane in lanes for t in map(receiver.add, lane) if t is not None]
+  assert [(t.number, t.data) for t in done] == [(1, first), (2, second)]
+
+
+@pytest.mark.parametrize('end', range(len(GOLDEN)))
+def test_truncation_at_every_offset_is_an_error(end):
+  clause = refused([GOLDEN[:end]], assembler())
+  assert clause == ('truncated' if end < chunks.HEADER_BYTES else 'size')
+
+
+@pytest.mark.parametrize('offset', range(len(GOLDEN)))
+def test_every_flipped_bit_is_an_error(offset):
+  for bit in range(8):
+    broken = bytearray(GOLDEN)
+    broken[offset] ^= 1 << bit
+    refused([bytes(broken)], assembler())
+
+
+@pytest.mark.parametrize('clause, changes', [
+  ('magic', dict(magic=b'DLCA')),
+  ('version', dict(version=2)),
+  ('version', dict(header=36)),
+  ('transfer', dict(transfer=0)),
+  ('count', dict(count=2)),
+  ('count', dict(total=2**63)),
+  ('index', dict(index=1)),
+  ('size', dict(total=4)),
+  ('checksum', dict(crc32=0)),
+])
+def test_one_error_per_clause(clause, changes):
+  assert refused([frame(**changes)], assembler()) == clause
+
+
+def test_what_is_over_the_limit_is_refused_before_anything_is_allocated():
+  huge = frame(bytes(MIB), total=1 << 50, count=1 << 30)
+  assert refused([huge], assembler()) == 'too_large'
+  assert refused([frame(b'abc')], assembler(max_payload_bytes=2)) == 'too_large'
+
+
+def test_only_so_many_transfers_are_open():
+  firsts = [next(chunks.split(n, bytes(MIB + 1))) for n in (1, 2, 3)]
+  assert refused(firsts, assembler(max_open=2)) == 'too_many'
+
+
+def test_chunks_come_in_order_and_once():
+  first, second, third = chunks.split(1, bytes(2 * MIB + 1))
+  assert refused([second], assembler()) == 'order'
+  assert refused([first, third], assembler()) == 'order'
+  assert refused([first, first], assembler()) == 'duplicate'
+
+
+def test_the_chunks_of_a_transfer_agree_on_its_size():
+  first, _ = chunks.split(1, bytes(MIB + 1))
+  _, other = chunks.split(1, bytes(MIB + 2))
+  assert refused([first, other], assembler()) == 'size'
+
+
+def test_chunks_of_different_payloads_do_not_mix():
+  first, _ = chunks.split(1, bytes(MIB + 1))
+  _, other = chunks.split(1, b'\1' * (MIB + 1))
+  assert refused([first, other], assembler()) == 'checksum'
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_frame_or_an_error(data):
+  for receiver, bytes_in in ((assembler(), data), (assembler(), GOLDEN[:8] + data)):
+    with pytest.raises(errors.WireError):
+      receiver.add(bytes_in)

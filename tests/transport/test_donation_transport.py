@@ -1,0 +1,88 @@
+"""A donation over gRPC: behind everything else, at its rate, and whole."""
+
+import queue
+import time
+import zlib
+
+import pytest
+
+from diloco_jax.transport import link
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import grpc_server
+from diloco_jax.transport import payloads
+
+DEADLINE_S = 60
+MIB = 1 << 20
+RATE = 4 * MIB
+LIMITS = link.Limits(max_payload_bytes=4 * MIB, donation_bytes_per_s=RATE, drain_s=1.0)
+MOMENTS = bytes(range(256)) * (4 * MIB // 256)
+FRAGMENT = b'a fragment'
+
+
+class End:
+  """One end of the wire and what it has heard."""
+
+  def __init__(self, make):
+    self.inbox, self.kept = queue.Queue(), payloads.PayloadStore()
+    self.transport = make(self.inbox.put, self.kept)
+
+  def hears(self):
+    return self.inbox.get(timeout=DEADLINE_S)
+
+
+@pytest.fixture(name='ends')
+def _ends():
+  """The syncer, a learner, and the syncer's number of their session."""
+  syncer = End(lambda post, kept: grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', post, kept, LIMITS))
+  learner = End(lambda post, kept: grpc_client.GrpcLearnerTransport(
+    lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS))
+  learner.transport.dial(1)
+  assert isinstance(learner.hears(), events.Connected)
+  yield syncer, learner, syncer.hears().session
+  learner.transport.shutdown(0.0)
+  syncer.transport.shutdown(0.0)
+
+
+def announced(data):
+  return messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))
+
+
+DONATION = messages.Donation(
+  transfer=1, donor='l0', step=7, versions=(1, 2), digest=3, payload=announced(MOMENTS))
+CONTRIBUTION = messages.Contribution(
+  sync=2, fragment=0, version=1, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
+  payload=announced(FRAGMENT))
+
+
+def test_a_contribution_overtakes_a_donation_that_was_sent_before(ends):
+  syncer, learner, _ = ends
+  start_s = time.monotonic()
+  learner.transport.send(1, DONATION, MOMENTS)
+  learner.transport.send(1, CONTRIBUTION, FRAGMENT)
+  first, last = syncer.hears(), syncer.hears()
+  took_s = time.monotonic() - start_s
+  assert (first.message, last.message) == (CONTRIBUTION, DONATION)
+  assert bytes(syncer.kept.get(last.handle)) == MOMENTS
+  # Of four chunks the last may go once three have had their time.
+  assert took_s >= 3 * MIB / RATE, took_s
+
+
+def test_the_syncer_relays_it_as_it_came(ends):
+  syncer, learner, session = ends
+  learner.transport.send(1, DONATION, MOMENTS)
+  came = syncer.hears()
+  syncer.transport.send(session, came.message, syncer.kept.get(came.handle))
+  syncer.kept.drop(came.handle)
+  relayed = learner.hears()
+  assert relayed.message == DONATION and bytes(learner.kept.get(relayed.handle)) == MOMENTS
+
+
+def test_a_donor_that_is_cut_off_in_the_middle_leaves_nothing_behind(ends):
+  syncer, learner, session = ends
+  learner.transport.send(1, DONATION, MOMENTS)
+  learner.transport.close(1, 'it ends')
+  assert isinstance(syncer.hears(), events.Disconnected)
+  assert syncer.inbox.empty() and len(syncer.kept) == 0

@@ -1,0 +1,398 @@
+"""What only real sockets and processes can show: peers that are killed, frozen or hostile, refused
+addresses, health and reflection."""
+
+from concurrent import futures
+import dataclasses
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import zlib
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+import pytest
+
+from diloco_jax.transport import link
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import grpc_server
+from diloco_jax.transport import grpc_session
+from diloco_jax.transport import payloads
+from diloco_jax.transport import chunks
+from diloco_jax.transport import stream_crc
+from diloco_jax.transport import sync_pb2
+from diloco_jax.transport import translate
+
+DEADLINE_S = 20
+MIB = 1 << 20
+LIMITS = link.Limits(max_payload_bytes=4 * MIB, max_sessions=3, handshake_s=2.0, drain_s=1.0)
+
+LEARNER = """
+import sys, queue, zlib
+from diloco_jax.transport import link
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import payloads
+inbox = queue.Queue()
+limits = link.Limits(max_payload_bytes=1 << 22)
+transport = grpc_client.GrpcLearnerTransport(
+  lambda: sys.argv[1], inbox.put, payloads.PayloadStore(), limits)
+transport.dial(1)
+while True:
+  print(type(inbox.get()).__name__, flush=True)
+"""
+
+SYNCER = """
+import queue
+from diloco_jax.transport import link
+from diloco_jax.transport import grpc_server
+from diloco_jax.transport import payloads
+inbox = queue.Queue()
+limits = link.Limits(max_payload_bytes=1 << 22)
+transport = grpc_server.GrpcSyncerTransport(
+  '127.0.0.1:0', inbox.put, payloads.PayloadStore(), limits)
+print(transport.port, flush=True)
+inbox.get()
+while True:
+  inbox.get()
+"""
+
+
+@pytest.fixture
+def syncer():
+  inbox = queue.Queue()
+  transport = grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), LIMITS)
+  transport.inbox = inbox
+  yield transport
+  transport.shutdown(0.0)
+
+
+@pytest.fixture
+def dial():
+  """Makes a learner that has dialed session 1."""
+  made = []
+
+  def make(port, limits=LIMITS):
+    inbox = queue.Queue()
+    transport = grpc_client.GrpcLearnerTransport(
+      lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits)
+    transport.inbox = inbox
+    transport.dial(1)
+    made.append(transport)
+    return transport
+
+  yield make
+  for transport in made:
+    transport.shutdown(0.0)
+
+
+@pytest.fixture
+def child():
+  """Starts a Python program that prints lines; killed at the end of the test."""
+  started = []
+
+  def start(source, *args):
+    process = subprocess.Popen([sys.executable, '-c', source, *args], stdout=subprocess.PIPE,
+                               text=True, env={**os.environ, 'PYTHONPATH': os.getcwd()})
+    started.append(process)
+    return process
+
+  yield start
+  for process in started:
+    process.kill()
+    process.wait(DEADLINE_S)
+    process.stdout.close()
+
+
+def connected(transport):
+  event = event_of(transport)
+  assert isinstance(event, events.Connected), event
+  return event.session
+
+
+def event_of(transport):
+  return transport.inbox.get(timeout=DEADLINE_S)
+
+
+def raw_streams(port, control=(), bulk=None, token=None):
+  """A peer that sends whatever bytes it likes; returns its channel and the two calls."""
+  channel = grpc.insecure_channel(f'127.0.0.1:{port}', (('grpc.use_local_subchannel_pool', 1),))
+  first = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(control))
+  if token is None:
+    token = dict(first.initial_metadata())[grpc_session.TOKEN]
+  second = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
+    iter(bulk or ()), metadata=((grpc_session.TOKEN, token),))
+  return channel, first, second
+
+
+def status_of(call):
+  with pytest.raises(grpc.RpcError):
+    for _ in call:
+      pass
+  return call.code(), call.details()
+
+
+# --- Peers that die or freeze ---------------------------------------------------------------------
+
+
+def test_a_killed_learner_is_disconnected_once(syncer, child):
+  process = child(LEARNER, f'127.0.0.1:{syncer.port}')
+  number = connected(syncer)
+  assert process.stdout.readline() == 'Connected\n'
+  process.send_signal(signal.SIGKILL)
+  lost = event_of(syncer)
+  assert isinstance(lost, events.Disconnected) and lost.session == number
+  again = child(LEARNER, f'127.0.0.1:{syncer.port}')
+  connected(syncer)  # nothing more came in between
+  again.kill()
+  assert isinstance(event_of(syncer), events.Disconnected)
+
+
+def test_a_killed_syncer_is_disconnected_once_and_redialed(child, dial):
+  process = child(SYNCER)
+  learner = dial(int(process.stdout.readline()))
+  connected(learner)
+  process.send_signal(signal.SIGKILL)
+  lost = event_of(learner)
+  assert isinstance(lost, events.Disconnected) and lost.reason
+  learner.dial(2)
+  refused = event_of(learner)
+  assert refused.session == 2 and refused.reason.startswith('unavailable: ')
+
+
+def test_closing_a_frozen_learner_waits_for_nobody(syncer, child):
+  process = child(LEARNER, f'127.0.0.1:{syncer.port}')
+  number = connected(syncer)
+  assert process.stdout.readline() == 'Connected\n'
+  process.send_signal(signal.SIGSTOP)
+  data = bytes(4 * MIB)
+  publish = messages.Publish(
+    sync=1, fragment=0, version=1, base_version=0, digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+  for _ in range(16):  # more than flow control lets out
+    syncer.send(number, publish, data)
+  session = syncer._find(number)
+  syncer.close(number, 'its lease is over')
+  assert event_of(syncer) == events.Disconnected(session=number, reason='its lease is over')
+  assert session.finished.wait(DEADLINE_S)  # after drain_s its streams are torn down
+  assert syncer._find(number) is None
+
+
+def test_an_address_where_nobody_answers_fails_in_time(dial):
+  with socket.create_server(('127.0.0.1', 0)) as silent:
+    learner = dial(silent.getsockname()[1], dataclasses.replace(LIMITS, handshake_s=0.3))
+    lost = event_of(learner)
+  assert lost.reason.startswith('unavailable: ')
+
+
+def test_another_grpc_server_is_no_syncer(dial):
+  def control(requests, context):
+    yield from ()
+
+  handler = grpc.method_handlers_generic_handler(
+    grpc_session.SERVICE, {'Control': grpc.stream_stream_rpc_method_handler(control)})
+  with futures.ThreadPoolExecutor(2) as pool:
+    server = grpc.server(pool)
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port('127.0.0.1:0')
+    server.start()
+    assert 'is no syncer' in event_of(dial(port)).reason
+    server.stop(None).wait()
+
+
+# --- Addresses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('address', [
+  '0.0.0.0:0', '[::]:0', ':::0', 'localhost:0', '10.0.0.1:0', 'example.com:7', ':0',
+  'unix:/tmp/x:1'])
+def test_only_loopback_addresses_are_listened_on_and_dialed(address):
+  with pytest.raises(ValueError, match='transport security does not exist yet.*127.0.0.1'):
+    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS)
+  inbox = queue.Queue()
+  learner = grpc_client.GrpcLearnerTransport(
+    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS)
+  learner.dial(1)
+  assert 'transport security does not exist yet' in inbox.get(timeout=DEADLINE_S).reason
+  learner.shutdown(0.0)
+
+
+def test_an_address_that_cannot_be_told_ends_the_dial():
+  def address():
+    raise FileNotFoundError('no address file yet')
+
+  inbox = queue.Queue()
+  learner = grpc_client.GrpcLearnerTransport(address, inbox.put, payloads.PayloadStore(), LIMITS)
+  learner.dial(1)
+  assert inbox.get(timeout=DEADLINE_S).reason == 'no address file yet'
+  learner.shutdown(0.0)
+
+
+@pytest.mark.parametrize('address', ['127.0.0.1', '127.0.0.1:', '127.0.0.1:x', '127.0.0.1:65536'])
+def test_an_address_needs_a_port(address):
+  with pytest.raises(ValueError, match='HOST:PORT'):
+    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS)
+
+
+def test_a_port_in_use_is_one_clear_line(syncer):
+  with pytest.raises(OSError, match='in use') as caught:
+    grpc_server.GrpcSyncerTransport(
+      f'127.0.0.1:{syncer.port}', print, payloads.PayloadStore(), LIMITS)
+  assert '\n' not in str(caught.value)
+
+
+# --- Hostile peers --------------------------------------------------------------------------------
+
+
+def frame_of(data, transfer=1):
+  return next(chunks.split(transfer, data))
+
+
+def oversized_frame():
+  fields = chunks._FIELDS.pack(
+    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, 1, 2**63, 0, 2**32 - 1, 0)
+  return fields + chunks._CHECK.pack(zlib.crc32(fields)) + bytes(MIB)
+
+
+NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(step=-1))
+
+
+@pytest.mark.parametrize('control, bulk, clause', [
+  ((), (b'garbage' * 10,), 'magic'),
+  ((), (b'',), 'truncated'),
+  ((), (frame_of(b'abc')[:-1],), 'size'),
+  ((), (frame_of(b'abc')[:-1] + b'x',), 'checksum'),
+  ((), (oversized_frame(),), 'count'),
+  ((), tuple(frame_of(b'abc', n) for n in range(1, 7)), 'unannounced'),
+  ((stream_crc.Seal().close(b'\xff\xff'),), (), 'protobuf'),
+  ((stream_crc.Seal().close(b''),), (), 'body'),
+  ((stream_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
+  ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
+])
+def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
+  good = dial(syncer.port)
+  number = connected(syncer)
+  connected(good)
+  channel, first, second = raw_streams(syncer.port, control, bulk)
+  with channel:
+    code, details = status_of(first)
+    assert code is grpc.StatusCode.ABORTED and clause in details
+    bad = event_of(syncer)
+    assert isinstance(bad, events.Connected)
+    assert clause in event_of(syncer).reason
+  good.send(1, messages.Heartbeat())
+  assert event_of(syncer) == events.Received(session=number, message=messages.Heartbeat())
+
+
+def test_an_unknown_session_token_is_refused(syncer, dial):
+  channel, first, second = raw_streams(syncer.port, token='0' * 32)
+  with channel:
+    code, details = status_of(second)
+  assert code is grpc.StatusCode.UNAUTHENTICATED and 'unknown session token' in details
+  dial(syncer.port)
+  event = event_of(syncer)
+  assert isinstance(event, events.Connected) and event.session == 2  # of session 1 nobody heard
+
+
+def test_a_session_token_serves_once(syncer):
+  channel, first, second = raw_streams(syncer.port)
+  with channel:
+    connected(syncer)
+    token = dict(first.initial_metadata())[grpc_session.TOKEN]
+    third = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
+      iter(()), metadata=((grpc_session.TOKEN, token),))
+    assert status_of(third)[0] is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_control_without_bulk_is_given_up(dial):
+  inbox = queue.Queue()
+  hasty = dataclasses.replace(LIMITS, handshake_s=0.2)
+  transport = grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), hasty)
+  with grpc.insecure_channel(f'127.0.0.1:{transport.port}') as channel:
+    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
+    code, details = status_of(control)
+  transport.shutdown(0.0)
+  assert code is grpc.StatusCode.ABORTED and 'no Bulk stream within 0.2 s' in details
+  assert inbox.empty()
+
+
+def test_a_payload_beyond_the_limit_is_refused_when_announced(syncer, dial):
+  learner = dial(syncer.port, dataclasses.replace(LIMITS, max_payload_bytes=16 * MIB))
+  connected(learner), connected(syncer)
+  data = bytes(4 * MIB + 1)
+  learner.send(1, messages.Contribution(
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))), data)
+  lost = event_of(syncer)
+  assert str(4 * MIB + 1) in lost.reason and str(4 * MIB) in lost.reason
+
+
+def test_a_wrong_total_checksum_is_never_delivered(syncer, dial):
+  learner = dial(syncer.port)
+  connected(learner), connected(syncer)
+  learner.send(1, messages.Contribution(
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
+    payload=messages.Payload(size_bytes=3, crc32=1)), b'abc')
+  assert 'announces' in event_of(syncer).reason
+
+
+def test_more_sessions_than_granted_are_refused_in_words(syncer, dial):
+  for _ in range(LIMITS.max_sessions):
+    connected(dial(syncer.port))
+  refused = event_of(dial(syncer.port))
+  assert '3 sessions are open, at most 3' in refused.reason
+
+
+def test_a_peer_that_is_too_slow_is_disconnected(syncer, dial):
+  learner = dial(syncer.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
+  connected(learner)
+  learner.send(1, messages.Contribution(
+    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
+    payload=messages.Payload(size_bytes=11, crc32=zlib.crc32(bytes(11)))), bytes(11))
+  lost = event_of(learner)
+  assert lost.reason == (
+    'too slow: 0 payload bytes wait to go out and 11 more would be over the 10 granted')
+
+
+def test_a_message_that_the_wire_cannot_carry_ends_the_session_in_words(syncer, dial):
+  learner = dial(syncer.port)
+  connected(learner)
+  learner.send(1, messages.Leave(reason='x' * 1000))
+  assert 'Leave.reason has length 1000, at most 255' in event_of(learner).reason
+
+
+# --- Health and reflection ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('service', ['', grpc_session.SERVICE])
+def test_health_is_answered(syncer, service):
+  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
+  assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_reflection_tells_the_schema(syncer):
+  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = [reflection_pb2.ServerReflectionRequest(list_services=''),
+                reflection_pb2.ServerReflectionRequest(
+                  file_containing_symbol=grpc_session.SERVICE)]
+    listed, described = stub.ServerReflectionInfo(iter(requests), timeout=DEADLINE_S)
+  names = {s.name for s in listed.list_services_response.service}
+  assert names >= {grpc_session.SERVICE, 'grpc.health.v1.Health'}
+  described_files = described.file_descriptor_response.file_descriptor_proto
+  assert sync_pb2.DESCRIPTOR.serialized_pb in described_files
+
+
+def test_the_wire_constants_agree_with_the_schema():
+  service = sync_pb2.DESCRIPTOR.services_by_name['SyncerService']
+  assert service.full_name == grpc_session.SERVICE
+  assert [m.name for m in service.methods] == ['Control', 'Bulk']
+  assert translate.LEARNER_TO_SYNCER.envelope.DESCRIPTOR.name == 'ControlRequest'

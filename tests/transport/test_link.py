@@ -1,0 +1,250 @@
+"""The pure link: what goes out next, what has come in whole."""
+
+import zlib
+
+import pytest
+
+from diloco_jax.transport import link
+from diloco_jax.protocol import messages
+
+
+def split(transfer, payload):
+  """Frames of two bytes."""
+  data = bytes(payload)
+  for start in range(0, max(1, len(data)), 2):
+    yield transfer, data[start : start + 2]
+
+
+def outbox(max_bytes=100, max_messages=10):
+  return link.Outbox(split, max_bytes, max_messages)
+
+
+def publish(data, fragment=0, version=1, base=0):
+  return messages.Publish(
+    sync=version, fragment=fragment, version=version, base_version=base, digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+
+
+def pull(sync):
+  return messages.Pull(sync=sync, fragment=0)
+
+
+def control_of(box):
+  return list(iter(box.next_control, None))
+
+
+def transfers_of(box):
+  """(version, frames) of all transfers, in the order in which they go out."""
+  out = []
+  while (frames := box.next_transfer()) is not None:
+    [(message, _)] = control_of(box)
+    out.append((message.version, list(frames)))
+  return out
+
+
+def test_control_never_waits_for_bulk():
+  box = outbox()
+  box.push(publish(b'abcdef'), b'abcdef')
+  frames = box.next_transfer()
+  next(frames)
+  box.push(messages.Heartbeat())
+  assert control_of(box) == [(publish(b'abcdef'), 1), (messages.Heartbeat(), 0)]
+  assert list(frames) == [(1, b'cd'), (1, b'ef')]
+
+
+def test_a_message_with_payload_is_announced_when_its_transfer_begins():
+  box = outbox()
+  box.push(publish(b'a', version=1), b'a')
+  box.push(pull(2))
+  assert control_of(box) == [(pull(2), 0)]
+  list(box.next_transfer())
+  assert control_of(box) == [(publish(b'a', version=1), 1)]
+  assert box.next_transfer() is None
+
+
+def test_both_lanes_are_first_in_first_out():
+  box = outbox()
+  for k in range(4):
+    box.push(pull(k))
+    box.push(publish(bytes([k]), fragment=k, version=k), bytes([k]))
+  assert control_of(box) == [(pull(k), 0) for k in range(4)]
+  assert transfers_of(box) == [(k, [(k + 1, bytes([k]))]) for k in range(4)]
+
+
+def test_a_whole_publish_replaces_the_unsent_older_ones_of_its_fragment_only():
+  box = outbox()
+  box.push(publish(b'1', version=1, base=None), b'1')
+  box.push(publish(b'2', version=2, base=1), b'2')
+  box.push(publish(b'8', fragment=1, version=8, base=7), b'8')
+  box.push(publish(b'3', version=3, base=None), b'3')
+  assert [version for version, _ in transfers_of(box)] == [8, 3]
+  assert box.queued_bytes == 0
+
+
+def test_a_delta_replaces_nothing():
+  box = outbox()
+  box.push(publish(b'1', version=1, base=None), b'1')
+  box.push(publish(b'2', version=2, base=1), b'2')
+  assert [version for version, _ in transfers_of(box)] == [1, 2]
+
+
+def test_a_transfer_under_way_is_not_replaced():
+  box = outbox()
+  box.push(publish(b'1234', version=1), b'1234')
+  frames = box.next_transfer()
+  box.push(publish(b'3', version=3, base=None), b'3')
+  assert list(frames) == [(1, b'12'), (1, b'34')]
+  assert [m.version for m, _ in control_of(box)] == [1]
+  assert [version for version, _ in transfers_of(box)] == [3]
+
+
+def test_what_waits_is_bounded_with_the_transfer_under_way():
+  box = outbox(max_bytes=5)
+  box.push(publish(b'123'), b'123')
+  box.next_transfer()
+  box.push(publish(b'45', version=2, base=1), b'45')
+  assert box.queued_bytes == 5
+  with pytest.raises(link.LinkError, match='5 payload bytes wait.* 1 more .* over the 5'):
+    box.push(publish(b'6', version=3, base=2), b'6')
+  box.next_transfer()  # says that the one before is out
+  box.push(publish(b'6', version=3, base=2), b'6')
+
+
+def test_waiting_messages_are_bounded():
+  box = outbox(max_messages=2)
+  box.push(pull(1)), box.push(pull(2))
+  with pytest.raises(link.LinkError, match='2 messages wait'):
+    box.push(pull(3))
+
+
+def test_clear_forgets_everything():
+  box = outbox()
+  box.push(pull(1)), box.push(publish(b'1'), b'1')
+  box.clear()
+  assert (box.next_control(), box.next_transfer(), box.queued_bytes) == (None, None, 0)
+
+
+# --- Incoming -------------------------------------------------------------------------------------
+
+
+def inbox(max_payload_bytes=10, max_waiting=2):
+  return link.Inbox(max_payload_bytes, max_waiting)
+
+
+def arrive(box, transfer, data):
+  return box.on_transfer(transfer, data, zlib.crc32(data))
+
+
+def test_announcement_and_transfer_meet_in_either_order():
+  box = inbox()
+  assert box.on_message(publish(b'abc'), 1) is None
+  assert arrive(box, 1, b'abc') == (publish(b'abc'), b'abc')
+  assert arrive(box, 2, b'de') is None
+  assert box.on_message(publish(b'de'), 2) == (publish(b'de'), b'de')
+
+
+def test_a_message_without_payload_waits_for_nothing():
+  box = inbox()
+  box.on_message(publish(b'abc'), 1)
+  assert box.on_message(pull(1), 0) == (pull(1), None)
+
+
+@pytest.mark.parametrize('data', [b'abd', b'ab', b''])
+def test_another_payload_than_the_announced_one_is_refused(data):
+  box = inbox()
+  box.on_message(publish(b'abc'), 1)
+  with pytest.raises(link.LinkError, match='announces'):
+    arrive(box, 1, data)
+
+
+@pytest.mark.parametrize('message, transfer', [(pull(1), 3), (publish(b'abc'), 0)])
+def test_a_transfer_number_is_given_exactly_with_a_payload(message, transfer):
+  with pytest.raises(link.LinkError, match=f'names transfer {transfer}'):
+    inbox().on_message(message, transfer)
+
+
+def test_transfer_numbers_grow():
+  box = inbox()
+  box.on_message(publish(b'abc'), 5)
+  with pytest.raises(link.LinkError, match='transfer 5 is announced after transfer 5'):
+    box.on_message(publish(b'abc'), 5)
+  arrive(box, 5, b'abc')
+  for transfer in (5, 4):
+    with pytest.raises(link.LinkError, match='came twice'):
+      arrive(box, transfer, b'abc')
+
+
+def test_an_unannounced_transfer_comes_once():
+  box = inbox()
+  arrive(box, 1, b'a')
+  with pytest.raises(link.LinkError, match='came twice'):
+    arrive(box, 1, b'b')
+
+
+def test_what_a_peer_can_make_us_keep_is_bounded():
+  box = inbox(max_payload_bytes=3, max_waiting=2)
+  with pytest.raises(link.LinkError, match='4 bytes is announced, at most 3'):
+    box.on_message(publish(b'abcd'), 1)
+  arrive(box, 1, b'a'), arrive(box, 2, b'b')
+  with pytest.raises(link.LinkError, match='unannounced'):
+    arrive(box, 3, b'c')
+  box.on_message(publish(b'a'), 4), box.on_message(publish(b'a'), 5)
+  with pytest.raises(link.LinkError, match='have not come'):
+    box.on_message(publish(b'a'), 6)
+
+
+# --- Donations ------------------------------------------------------------------------------------
+
+
+def donation(data, transfer=1):
+  return messages.Donation(
+    transfer=transfer, donor='l0', step=1, versions=(1,), digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+
+
+def frame_of(box, now_s=0.0):
+  """The next frame of a donation, if it may go out now."""
+  frames = box.next_donated(now_s)
+  return None if frames is None else next(frames, 'end')
+
+
+def test_a_donation_goes_out_frame_by_frame_and_everything_else_overtakes_it():
+  box = outbox()
+  box.push(donation(b'abcdef'), b'abcdef')
+  assert box.next_transfer() is None and frame_of(box) == (1, b'ab')
+  box.push(publish(b'12'), b'12')
+  assert list(box.next_transfer()) == [(2, b'12')]
+  assert [frame_of(box) for _ in range(4)] == [(1, b'cd'), (1, b'ef'), 'end', None]
+  assert [number for _, number in control_of(box)] == [1, 2]
+
+
+def test_transfer_numbers_grow_in_the_order_of_their_beginnings():
+  """A payload that overtakes a donation which has not begun is announced first."""
+  box, peer = outbox(), inbox()
+  box.push(donation(b'ab'), b'ab')
+  box.push(publish(b'12'), b'12')
+  assert list(box.next_transfer()) == [(1, b'12')] and frame_of(box) == (2, b'ab')
+  for message, number in control_of(box):
+    assert peer.on_message(message, number) is None
+  assert peer.on_transfer(2, b'ab', zlib.crc32(b'ab')) == (donation(b'ab'), b'ab')
+  assert peer.on_transfer(1, b'12', zlib.crc32(b'12')) == (publish(b'12'), b'12')
+
+
+def test_a_donation_keeps_to_its_rate():
+  box = link.Outbox(split, 100, 10, bytes_per_s=1)  # of the frames: two items each
+  box.push(donation(b'abcd'), b'abcd')
+  assert box.donation_wait_s(5.0) == 0 and frame_of(box, 5.0) == (1, b'ab')
+  assert frame_of(box, 6.9) is None and box.donation_wait_s(6.5) == 0.5
+  assert frame_of(box, 7.0) == (1, b'cd')
+
+
+def test_donations_do_not_count_for_what_waits_and_are_bounded_themselves():
+  box = outbox(max_bytes=3)
+  for number in range(link.MAX_DONATIONS):
+    box.push(donation(b'abcdef', number), b'abcdef')
+  box.push(publish(b'123'), b'123')
+  assert box.queued_bytes == 3
+  with pytest.raises(link.LinkError, match='2 donations wait to go out'):
+    box.push(donation(b'x'), b'x')
+  box.clear()
+  assert box.donation_wait_s(0.0) is None and frame_of(box) is None

@@ -1,0 +1,47 @@
+"""A Control stream is noticed to be wrong whatever went wrong with it."""
+
+import zlib
+
+import pytest
+
+from diloco_jax.transport import errors
+from diloco_jax.transport import stream_crc
+
+ENVELOPES = (b'first', b'2', b'third envelope')
+
+
+def sealed() -> list[bytes]:
+  seal = stream_crc.Seal()
+  return [seal.close(envelope) for envelope in ENVELOPES]
+
+
+def opened(stream: list[bytes]) -> list[bytes]:
+  seal = stream_crc.Seal()
+  return [seal.open(data) for data in stream]
+
+
+def test_what_was_sealed_opens():
+  assert tuple(opened(sealed())) == ENVELOPES
+
+
+def test_golden_bytes():
+  crc32 = zlib.crc32(b'first').to_bytes(4, 'little')
+  assert sealed()[0] == b'first' + bytes([15 << 3 | 5]) + crc32
+
+
+def test_any_flipped_bit_is_noticed():
+  stream = sealed()
+  for which, data in enumerate(stream):
+    for bit in range(8 * len(data)):
+      flipped = bytearray(data)
+      flipped[bit // 8] ^= 1 << bit % 8
+      with pytest.raises(errors.WireError) as caught:
+        opened([*stream[:which], bytes(flipped), *stream[which + 1:]])
+      assert caught.value.clause == 'checksum'
+
+
+@pytest.mark.parametrize('order', [(1, 2), (0, 2), (0, 0, 1), (1, 0), (2,)])
+def test_a_message_that_is_missing_repeated_or_moved_is_noticed(order):
+  stream = sealed()
+  with pytest.raises(errors.WireError):
+    opened([stream[which] for which in order])

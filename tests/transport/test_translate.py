@@ -1,0 +1,157 @@
+"""Every message crosses the wire unchanged, and nothing else does."""
+
+import dataclasses
+import pathlib
+import re
+import types
+import typing
+
+from hypothesis import given, settings, strategies as st
+import pytest
+
+from diloco_jax.protocol import messages
+from diloco_jax.transport import errors
+from diloco_jax.transport import sync_pb2
+from diloco_jax.transport import translate
+
+DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
+CASES = [(direction, cls) for direction in DIRECTIONS for cls in direction.classes]
+
+
+def ident(case):
+  return f'{case[0].envelope.DESCRIPTOR.name}-{case[1].__name__}'
+
+
+def values(cls, name, kind):
+  """All values that a field may have on the wire."""
+  if isinstance(kind, types.UnionType):
+    return st.none() | values(cls, name, typing.get_args(kind)[0])
+  if typing.get_origin(kind) is tuple:
+    item = typing.get_args(kind)[0]
+    return st.lists(values(cls, name, item), max_size=5).map(tuple)
+  if dataclasses.is_dataclass(kind):
+    return instances(kind)
+  if kind is str:
+    return st.text(max_size=15)  # of at most four bytes each
+  if kind is bool:
+    return st.booleans()
+  low, high = translate._RANGES.get((cls, name), translate._COUNT)
+  return st.integers(low, high)
+
+
+def instances(cls):
+  return st.builds(cls, **{f.name: values(cls, f.name, f.type) for f in dataclasses.fields(cls)})
+
+
+def test_every_message_of_the_protocol_has_a_translation():
+  assert set(translate.LEARNER_TO_SYNCER.classes) == set(typing.get_args(messages.FromLearner))
+  assert set(translate.SYNCER_TO_LEARNER.classes) == set(typing.get_args(messages.FromSyncer))
+  for direction in DIRECTIONS:
+    bodies = {f.message_type.name for f in direction.envelope.DESCRIPTOR.oneofs[0].fields}
+    assert bodies == {cls.__name__ for cls in direction.classes}
+
+
+@pytest.mark.parametrize('case', CASES, ids=ident)
+def test_the_schema_has_the_fields_of_the_class(case):
+  _, cls = case
+  proto = getattr(sync_pb2, cls.__name__).DESCRIPTOR
+  assert [f.name for f in proto.fields] == [f.name for f in dataclasses.fields(cls)]
+
+
+@pytest.mark.parametrize('case', CASES, ids=ident)
+def test_round_trip(case):
+  direction, cls = case
+
+  @settings(max_examples=25, deadline=None)
+  @given(instances(cls), st.integers(0, 2**64 - 1))
+  def check(message, transfer):
+    assert direction.decode(direction.encode(message, transfer)) == (message, transfer)
+
+  check()
+
+
+def join(**changes):
+  fields = dict(protocol=1, learner='l0', nonce=5, agreement='{}', host='h', pid=1)
+  return messages.Join(**fields | changes)
+
+
+@pytest.mark.parametrize('message, clause', [
+  (join(protocol=-1), 'range'),
+  (join(pid=2**63), 'range'),
+  (join(nonce=2**64), 'range'),
+  (join(nonce=-1), 'range'),
+  (join(learner='x' * 64), 'length'),
+  (join(learner='ü' * 32), 'length'),
+  (join(agreement='x' * 65537), 'length'),
+  (join(learner='\ud800'), 'string'),
+  (join(learner=None), 'type'),
+  (messages.Finish(), 'body'),
+])
+def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(message, clause):
+  with pytest.raises(errors.WireError) as caught:
+    translate.LEARNER_TO_SYNCER.encode(message)
+  assert caught.value.clause == clause
+
+
+def envelope(**body):
+  return sync_pb2.ControlRequest(**body).SerializeToString()
+
+
+@pytest.mark.parametrize('data, clause', [
+  (b'', 'body'),
+  (b'\xff', 'protobuf'),
+  (b'\x08', 'protobuf'),
+  (bytes.fromhex('fa0100'), 'body'),  # body 31, of some later version
+  (envelope(contribution=sync_pb2.Contribution(sync=1)), 'missing'),
+  (envelope(progress=sync_pb2.Progress(tokens=-1)), 'range'),
+  (envelope(join=sync_pb2.Join(learner='x' * 64)), 'length'),
+  (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held()] * 4097)), 'length'),
+  (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held(version=-2)])), 'range'),
+  (envelope(contribution=sync_pb2.Contribution(payload=sync_pb2.Payload(size_bytes=-1))), 'range'),
+  (b'\x12\x03\x12\x01\xff', 'protobuf'),  # learner is no UTF-8
+])
+def test_hostile_bytes_are_a_typed_error(data, clause):
+  with pytest.raises(errors.WireError) as caught:
+    translate.LEARNER_TO_SYNCER.decode(data)
+  assert caught.value.clause == clause
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_are_a_message_or_a_wire_error(data):
+  for direction in DIRECTIONS:
+    try:
+      message, _ = direction.decode(data)
+    except errors.WireError:
+      continue
+    assert type(message) in direction.classes
+
+
+@pytest.mark.parametrize('case', CASES, ids=ident)
+def test_truncation_never_raises_anything_else(case):
+  direction, cls = case
+
+  @settings(max_examples=3, deadline=None)
+  @given(instances(cls))
+  def check(message):
+    data = direction.encode(message, 1)
+    for end in range(min(len(data), 100)):
+      try:
+        direction.decode(data[:end])
+      except errors.WireError:
+        pass
+
+  check()
+
+
+def test_the_checked_in_stubs_are_those_of_the_proto():
+  proto = pathlib.Path(translate.__file__).parent / 'diloco/v1/sync.proto'
+  text = re.sub(r'//.*', '', proto.read_text())
+  written = {}
+  for name, body in re.findall(r'message (\w+) \{((?:[^{}]|\{[^{}]*\})*)\}', text):
+    written[name] = {f: int(n) for f, n in re.findall(r'(\w+) = (\d+);', body)}
+  stubs = {
+    name: {f.name: f.number for f in message.fields}
+    for name, message in sync_pb2.DESCRIPTOR.message_types_by_name.items()
+  }
+  assert written == stubs, 'run scripts/generate_stubs.sh'

@@ -1,0 +1,326 @@
+"""What every transport promises, tested over each of them: the port `node.ports.Transport`.
+
+When a test is over, all ends are shut down and every end's history is read from its inbox: a
+session's events are Connected (or none), messages, Disconnected; that once, and nothing after it.
+"""
+
+import os
+import queue
+import threading
+import zlib
+
+import pytest
+
+from diloco_jax.transport import link
+from diloco_jax.protocol import events
+from diloco_jax.protocol import messages
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import grpc_server
+from diloco_jax.transport import in_process
+from diloco_jax.transport import payloads
+
+DEADLINE_S = 20
+MIB = 1 << 20
+LIMITS = link.Limits(max_payload_bytes=8 * MIB, max_sessions=8, drain_s=2.0)
+
+
+class End:
+  """One node's side of a transport: its inbox, its payloads, and all that ever happened."""
+
+  def __init__(self, make):
+    self.inbox = queue.Queue()
+    self.payloads = payloads.PayloadStore()
+    self.history = []
+    self.transport = make(self.inbox.put, self.payloads)
+
+  def next(self):
+    event = self.inbox.get(timeout=DEADLINE_S)
+    self.history.append(event)
+    return event
+
+  def message(self):
+    event = self.next()
+    assert isinstance(event, events.Received), event
+    return event.message
+
+  def shutdown(self):
+    self.transport.shutdown(1.0)
+    while not self.inbox.empty():
+      self.next()
+
+  def check_history(self):
+    for session in {event.session for event in self.history}:
+      kinds = [type(e) for e in self.history if e.session == session]
+      assert kinds.count(events.Disconnected) == 1 and kinds[-1] is events.Disconnected, kinds
+      assert kinds[0] is events.Connected or kinds == [events.Disconnected], kinds
+
+
+class InProcessWorld:
+
+  def __init__(self):
+    self.hub = in_process.InProcessHub()
+    self.ends = []
+
+  def syncer(self):
+    return self.add(End(self.hub.syncer_transport))
+
+  def learner(self):
+    return self.add(End(self.hub.learner_transport))
+
+  def cut(self, learner):
+    self.hub.cut(learner.transport)
+
+  def add(self, end):
+    self.ends.append(end)
+    return end
+
+  def finish(self):
+    for end in reversed(self.ends):
+      end.shutdown()
+      end.check_history()
+
+
+class GrpcWorld(InProcessWorld):
+
+  def __init__(self):
+    self.ends = []
+    self.port = 0
+
+  def syncer(self):
+    address = '127.0.0.1:0'
+    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS))
+    self.port = end.transport.port
+    return self.add(end)
+
+  def learner(self):
+    def address():
+      return f'127.0.0.1:{self.port or 1}'  # nobody listens on port 1
+
+    return self.add(End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS)))
+
+  def cut(self, learner):
+    for session in list(learner.transport._sessions.values()):
+      session.cancel()
+
+  def finish(self):
+    super().finish()
+    for thread in threading.enumerate():
+      if thread.name.startswith(('session-', 'control-', 'bulk-', 'gone-', 'syncer-grpc')):
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive(), thread
+
+
+@pytest.fixture(params=[InProcessWorld, GrpcWorld], ids=['inprocess', 'grpc'])
+def world(request):
+  world = request.param()
+  yield world
+  world.finish()
+
+
+def connect(syncer, learner, session=1):
+  """Dials and returns the syncer's number of the session."""
+  learner.transport.dial(session)
+  assert learner.next() == events.Connected(session=session)
+  event = syncer.next()
+  assert isinstance(event, events.Connected)
+  return event.session
+
+
+def describe(data):
+  return messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))
+
+
+def contribution(data, fragment=0):
+  return messages.Contribution(
+    sync=1, fragment=fragment, version=0, steps=1, tokens_from=0, tokens_to=8, stream=0, cursor=1,
+    payload=describe(data),
+  )
+
+
+def publish(data, fragment=0, version=1, base_version=0):
+  return messages.Publish(
+    sync=1, fragment=fragment, version=version, base_version=base_version, digest=3,
+    payload=describe(data),
+  )
+
+
+def progress(step):
+  return messages.Progress(step=step, steps=step, tokens=step, step_ns=1, finished=False)
+
+
+def received_bytes(end, message):
+  event = end.next()
+  assert event.message == message
+  return bytes(end.payloads.get(event.handle))
+
+
+def test_messages_arrive_in_order_both_ways(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  for step in range(200):
+    learner.transport.send(1, progress(step), None)
+    syncer.transport.send(number, messages.Pull(sync=step, fragment=0), None)
+  assert [syncer.message().step for _ in range(200)] == list(range(200))
+  assert [learner.message().sync for _ in range(200)] == list(range(200))
+
+
+@pytest.mark.parametrize('size', [0, 1, MIB, MIB + 1, 5 * MIB])
+def test_payloads_cross_whole_both_ways(world, size):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  data = os.urandom(size)
+  learner.transport.send(1, contribution(data), memoryview(data))
+  syncer.transport.send(number, publish(data), data)
+  assert received_bytes(syncer, contribution(data)) == data
+  assert received_bytes(learner, publish(data)) == data
+  for end in (syncer, learner):
+    traffic = end.transport.traffic
+    assert size <= traffic.sent_bytes <= size + 1000  # headers and messages are small
+    assert size <= traffic.received_bytes <= size + 1000
+
+
+def test_payloads_keep_their_order_among_control_messages(world):
+  syncer, learner = world.syncer(), world.learner()
+  connect(syncer, learner)
+  blobs = [os.urandom(2 * MIB + k) for k in range(4)]
+  for k, blob in enumerate(blobs):
+    learner.transport.send(1, contribution(blob, fragment=k), blob)
+    learner.transport.send(1, progress(k), None)
+  came = [syncer.message() for _ in range(8)]
+  assert [m.step for m in came if isinstance(m, messages.Progress)] == [0, 1, 2, 3]
+  assert [m.fragment for m in came if isinstance(m, messages.Contribution)] == [0, 1, 2, 3]
+
+
+def test_what_was_sent_before_a_close_arrives_before_it(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  data = os.urandom(5 * MIB)
+  learner.transport.send(1, contribution(data), data)
+  learner.transport.send(1, messages.Leave(reason='done'), None)
+  learner.transport.close(1, 'the run is over')
+  assert learner.next() == events.Disconnected(session=1, reason='the run is over')
+  kinds = {type(syncer.message()), type(syncer.message())}
+  assert kinds == {messages.Contribution, messages.Leave}
+  assert isinstance(syncer.next(), events.Disconnected)
+  assert number == syncer.history[-1].session
+
+
+def test_the_syncer_closes_and_the_learner_is_told_why(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  data = os.urandom(3 * MIB)
+  syncer.transport.send(number, publish(data), data)
+  syncer.transport.close(number, 'fenced: another process, größer')
+  assert syncer.next() == events.Disconnected(
+    session=number, reason='fenced: another process, größer')
+  assert received_bytes(learner, publish(data)) == data
+  assert learner.next() == events.Disconnected(
+    session=1, reason='fenced: another process, größer')
+
+
+def test_both_ends_close_at_once(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  learner.transport.close(1, 'mine')
+  syncer.transport.close(number, 'yours')
+  assert isinstance(learner.next(), events.Disconnected)
+  assert isinstance(syncer.next(), events.Disconnected)
+  learner.transport.close(1, 'again')
+  syncer.transport.close(number, 'again')
+
+
+def test_sending_to_a_session_that_is_gone_does_nothing(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  learner.transport.close(1, 'bye')
+  learner.next(), syncer.next()
+  learner.transport.send(1, progress(1), None)
+  syncer.transport.send(number, publish(b'x'), b'x')
+  syncer.transport.send(77, messages.Finish(), None)
+  learner.transport.close(77, 'never dialed')
+
+
+def test_a_lost_connection_is_heard_by_both_and_redialed(world):
+  syncer, learner = world.syncer(), world.learner()
+  first = connect(syncer, learner)
+  world.cut(learner)
+  assert isinstance(learner.next(), events.Disconnected)
+  assert isinstance(syncer.next(), events.Disconnected)
+  second = connect(syncer, learner, session=2)
+  assert second != first
+  learner.transport.send(2, progress(5), None)
+  assert syncer.next() == events.Received(session=second, message=progress(5))
+
+
+def test_a_dial_that_fails_says_so_once(world):
+  learner = world.learner()
+  for session in (1, 2, 3):
+    learner.transport.dial(session)
+    event = learner.next()
+    assert isinstance(event, events.Disconnected) and event.session == session
+    assert event.reason.startswith('unavailable: ')
+
+
+def test_a_syncer_comes_back(world):
+  syncer, learner = world.syncer(), world.learner()
+  connect(syncer, learner)
+  syncer.transport.shutdown(1.0)
+  assert isinstance(syncer.next(), events.Disconnected)
+  assert isinstance(learner.next(), events.Disconnected)
+  learner.transport.dial(2)
+  assert learner.next().reason.startswith('unavailable: ')
+  connect(world.syncer(), learner, session=3)
+
+
+def test_shutdown_lets_out_what_was_sent(world):
+  syncer, learner = world.syncer(), world.learner()
+  number = connect(syncer, learner)
+  data = os.urandom(5 * MIB)
+  syncer.transport.send(number, publish(data), data)
+  syncer.transport.send(number, messages.Finish(), None)
+  syncer.transport.shutdown(DEADLINE_S)
+  assert {type(learner.message()), type(learner.message())} == {messages.Publish, messages.Finish}
+  assert isinstance(learner.next(), events.Disconnected)
+
+
+def test_a_close_just_before_the_shutdown_still_lets_everything_out(world):
+  syncer, learner = world.syncer(), world.learner()
+  connect(syncer, learner)
+  data = os.urandom(5 * MIB)
+  learner.transport.send(1, contribution(data), data)
+  learner.transport.close(1, 'done')
+  learner.transport.shutdown(DEADLINE_S)
+  assert received_bytes(syncer, contribution(data)) == data
+
+
+def test_two_learners_at_once_do_not_mix(world):
+  syncer, learners = world.syncer(), [world.learner(), world.learner()]
+  numbers = [connect(syncer, learner) for learner in learners]
+  blobs = [os.urandom(3 * MIB), os.urandom(3 * MIB)]
+  for learner, number, blob in zip(learners, numbers, blobs):
+    learner.transport.send(1, contribution(blob), blob)
+    syncer.transport.send(number, publish(blob), blob)
+  came = {e.session: bytes(syncer.payloads.get(e.handle)) for e in (syncer.next(), syncer.next())}
+  assert came == dict(zip(numbers, blobs))
+  for learner, blob in zip(learners, blobs):
+    assert received_bytes(learner, publish(blob)) == blob
+
+
+@pytest.mark.parametrize('message, payload', [
+  (progress(1), b'stray'),
+  (contribution(b'abc'), None),
+  (contribution(b'abc'), b'ab'),
+])
+def test_a_payload_that_is_not_the_announced_one_is_refused(world, message, payload):
+  syncer, learner = world.syncer(), world.learner()
+  connect(syncer, learner)
+  with pytest.raises(ValueError, match='announces'):
+    learner.transport.send(1, message, payload)
+
+
+def test_many_sessions_come_and_go(world):
+  syncer, learner = world.syncer(), world.learner()
+  for session in range(1, 21):
+    connect(syncer, learner, session)
+    learner.transport.close(session, 'next')
+    learner.next(), syncer.next()
