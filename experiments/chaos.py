@@ -21,32 +21,35 @@ import dataclasses
 import pathlib
 import sys
 import time
-from typing import Callable
+from collections.abc import Callable
 
 from absl import flags
 
-from diloco_jax.protocol.tape import tape as tape_lib
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.config import run_config
-from diloco_jax.launch import program as program_lib
-from diloco_jax.report import live
 from diloco_jax.launch import local
+from diloco_jax.launch import program as program_lib
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.proof.faults import chaos_report, plans
 from diloco_jax.proof.faults import inject_faults as inject_faults_lib
 from diloco_jax.proof.faults import proxy as proxy_lib
+from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import live
 from diloco_jax.report import records as records_lib
-from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.storage import tapes
 from diloco_jax.report import run_state as run_state_lib
-from diloco_jax.proof.checks import judge_tapes
-from diloco_jax.proof.faults import plans
+from diloco_jax.storage import tapes
 
 _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:tiny'
 # Enough steps for any plan (the learners leave when it is over), leases that end during a fault,
 # and syncs that have the time to wait for more than one learner (tau = 3).
 _DEFAULTS = (
-  '--config.train.steps=1000000', '--config.train.log_every=200', '--config.train.eval_every=0',
-  '--config.train.checkpoint_every_steps=100', '--config.sync.lease_s=1.5',
-  '--config.sync.heartbeat_s=0.3', '--config.sync.checkpoint_every_syncs=100',
+  '--config.train.steps=1000000',
+  '--config.train.log_every=200',
+  '--config.train.eval_every=0',
+  '--config.train.checkpoint_every_steps=100',
+  '--config.sync.lease_s=1.5',
+  '--config.sync.heartbeat_s=0.3',
+  '--config.sync.checkpoint_every_syncs=100',
   '--config.sync.overlap=3',
 )
 SECOND_NS = plans.SECOND_NS
@@ -77,8 +80,12 @@ class Conductor:
   """Carries out a plan on a running supervisor, waiting for facts rather than for times."""
 
   def __init__(
-    self, plan: list[plans.Fault], workdir: pathlib.Path, nemesis: inject_faults_lib.Nemesis,
-    proxies: dict[str, proxy_lib.Proxy], recorder: records_lib.Recorder,
+    self,
+    plan: list[plans.Fault],
+    workdir: pathlib.Path,
+    nemesis: inject_faults_lib.Nemesis,
+    proxies: dict[str, proxy_lib.Proxy],
+    recorder: records_lib.Recorder,
     say: Callable[[str], None],
   ):
     self._plan = plan
@@ -117,7 +124,8 @@ class Conductor:
       if fault.node == node:
         await self._until(lambda f=fault: time.monotonic_ns() >= began_ns + f.at_ns)
         episode = chaos_report.Episode(
-          kind=fault.kind, node=node, amount=fault.amount, began_ns=time.monotonic_ns())
+          kind=fault.kind, node=node, amount=fault.amount, began_ns=time.monotonic_ns()
+        )
         self.episodes.append(episode)
         episode.found = self._begin(fault)
         if episode.found:
@@ -232,8 +240,9 @@ def _second(program: supervisor_lib.Program, workdir: pathlib.Path) -> superviso
 
 
 def _with_flag(program: supervisor_lib.Program, name: str, value: str) -> supervisor_lib.Program:
-  command = [f'--{name}={value}' if word.startswith(f'--{name}=') else word
-             for word in program.command]
+  command = [
+    f'--{name}={value}' if word.startswith(f'--{name}=') else word for word in program.command
+  ]
   return dataclasses.replace(program, command=command)
 
 
@@ -257,20 +266,28 @@ async def _start_proxies(workdir: pathlib.Path, names: list[str]) -> dict[str, p
 
 
 async def _run(
-  config: run_config.Config, workdir: pathlib.Path, plan: list[plans.Fault],
-  recorder: records_lib.Recorder, display: live.Display,
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  plan: list[plans.Fault],
+  recorder: records_lib.Recorder,
+  display: live.Display,
 ) -> tuple[supervisor_lib.Outcome, Conductor]:
   """The run with its plan, to its end."""
   names = run_config.learner_ids(config.sync.learners)
   programs = _programs(config, workdir, program_lib.config_flags_of_this_process())
   proxies = await _start_proxies(workdir, names)
   supervisor = supervisor_lib.Supervisor(
-    list(programs.values()), workdir, run_state_lib.RunView(names, config.train.steps), recorder,
-    listen=display.listen, tick=display.tick,
+    list(programs.values()),
+    workdir,
+    run_state_lib.RunView(names, config.train.steps),
+    recorder,
+    listen=display.listen,
+    tick=display.tick,
   )
   nemesis = inject_faults_lib.Nemesis(supervisor, lambda name: _second(programs[name], workdir))
   conductor = Conductor(
-    plan, workdir, nemesis, proxies, recorder, lambda text: display.listen('chaos', text))
+    plan, workdir, nemesis, proxies, recorder, lambda text: display.listen('chaos', text)
+  )
   running = asyncio.create_task(supervisor.run())
   conducting = asyncio.create_task(conductor.run())
   await asyncio.wait({running, conducting}, return_when=asyncio.FIRST_COMPLETED)
@@ -315,7 +332,8 @@ def main(argv: list[str]) -> int:
       plan = plans.draw(_SEED.value, names, round(_DURATION_S.value * SECOND_NS))
     config.name = f'chaos-{_PLAN.value if _SEED.value is None else _SEED.value}'
     workdir = local.open_workdir(
-      config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False)
+      config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
+    )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
   display = live.make()
   recorder = records_lib.Recorder(workdir, local.SUPERVISOR, tensorboard=False)
@@ -328,8 +346,10 @@ def main(argv: list[str]) -> int:
     print(f'the run did not come to its end: {outcome.text}', file=sys.stderr)
     return outcome.code
   if conductor.healed_ns is None:
-    print(f'the run ended before its plan did: raise --config.train.steps={config.train.steps}',
-          file=sys.stderr)
+    print(
+      f'the run ended before its plan did: raise --config.train.steps={config.train.steps}',
+      file=sys.stderr,
+    )
     return 1
   return _tell(workdir, conductor)
 
@@ -344,8 +364,7 @@ def _tell(workdir: pathlib.Path, conductor: Conductor) -> int:
     print(f'VIOLATION: {error}')
     return 1
   print(verdict.text())
-  print(f'Every machine can be replayed from its tape: '
-        f'python -m experiments.replay {workdir}')
+  print(f'Every machine can be replayed from its tape: python -m experiments.replay {workdir}')
   for complaint in complaints:
     print(f'NOT AS PROMISED: {complaint}')
   return int(bool(complaints or verdict.broken))

@@ -17,10 +17,15 @@ from diloco_jax.launch import program
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LEARNER_ID = flags.DEFINE_string(
-  'learner_id', None, 'Its name in the run, like l0.', required=True,
+  'learner_id',
+  None,
+  'Its name in the run, like l0.',
+  required=True,
 )
 _SYNCER = flags.DEFINE_string(
-  'syncer', None, "HOST:PORT of the syncer, file:PATH of a file that holds it, or 'none'.",
+  'syncer',
+  None,
+  "HOST:PORT of the syncer, file:PATH of a file that holds it, or 'none'.",
   required=True,
 )
 program.define_config()

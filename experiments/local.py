@@ -14,8 +14,7 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.launch import program
-from diloco_jax.launch import local
+from diloco_jax.launch import local, program
 
 _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
 
@@ -23,18 +22,23 @@ program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
 _RESTORE = flags.DEFINE_string(
-  'restore', '', 'bring the run in --workdir back to a snapshot (its number, or latest), and go on')
+  'restore', '', 'bring the run in --workdir back to a snapshot (its number, or latest), and go on'
+)
 _CONTROLLER = flags.DEFINE_enum(
-  'controller', 'processes', ['processes', 'single'],
+  'controller',
+  'processes',
+  ['processes', 'single'],
   'a process for each learner, or one that drives them all',
 )
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
 )
 _STANDBY = flags.DEFINE_bool(
-  'standby', True,
+  'standby',
+  True,
   'keep a second process of the syncer ready to take over; costs its memory, and for a moment, '
-  'while it compiles, that of a second global model')
+  'while it compiles, that of a second global model',
+)
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'
 )
@@ -51,8 +55,11 @@ def main(argv: list[str]) -> int:
       local.restore(config, workdir, _RESTORE.value)
     workdir = local.open_workdir(config, workdir, resume=_RESUME.value, restored=restored)
   return local.run(
-    config, workdir, config_flags=program.config_flags_of_this_process(),
-    alone=_SYNCER.value == 'none', single=_CONTROLLER.value == 'single',
+    config,
+    workdir,
+    config_flags=program.config_flags_of_this_process(),
+    alone=_SYNCER.value == 'none',
+    single=_CONTROLLER.value == 'single',
     standby=_STANDBY.value,
   )
 

@@ -17,12 +17,13 @@ import traceback
 
 from absl import flags
 
-from diloco_jax.protocol.tape import tape
 from diloco_jax.launch import program
+from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 
 _ARRAYS = flags.DEFINE_bool(
-  'arrays', False, 'make Theta again from the log of each run (folders only) and compare it too')
+  'arrays', False, 'make Theta again from the log of each run (folders only) and compare it too'
+)
 
 
 def main(argv: list[str]) -> int:
@@ -48,8 +49,10 @@ def _replay(life: tapes.Life) -> bool:
     print(''.join(traceback.format_exception(replay.crash)).rstrip())
   if not replay.identical:
     header = replay.header
-    print(f'The tape is of commit {header.commit} {header.versions}, this is {tapes.commit()} '
-          f'{tapes.versions()}.')
+    print(
+      f'The tape is of commit {header.commit} {header.versions}, this is {tapes.commit()} '
+      f'{tapes.versions()}.'
+    )
   return replay.identical
 
 
@@ -57,6 +60,7 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   """Prints what came of the arrays of a run; whether they are identical."""
   from diloco_jax.storage import wal_format  # tapes alone are replayed without jax
   from diloco_jax.syncer import rebuild
+
   try:
     print(f'arrays of {workdir}: {rebuild.rebuild(workdir).text()}')
     return True

@@ -17,14 +17,10 @@ import time
 from absl import flags
 from rich import progress
 
-from diloco_jax.launch import program
-from diloco_jax.storage import tapes as tapes_lib
-from diloco_jax.launch import die_with_parent
-from diloco_jax.proof.sim import many_seeds
+from diloco_jax.launch import die_with_parent, program
+from diloco_jax.proof.sim import many_seeds, narrate, random_settings, tapes
 from diloco_jax.proof.sim import seeds as seeds_lib
-from diloco_jax.proof.sim import narrate
-from diloco_jax.proof.sim import random_settings
-from diloco_jax.proof.sim import tapes
+from diloco_jax.storage import tapes as tapes_lib
 
 _SEEDS = flags.DEFINE_string('seeds', None, 'Which seeds to run, FIRST:BEYOND; default 0:1000.')
 _SEED = flags.DEFINE_integer('seed', None, 'One seed only.')
@@ -46,7 +42,8 @@ def main(argv: list[str]) -> int:
   first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
     raise program.NeverRetry(
-      f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000')
+      f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000'
+    )
   return _many(int(first), int(beyond))
 
 
@@ -58,8 +55,10 @@ def _one(seed: int) -> int:
   watchers = [tape, teller] if _STORY.value else [tape]
   note = teller.note if _STORY.value else lambda now_ns, text: None
   outcome = seeds_lib.run_seed(seed, watchers, note)
-  print(f'seed {seed}: {outcome.events:,} events, {len(outcome.faults)} faults in '
-        f'{outcome.virtual_ns / 1e9:.1f} s of virtual time, hash {tape.hash}')
+  print(
+    f'seed {seed}: {outcome.events:,} events, {len(outcome.faults)} faults in '
+    f'{outcome.virtual_ns / 1e9:.1f} s of virtual time, hash {tape.hash}'
+  )
   if _TAPES.value:
     print(f'tapes: python -m experiments.replay {_TAPES.value}')
   return _verdict([outcome])
@@ -71,7 +70,8 @@ def _tapes_folder() -> pathlib.Path | None:
   folder = pathlib.Path(_TAPES.value)
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise program.NeverRetry(
-      f'--tapes={folder} is a file, or not empty. Nothing was overwritten; name a new folder')
+      f'--tapes={folder} is a file, or not empty. Nothing was overwritten; name a new folder'
+    )
   return folder
 
 
@@ -79,8 +79,10 @@ def _many(first: int, beyond: int) -> int:
   """Runs many seeds with a progress bar."""
   total, began = many_seeds.Summary(), time.monotonic()
   with progress.Progress(
-    *progress.Progress.get_default_columns(), progress.MofNCompleteColumn(),
-    progress.TextColumn('{task.fields[violations]} violations'), transient=True,
+    *progress.Progress.get_default_columns(),
+    progress.MofNCompleteColumn(),
+    progress.TextColumn('{task.fields[violations]} violations'),
+    transient=True,
     disable=not sys.stdout.isatty(),
   ) as bar:
     task = bar.add_task('seeds', total=beyond - first, violations=0)
@@ -89,9 +91,11 @@ def _many(first: int, beyond: int) -> int:
       bar.update(task, completed=total.seeds, violations=len(total.failed))
   seconds = time.monotonic() - began
   code = _verdict(total.failed)
-  print(f'{total.seeds:,} seeds, {total.events:,} events, {total.faults:,} faults: '
-        f'{len(total.failed)} violations. {seconds:.0f} s, {total.seeds / seconds:.0f} seeds/s, '
-        f'{total.events / seconds:,.0f} events/s, commit {tapes_lib.commit()}')
+  print(
+    f'{total.seeds:,} seeds, {total.events:,} events, {total.faults:,} faults: '
+    f'{len(total.failed)} violations. {seconds:.0f} s, {total.seeds / seconds:.0f} seeds/s, '
+    f'{total.events / seconds:,.0f} events/s, commit {tapes_lib.commit()}'
+  )
   return code
 
 

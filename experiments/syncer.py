@@ -18,7 +18,8 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=T
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; loopback only.')
 _PORT = flags.DEFINE_integer('port', 0, 'Port to listen on; 0: the kernel chooses.')
 _STANDBY = flags.DEFINE_bool(
-  'standby', False, 'Get ready, touch nothing, and begin once a line comes on standard input.')
+  'standby', False, 'Get ready, touch nothing, and begin once a line comes on standard input.'
+)
 program.define_config()
 
 

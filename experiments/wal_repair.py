@@ -15,8 +15,8 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.storage import files
 from diloco_jax.launch import program
+from diloco_jax.storage import files
 from diloco_jax.syncer import log_repair
 
 _TO = flags.DEFINE_integer('to', None, 'the last record (outer step) that is kept', 0)
@@ -24,7 +24,9 @@ _TO = flags.DEFINE_integer('to', None, 'the last record (outer step) that is kep
 
 def main(argv: list[str]) -> int:
   if len(argv) != 2:
-    raise program.NeverRetry('give one folder; for example: python -m experiments.wal_repair runs/X')
+    raise program.NeverRetry(
+      'give one folder; for example: python -m experiments.wal_repair runs/X'
+    )
   try:
     with program.never_retry(ValueError, files.DirectoryError), program.log_failures():
       with log_repair.opened(pathlib.Path(argv[1]).absolute()) as repair:

@@ -1,7 +1,7 @@
 """Draws the states of the protocol into docs/protocol.md, from the tables beside the code.
 
-    python scripts/protocol_diagram.py           # rewrites the block between the markers
-    python scripts/protocol_diagram.py --check   # exit 1 if it would change
+python scripts/protocol_diagram.py           # rewrites the block between the markers
+python scripts/protocol_diagram.py --check   # exit 1 if it would change
 """
 
 import pathlib
@@ -19,9 +19,14 @@ BEGIN = '<!-- states: written by scripts/protocol_diagram.py -->'
 END = '<!-- end of states -->'
 TABLES = (
   ('A sync (`protocol/syncer/machine.py`, SYNC_STATES)', syncer_machine.SYNC_STATES),
-  ("A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
-   connection.CONNECTION_STATES),
-  ("A learner's training (`protocol/learner/machine.py`, TRAINING_STATES)", learner_machine.TRAINING_STATES),
+  (
+    "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
+    connection.CONNECTION_STATES,
+  ),
+  (
+    "A learner's training (`protocol/learner/machine.py`, TRAINING_STATES)",
+    learner_machine.TRAINING_STATES,
+  ),
 )
 
 

@@ -11,8 +11,8 @@ import pathlib
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
-from absl import flags
 import jax
+from absl import flags
 
 _CACHE = pathlib.Path(__file__).resolve().parents[1] / '.cache' / 'jax-tests'
 for _name, _value in {  # in the environment too, for the processes that tests start

@@ -29,8 +29,12 @@ def _version(python: str) -> tuple[int, int] | None:
   """None for one that does not start (a shim of what is not installed)."""
   try:
     done = subprocess.run(
-      [python, '-S', '-c', 'import sys; print(*sys.version_info[:2])'], capture_output=True,
-      text=True, timeout=DEADLINE_S, check=True, env=_environment(),
+      [python, '-S', '-c', 'import sys; print(*sys.version_info[:2])'],
+      capture_output=True,
+      text=True,
+      timeout=DEADLINE_S,
+      check=True,
+      env=_environment(),
     )
     major, minor = done.stdout.split()
   except (OSError, subprocess.SubprocessError, ValueError):
@@ -52,8 +56,11 @@ def pythons() -> dict[str, str]:
 def run_bare(version: str, hash_seed: str, program: str, *arguments: str) -> list[str]:
   """The lines that a program prints on a bare Python (no site-packages, -S)."""
   done = subprocess.run(
-    [pythons()[version], '-S', '-B', '-c', program, *arguments], capture_output=True,
-    text=True, timeout=DEADLINE_S, env=_environment(PYTHONHASHSEED=hash_seed),
+    [pythons()[version], '-S', '-B', '-c', program, *arguments],
+    capture_output=True,
+    text=True,
+    timeout=DEADLINE_S,
+    env=_environment(PYTHONHASHSEED=hash_seed),
   )
   assert done.returncode == 0, done.stderr
   return done.stdout.splitlines()

@@ -4,19 +4,25 @@ import doctest
 
 import pytest
 
-from diloco_jax.launch import kill_plan
 from diloco_jax.config import run_config
+from diloco_jax.launch import kill_plan, program, supervisor
 from diloco_jax.node import failpoints
-from diloco_jax.launch import program
-from diloco_jax.report import live
-from diloco_jax.report import summary
-from diloco_jax.launch import supervisor
-from diloco_jax.report import picture
+from diloco_jax.report import live, picture, summary
 
 
-@pytest.mark.parametrize('module', [
-  kill_plan, run_config, failpoints, program, live, summary, supervisor, picture,
-])
+@pytest.mark.parametrize(
+  'module',
+  [
+    kill_plan,
+    run_config,
+    failpoints,
+    program,
+    live,
+    summary,
+    supervisor,
+    picture,
+  ],
+)
 def test_examples(module):
   result = doctest.testmod(module)
   assert result.attempted and not result.failed

@@ -15,9 +15,17 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
   """Single-controller mode: the islands of one process train and are merged, and end in order."""
   (cell,) = re.findall(r'```python\n(.*?)```', README, re.S)
   subprocess.run(
-    [sys.executable, '-c', cell], cwd=tmp_path, check=True, timeout=250,
-    env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu', 'PYTHONWARNINGS': '',
-         'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+    [sys.executable, '-c', cell],
+    cwd=tmp_path,
+    check=True,
+    timeout=250,
+    env={
+      **os.environ,
+      'PYTHONPATH': str(ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONWARNINGS': '',
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    },
   )
   facts = {
     path.stem: [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

@@ -7,26 +7,17 @@ and its digest of the layout proves that both came to the same.
 
 import dataclasses
 import socket
-import zlib
 from typing import Any
 
 import jax
-import numpy as np
 
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import fragments
-from diloco_jax.numerics import merge
-from diloco_jax.numerics import outer
+from diloco_jax.config import run_config
+from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
-from diloco_jax.config import run_config
 from diloco_jax.train import model as model_lib
-from diloco_jax.train import moments
-from diloco_jax.train import optimizer
-
-CRC_CHUNK_BYTES = 1 << 20
+from diloco_jax.train import moments, optimizer
 
 MERGES = {'rda': merge.rda, 'avg': merge.avg}
 
@@ -47,9 +38,7 @@ class Assembly:
   def payload_bytes(self) -> tuple[int, ...]:
     """Size of each fragment's pseudo-gradient on the wire."""
     layout = self.layout
-    return tuple(
-      self.codec_up.encoded_size(layout.size(p)) for p in range(layout.num_fragments)
-    )
+    return tuple(self.codec_up.encoded_size(layout.size(p)) for p in range(layout.num_fragments))
 
   @property
   def parameters(self) -> int:
@@ -100,25 +89,10 @@ def identity(
 ) -> learner_machine.Identity:
   """Who a learner process is; `nonce` names the process, `seed` jitters its redials."""
   return learner_machine.Identity(
-    learner=learner, nonce=nonce, agreement=assembled.agreement, host=socket.gethostname(),
-    pid=pid, seed=seed,
+    learner=learner,
+    nonce=nonce,
+    agreement=assembled.agreement,
+    host=socket.gethostname(),
+    pid=pid,
+    seed=seed,
   )
-
-
-def announce(data: memoryview) -> messages.Payload:
-  """Size and CRC-32 of bytes about to be sent, in pieces so that the GIL is held briefly."""
-  crc = 0
-  for start in range(0, len(data), CRC_CHUNK_BYTES):
-    crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)
-  return messages.Payload(size_bytes=len(data), crc32=crc)
-
-
-def host_bytes(array: jax.Array) -> memoryview:
-  """The bytes of a uint8 array on the host; waits for the device without holding the GIL."""
-  return memoryview(np.asarray(array)).cast('B')
-
-
-def as_int(digest: jax.Array) -> int:
-  """The digest's two uint32 as one integer."""
-  low, high = (int(word) for word in np.asarray(digest))
-  return high << 32 | low

@@ -112,12 +112,18 @@ class SyncConfig:
     _within('sync.outer_lr', self.outer_lr, 1e-6, 10.0, 'usual values are 0.3 to 1')
     _within('sync.outer_momentum', self.outer_momentum, 0.0, 0.999, 'usual values are 0 to 0.9')
     _within('sync.heartbeat_s', self.heartbeat_s, 0.01, 3600.0, 'usual values are 1 to 10')
-    _within('sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0,
-            'a part takes a step and a save')
+    _within(
+      'sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0, 'a part takes a step and a save'
+    )
     _within('sync.donor_wait_s', self.donor_wait_s, 0.0, 86400.0, '0 asks no donor')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
-    _within('sync.lease_s', self.lease_s, 2 * self.heartbeat_s, 7200.0,
-            f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})')
+    _within(
+      'sync.lease_s',
+      self.lease_s,
+      2 * self.heartbeat_s,
+      7200.0,
+      f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})',
+    )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -145,8 +151,13 @@ class TrainConfig:
     _within('train.steps', self.steps, 1, 10**9, 'train at least one step')
     _within('train.log_every', self.log_every, 1, 10**9, 'use a large number for few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
-    _within('train.checkpoint_every_steps', self.checkpoint_every_steps, 0, 10**9,
-            '0 saves at the end only')
+    _within(
+      'train.checkpoint_every_steps',
+      self.checkpoint_every_steps,
+      0,
+      10**9,
+      '0 saves at the end only',
+    )
     _within('train.drain_s', self.drain_s, 0.1, 3600.0, 'Kubernetes gives 30 s, spot machines less')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
 
@@ -209,16 +220,26 @@ class Config:
     sync, second = self.sync, protocol_config.SECOND_NS
     try:
       return protocol_config.ProtocolConfig(
-        learners=sync.learners, fragments=sync.fragments, period=sync.period,
-        overlap=sync.overlap, quorum=sync.quorum, max_lag=sync.max_lag,
-        max_staleness=sync.max_staleness, grace_permille=round(1000 * sync.gamma),
-        total_steps=self.train.steps, lease_ns=round(second * sync.lease_s),
+        learners=sync.learners,
+        fragments=sync.fragments,
+        period=sync.period,
+        overlap=sync.overlap,
+        quorum=sync.quorum,
+        max_lag=sync.max_lag,
+        max_staleness=sync.max_staleness,
+        grace_permille=round(1000 * sync.gamma),
+        total_steps=self.train.steps,
+        lease_ns=round(second * sync.lease_s),
         heartbeat_ns=round(second * sync.heartbeat_s),
-        start_wait_ns=round(second * sync.start_wait_s), streams=self.data.streams,
+        start_wait_ns=round(second * sync.start_wait_s),
+        streams=self.data.streams,
         donor_wait_ns=round(second * sync.donor_wait_s),
         drain_ns=round(second * self.train.drain_s / 2),
-        save_steps=self.train.checkpoint_every_steps, save_syncs=sync.checkpoint_every_syncs,
-        norm_factor=sync.norm_factor, norm_warmup=sync.norm_warmup, strikes=sync.strikes,
+        save_steps=self.train.checkpoint_every_steps,
+        save_syncs=sync.checkpoint_every_syncs,
+        norm_factor=sync.norm_factor,
+        norm_warmup=sync.norm_warmup,
+        strikes=sync.strikes,
         snapshot_syncs=sync.snapshot_every_syncs,
         snapshot_wait_ns=round(second * sync.snapshot_wait_s),
       )
@@ -242,13 +263,33 @@ class Config:
     """What every learner must share with the syncer; where it trains and saves is its own, and what
     the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
     own too, but batch i of stream v must be the same text for all."""
-    own = {f'sync.{name}' for name in (
-      'checkpoint_every_syncs', 'snapshot_every_syncs', 'snapshot_wait_s', 'keep_log',
-      'norm_factor', 'norm_warmup', 'strikes', 'donor_rate_mib_s')}
-    shared = ('model.', 'optimizer.', 'sync.', 'train.steps', 'train.seed', 'data.seq_len',
-              'data.batch_size', 'data.streams', 'data.seed')
+    own = {
+      f'sync.{name}'
+      for name in (
+        'checkpoint_every_syncs',
+        'snapshot_every_syncs',
+        'snapshot_wait_s',
+        'keep_log',
+        'norm_factor',
+        'norm_warmup',
+        'strikes',
+        'donor_rate_mib_s',
+      )
+    }
+    shared = (
+      'model.',
+      'optimizer.',
+      'sync.',
+      'train.steps',
+      'train.seed',
+      'data.seq_len',
+      'data.batch_size',
+      'data.streams',
+      'data.seed',
+    )
     return {
-      name: value for name, value in self.flat().items()
+      name: value
+      for name, value in self.flat().items()
       if name.startswith(shared) and name not in own
     }
 
@@ -297,5 +338,6 @@ def _build(kind: Any, values: Any, path: str) -> Any:
       f'{path or "config"}: the names {", ".join(unknown)} are not in both the file and '
       f'{kind.__name__}; it was written by another version of this program'
     )
-  return kind(**{name: _build(hints[name], values[name], f'{path}.{name}'.strip('.'))
-                 for name in hints})
+  return kind(
+    **{name: _build(hints[name], values[name], f'{path}.{name}'.strip('.')) for name in hints}
+  )

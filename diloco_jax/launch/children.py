@@ -12,7 +12,7 @@ import pathlib
 import signal
 import sys
 import time
-from typing import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 
@@ -28,8 +28,9 @@ Listen = Callable[[str, str], None]
 class Child:
   """A process that is running or has ended. Made by `start`."""
 
-  def __init__(self, name: str, process: asyncio.subprocess.Process, log: pathlib.Path,
-               listen: Listen):
+  def __init__(
+    self, name: str, process: asyncio.subprocess.Process, log: pathlib.Path, listen: Listen
+  ):
     self.name = name
     self.started_s = time.monotonic()
     self.last_error = ''
@@ -114,18 +115,31 @@ class Child:
     self._listen(self.name, text)
 
 
-async def start(name: str, command: Sequence[str], environment: Mapping[str, str],
-                log: pathlib.Path, listen: Listen, cpus: Sequence[int] = (),
-                stands_by: bool = False) -> Child:
+async def start(
+  name: str,
+  command: Sequence[str],
+  environment: Mapping[str, str],
+  log: pathlib.Path,
+  listen: Listen,
+  cpus: Sequence[int] = (),
+  stands_by: bool = False,
+) -> Child:
   """Starts a child, on `cpus` only if any are given; `stands_by`: it waits for `begin`. OSError if
   that fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
   process = await asyncio.create_subprocess_exec(
-    sys.executable, '-I', '-S', str(_TETHER), str(os.getpid()),
-    ','.join(map(str, cpus)) or 'all', *command,
-    env=dict(environment), start_new_session=True,
+    sys.executable,
+    '-I',
+    '-S',
+    str(_TETHER),
+    str(os.getpid()),
+    ','.join(map(str, cpus)) or 'all',
+    *command,
+    env=dict(environment),
+    start_new_session=True,
     stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
-    stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    stdout=asyncio.subprocess.PIPE,
+    stderr=asyncio.subprocess.STDOUT,
   )
   return Child(name, process, log, listen)
 

@@ -20,6 +20,7 @@ def die_with_parent() -> None:
   """Asks for it; a parent that is dead already is not noticed."""
   if sys.platform == 'linux':
     import ctypes  # pylint: disable=g-import-not-at-top
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 

@@ -11,28 +11,22 @@ import pathlib
 import signal
 import sys
 import threading
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
-from diloco_jax.transport import link
-from diloco_jax.node import loop
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import members
+from diloco_jax.config import build, run_config
+from diloco_jax.launch import program, standby
 from diloco_jax.learner import baseline
-from diloco_jax.config import build
-from diloco_jax.config import run_config
-from diloco_jax.storage import files
-from diloco_jax.transport import grpc_client
-from diloco_jax.transport import grpc_server
-from diloco_jax.launch import program
 from diloco_jax.learner import process as learner_process
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
-from diloco_jax.launch import standby
-from diloco_jax.report import startup
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.storage import files
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.transport import grpc_client, grpc_server, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 8
@@ -66,11 +60,12 @@ def syncer(
     if not sys.stdin.readline():
       return 0
   folder, records = _open(workdir, 'syncer')
-  startup.reached(records, 'assembled')
+  records_lib.report_startup(records, 'assembled')
   inbox = loop.Inbox()
   limits = link.Limits(
     max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=_open_transfers(config), donation_bytes_per_s=_donor_rate(config),
+    max_open_transfers=_open_transfers(config),
+    donation_bytes_per_s=_donor_rate(config),
     max_sessions=config.sync.learners + SPARE_SESSIONS,
   )
 
@@ -82,8 +77,13 @@ def syncer(
     return transport
 
   with (
-    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
-          _SYNCER_SAFE, program.DISK_FAILED), program.log_failures(),
+    stops(
+      lambda reason: inbox.post(events.Stop(reason=reason)),
+      config.train.drain_s,
+      _SYNCER_SAFE,
+      program.DISK_FAILED,
+    ),
+    program.log_failures(),
     program.never_retry(ValueError, files.DirectoryError),
     _asks(lambda: inbox.post(events.TakeSnapshot())),
   ):
@@ -112,7 +112,8 @@ def learner(config: run_config.Config, workdir: str, learner_id: str, address: s
       return _end(baseline.run(config, island, records, stopped.is_set), records)
   inbox = loop.Inbox()
   limits = link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes, max_open_transfers=_open_transfers(config),
+    max_payload_bytes=assembled.max_payload_bytes,
+    max_open_transfers=_open_transfers(config),
     donation_bytes_per_s=_donor_rate(config),
   )
 
@@ -120,8 +121,9 @@ def learner(config: run_config.Config, workdir: str, learner_id: str, address: s
     return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
 
   with (
-    stops(lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s,
-          _LEARNER_SAFE),
+    stops(
+      lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s, _LEARNER_SAFE
+    ),
     program.never_retry(),
   ):
     result = learner_process.run(assembled, island, folder, learner_id, inbox, connect, records)
@@ -190,8 +192,12 @@ def stops(
   seen: list[threading.Timer] = []
 
   def give_up(name: str) -> None:
-    print(f'error: asked to end by {name} and not done within {drain_s:g} s, so it ends as it is. '
-          f'{safe}', file=sys.stderr, flush=True)
+    print(
+      f'error: asked to end by {name} and not done within {drain_s:g} s, so it ends as it is. '
+      f'{safe}',
+      file=sys.stderr,
+      flush=True,
+    )
     os._exit(code)
 
   def handle(number: int, frame: object) -> None:

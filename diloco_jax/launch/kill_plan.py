@@ -30,8 +30,9 @@ def plan(chaos: run_config.ChaosConfig, learners: list[str]) -> list[Kill]:
     return []
   draw = random.Random(chaos.seed)
   kills = [
-    Kill(victim=kill.victim or draw.choice(learners), at_fraction=kill.at_fraction,
-         down_s=kill.down_s)
+    Kill(
+      victim=kill.victim or draw.choice(learners), at_fraction=kill.at_fraction, down_s=kill.down_s
+    )
     for kill in chaos.kills
   ]
   return sorted(kills, key=lambda kill: kill.at_fraction)
@@ -39,5 +40,7 @@ def plan(chaos: run_config.ChaosConfig, learners: list[str]) -> list[Kill]:
 
 def due(kills: list[Kill], progress: float) -> tuple[list[Kill], list[Kill]]:
   """(what is due at this progress, what is still to come)."""
-  return ([kill for kill in kills if kill.at_fraction <= progress],
-          [kill for kill in kills if kill.at_fraction > progress])
+  return (
+    [kill for kill in kills if kill.at_fraction <= progress],
+    [kill for kill in kills if kill.at_fraction > progress],
+  )

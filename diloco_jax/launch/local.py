@@ -1,15 +1,15 @@
 """A whole run on this machine: its folder, its programs and their environment, its end.
 
-    WORKDIR/config.json        the config, as it was started
-    WORKDIR/records/           facts of every process        (report/records.py)
-    WORKDIR/logs/              what every process said
-    WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
-    WORKDIR/tensorboard/       curves
-    WORKDIR/syncer/, islands/  checkpoints
-    WORKDIR/syncer/wal/        the log of outer steps        (syncer/outer_log.py)
-    WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
-    WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
-    WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
+WORKDIR/config.json        the config, as it was started
+WORKDIR/records/           facts of every process        (report/records.py)
+WORKDIR/logs/              what every process said
+WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
+WORKDIR/tensorboard/       curves
+WORKDIR/syncer/, islands/  checkpoints
+WORKDIR/syncer/wal/        the log of outer steps        (syncer/outer_log.py)
+WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
+WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
+WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
 import asyncio
@@ -20,18 +20,17 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from diloco_jax.protocol import agreement
-from diloco_jax.launch import kill_plan
 from diloco_jax.config import run_config
-from diloco_jax.storage import files
-from diloco_jax.launch import program
+from diloco_jax.launch import kill_plan, program
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.protocol import agreement
 from diloco_jax.report import live
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import summary as summary_lib
-from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import summary as summary_lib
+from diloco_jax.storage import files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUPERVISOR = 'supervisor'
@@ -48,8 +47,9 @@ _MALLOC = {
 }
 
 
-def open_workdir(config: run_config.Config, workdir: pathlib.Path | None,
-                 resume: bool, restored: bool = False) -> pathlib.Path:
+def open_workdir(
+  config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
+) -> pathlib.Path:
   """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
   to a snapshot, perhaps with other learners. Raises ValueError."""
   if workdir is None:
@@ -61,8 +61,9 @@ def open_workdir(config: run_config.Config, workdir: pathlib.Path | None,
   if resume or restored:
     _check_same_run(config, workdir, restored)
   elif workdir.is_dir() and any(workdir.iterdir()):
-    raise ValueError(f'{workdir} holds a run already: go on with it (--resume), or choose another '
-                     '--workdir')
+    raise ValueError(
+      f'{workdir} holds a run already: go on with it (--resume), or choose another --workdir'
+    )
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / ADDRESS).unlink(missing_ok=True)  # of a run that has ended
@@ -86,7 +87,10 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> Non
     raise ValueError(f'there is no run in {workdir} to restore')
   done = subprocess.run(
     [sys.executable, '-m', 'diloco_jax.launch.restore', str(workdir.absolute()), which],
-    env=environment(1), input=json.dumps(config.to_dict()), stdout=subprocess.PIPE, text=True,
+    env=environment(1),
+    input=json.dumps(config.to_dict()),
+    stdout=subprocess.PIPE,
+    text=True,
     check=False,
   )
   *lines, last = done.stdout.splitlines() or ['']
@@ -108,12 +112,12 @@ def _check_same_run(
   if restored:
     return
   before = run_config.Config.from_dict(json.loads(path.read_text())).agreement()
-  found = agreement.differences(
-    agreement.encode(config.agreement()), agreement.encode(before)
-  )
+  found = agreement.differences(agreement.encode(config.agreement()), agreement.encode(before))
   if found:
-    raise ValueError(f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-                     'start it with its own, or choose another --workdir')
+    raise ValueError(
+      f'the run in {workdir} was started with another config: {"; ".join(found)}; '
+      'start it with its own, or choose another --workdir'
+    )
 
 
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -129,8 +133,13 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     **_MALLOC,
   }
   path = os.pathsep.join(filter(None, [str(_ROOT), base.get('PYTHONPATH', '')]))
-  return {**ours, **base, 'JAX_NUM_CPU_DEVICES': str(devices), 'PYTHONUNBUFFERED': '1',
-          'PYTHONPATH': path}
+  return {
+    **ours,
+    **base,
+    'JAX_NUM_CPU_DEVICES': str(devices),
+    'PYTHONUNBUFFERED': '1',
+    'PYTHONPATH': path,
+  }
 
 
 def available_cpus() -> list[int]:
@@ -161,8 +170,13 @@ def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
   ]
 
 
-def programs(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-             alone: bool, standby: bool = True) -> list[supervisor_lib.Program]:
+def programs(
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  config_flags: Sequence[str],
+  alone: bool,
+  standby: bool = True,
+) -> list[supervisor_lib.Program]:
   """The programs of a run; `alone`: one learner and no syncer; `standby`: a second process of the
   syncer stands by."""
   common = [*config_flags, f'--workdir={workdir}']
@@ -175,23 +189,39 @@ def programs(config: run_config.Config, workdir: pathlib.Path, config_flags: Seq
 
   def learner(name: str) -> supervisor_lib.Program:
     return supervisor_lib.Program(
-      name=name, environment=environment(config.mesh.num_devices), cpus=shares[name],
-      command=[sys.executable, '-m', 'experiments.learner', *common, f'--learner_id={name}',
-               f'--syncer={address}'],
+      name=name,
+      environment=environment(config.mesh.num_devices),
+      cpus=shares[name],
+      command=[
+        sys.executable,
+        '-m',
+        'experiments.learner',
+        *common,
+        f'--learner_id={name}',
+        f'--syncer={address}',
+      ],
     )
 
   if alone:
     return [learner(names[0])]
   command = [sys.executable, '-m', 'experiments.syncer', *common, '--port=0']
   syncer = supervisor_lib.Program(
-    name=supervisor_lib.SYNCER, environment=environment(1), command=command,
+    name=supervisor_lib.SYNCER,
+    environment=environment(1),
+    command=command,
     standby=[*command, '--standby'] if standby else (),
   )
   return [syncer, *(learner(name) for name in names)]
 
 
-def run(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-        alone: bool = False, single: bool = False, standby: bool = True) -> int:
+def run(
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  config_flags: Sequence[str],
+  alone: bool = False,
+  single: bool = False,
+  standby: bool = True,
+) -> int:
   """Runs to the end, writes the report, prints the summary; the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
   started_s = time.monotonic()
@@ -205,24 +235,33 @@ def run(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence
     code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
   if code == program.NEVER_RETRY:
     raise program.NeverRetry(text)
-  summary = summary_lib.write(config, workdir, fates, time.monotonic() - started_s,
-                         plot=not interrupted)
+  summary = summary_lib.write(
+    config, workdir, fates, time.monotonic() - started_s, plot=not interrupted
+  )
   print(summary_lib.text(summary, workdir))
   if code:
     print(f'{text}; go on with: --resume --workdir={workdir}', file=sys.stderr)
   return code
 
 
-def _run_processes(config: run_config.Config, workdir: pathlib.Path, config_flags: Sequence[str],
-                   alone: bool, standby: bool) -> supervisor_lib.Outcome:
+def _run_processes(
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  config_flags: Sequence[str],
+  alone: bool,
+  standby: bool,
+) -> supervisor_lib.Outcome:
   names = run_config.learner_ids(1 if alone else config.sync.learners)
   display = live.make()
   recorder = records_lib.Recorder(workdir, SUPERVISOR, tensorboard=False)
   supervisor = supervisor_lib.Supervisor(
-    programs(config, workdir, config_flags, alone, standby), workdir,
-    run_state_lib.RunView(names, config.train.steps, syncer=not alone), recorder,
+    programs(config, workdir, config_flags, alone, standby),
+    workdir,
+    run_state_lib.RunView(names, config.train.steps, syncer=not alone),
+    recorder,
     kills=() if alone else kill_plan.plan(config.chaos, names),
-    listen=display.listen, tick=display.tick,
+    listen=display.listen,
+    tick=display.tick,
   )
   try:
     return asyncio.run(_in_loop(supervisor))

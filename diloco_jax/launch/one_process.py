@@ -9,22 +9,20 @@ import contextlib
 import functools
 import pathlib
 import threading
-from typing import Callable
+from collections.abc import Callable
 
 import jax
 
-from diloco_jax.node import loop
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.config import build
-from diloco_jax.config import run_config
-from diloco_jax.transport import in_process
+from diloco_jax.config import build, run_config
 from diloco_jax.learner import process as learner_process
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import data
 from diloco_jax.train import mesh as mesh_lib
+from diloco_jax.transport import in_process
 
 MakeRecorder = Callable[[str], records_lib.Recorder]
 
@@ -43,7 +41,10 @@ class SingleController:
   """
 
   def __init__(
-    self, config: run_config.Config, workdir: pathlib.Path, make_recorder: MakeRecorder,
+    self,
+    config: run_config.Config,
+    workdir: pathlib.Path,
+    make_recorder: MakeRecorder,
     devices: list[jax.Device] | None = None,
   ):
     self._assembled = build.assemble(config)
@@ -76,8 +77,12 @@ class SingleController:
 
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       return syncer_process.run(
-        self._assembled, global_model_lib.Theta(self._assembled), self._workdir, self._inboxes['syncer'],
-        make_syncer_transport, recorder,
+        self._assembled,
+        global_model_lib.Theta(self._assembled),
+        self._workdir,
+        self._inboxes['syncer'],
+        make_syncer_transport,
+        recorder,
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
@@ -85,8 +90,14 @@ class SingleController:
         self._assembled, self._workdir, name, self._islands[name], corpus
       )
       return learner_process.run(
-        self._assembled, island, self._workdir, name, self._inboxes[name],
-        self._hub.learner_transport, recorder, own_process=False,
+        self._assembled,
+        island,
+        self._workdir,
+        name,
+        self._inboxes[name],
+        self._hub.learner_transport,
+        recorder,
+        own_process=False,
       )
 
     self._start('syncer', run_syncer)
@@ -124,7 +135,9 @@ class SingleController:
 
 
 def run(
-  config: run_config.Config, workdir: pathlib.Path, make_recorder: MakeRecorder,
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  make_recorder: MakeRecorder,
 ) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process; the exit of every node by name."""
   controller = SingleController(config, workdir, make_recorder)

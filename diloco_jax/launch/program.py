@@ -17,15 +17,14 @@ import os
 import pathlib
 import re
 import sys
-from typing import Callable, Iterator, NoReturn
+from collections.abc import Callable, Iterator
+from typing import NoReturn
 
-from absl import app
-from absl import flags
-from absl import logging
+from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco_jax.storage import wal_format
 from diloco_jax.config import run_config
+from diloco_jax.storage import wal_format
 
 NEVER_RETRY = 42
 DISK_FAILED = 74
@@ -72,7 +71,8 @@ def define_config() -> flags.FlagHolder:
   It has no default here, since a default would be read at import, where nobody catches its errors.
   """
   return config_flags.DEFINE_config_file(
-    'config', help_string='FILE.py:VARIANT; change any field of it with --config.sync.quorum=2',
+    'config',
+    help_string='FILE.py:VARIANT; change any field of it with --config.sync.quorum=2',
   )
 
 
@@ -101,9 +101,10 @@ def config_flags_of_this_process() -> list[str]:
 @contextlib.contextmanager
 def never_retry(*kinds: type[Exception]) -> Iterator[None]:
   """Exceptions of these kinds (ValueError by default) inside end the process with 42, one line."""
+  caught = kinds or (ValueError,)
   try:
     yield
-  except kinds or (ValueError,) as error:
+  except caught as error:
     raise NeverRetry(one_line(error)) from error
 
 
@@ -135,8 +136,11 @@ def run_main(
   argv = last_config_first(sys.argv)
   if default_config and not _config_path(argv):
     argv.insert(1, f'--config={default_config}')
-  app.run(lambda rest: _guarded(main, rest), argv=argv,
-          flags_parser=functools.partial(_parse, positional=positional))
+  app.run(
+    lambda rest: _guarded(main, rest),
+    argv=argv,
+    flags_parser=functools.partial(_parse, positional=positional),
+  )
 
 
 def last_config_first(argv: list[str]) -> list[str]:

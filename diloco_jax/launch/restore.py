@@ -22,18 +22,17 @@ import os
 import pathlib
 import shutil
 import sys
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 from absl import logging
 
-from diloco_jax.protocol import agreement
-from diloco_jax.config import build
-from diloco_jax.config import run_config
-from diloco_jax.storage import files as files_lib
+from diloco_jax.config import build, run_config
 from diloco_jax.launch import program
-from diloco_jax.storage import manifests
+from diloco_jax.protocol import agreement
+from diloco_jax.storage import checkpoint, manifests
+from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import outer_log
-from diloco_jax.storage import checkpoint
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum')
@@ -74,8 +73,9 @@ def choose(
   """
   known = manifests.numbers(workdir)
   if which != LATEST and (not which.isdecimal() or int(which) not in known):
-    raise ValueError(f'there is no snapshot {which!r} in {workdir / manifests.FOLDER}; '
-                     f'{_there_are(known)}')
+    raise ValueError(
+      f'there is no snapshot {which!r} in {workdir / manifests.FOLDER}; {_there_are(known)}'
+    )
   for number in reversed(known) if which == LATEST else [int(which)]:
     try:
       manifest = manifests.read(workdir, number)
@@ -86,11 +86,15 @@ def choose(
       _require_same_run(config, manifest)
       return manifest, books
   if which == LATEST:
-    raise ValueError(f'no snapshot in {workdir / manifests.FOLDER} is whole ({_there_are(known)}). '
-                     'Nothing was changed: --resume goes on from the newest checkpoint and the log')
+    raise ValueError(
+      f'no snapshot in {workdir / manifests.FOLDER} is whole ({_there_are(known)}). '
+      'Nothing was changed: --resume goes on from the newest checkpoint and the log'
+    )
   others = [number for number in known if number != int(which)]
-  raise ValueError(f'snapshot {which} is not whole, nothing was changed; {_there_are(others)}: '
-                   '--restore=latest takes the newest that is whole')
+  raise ValueError(
+    f'snapshot {which} is not whole, nothing was changed; {_there_are(others)}: '
+    '--restore=latest takes the newest that is whole'
+  )
 
 
 def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -120,8 +124,9 @@ def _require_same_run(config: run_config.Config, manifest: dict[str, Any]) -> No
   """Raises ValueError."""
   found = differences(config, json.loads(manifest['agreement']))
   if found:
-    raise ValueError(f'snapshot {manifest["snapshot"]} is of a run with another config: '
-                     f'{"; ".join(found)}')
+    raise ValueError(
+      f'snapshot {manifest["snapshot"]} is of a run with another config: {"; ".join(found)}'
+    )
 
 
 def differences(config: run_config.Config, before: dict[str, Any]) -> list[str]:
@@ -129,7 +134,8 @@ def differences(config: run_config.Config, before: dict[str, Any]) -> list[str]:
   here = config.agreement()
   ours, theirs = (
     {name: value for name, value in facts.items() if name in here and name not in MAY_DIFFER}
-    for facts in (here, before))
+    for facts in (here, before)
+  )
   return agreement.differences(agreement.encode(ours), agreement.encode(theirs))
 
 
@@ -141,8 +147,12 @@ def _there_are(known: list[int]) -> str:
 
 
 def _bring_back(
-  config: run_config.Config, workdir: pathlib.Path, manifest: dict[str, Any],
-  books: dict[str, Any], log_files: files_lib.Files, say: Say,
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  manifest: dict[str, Any],
+  books: dict[str, Any],
+  log_files: files_lib.Files,
+  say: Say,
 ) -> None:
   syncer, number = manifests.syncer_folder(workdir), manifest['snapshot']
   manifests.write_durably(syncer, manifests.RESTORING, {'snapshot': number})
@@ -152,31 +162,43 @@ def _bring_back(
   learners = run_config.learner_ids(config.sync.learners)
   back = sorted(manifest['learners'].keys() & set(learners))
   for learner in back:
-    _copy_part(manifests.island_folder(workdir, learner), number,
-               manifest['learners'][learner]['step'])
+    _copy_part(
+      manifests.island_folder(workdir, learner), number, manifest['learners'][learner]['step']
+    )
   outer_log.begin(log_files, build.assemble(config).agreement, books)
   gone = sorted({row['learner'] for row in books['members'] if not row['left']} - set(learners))
-  manifests.write_durably(syncer, manifests.RESTORED, {
-    'snapshot': number, outer_log.POSITION: books[outer_log.POSITION], 'gone': gone,
-    'back': back, 'aside': aside.name,
-  })
+  manifests.write_durably(
+    syncer,
+    manifests.RESTORED,
+    {
+      'snapshot': number,
+      outer_log.POSITION: books[outer_log.POSITION],
+      'gone': gone,
+      'back': back,
+      'aside': aside.name,
+    },
+  )
   (syncer / manifests.RESTORING).unlink()
   _fsync(syncer)
-  say(f'the run goes on from snapshot {number}, sync {manifest["step"]}, taken '
-      f'{manifest["time"]}')
+  say(f'the run goes on from snapshot {number}, sync {manifest["step"]}, taken {manifest["time"]}')
   for learner in learners:
     if learner not in manifest['learners']:
       why = manifest['missing'].get(learner, 'it is new')
-      say(f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
-          f'fresh ones: the snapshot has no part of it ({why})')
+      say(
+        f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
+        f'fresh ones: the snapshot has no part of it ({why})'
+      )
   for learner in gone:
     say(f'{learner} has no place any more: its account is closed')
 
 
 def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
   """Moves all that the snapshot does not hold; where to."""
-  taken = [int(path.name.split('-')[1]) for path in workdir.glob('aside-*')
-           if path.name.split('-')[1].isdecimal()]
+  taken = [
+    int(path.name.split('-')[1])
+    for path in workdir.glob('aside-*')
+    if path.name.split('-')[1].isdecimal()
+  ]
   aside = workdir / f'aside-{max(taken, default=0) + 1}'
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
@@ -185,8 +207,11 @@ def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
   moved += [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
   moved += [workdir / 'tapes', syncer / manifests.RESTORED]
   for folder in (workdir, *nodes):
-    moved += [path for path in (folder / manifests.FOLDER).glob('*')
-              if path.stem.isdecimal() and int(path.stem) > number]
+    moved += [
+      path
+      for path in (folder / manifests.FOLDER).glob('*')
+      if path.stem.isdecimal() and int(path.stem) > number
+    ]
   for path in filter(pathlib.Path.exists, moved):
     target = aside / path.relative_to(workdir)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -224,8 +249,11 @@ def main(argv: list[str]) -> int:
     print(f'error: {program.one_line(error)}', flush=True)
     return program.NEVER_RETRY
   except OSError as error:
-    print(f'error: the disk failed: {program.one_line(error)}. Nothing is lost; run it again with '
-          'the same --restore.', flush=True)
+    print(
+      f'error: the disk failed: {program.one_line(error)}. Nothing is lost; run it again with '
+      'the same --restore.',
+      flush=True,
+    )
     return program.DISK_FAILED
   return 0
 

@@ -8,7 +8,7 @@ costs its memory. One that is not ready when its turn comes, for whatever reason
 
 import asyncio
 import dataclasses
-from typing import Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 from diloco_jax.launch import children
 
@@ -28,7 +28,8 @@ class Standbys:
   """The processes that stand by, by program."""
 
   def __init__(
-    self, start: Callable[[str, children.Listen], Awaitable[children.Child]],
+    self,
+    start: Callable[[str, children.Listen], Awaitable[children.Child]],
     listen: children.Listen,
   ):
     """`start` starts the process that stands by for a program; `listen` gets what it says."""

@@ -29,13 +29,12 @@ import pathlib
 import random
 import signal
 import time
-from typing import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from diloco_jax.launch import children, standby
 from diloco_jax.launch import kill_plan as kill_plan_lib
-from diloco_jax.launch import children
 from diloco_jax.launch import program as program_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.launch import standby
 from diloco_jax.report import run_state as run_state_lib
 
 SYNCER = 'syncer'
@@ -59,23 +58,13 @@ class Program:
   standby: Sequence[str] = ()
 
 
-@dataclasses.dataclass(slots=True)
-class Fate:
-  """What became of a program: its state (top of this file), lives and time without a process."""
-
-  state: str = 'waiting'
-  starts: int = 0
-  kills: int = 0
-  last_error: str = ''
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
   """How a run ended: the exit code to give, one line, and each program's fate."""
 
   code: int
   text: str
-  fates: dict[str, Fate]
+  fates: dict[str, run_state_lib.Fate]
   interrupted: bool
 
 
@@ -111,14 +100,15 @@ class Supervisor:
     self._tails = records_lib.TailAll(workdir)
     self._running: dict[str, children.Child] = {}
     self._standbys = standby.Standbys(
-      lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen)
+      lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen
+    )
     self._keepers: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
     self._draw = random.Random()
     self._stopping = asyncio.Event()  # no new lives
     self._retiring = asyncio.Event()  # no new lives of learners; set when stopping, too
     self._interrupts = 0
-    self.fates = {name: Fate() for name in self._programs}
+    self.fates = {name: run_state_lib.Fate() for name in self._programs}
 
   async def run(self) -> Outcome:
     """Returns when every process is gone."""
@@ -155,7 +145,7 @@ class Supervisor:
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
     self._learners.append(program.name)
-    self.fates[program.name] = Fate()
+    self.fates[program.name] = run_state_lib.Fate()
     self._begin(program)
 
   def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
@@ -217,8 +207,9 @@ class Supervisor:
     self._look()  # what the last life has left is not of this one
     self._running[name] = child
     fate.starts += 1
-    self._note(name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '',
-               pid=child.pid)
+    self._note(
+      name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '', pid=child.pid
+    )
     if self._ending(name).is_set():
       child.terminate()
     try:
@@ -233,8 +224,13 @@ class Supervisor:
     self, program: Program, listen: children.Listen, stands_by: bool = False
   ) -> children.Child:
     return await children.start(
-      program.name, program.standby if stands_by else program.command, program.environment,
-      self._workdir / 'logs' / f'{program.name}.log', listen, program.cpus, stands_by,
+      program.name,
+      program.standby if stands_by else program.command,
+      program.environment,
+      self._workdir / 'logs' / f'{program.name}.log',
+      listen,
+      program.cpus,
+      stands_by,
     )
 
   def _ending(self, name: str) -> asyncio.Event:
@@ -290,8 +286,9 @@ class Supervisor:
     ends = {stop}
     if SYNCER in self._keepers:
       ends.add(self._keepers[SYNCER])
-    while learners := {keeper for name, keeper in self._keepers.items()
-                       if name != SYNCER and not keeper.done()}:
+    while learners := {
+      keeper for name, keeper in self._keepers.items() if name != SYNCER and not keeper.done()
+    }:
       done, _ = await asyncio.wait(ends | learners, return_when=asyncio.FIRST_COMPLETED)
       if done & ends:
         break
@@ -340,20 +337,29 @@ class Supervisor:
   def _outcome(self) -> Outcome:
     syncer = self.fates.get(SYNCER)
     learners = [self.fates[name] for name in self._learners]
-    return Outcome(**_verdict(syncer, learners, self._interrupts > 0), fates=self.fates,
-                   interrupted=self._interrupts > 0)
+    return Outcome(
+      **_verdict(syncer, learners, self._interrupts > 0),
+      fates=self.fates,
+      interrupted=self._interrupts > 0,
+    )
 
 
-def _verdict(syncer: Fate | None, learners: list[Fate], interrupted: bool) -> dict:
+def _verdict(
+  syncer: run_state_lib.Fate | None, learners: list[run_state_lib.Fate], interrupted: bool
+) -> dict:
   """(exit code, one line) of a run from the fates of its programs."""
   if interrupted:
     return {'code': program_lib.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
-    return {'code': program_lib.NEVER_RETRY,
-            'text': syncer.last_error or 'the syncer refused to start'}
+    return {
+      'code': program_lib.NEVER_RETRY,
+      'text': syncer.last_error or 'the syncer refused to start',
+    }
   if learners and all(fate.state == 'refused' for fate in learners):
-    return {'code': program_lib.NEVER_RETRY,
-            'text': learners[0].last_error or 'no learner could start'}
+    return {
+      'code': program_lib.NEVER_RETRY,
+      'text': learners[0].last_error or 'no learner could start',
+    }
   if syncer is not None and syncer.state != 'done':
     return {'code': 1, 'text': f'the syncer {syncer.state} (its log says why)'}
   if not any(fate.state == 'done' for fate in learners):

@@ -1,10 +1,10 @@
 """A learner without a syncer: the data-parallel baseline, on the very same jitted step."""
 
-from typing import Callable
+from collections.abc import Callable
 
-from diloco_jax.protocol import actions
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
+from diloco_jax.protocol import actions
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 

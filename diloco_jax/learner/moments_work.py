@@ -9,19 +9,21 @@ import threading
 import jax
 
 from diloco_jax.node import ports
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.config import build
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import moments as moments_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 
 class Moments:
   """ReadMoments and TakeMoments of one island; both are called on the step thread."""
 
   def __init__(
-    self, island: island_lib.Island, post: ports.Post, payloads: ports.Payloads,
+    self,
+    island: island_lib.Island,
+    post: ports.Post,
+    payloads: ports.Payloads,
     records: records_lib.Recorder,
   ):
     self._island = island
@@ -38,25 +40,31 @@ class Moments:
     """Snapshots the state as it is now; MomentsRead once it is on the host."""
     copied = self._snapshot(self._island.moments)
     threading.Thread(
-      target=self._bring, args=(transfer, copied), name='donation', daemon=True).start()
+      target=self._bring, args=(transfer, copied), name='donation', daemon=True
+    ).start()
 
   def _bring(self, transfer: int, copied: moments_lib.Snapshot) -> None:
     if not bool(copied.finite):
       self._post(events.MomentsRead(transfer=transfer, handle=None, payload=None, digest=0))
       return
     view = moments_lib.to_bytes(copied.moments)
-    payload = build.announce(view)
-    self._post(events.MomentsRead(
-      transfer=transfer, handle=self._payloads.put(view), payload=payload,
-      digest=moments_lib.digest(copied.digests),
-    ))
+    payload = payloads_lib.announce(view)
+    self._post(
+      events.MomentsRead(
+        transfer=transfer,
+        handle=self._payloads.put(view),
+        payload=payload,
+        digest=moments_lib.digest(copied.digests),
+      )
+    )
 
   def take(self, take: actions.TakeMoments) -> None:
     """Replaces the state if it is, on the device, what the donor had on its own."""
     data = self._payloads.get(take.handle)
     self._payloads.drop(take.handle)
-    self._post(events.MomentsTaken(
-      transfer=take.transfer, matched=self._replace(data, take.digest)))
+    self._post(
+      events.MomentsTaken(transfer=take.transfer, matched=self._replace(data, take.digest))
+    )
 
   def _replace(self, data: memoryview | bytes, digest: int) -> bool:
     try:

@@ -4,28 +4,27 @@ Two threads besides those of the transport: the caller's runs the steps (work), 
 machine, so that heartbeats, pulls and publishes are handled while a step runs.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import os
 import pathlib
 import secrets
 import threading
-from typing import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
-from diloco_jax.node import loop
+from diloco_jax.config import build
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.tape import tape as tape_lib
-from diloco_jax.config import build
-from diloco_jax.node import clock
-from diloco_jax.learner import compile_cache
-from diloco_jax.learner import work as learner_work
-from diloco_jax.transport import payloads as payloads_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import process as syncer_process
 from diloco_jax.storage import tapes
 from diloco_jax.train import data
 from diloco_jax.train import island as island_lib
+from diloco_jax.transport import payloads as payloads_lib
 
 NONCE_BITS = 63
 
@@ -40,10 +39,13 @@ class LearnerRecords:
   def report(self, name: str, values: dict) -> None:
     self._records.report(name, values)
     if name == 'adopted' and not values['whole']:
-      self._records.scalars(values['step'], {
-        'diloco/inner_steps_between_syncs': values['steps_between'],
-        'diloco/staleness': values['staleness'],
-      })
+      self._records.scalars(
+        values['step'],
+        {
+          'diloco/inner_steps_between_syncs': values['steps_between'],
+          'diloco/staleness': values['staleness'],
+        },
+      )
 
 
 @dataclasses.dataclass
@@ -55,16 +57,25 @@ class _Ended:
 
 
 def make_island(
-  assembled: build.Assembly, workdir: pathlib.Path, learner_id: str,
-  devices: Sequence[jax.Device], corpus: data.Corpus | None = None,
+  assembled: build.Assembly,
+  workdir: pathlib.Path,
+  learner_id: str,
+  devices: Sequence[jax.Device],
+  corpus: data.Corpus | None = None,
 ) -> island_lib.Island:
   """The island of a learner, with its checkpoints under WORKDIR/islands/ID."""
   config = assembled.config
   return island_lib.Island(
-    model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
-    total_steps=config.train.steps, devices=devices, seed=config.train.seed,
+    model=config.model,
+    optimizer=config.optimizer,
+    data=config.data,
+    mesh=config.mesh,
+    total_steps=config.train.steps,
+    devices=devices,
+    seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
-    snapshot_dir=str(workdir / 'islands' / learner_id / 'snapshots'), corpus=corpus,
+    snapshot_dir=str(workdir / 'islands' / learner_id / 'snapshots'),
+    corpus=corpus,
   )
 
 
@@ -74,7 +85,7 @@ def run(
   workdir: pathlib.Path,
   learner_id: str,
   inbox: loop.Inbox,
-  make_transport: syncer_process.MakeTransport,
+  make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   own_process: bool = True,
 ) -> actions.Exit:
@@ -87,18 +98,24 @@ def run(
   payloads = payloads_lib.PayloadStore()
   work = learner_work.LearnerWork(assembled, island, inbox.post, payloads, records)
   identity = build.identity(
-    assembled, learner_id, nonce=secrets.randbits(NONCE_BITS), pid=os.getpid(),
+    assembled,
+    learner_id,
+    nonce=secrets.randbits(NONCE_BITS),
+    pid=os.getpid(),
     seed=secrets.randbits(32),
   )
   start = tape_lib.Start(
-    role='learner', node=learner_id, config=assembled.protocol, identity=identity,
+    role='learner',
+    node=learner_id,
+    config=assembled.protocol,
+    identity=identity,
     digests=work.exchange.digests() if restored is None else None,
     snapshot=None if restored is None else restored.protocol,
   )
   if restored is not None:
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
   if own_process:
-    with compile_cache.turn():
+    with _compile_in_turn():
       island.warm_up()
       work.compile_all()
   else:  # islands of one process compile for devices of their own: nothing to share
@@ -107,7 +124,7 @@ def run(
   transport = make_transport(inbox.post, payloads)
   tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
   node = loop.Node(
-    start.make(), inbox, clock.Monotonic(), transport, work, payloads, LearnerRecords(records), tape
+    start.make(), inbox, loop.Monotonic(), transport, work, payloads, LearnerRecords(records), tape
   )
   ended = _Ended()
   thread = threading.Thread(
@@ -118,7 +135,7 @@ def run(
     work.run()
     thread.join()
   finally:
-    transport.shutdown(syncer_process.SHUTDOWN_S)
+    transport.shutdown(ports.SHUTDOWN_S)
     island.close()
   if ended.error is not None:
     raise ended.error
@@ -135,3 +152,19 @@ def _run_node(
   finally:
     work.stop()
     tape.close()
+
+
+@contextlib.contextmanager
+def _compile_in_turn() -> Iterator[None]:
+  """Learners of a run compile the same functions. Started together with an empty compilation cache,
+  each would compile all of them; in turns, the first one does and the others read. Holds the
+  cache's lock (freed by the kernel if the process dies); no cache, no lock."""
+  folder = jax.config.jax_compilation_cache_dir
+  if not folder:
+    yield
+    return
+  path = pathlib.Path(folder) / '.turn'
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with open(path, 'w') as file:
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield

@@ -7,32 +7,28 @@ on the device and inside jit. The *egress thread* waits for the few results that
 a copy, a checksum or the network.
 """
 
-from concurrent import futures
 import functools
 import queue
 import threading
-from typing import Any, Callable
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.node import ports
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import exchange
-from diloco_jax.numerics import fragments
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.config import build
-from diloco_jax.config import run_config
-from diloco_jax.node import failpoints
+from diloco_jax.config import build, run_config
 from diloco_jax.learner import moments_work
+from diloco_jax.node import failpoints, ports
+from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
-
+from diloco_jax.transport import payloads as payloads_lib
 
 # A whole fragment is its float32 values: a "delta" to zero, whatever the codec of deltas is.
 WHOLE = codecs.get('float32')
@@ -55,7 +51,8 @@ class Exchange:
     self._lock = threading.Lock()
     gather = jax.jit(
       lambda p, params: codecs.canonical(fragments.gather(self._layout, p, params)),
-      static_argnums=0, out_shardings=island.replicated,
+      static_argnums=0,
+      out_shardings=island.replicated,
     )
     self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
 
@@ -81,9 +78,7 @@ class Exchange:
 
   def _lower_encode(self, p: int) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
-    return jax.jit(encode, out_shardings=self._island.replicated).lower(
-      *self._abstract(p)
-    )
+    return jax.jit(encode, out_shardings=self._island.replicated).lower(*self._abstract(p))
 
   def _lower_adopt(self, p: int, whole: bool) -> jax.stages.Lowered:
     codec = self._codecs_down[whole]
@@ -97,7 +92,9 @@ class Exchange:
     place = self._island.replicated
     size_bytes = codec.encoded_size(self._layout.size(p))
     return jax.jit(
-      adopt, donate_argnums=(0, 1), out_shardings=(self._island.shardings.params, place, place),
+      adopt,
+      donate_argnums=(0, 1),
+      out_shardings=(self._island.shardings.params, place, place),
     ).lower(*self._abstract(p), jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place))
 
   def _lower_rewind(self, p: int) -> jax.stages.Lowered:
@@ -105,13 +102,16 @@ class Exchange:
       return exchange.adopt(self._layout, p, params, anchor_N, anchor_N, alpha=0.0)[0]
 
     return jax.jit(
-      rewind, donate_argnums=0, out_shardings=self._island.shardings.params,
+      rewind,
+      donate_argnums=0,
+      out_shardings=self._island.shardings.params,
     ).lower(*self._abstract(p))
 
   def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     params = jax.tree.map(
       lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      self._island.params, self._island.shardings.params,
+      self._island.params,
+      self._island.shardings.params,
     )
     size = self._layout.size(p)
     return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
@@ -119,7 +119,7 @@ class Exchange:
   def digests(self) -> tuple[int, ...]:
     """Of the anchors as they are now."""
     compute = jax.jit(digest_lib.digest)
-    return tuple(build.as_int(compute(anchor_N)) for anchor_N in self.anchors)
+    return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """(bytes of the pseudo-gradient, ok) of fragment p, on the device."""
@@ -220,8 +220,7 @@ class LearnerWork:
     if use.rewind:
       self.exchange.rewind()
     self._island.lease(use.stream, use.cursor)
-    self._records.report(
-      'data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
+    self._records.report('data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
 
   def _step(self, step: int) -> None:
     result = self._island.step(step)
@@ -234,16 +233,16 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
       return
-    view = self._spoil(build.host_bytes(data))
-    payload = build.announce(view)
-    self._post(events.Encoded(
-      sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload
-    ))
+    view = self._spoil(exchange.host_bytes(data))
+    payload = payloads_lib.announce(view)
+    self._post(
+      events.Encoded(sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload)
+    )
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
-    self._post(events.AdoptDone(
-      fragment=fragment, version=version, digest=build.as_int(digest)
-    ))
+    self._post(
+      events.AdoptDone(fragment=fragment, version=version, digest=digest_lib.as_int(digest))
+    )
 
   def _save(self, step: int, snapshot: dict) -> None:
     """Starts an asynchronous save; a thread of its own waits for its end."""
@@ -262,12 +261,13 @@ class LearnerWork:
     else:
       self._post(events.SaveDone(step=step))
 
-
   def _save_part(self, part: actions.SavePart) -> None:
     """Like `_save`, for a snapshot of the whole run."""
+
     def failed(error: Exception) -> None:
-      self._post(events.PartSaved(
-        snapshot=part.snapshot, step=part.step, seal='', error=str(error)))
+      self._post(
+        events.PartSaved(snapshot=part.snapshot, step=part.step, seal='', error=str(error))
+      )
 
     def finish() -> None:
       try:
@@ -286,24 +286,39 @@ class LearnerWork:
 
 
 def record_step(
-  records: records_lib.Recorder, config: run_config.Config, step: int, steps: int, tokens: int,
+  records: records_lib.Recorder,
+  config: run_config.Config,
+  step: int,
+  steps: int,
+  tokens: int,
   result: island_lib.StepResult,
 ) -> None:
   """One inner step in the records; every log_every steps also curves and a line for people.
 
   `step` is the clock after it, `steps` and `tokens` the totals of this process.
   """
-  records.report('step', {
-    'step': step, 'steps': steps, 'tokens': tokens, 'loss': result.loss,
-    'grad_norm': result.grad_norm, 'seconds': result.seconds,
-  })
+  records.report(
+    'step',
+    {
+      'step': step,
+      'steps': steps,
+      'tokens': tokens,
+      'loss': result.loss,
+      'grad_norm': result.grad_norm,
+      'seconds': result.seconds,
+    },
+  )
   if steps % config.train.log_every:
     return
   rate = optimizer.learning_rate(config.optimizer, config.train.steps, step - 1)
-  records.scalars(step, {
-    'perf/step_time_seconds': result.seconds,
-    'perf/tokens_per_second': result.tokens / result.seconds,
-    'learning/loss': result.loss, 'learning/grad_norm': result.grad_norm,
-    'learning/learning_rate': float(rate),
-  })
+  records.scalars(
+    step,
+    {
+      'perf/step_time_seconds': result.seconds,
+      'perf/tokens_per_second': result.tokens / result.seconds,
+      'learning/loss': result.loss,
+      'learning/grad_norm': result.grad_norm,
+      'learning/learning_rate': float(rate),
+    },
+  )
   records.completed(step, result.seconds, result.tokens, result.loss)

@@ -32,7 +32,11 @@ import signal
 
 VARIABLE = 'DILOCO_FAILPOINT'
 NAMES = (
-  'wal.before_append', 'wal.after_append', 'wal.after_commit', 'save.before', 'save.after',
+  'wal.before_append',
+  'wal.after_append',
+  'wal.after_commit',
+  'save.before',
+  'save.after',
   'compact.after',
 )
 

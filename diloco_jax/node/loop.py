@@ -9,11 +9,11 @@ its state can no longer be trusted, and the tape is the bug report.
 """
 
 import queue
+import time
 from typing import Protocol
 
 from diloco_jax.node import ports
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events
 
 
 class Machine(Protocol):
@@ -22,6 +22,13 @@ class Machine(Protocol):
   deadline_ns: int | None
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]: ...
+
+
+class Monotonic:
+  """Monotonic time of this machine; wall-clock jumps do not touch it."""
+
+  def now_ns(self) -> int:
+    return time.monotonic_ns()
 
 
 class MachineCrash(Exception):

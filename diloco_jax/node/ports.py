@@ -4,7 +4,8 @@ The same machine runs over gRPC, in one process, or in a simulation: only what i
 ports differs.
 """
 
-from typing import Callable, Protocol, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from diloco_jax.protocol import actions, events, messages
 
@@ -49,6 +50,10 @@ class Transport(Protocol):
     """Ends every session, giving what was queued at most `grace_s` to go out."""
 
 
+MakeTransport = Callable[[Post, Payloads], Transport]
+SHUTDOWN_S = 2.0  # what a node gives its transport to send what is queued at the end
+
+
 class Work(Protocol):
   """The arrays. `submit` queues an action, first in first out; its answer comes as an event."""
 
@@ -66,9 +71,7 @@ class Records(Protocol):
 class Tape(Protocol):
   """Where every turn of the machine is written (protocol/tape/tape.py). Never raises."""
 
-  def record(
-    self, now_ns: int, event: events.Event, actions: Sequence[actions.Action]
-  ) -> None:
+  def record(self, now_ns: int, event: events.Event, actions: Sequence[actions.Action]) -> None:
     """A turn was taken; returns once a kill of the process cannot undo the line."""
 
   def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:

@@ -33,8 +33,8 @@ The encoder also returns `ok`: false iff a value is NaN or Inf, or, for bfloat16
 Inf (|v| >= 2^128 - 2^119). The bytes are then unspecified and must not be sent.
 """
 
-from collections.abc import Callable
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -147,9 +147,7 @@ def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.A
 
 def _decode_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
   exponents = data[: n // BLOCK].astype(jnp.uint32)
-  bits = jnp.where(
-    exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0)
-  )
+  bits = jnp.where(exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0))
   scale = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
   q = jax.lax.bitcast_convert_type(data[n // BLOCK :], jnp.int8)
   if fraction_bits == 2:  # shifting right keeps the sign of the high nibble
@@ -176,9 +174,9 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 def _size(name: str, n: int) -> int:
   if n % BLOCK or n < 0:
     raise ValueError(f'codec {name}: n is {n}, not a multiple of {BLOCK}; pad the values with 0')
-  return {
-    'float32': 4 * n, 'bfloat16': 2 * n, 'int8': n // BLOCK + n, 'int4': n // BLOCK + n // 2
-  }[name]
+  return {'float32': 4 * n, 'bfloat16': 2 * n, 'int8': n // BLOCK + n, 'int4': n // BLOCK + n // 2}[
+    name
+  ]
 
 
 def _checked(name: str, encode: Callable, decode: Callable) -> Codec:
@@ -212,12 +210,8 @@ def _lookup(codecs: dict[str, Codec], name: str) -> Codec:
 _CODECS = {
   'float32': _checked('float32', _encode_float32, _decode_float32),
   'bfloat16': _checked('bfloat16', _encode_bfloat16, _decode_bfloat16),
-  'int8': _checked(
-    'int8', functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)
-  ),
-  'int4': _checked(
-    'int4', functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)
-  ),
+  'int8': _checked('int8', functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
+  'int4': _checked('int4', functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
 }
 _NUMPY_CODECS = {
   name: _checked(name, encode, decode) for name, (encode, decode) in codecs_numpy.PAIRS.items()

@@ -48,3 +48,9 @@ def _mix(h):  # jax or numpy uint32
   h = h ^ (h >> 13)
   h = h * h.dtype.type(_MIX_2)
   return h ^ (h >> 16)
+
+
+def as_int(digest: jax.Array) -> int:
+  """The digest's two uint32 as one integer."""
+  low, high = (int(word) for word in np.asarray(digest))
+  return high << 32 | low

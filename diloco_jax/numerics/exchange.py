@@ -26,10 +26,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from diloco_jax.numerics import codecs
+from diloco_jax.numerics import codecs, fragments
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import fragments
 from diloco_jax.numerics import outer as outer_lib
 
 PyTree = Any
@@ -157,3 +157,8 @@ def outer_step(
 
 def _global_norm(tree: PyTree) -> jax.Array:
   return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)))
+
+
+def host_bytes(array: jax.Array) -> memoryview:
+  """The bytes of a uint8 array on the host; waits for the device without holding the GIL."""
+  return memoryview(np.asarray(array)).cast('B')

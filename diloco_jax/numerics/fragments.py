@@ -25,12 +25,12 @@ The last two read the order of layers from the integers in the paths: embeddings
 the numbered layers, then everything else as the last layer.
 """
 
-from collections.abc import Callable
 import dataclasses
 import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,9 +98,7 @@ class Layout:
     return hashlib.sha256(json.dumps([self.kind, rows]).encode()).hexdigest()
 
 
-def make_layout(
-  kind: str, tree: PyTree, num_fragments: int, label: Callable[[str], str]
-) -> Layout:
+def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[str], str]) -> Layout:
   """Cuts `tree` (arrays or ShapeDtypeStructs) into `num_fragments` fragments.
 
   Args:

@@ -30,9 +30,7 @@ class OuterOptimizer(NamedTuple):
   """
 
   init: Callable[[PyTree], 'OuterState']
-  update: Callable[
-    [PyTree, jax.Array, 'OuterState', PyTree], tuple[PyTree, 'OuterState', PyTree]
-  ]
+  update: Callable[[PyTree, jax.Array, 'OuterState', PyTree], tuple[PyTree, 'OuterState', PyTree]]
 
 
 class OuterState(NamedTuple):

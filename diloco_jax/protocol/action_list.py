@@ -6,8 +6,7 @@ the shell in the order in which they were taken, whichever part took them.
 
 from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import actions, messages
 
 
 class Outbox:

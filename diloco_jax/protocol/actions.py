@@ -217,7 +217,16 @@ class Exit:
 
 Transport = Dial | Send | Close | Drop
 Work = (
-  Step | Encode | Adopt | UseStream | ReadMoments | TakeMoments | Merge | ReadFragment | Save
-  | SavePart | WriteManifest
+  Step
+  | Encode
+  | Adopt
+  | UseStream
+  | ReadMoments
+  | TakeMoments
+  | Merge
+  | ReadFragment
+  | Save
+  | SavePart
+  | WriteManifest
 )
 Action = Transport | Work | Report | Say | Exit

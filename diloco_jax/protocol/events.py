@@ -164,6 +164,20 @@ class PartSaved:
 
 
 Event = (
-  Connected | Disconnected | Received | Wake | Stop | TakeSnapshot | StepDone | Encoded | AdoptDone
-  | MomentsRead | MomentsTaken | MergeDone | FragmentRead | ManifestWritten | SaveDone | PartSaved
+  Connected
+  | Disconnected
+  | Received
+  | Wake
+  | Stop
+  | TakeSnapshot
+  | StepDone
+  | Encoded
+  | AdoptDone
+  | MomentsRead
+  | MomentsTaken
+  | MergeDone
+  | FragmentRead
+  | ManifestWritten
+  | SaveDone
+  | PartSaved
 )

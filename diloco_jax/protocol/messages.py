@@ -26,6 +26,7 @@ A learner's life on the wire::
 """
 
 import dataclasses
+from typing import NamedTuple
 
 PROTOCOL_VERSION = 1
 CANCELLED = 'cancelled'  # Settled: no version comes of this sync, its tokens can be sent again
@@ -49,6 +50,28 @@ class Held:
 
   version: int
   digest: int
+
+
+class Lease(NamedTuple):
+  """A stream, and the batch to go on with."""
+
+  stream: int
+  cursor: int
+
+
+def dominates(
+  step: int, versions: tuple[int, ...], given_step: int, given_versions: tuple[int, ...]
+) -> bool:
+  """Whether a vector clock is at least another, everywhere.
+
+  >>> dominates(7, (2, 3), 7, (2, 2)), dominates(7, (2, 1), 6, (2, 2))
+  (True, False)
+  """
+  return (
+    step >= given_step
+    and len(versions) == len(given_versions)
+    and all(ours >= theirs for ours, theirs in zip(versions, given_versions))
+  )
 
 
 # --- From a learner -------------------------------------------------------------------------------
@@ -298,11 +321,31 @@ class Way:
 
 
 FromLearner = (
-  Join | Confirm | Progress | Contribution | Decline | Adopted | Heartbeat | Donation | NoDonation
-  | Recovered | Marked | Leave
+  Join
+  | Confirm
+  | Progress
+  | Contribution
+  | Decline
+  | Adopted
+  | Heartbeat
+  | Donation
+  | NoDonation
+  | Recovered
+  | Marked
+  | Leave
 )
 FromSyncer = (
-  Offer | Refused | Joined | Pull | Publish | Settled | Donate | Donation | NoDonation | Mark
-  | Finish | Heartbeat
+  Offer
+  | Refused
+  | Joined
+  | Pull
+  | Publish
+  | Settled
+  | Donate
+  | Donation
+  | NoDonation
+  | Mark
+  | Finish
+  | Heartbeat
 )
 Message = FromLearner | FromSyncer

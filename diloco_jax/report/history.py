@@ -6,7 +6,8 @@ trained by then, so that curves of learners that stopped and came back stand whe
 
 import bisect
 import dataclasses
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
 
 @dataclasses.dataclass(slots=True)

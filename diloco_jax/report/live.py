@@ -9,10 +9,8 @@ import sys
 import time
 from typing import Protocol
 
-from rich import box
+from rich import box, live, progress_bar
 from rich import console as console_lib
-from rich import live
-from rich import progress_bar
 from rich import table as table_lib
 from rich import text as text_lib
 
@@ -22,8 +20,15 @@ LOCAL = 'local'
 _STATUS_S = 5.0
 _REDRAW_S = 0.5
 _COLOURS = {
-  'training': 'green', 'alone': 'yellow', 'starting': 'cyan', 'waiting': 'dim', 'down': 'bold red',
-  'failed': 'bold red', 'refused': 'bold red', 'done': 'blue', 'trained': 'blue',
+  'training': 'green',
+  'alone': 'yellow',
+  'starting': 'cyan',
+  'waiting': 'dim',
+  'down': 'bold red',
+  'failed': 'bold red',
+  'refused': 'bold red',
+  'done': 'blue',
+  'trained': 'blue',
 }
 
 
@@ -130,10 +135,14 @@ def _learner_table(view: run_state_lib.RunView) -> table_lib.Table:
     table.add_column(name, justify='right', min_width=8)
   for learner in view.learners.values():
     table.add_row(
-      learner.name, text_lib.Text(learner.state, style=_COLOURS.get(learner.state, '')),
-      str(learner.step), f'{learner.tokens_per_second:,.0f}',
+      learner.name,
+      text_lib.Text(learner.state, style=_COLOURS.get(learner.state, '')),
+      str(learner.step),
+      f'{learner.tokens_per_second:,.0f}',
       '' if learner.loss is None else f'{learner.loss:.3f}',
-      str(learner.staleness), str(learner.incarnation), str(learner.merged),
+      str(learner.staleness),
+      str(learner.incarnation),
+      str(learner.merged),
     )
   return table
 
@@ -146,8 +155,12 @@ def _syncer_table(syncer: run_state_lib.SyncerView) -> table_lib.Table:
     table.add_column(name, justify='right')
   table.add_row(
     text_lib.Text(syncer.state, style=_COLOURS.get(syncer.state, '')),
-    ' '.join(syncer.participants) or '-', str(syncer.sync), str(syncer.outer_steps),
-    f'{1000 * syncer.grace_s:.0f} ms', size(syncer.bytes_up), size(syncer.bytes_down),
+    ' '.join(syncer.participants) or '-',
+    str(syncer.sync),
+    str(syncer.outer_steps),
+    f'{1000 * syncer.grace_s:.0f} ms',
+    size(syncer.bytes_up),
+    size(syncer.bytes_down),
     '' if syncer.eval_loss is None else f'{syncer.eval_loss:.3f}',
   )
   return table
@@ -156,7 +169,8 @@ def _syncer_table(syncer: run_state_lib.SyncerView) -> table_lib.Table:
 def _progress(view: run_state_lib.RunView, elapsed_s: float) -> table_lib.Table:
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
-    '', progress_bar.ProgressBar(total=1.0, completed=view.progress, width=40),
+    '',
+    progress_bar.ProgressBar(total=1.0, completed=view.progress, width=40),
     f'{view.progress:4.0%} of {view.total_steps} steps, {elapsed_s:.0f} s',
   )
   return grid

@@ -7,12 +7,11 @@ model is black and thick, and every learner has its colour in both halves.
 import pathlib
 
 import matplotlib
+
 matplotlib.use('Agg')
 from matplotlib import axes as axes_lib
-from matplotlib import lines
-from matplotlib import patches
+from matplotlib import lines, patches, ticker
 from matplotlib import pyplot as plt
-from matplotlib import ticker
 
 from diloco_jax.report import history as history_lib
 
@@ -24,7 +23,10 @@ def draw(history: history_lib.History, path: pathlib.Path, title: str) -> None:
   """Writes the picture as PNG."""
   rows = len(history.learners)
   figure, (top, bottom) = plt.subplots(
-    2, 1, figsize=(10, 5.2 + 0.42 * rows), layout='constrained',
+    2,
+    1,
+    figsize=(10, 5.2 + 0.42 * rows),
+    layout='constrained',
     gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
   )
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(history.learners)}
@@ -42,7 +44,7 @@ def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
   [2.0, 3.0, 5.0]
   """
   return [
-    sum(values[max(0, i + 1 - steps):i + 1]) / min(steps, i + 1) for i in range(len(values))
+    sum(values[max(0, i + 1 - steps) : i + 1]) / min(steps, i + 1) for i in range(len(values))
   ]
 
 
@@ -52,13 +54,32 @@ def _draw_loss(axes: axes_lib.Axes, history: history_lib.History, colours: dict[
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
       axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
   if history.evaluations:
-    axes.plot([e.tokens for e in history.evaluations], [e.loss for e in history.evaluations],
-              color='black', linewidth=2.2, marker='o', markersize=4, label='held-out')
-  handles = [lines.Line2D([], [], color=colour, label=f'learner {name}, training loss')
-             for name, colour in colours.items() if history.learners[name].steps]
+    axes.plot(
+      [e.tokens for e in history.evaluations],
+      [e.loss for e in history.evaluations],
+      color='black',
+      linewidth=2.2,
+      marker='o',
+      markersize=4,
+      label='held-out',
+    )
+  handles = [
+    lines.Line2D([], [], color=colour, label=f'learner {name}, training loss')
+    for name, colour in colours.items()
+    if history.learners[name].steps
+  ]
   if history.evaluations:
-    handles.append(lines.Line2D([], [], color='black', linewidth=2.2, marker='o', markersize=4,
-                                label='global model, held-out loss'))
+    handles.append(
+      lines.Line2D(
+        [],
+        [],
+        color='black',
+        linewidth=2.2,
+        marker='o',
+        markersize=4,
+        label='global model, held-out loss',
+      )
+    )
   axes.legend(handles=handles, frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')
   axes.set_ylabel('loss (nats per byte)')
@@ -89,18 +110,39 @@ def _draw_lives(axes: axes_lib.Axes, history: history_lib.History, colours: dict
   axes.set_ylim(len(names) - 0.4, -0.6)
   axes.set_xlim(0, history.end_s * 1.01)
   axes.set_xlabel('seconds since the start')
-  axes.legend(handles=_life_legend(), frameon=False, fontsize=8, ncols=5, loc='lower center',
-              bbox_to_anchor=(0.5, 1.0), handletextpad=0.5, columnspacing=1.5)
+  axes.legend(
+    handles=_life_legend(),
+    frameon=False,
+    fontsize=8,
+    ncols=5,
+    loc='lower center',
+    bbox_to_anchor=(0.5, 1.0),
+    handletextpad=0.5,
+    columnspacing=1.5,
+  )
   _open(axes)
 
 
-def _draw_life(axes: axes_lib.Axes, row: int, life: history_lib.Life,
-               learner: history_lib.Learner, end_s: float, colour: str) -> None:
+def _draw_life(
+  axes: axes_lib.Axes,
+  row: int,
+  life: history_lib.Life,
+  learner: history_lib.Learner,
+  end_s: float,
+  colour: str,
+) -> None:
   over_s = end_s if life.ended_s is None else life.ended_s
   ready_s = over_s if life.first_step_s is None else life.first_step_s
   first = life is learner.lives[0]
-  axes.barh(row, ready_s - life.started_s, left=life.started_s, height=0.4, color=colour,
-            alpha=0.25, linewidth=0)
+  axes.barh(
+    row,
+    ready_s - life.started_s,
+    left=life.started_s,
+    height=0.4,
+    color=colour,
+    alpha=0.25,
+    linewidth=0,
+  )
   axes.barh(row, over_s - ready_s, left=ready_s, height=0.4, color=colour, linewidth=0)
   if life.ended in ('killed', 'failed'):
     axes.plot(over_s, row, marker='X', color='black', markersize=10, zorder=4, clip_on=False)
@@ -110,12 +152,16 @@ def _draw_life(axes: axes_lib.Axes, row: int, life: history_lib.Life,
 
 def _life_legend() -> list:
   def mark(marker: str, label: str, size: float = 7):
-    return lines.Line2D([], [], color='black', marker=marker, linestyle='', markersize=size,
-                        label=label)
+    return lines.Line2D(
+      [], [], color='black', marker=marker, linestyle='', markersize=size, label=label
+    )
+
   return [
     patches.Patch(color='#666666', label='training'),
     patches.Patch(color='#666666', alpha=0.25, label='starting'),
-    mark('X', 'killed'), mark('>', 'back'), mark('|', 'contribution merged'),
+    mark('X', 'killed'),
+    mark('>', 'back'),
+    mark('|', 'contribution merged'),
   ]
 
 

@@ -15,7 +15,10 @@ import pathlib
 import sys
 import threading
 import time
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
+
+from diloco_jax.node import ports
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
@@ -24,14 +27,15 @@ TENSORBOARD = 'tensorboard'
 class Recorder:
   """Records of one process (node.ports.Records). Thread-safe; never raises on a failing disk."""
 
-  def __init__(self, workdir: str | os.PathLike, process: str, tensorboard: bool = True,
-               prefix: str = ''):
+  def __init__(
+    self, workdir: str | os.PathLike, process: str, tensorboard: bool = True, prefix: str = ''
+  ):
     """Args:
 
-      workdir: the run's folder; it is made if need be (OSError if that fails).
-      process: the name of the process, for example 'l0' or 'syncer'.
-      tensorboard: also write curves (tensorboardX, its own thread and queue).
-      prefix: of every line for people, where several nodes share an output.
+    workdir: the run's folder; it is made if need be (OSError if that fails).
+    process: the name of the process, for example 'l0' or 'syncer'.
+    tensorboard: also write curves (tensorboardX, its own thread and queue).
+    prefix: of every line for people, where several nodes share an output.
     """
     self._process = process
     self._prefix = prefix
@@ -65,8 +69,9 @@ class Recorder:
   def completed(self, step: int, seconds: float, tokens: int, loss: float) -> None:
     """The log line of an interval, as MaxText writes it: `seconds` per step, `tokens` of a step."""
     rate = tokens / seconds if seconds > 0 else math.nan
-    self.say(f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, '
-             f'loss: {loss:.3f}')
+    self.say(
+      f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, loss: {loss:.3f}'
+    )
 
   def close(self) -> None:
     """Flushes everything to disk."""
@@ -84,8 +89,11 @@ class Recorder:
       if not self._failed:
         self._failed = True
         try:
-          print(f'[{self._process}] records are incomplete from here on: {error}',
-                file=sys.stderr, flush=True)
+          print(
+            f'[{self._process}] records are incomplete from here on: {error}',
+            file=sys.stderr,
+            flush=True,
+          )
         except OSError:
           pass  # nobody reads us any more
 
@@ -94,6 +102,7 @@ def _tensorboard(folder: pathlib.Path, wanted: bool):
   if not wanted:
     return None
   import tensorboardX  # pylint: disable=g-import-not-at-top  # 0.4 s that a reader does not pay
+
   return tensorboardX.SummaryWriter(str(folder), flush_secs=5, max_queue=1000)
 
 
@@ -104,6 +113,13 @@ def _plain(value: Any) -> Any:
   if hasattr(value, 'tolist'):
     return value.tolist()
   return str(value)
+
+
+def report_startup(records: ports.Records, phase: str) -> None:
+  """A fact `startup` with the CPU time until this phase: on a busy machine only that says what a
+  start costs. The phases of a syncer: assembled (a standby: its turn has come), listens, restored
+  (its checkpoint), recovered (the log), ready (every outer step compiled)."""
+  records.report('startup', {'phase': phase, 'cpu_s': round(time.process_time(), 3)})
 
 
 class Tail:
@@ -124,7 +140,7 @@ class Tail:
         data = file.read()
     except FileNotFoundError:
       return []
-    whole = data[:data.rfind(b'\n') + 1]
+    whole = data[: data.rfind(b'\n') + 1]
     self._offset += len(whole)
     return list(self._facts(whole))
 

@@ -12,6 +12,16 @@ _GONE = ('down', 'done', 'refused', 'failed')
 
 
 @dataclasses.dataclass(slots=True)
+class Fate:
+  """What became of a program: its state (top of launch/supervisor.py), lives and time without a process."""
+
+  state: str = 'waiting'
+  starts: int = 0
+  kills: int = 0
+  last_error: str = ''
+
+
+@dataclasses.dataclass(slots=True)
 class LearnerView:
   """The latest of one learner. `state` is what a person would say it is doing."""
 

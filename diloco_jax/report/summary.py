@@ -8,13 +8,14 @@ number of fragments and rounded so that the sums still add up.
 import json
 import pathlib
 import statistics
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.report import history as history_lib
 from diloco_jax.report import live
 from diloco_jax.report import records as records_lib
-from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import run_state as run_state_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -31,9 +32,13 @@ _REASONS = {
 KILL_WINDOW_S = 10
 
 
-def write(config: run_config.Config, workdir: pathlib.Path,
-          fates: Mapping[str, supervisor_lib.Fate], wall_seconds: float,
-          plot: bool = True) -> dict[str, Any]:
+def write(
+  config: run_config.Config,
+  workdir: pathlib.Path,
+  fates: Mapping[str, run_state_lib.Fate],
+  wall_seconds: float,
+  plot: bool = True,
+) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary."""
   history = history_lib.History(records_lib.TailAll(workdir).read(), _learners(config, workdir))
   summary = summarize(config, history, fates, wall_seconds)
@@ -42,6 +47,7 @@ def write(config: run_config.Config, workdir: pathlib.Path,
   (folder / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
   if plot and any(learner.steps for learner in history.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
+
     picture.draw(history, folder / 'timeline.png', title=f'{config.name}')
   return summary
 
@@ -49,12 +55,16 @@ def write(config: run_config.Config, workdir: pathlib.Path,
 def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
   """Whoever has left records, also learners that somebody started by hand."""
   names = sorted(path.stem for path in (workdir / records_lib.RECORDS).glob('*.jsonl'))
-  learners = [name for name in names if name not in ('supervisor', supervisor_lib.SYNCER)]
+  learners = [name for name in names if name not in ('supervisor', 'syncer')]
   return learners or run_config.learner_ids(config.sync.learners)
 
 
-def summarize(config: run_config.Config, history: history_lib.History,
-              fates: Mapping[str, supervisor_lib.Fate], wall_seconds: float) -> dict[str, Any]:
+def summarize(
+  config: run_config.Config,
+  history: history_lib.History,
+  fates: Mapping[str, run_state_lib.Fate],
+  wall_seconds: float,
+) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
   ledger, evaluations = history.ledger, history.evaluations
   tokens = _tokens(ledger, history)
@@ -70,8 +80,9 @@ def summarize(config: run_config.Config, history: history_lib.History,
     'tokens_discarded': tokens['discarded'],
     'outer_steps': ledger.get('synced', len(history.syncs)),
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
-    'participants_mean': statistics.fmean(
-      len(sync['participants']) for sync in history.syncs) if history.syncs else None,
+    'participants_mean': statistics.fmean(len(sync['participants']) for sync in history.syncs)
+    if history.syncs
+    else None,
     'learners': {
       name: _learner(name, learner, history, ledger, fates)
       for name, learner in history.learners.items()
@@ -79,7 +90,8 @@ def summarize(config: run_config.Config, history: history_lib.History,
     'kills': [
       _kill(history, name, life.ended_s)
       for name, learner in history.learners.items()
-      for life in learner.lives if life.ended == 'killed'
+      for life in learner.lives
+      if life.ended == 'killed'
     ],
     'wire_bytes_up': history.wire.bytes_up,
     'wire_bytes_down': history.wire.bytes_down,
@@ -88,10 +100,15 @@ def summarize(config: run_config.Config, history: history_lib.History,
   }
 
 
-def _learner(name: str, learner: history_lib.Learner, history: history_lib.History,
-             ledger: Mapping[str, Any], fates: Mapping[str, supervisor_lib.Fate]) -> dict[str, Any]:
+def _learner(
+  name: str,
+  learner: history_lib.Learner,
+  history: history_lib.History,
+  ledger: Mapping[str, Any],
+  fates: Mapping[str, run_state_lib.Fate],
+) -> dict[str, Any]:
   account = ledger.get('learners', {}).get(name, {})
-  fate = fates.get(name, supervisor_lib.Fate(state='done', starts=1))
+  fate = fates.get(name, run_state_lib.Fate(state='done', starts=1))
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
@@ -107,14 +124,21 @@ def _learner(name: str, learner: history_lib.Learner, history: history_lib.Histo
 
 def _kill(history: history_lib.History, victim: str, at_s: float) -> dict[str, Any]:
   """What a kill did to the others: the median time of their steps in the 10 s before and after."""
+
   def median(start_s: float, end_s: float) -> float | None:
-    return _median([
-      step.seconds for name, learner in history.learners.items() if name != victim
-      for step in learner.steps if start_s <= step.at_s < end_s
-    ])
+    return _median(
+      [
+        step.seconds
+        for name, learner in history.learners.items()
+        if name != victim
+        for step in learner.steps
+        if start_s <= step.at_s < end_s
+      ]
+    )
 
   return {
-    'learner': victim, 'at_seconds': round(at_s, 3),
+    'learner': victim,
+    'at_seconds': round(at_s, 3),
     'survivors_step_seconds_before': median(at_s - KILL_WINDOW_S, at_s),
     'survivors_step_seconds_after': median(at_s, at_s + KILL_WINDOW_S),
   }
@@ -154,10 +178,13 @@ def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
-  lines += ['', f'report       {workdir / "report"} (timeline.png, summary.json)',
-            f'checkpoints  {workdir / "islands"}'
-            + (f' and {workdir / "syncer"}' if summary['outer_steps'] else ''),
-            f'curves       tensorboard --logdir {workdir / "tensorboard"}']
+  lines += [
+    '',
+    f'report       {workdir / "report"} (timeline.png, summary.json)',
+    f'checkpoints  {workdir / "islands"}'
+    + (f' and {workdir / "syncer"}' if summary['outer_steps'] else ''),
+    f'curves       tensorboard --logdir {workdir / "tensorboard"}',
+  ]
   return '\n'.join(lines)
 
 
@@ -165,8 +192,10 @@ def _loss_lines(summary: Mapping[str, Any]) -> list[str]:
   start, end = summary['eval_loss_start'], summary['eval_loss_end']
   if start is None:
     return ['held-out loss  was not measured']
-  return [f'held-out loss  {start:.3f} before, {end:.3f} after (nats per byte, on text that no '
-          'learner trained on)']
+  return [
+    f'held-out loss  {start:.3f} before, {end:.3f} after (nats per byte, on text that no '
+    'learner trained on)'
+  ]
 
 
 def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -187,7 +216,7 @@ def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
     before, after = kill['survivors_step_seconds_before'], kill['survivors_step_seconds_after']
     if before and after:
       lines.append(
-        f'when {kill["learner"]} was killed: the others\' median step took {before:.3f} s in the '
+        f"when {kill['learner']} was killed: the others' median step took {before:.3f} s in the "
         f'{KILL_WINDOW_S} s before, {after:.3f} s in the {KILL_WINDOW_S} s after'
       )
   between = summary['inner_steps_between_syncs_mean']
@@ -213,14 +242,15 @@ def _times(count: int) -> str:
 
 def _token_lines(summary: Mapping[str, Any]) -> list[str]:
   trained = max(1, summary['tokens_trained'])
-  lines = [f'tokens trained {summary["tokens_trained"]:>12,}  in {summary["outer_steps"]} outer '
-           'steps',
-           f'  merged       {summary["tokens_merged"]:>12,}  '
-           f'{summary["tokens_merged"] / trained:6.1%}']
+  lines = [
+    f'tokens trained {summary["tokens_trained"]:>12,}  in {summary["outer_steps"]} outer steps',
+    f'  merged       {summary["tokens_merged"]:>12,}  {summary["tokens_merged"] / trained:6.1%}',
+  ]
   for reason, count in summary['tokens_discarded'].items():
     if count:
-      lines.append(f'  discarded    {count:>12,}  {count / trained:6.1%}  '
-                   f'{reason}: {_REASONS.get(reason, "")}')
+      lines.append(
+        f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}: {_REASONS.get(reason, "")}'
+      )
   return lines
 
 
@@ -229,7 +259,9 @@ def _wire_lines(summary: Mapping[str, Any]) -> list[str]:
   baseline = summary['wire_bytes_data_parallel']
   lines = [f'on the wire    {live.size(up)} up, {live.size(down)} down']
   if baseline and up + down:
-    lines.append(f'               data-parallel training (a ring all-reduce of bfloat16 gradients) '
-                 f'would have moved {live.size(baseline)}, {baseline / (up + down):.0f} times '
-                 'as much')
+    lines.append(
+      f'               data-parallel training (a ring all-reduce of bfloat16 gradients) '
+      f'would have moved {live.size(baseline)}, {baseline / (up + down):.0f} times '
+      'as much'
+    )
   return lines

@@ -17,18 +17,18 @@ A checkpoint is a cache of one island's progress; the truth of a run is the sync
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from concurrent import futures
 import contextlib
 import hashlib
 import json
 import logging
 import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
-from etils import epath
 import jax
 import jax.numpy as jnp
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 KEPT = 2
@@ -45,6 +45,7 @@ class CheckpointError(RuntimeError):
 
 class Restored(NamedTuple):
   """What `save` was given, read back and verified."""
+
   step: int  # the clock at which it was saved
   state: Any  # on the shardings asked for
   data_state: int
@@ -68,9 +69,11 @@ class Checkpoints:
     _require_writable(self._root)
     policies = ocp.training.preservation_policies
     self._checkpointer = ocp.training.Checkpointer(
-        self._root, context=_context(),
-        preservation_policy=policies.PreserveAll() if keep_all else policies.LatestN(KEPT),
-        cleanup_tmp_directories=True)
+      self._root,
+      context=_context(),
+      preservation_policy=policies.PreserveAll() if keep_all else policies.LatestN(KEPT),
+      cleanup_tmp_directories=True,
+    )
     self._under_way: futures.Future[str] | None = None
 
   @property
@@ -89,10 +92,17 @@ class Checkpoints:
         return self._record(step)['protocol']
     except Exception as error:
       raise CheckpointError(
-        f'{self._root / str(step)} does not read back: {_one_line(error)}') from error
+        f'{self._root / str(step)} does not read back: {_one_line(error)}'
+      ) from error
 
-  def save(self, step: int, state: Any, data_state: int, anchors: Sequence[jax.Array] = (),
-           protocol: dict[str, Any] | None = None) -> Callable[[], str]:
+  def save(
+    self,
+    step: int,
+    state: Any,
+    data_state: int,
+    anchors: Sequence[jax.Array] = (),
+    protocol: dict[str, Any] | None = None,
+  ) -> Callable[[], str]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
     A save under way is waited for first. A save at a clock that has one replaces it.
@@ -107,25 +117,32 @@ class Checkpoints:
       TypeError: `protocol` is not JSON.
     """
     arrays = {'state': state} | ({'anchors': list(anchors)} if anchors else {})
-    record = {'data_state': int(data_state), 'protocol': protocol or {},
-              'shapes': _shapes(arrays), 'digests': _digests(arrays)}
+    record = {
+      'data_state': int(data_state),
+      'protocol': protocol or {},
+      'shapes': _shapes(arrays),
+      'digests': _digests(arrays),
+    }
     record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
     self._wait_or_warn()  # Orbax would delete a checkpoint of this clock under the writer's feet
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
-          int(step), arrays | {'record': record}, overwrite=True, force=True)
+        int(step), arrays | {'record': record}, overwrite=True, force=True
+      )
     except Exception as error:
       _ONE_OPERATION.release()
       raise self._failed(step, error) from error
     done = self._under_way = futures.Future()
-    threading.Thread(target=self._complete, args=(step, response, done, _seal(record)),
-                     name='save', daemon=True).start()
+    threading.Thread(
+      target=self._complete, args=(step, response, done, _seal(record)), name='save', daemon=True
+    ).start()
     return done.result
 
-  def restore(self, shardings: Any, anchor_sharding: jax.sharding.Sharding,
-              like: Any) -> Restored | None:
+  def restore(
+    self, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
+  ) -> Restored | None:
     """Returns the newest checkpoint that verifies, or None where none was ever saved.
 
     Args:
@@ -144,13 +161,17 @@ class Checkpoints:
         with _ONE_OPERATION:
           return self._read(step, shardings, anchor_sharding, like)
       except _Mismatch as mismatch:
-        raise ValueError(f'checkpoint {self._root / str(step)}: {mismatch}; restore with the '
-                         'configuration it was saved with, or choose another folder') from None
+        raise ValueError(
+          f'checkpoint {self._root / str(step)}: {mismatch}; restore with the '
+          'configuration it was saved with, or choose another folder'
+        ) from None
       except Exception as error:  # whatever the storage says, the checkpoint before may be whole
         self._set_aside(step, error)
     if steps:
-      raise CheckpointError(f'none of the checkpoints {steps} under {self._root} reads back as it '
-                            'was written: remove the folder to start afresh')
+      raise CheckpointError(
+        f'none of the checkpoints {steps} under {self._root} reads back as it '
+        'was written: remove the folder to start afresh'
+      )
     return None
 
   def verify(self, step: int, seal: str) -> dict[str, Any]:
@@ -171,8 +192,9 @@ class Checkpoints:
         _require_same_shapes(record['shapes'], _shapes(arrays))
         _require_same_digests(record['digests'], _digests(arrays))
     except Exception as error:  # whatever the storage says: it does not read back
-      raise CheckpointError(f'{self._root / str(step)} does not read back as it was written: '
-                            f'{_one_line(error)}') from error
+      raise CheckpointError(
+        f'{self._root / str(step)} does not read back as it was written: {_one_line(error)}'
+      ) from error
     return record['protocol']
 
   def remove_all_but(self, steps: Collection[int]) -> None:
@@ -206,8 +228,7 @@ class Checkpoints:
     finally:
       self._checkpointer.close()
 
-  def _complete(
-      self, step: int, response: Any, done: futures.Future[str], seal: str) -> None:
+  def _complete(self, step: int, response: Any, done: futures.Future[str], seal: str) -> None:
     """Runs in a thread of its own, so that the next save may start even if nobody waits."""
     try:
       response.result()
@@ -228,20 +249,25 @@ class Checkpoints:
     except CheckpointError as error:
       _LOG.warning('%s', error)
 
-  def _read(self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding,
-            like: Any) -> Restored:
+  def _read(
+    self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
+  ) -> Restored:
     load, record = self._checkpointer.load_checkpointables, self._record(step)
-    anchor_shapes = [shape for path, (shape, _) in record['shapes'].items()
-                     if path.startswith('anchors/')]
+    anchor_shapes = [
+      shape for path, (shape, _) in record['shapes'].items() if path.startswith('anchors/')
+    ]
     arrays = {'state': jax.tree.map(_abstract, like, shardings)}
     if anchor_shapes:
-      arrays['anchors'] = [jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=anchor_sharding)
-                           for shape in anchor_shapes]
+      arrays['anchors'] = [
+        jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=anchor_sharding)
+        for shape in anchor_shapes
+      ]
     _require_same_shapes(record['shapes'], _shapes(arrays))
     arrays = load(step, arrays)
     _require_same_digests(record['digests'], _digests(arrays))
-    return Restored(step, arrays['state'], record['data_state'], arrays.get('anchors', []),
-                    record['protocol'])
+    return Restored(
+      step, arrays['state'], record['data_state'], arrays.get('anchors', []), record['protocol']
+    )
 
   def _abstract_of(self, step: int) -> dict[str, Any]:
     """The arrays of a checkpoint as it describes them itself, all on the first device."""
@@ -250,24 +276,33 @@ class Checkpoints:
     for name, tree in described.items():
       if tree is None and name != 'record':  # Orbax has warned, and would guess
         raise ValueError(f'what its {name} is made of cannot be read')
-    return {name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
-            for name, tree in described.items() if name != 'record'}
+    return {
+      name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
+      for name, tree in described.items()
+      if name != 'record'
+    }
 
   def _record(self, step: int) -> dict[str, Any]:
     return self._checkpointer.load_checkpointables(step, {'record': None})['record']
 
   def _set_aside(self, step: int, error: Exception) -> None:
     aside = self._root / f'unreadable-{step}'
-    _LOG.warning('checkpoint %s does not read back (%s): moved to %s, trying the one before',
-                 self._root / str(step), _one_line(error), aside)
+    _LOG.warning(
+      'checkpoint %s does not read back (%s): moved to %s, trying the one before',
+      self._root / str(step),
+      _one_line(error),
+      aside,
+    )
     if aside.exists():
       aside.rmtree()
     (self._root / str(step)).rename(aside)
     self._checkpointer.reload()
 
   def _failed(self, step: int, error: Exception) -> CheckpointError:
-    return CheckpointError(f'saving {self._root / str(step)} failed: {_one_line(error)}; the '
-                           'checkpoint before it is still there')
+    return CheckpointError(
+      f'saving {self._root / str(step)} failed: {_one_line(error)}; the '
+      'checkpoint before it is still there'
+    )
 
 
 def _context() -> ocp.Context:
@@ -295,8 +330,10 @@ def _require_writable(root: epath.Path) -> None:
     probe.write_text('')
     probe.unlink()
   except OSError as error:
-    raise ValueError(f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
-                     'this process may write to') from error
+    raise ValueError(
+      f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
+      'this process may write to'
+    ) from error
 
 
 def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
@@ -304,8 +341,10 @@ def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruc
 
 
 def _paths(tree: Any) -> dict[str, Any]:
-  return {jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
 
 def _shapes(tree: Any) -> dict[str, list]:
@@ -315,8 +354,10 @@ def _shapes(tree: Any) -> dict[str, list]:
 def _require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None:
   for path in sorted(saved.keys() | wanted.keys()):
     if saved.get(path) != wanted.get(path):
-      raise _Mismatch(f'{path} was saved as {saved.get(path, "absent")}, this island has '
-                      f'{wanted.get(path, "no such leaf")}')
+      raise _Mismatch(
+        f'{path} was saved as {saved.get(path, "absent")}, this island has '
+        f'{wanted.get(path, "no such leaf")}'
+      )
 
 
 def _digests(tree: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ import json
 import os
 import pathlib
 import socket
-from typing import Iterator
+from collections.abc import Iterator
 
 PIECE_BYTES = 1 << 20
 PIECES = 64  # buffers of one write

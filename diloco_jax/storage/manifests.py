@@ -15,7 +15,8 @@ directory that is half one thing and half another.
 import hashlib
 import json
 import pathlib
-from typing import Any, Collection
+from collections.abc import Collection
+from typing import Any
 
 from diloco_jax.storage import files as files_lib
 
@@ -62,8 +63,9 @@ def read(workdir: pathlib.Path, number: int) -> dict[str, Any]:
 def write(workdir: pathlib.Path, manifest: dict[str, Any]) -> None:
   """Makes a snapshot whole: durable on return. Raises OSError, DirectoryError."""
   manifest = {'format': FORMAT, **manifest}
-  write_durably(workdir / FOLDER, f'{manifest["snapshot"]}{_SUFFIX}',
-                {**manifest, 'digest': _digest(manifest)})
+  write_durably(
+    workdir / FOLDER, f'{manifest["snapshot"]}{_SUFFIX}', {**manifest, 'digest': _digest(manifest)}
+  )
 
 
 def remove_all_but(workdir: pathlib.Path, keep: Collection[int]) -> None:
@@ -97,7 +99,8 @@ def require_no_restore(workdir: pathlib.Path) -> None:
   if path.exists():
     raise files_lib.DirectoryError(
       f'{workdir} is in the middle of a restore ({path}). Nothing is lost, nothing was started. '
-      'Run it again with the same --restore.')
+      'Run it again with the same --restore.'
+    )
 
 
 def _digest(manifest: dict[str, Any]) -> str:

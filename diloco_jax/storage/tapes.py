@@ -24,10 +24,10 @@ import re
 import shutil
 import threading
 import zlib
-from typing import Any, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 
 TAPES = 'tapes'
@@ -46,8 +46,12 @@ class Tape:
   """The tape of one life (node.ports.Tape). One thread writes; never raises on a failing disk."""
 
   def __init__(
-    self, workdir: str | os.PathLike, start: tape.Start, say: Callable[[str], None],
-    config: dict[str, Any] | None = None, segment_bytes: int = SEGMENT_BYTES,
+    self,
+    workdir: str | os.PathLike,
+    start: tape.Start,
+    say: Callable[[str], None],
+    config: dict[str, Any] | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
   ):
     """Begins a new life in WORKDIR/tapes.
 
@@ -82,8 +86,10 @@ class Tape:
     self._guard(lambda: self._write(self._writer.crash(now_ns, event, error)))
     if self.ended:
       return f'Its tape ({self.path}) ended before this: {self.ended}.'
-    return (f'Its tape is the bug report: {self.path}; replay it with: '
-            f'python -m experiments.replay {self.path}')
+    return (
+      f'Its tape is the bug report: {self.path}; replay it with: '
+      f'python -m experiments.replay {self.path}'
+    )
 
   def close(self) -> None:
     """Closes the newest segment, and waits until the older ones are compressed."""
@@ -236,7 +242,8 @@ class Lines:
 
   def __iter__(self) -> Iterator[bytes]:
     """Raises TapeError for a segment that cannot be unpacked, OSError for one that is not there."""
-    for self._path in self._segments:
+    for path in self._segments:
+      self._path = path
       if not self._path.exists():  # compressed since it was listed
         self._path = self._path.with_name(f'{self._path.name}.gz')
       opener = gzip.open if self._path.suffix == '.gz' else open

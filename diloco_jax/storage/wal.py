@@ -24,7 +24,8 @@ The order of I/O calls makes each of these true at every moment of a crash:
 
 import dataclasses
 import errno
-from typing import Any, Callable, Iterator, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
@@ -36,6 +37,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 class Record(NamedTuple):
   """A record as it was appended."""
+
   number: int
   kind: int
   chain: bytes  # hash of the history up to and with it
@@ -45,6 +47,7 @@ class Record(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Recovered:
   """What recovery found and did."""
+
   first: int  # the oldest record
   last: int  # the newest; first - 1 if there is none
   cut_bytes: int  # of the torn tail
@@ -52,7 +55,10 @@ class Recovered:
 
 
 def open_log(
-  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None,
+  files: files_port_lib.Files,
+  run: str,
+  after: int = 0,
+  chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
 ) -> 'Wal':
   """Recovers a log, or begins one in a directory that has none. Read `records(after)` next.
@@ -106,7 +112,10 @@ def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
 
 
 def begin(
-  files: files_port_lib.Files, run: str, after: int = 0, chain: bytes | None = None,
+  files: files_port_lib.Files,
+  run: str,
+  after: int = 0,
+  chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
 ) -> 'Wal':
   """A new log that goes on behind a snapshot, in a directory that has none.
@@ -144,14 +153,16 @@ def _misfit(
     f'The snapshot holds all records up to {after}, but {why}, in {files.place}. Not started, '
     'nothing changed. Restore the missing files of the log, or a snapshot that fits it, or see '
     f'what can be kept: {wal_recovery.REPAIR.format(place=files.place)}',
-    last.name, last.size, found.last,
+    last.name,
+    last.size,
+    found.last,
   )
 
 
 def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str]:
   """Makes what was found durable and the last file end with it; what there is to tell."""
   for name in files.names():
-    if name.endswith(fmt.NEW) and fmt.first_of(name[:-len(fmt.NEW)]) is not None:
+    if name.endswith(fmt.NEW) and fmt.first_of(name[: -len(fmt.NEW)]) is not None:
       files.remove(name)  # a segment that was never in use
   files.fsync_names()  # the last life may have ended between a rename and this
   last = found.segments[-1]
@@ -210,8 +221,14 @@ class Wal:
   """
 
   def __init__(
-    self, files: files_port_lib.Files, run: str, segments: list[wal_recovery.Segment], last: int,
-    chain: bytes, segment_bytes: int, recovered: Recovered,
+    self,
+    files: files_port_lib.Files,
+    run: str,
+    segments: list[wal_recovery.Segment],
+    last: int,
+    chain: bytes,
+    segment_bytes: int,
+    recovered: Recovered,
   ):
     self._files = files
     self._run = run
@@ -375,28 +392,26 @@ class Wal:
   def _from(self, number: int) -> list[wal_recovery.Segment]:
     """The segments that hold a record and those behind it."""
     older = sum(segment.first <= number for segment in self._segments)
-    return self._segments[max(older - 1, 0):]
+    return self._segments[max(older - 1, 0) :]
 
-  def _record(
-    self, segment: wal_recovery.Segment, offset: int, entry: fmt.Entry
-  ) -> Record:
+  def _record(self, segment: wal_recovery.Segment, offset: int, entry: fmt.Entry) -> Record:
     """Read once more, checked once more."""
     payload, done = memoryview(bytearray(entry.length)), 0
     start = offset + fmt.ENTRY_HEADER_BYTES
     for data in wal_recovery.read_pieces(self._files, segment.name, start, start + entry.length):
-      payload[done:done + len(data)] = data
+      payload[done : done + len(data)] = data
       done += len(data)
     if fmt.crc_of(payload) != entry.crc:
       raise self._changed(segment, offset, entry.number)
     return Record(entry.number, entry.kind, entry.chain, payload.toreadonly())
 
-  def _changed(
-    self, segment: wal_recovery.Segment, offset: int, number: int
-  ) -> fmt.WalDamaged:
+  def _changed(self, segment: wal_recovery.Segment, offset: int, number: int) -> fmt.WalDamaged:
     return fmt.WalDamaged(
       f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} is '
       'not what it was. Check the disk and the memory of this host, then start again.',
-      segment.name, offset, number - 1,
+      segment.name,
+      offset,
+      number - 1,
     )
 
   # --- Failures -----------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ import hashlib
 import json
 import re
 import struct
-from typing import Any, Iterable, Iterator, NamedTuple
 import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 VERSION = 1
 MARK = 0
@@ -72,6 +73,7 @@ class WalError(Exception):
 
 class WalFull(WalError):
   """There is no space for this record. The log is whole: append it again once there is."""
+
   code = 'DD401'
 
 
@@ -83,6 +85,7 @@ class WalDamaged(WalError):
     offset: byte in it from which on it cannot be trusted.
     last_good: the last record before that.
   """
+
   code = 'DD402'
 
   def __init__(self, text: str, name: str, offset: int, last_good: int):
@@ -96,6 +99,7 @@ class WalBroken(WalError):
   Attributes:
     committed: the newest record that is durable; None: the log was not open yet.
   """
+
   code = 'DD405'
 
   def __init__(self, text: str, committed: int | None = None):
@@ -109,6 +113,7 @@ class WalUnsupported(WalError):
 
 class Header(NamedTuple):
   """The header of a segment."""
+
   first: int
   chain: bytes  # before the first record
   run: str
@@ -116,6 +121,7 @@ class Header(NamedTuple):
 
 class Entry(NamedTuple):
   """The header of an entry."""
+
   kind: int
   number: int
   proven: int
@@ -152,7 +158,7 @@ def parse_segment(name: str, data: bytes) -> Header:
   if len(data) < _PREAMBLE.size + _CRC.size:
     raise Corrupt('its header is cut off')
   magic, version = _PREAMBLE.unpack_from(data)
-  if magic != _MAGIC or not _crc_follows(data[:_PREAMBLE.size + _CRC.size]):
+  if magic != _MAGIC or not _crc_follows(data[: _PREAMBLE.size + _CRC.size]):
     raise Corrupt('its header is damaged')
   if version != VERSION:
     raise WalUnsupported(
@@ -174,7 +180,7 @@ def parse_entry(data: bytes) -> Entry:
   """Raises Corrupt."""
   if len(data) != ENTRY_HEADER_BYTES:
     raise Corrupt('the header of an entry is cut off')
-  if data[:len(_SYNC)] != _SYNC or not _crc_follows(data):
+  if data[: len(_SYNC)] != _SYNC or not _crc_follows(data):
     raise Corrupt('the header of an entry is damaged')
   return Entry(*_ENTRY.unpack_from(data)[1:])
 
@@ -184,7 +190,7 @@ def entries_in(data: bytes) -> Iterator[tuple[int, Entry]]:
   place = data.find(_SYNC)
   while place >= 0:
     try:
-      yield place, parse_entry(data[place:place + ENTRY_HEADER_BYTES])
+      yield place, parse_entry(data[place : place + ENTRY_HEADER_BYTES])
     except Corrupt:
       pass  # by chance, or hit itself
     place = data.find(_SYNC, place + 1)
@@ -215,7 +221,7 @@ def pieces_of(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
   """The same bytes in pieces of at most PIECE_BYTES, none copied."""
   for view in buffers:
     for start in range(0, len(view), PIECE_BYTES):
-      yield view[start:start + PIECE_BYTES]
+      yield view[start : start + PIECE_BYTES]
 
 
 def short(chain: bytes) -> str:
@@ -224,7 +230,7 @@ def short(chain: bytes) -> str:
 
 
 def _crc_follows(data: bytes) -> bool:
-  return zlib.crc32(data[:-_CRC.size]) == _CRC.unpack(data[-_CRC.size:])[0]
+  return zlib.crc32(data[: -_CRC.size]) == _CRC.unpack(data[-_CRC.size :])[0]
 
 
 # --- A JSON header and arrays as one payload ------------------------------------------------------
@@ -244,4 +250,4 @@ def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
   """The header and the arrays' bytes, not copied."""
   view = memoryview(payload)
   (count,) = struct.unpack_from('<I', view)
-  return json.loads(bytes(view[4:4 + count])), view[4 + count:]
+  return json.loads(bytes(view[4 : 4 + count])), view[4 + count :]

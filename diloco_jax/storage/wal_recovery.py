@@ -18,7 +18,7 @@ wal.open_log), and learners that saw a newer version, do.
 """
 
 import dataclasses
-from typing import Iterator
+from collections.abc import Iterator
 
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
@@ -29,6 +29,7 @@ REPAIR = 'python -m experiments.wal_repair {place}'  # shows what there is; with
 @dataclasses.dataclass
 class Segment:
   """A file of the log."""
+
   name: str
   first: int  # number of its first record
   size: int = fmt.SEGMENT_HEADER_BYTES  # up to the end of its last whole entry
@@ -37,6 +38,7 @@ class Segment:
 @dataclasses.dataclass
 class Damage:
   """Where a log cannot be trusted any more, and why."""
+
   name: str
   offset: int
   why: str
@@ -46,6 +48,7 @@ class Damage:
 @dataclasses.dataclass
 class Found:
   """What a log holds."""
+
   segments: list[Segment]
   last: int = 0  # the newest whole record
   chain: bytes = b''  # hash after it
@@ -67,7 +70,9 @@ class Found:
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
       f'{damage.why}. Not started, nothing changed; records {self.first} to {self.last} are whole. '
       f'Restore the file, or run: {repair} (drops {lost} updates).',
-      damage.name, damage.offset, self.last,
+      damage.name,
+      damage.offset,
+      self.last,
     )
 
 
@@ -164,9 +169,15 @@ class _Scanner:
     start = offset + fmt.ENTRY_HEADER_BYTES
     if entry.length > size - start:
       raise fmt.Corrupt(f'record {entry.number} is unfinished')
-    found, (chain, crc) = self.found, fmt.sums(
-      self.found.chain, entry.kind, entry.number, entry.length,
-      read_pieces(self._files, name, start, start + entry.length),
+    found, (chain, crc) = (
+      self.found,
+      fmt.sums(
+        self.found.chain,
+        entry.kind,
+        entry.number,
+        entry.length,
+        read_pieces(self._files, name, start, start + entry.length),
+      ),
     )
     if crc != entry.crc:
       raise fmt.Corrupt(f'the payload of record {entry.number} is damaged')
@@ -180,9 +191,7 @@ class _Scanner:
       raise _Foreign(f'the chain hash of record {entry.number} does not follow from those before')
     return entry
 
-  def _behind_mark(
-    self, name: str, offset: int, size: int, error: fmt.Corrupt
-  ) -> fmt.Entry | None:
+  def _behind_mark(self, name: str, offset: int, size: int, error: fmt.Corrupt) -> fmt.Entry | None:
     """The record that is due, if it follows whole behind what can only be a broken mark."""
     if isinstance(error, _Foreign):
       return None
@@ -292,15 +301,17 @@ def repair(files: files_port_lib.Files, keep_through: int) -> str:
   if kept and files.size(kept[-1].name) > end:  # first a durable copy, then the cuts
     moved.append(free(files, f'{kept[-1].name}.{end}{fmt.ASIDE}'))
     copy(files, kept[-1].name, end, files.size(kept[-1].name), moved[0])
-  for name in reversed(names[len(kept):]):
+  for name in reversed(names[len(kept) :]):
     moved.append(free(files, name + fmt.ASIDE))
     files.rename(name, moved[-1])
   files.fsync_names()
   if kept:
     files.truncate(kept[-1].name, end)
     files.fsync(kept[-1].name)
-  return (f'The log in {files.place} now ends with record {keep_through}. '
-          f'Put aside: {", ".join(moved) or "nothing"}.')
+  return (
+    f'The log in {files.place} now ends with record {keep_through}. '
+    f'Put aside: {", ".join(moved) or "nothing"}.'
+  )
 
 
 def _end_of(files: files_port_lib.Files, segment: Segment, number: int) -> int:

@@ -6,20 +6,18 @@ A flat float32 vector per fragment. What is merged now and what is merged again 
 
 import functools
 import math
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.numerics import codecs
+from diloco_jax.config import build
+from diloco_jax.numerics import codecs, exchange, fragments, weights
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import exchange
-from diloco_jax.numerics import fragments
-from diloco_jax.numerics import weights
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.config import build
 from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
@@ -84,13 +82,17 @@ class Theta:
   def _version_0(self) -> dict[str, Any]:
     layout, config = self._assembled.layout, self._assembled.config
     params = jax.tree.map(jnp.asarray, model_lib.init_params(config.model, config.train.seed))
-    published = jax.device_put([
-      codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)
-    ], self.place)
+    published = jax.device_put(
+      [codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)],
+      self.place,
+    )
     masters = [jnp.copy(value_N) for value_N in published]
-    outer = jax.device_put([
-      exchange.init_outer(layout, p, self._outer[p], value_N) for p, value_N in enumerate(masters)
-    ], self.place)
+    outer = jax.device_put(
+      [
+        exchange.init_outer(layout, p, self._outer[p], value_N) for p, value_N in enumerate(masters)
+      ],
+      self.place,
+    )
     return {'masters': masters, 'published': published, 'outer': outer}
 
   def arrays(self) -> dict[str, Any]:
@@ -124,7 +126,7 @@ class Theta:
     return self._assembled.shapes
 
   def digest(self, p: int) -> int:
-    return build.as_int(self._digest(self.published[p]))
+    return digest_lib.as_int(self._digest(self.published[p]))
 
   def width(self, participants: int) -> int:
     """To how many rows so many participants are filled up: M, or the next power of two once more
@@ -133,13 +135,16 @@ class Theta:
     return expected if participants <= expected else 1 << (participants - 1).bit_length()
 
   def screen(
-    self, participants: Sequence[actions.Participant], payloads: Sequence[memoryview | bytes],
+    self,
+    participants: Sequence[actions.Participant],
+    payloads: Sequence[memoryview | bytes],
     p: int,
   ) -> Screened:
     """Looks at each payload of fragment p by itself: nobody else's changes what becomes of it."""
     norms = tuple(self.norm(p, payload) for payload in payloads)
     refused = tuple(
-      one.learner for one, norm in zip(participants, norms, strict=True)
+      one.learner
+      for one, norm in zip(participants, norms, strict=True)
       if screening.refused(norm, one.limit)
     )
     return Screened(norms, refused)
@@ -165,7 +170,10 @@ class Theta:
       payloads_MxB[m] = np.frombuffer(share.payload, np.uint8)
       tokens_M[m], steps_M[m] = share.tokens, share.steps
     result = self._outer_step[p](
-      self.masters[p], self.published[p], self.outer_states[p], payloads_MxB,
+      self.masters[p],
+      self.published[p],
+      self.outer_states[p],
+      payloads_MxB,
       weights.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
@@ -174,7 +182,9 @@ class Theta:
     if not failed:
       self.versions[p] += 1
     return Merged(
-      failed, build.as_int(result.digest), build.host_bytes(result.delta_bytes),
+      failed,
+      digest_lib.as_int(result.digest),
+      exchange.host_bytes(result.delta_bytes),
       float(result.norm),
     )
 

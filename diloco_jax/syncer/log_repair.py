@@ -18,14 +18,12 @@ overwritten.
 
 import contextlib
 import pathlib
-from typing import Iterator, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format
-from diloco_jax.storage import wal_recovery
+from diloco_jax.storage import checkpoint, wal, wal_format, wal_recovery
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import outer_log
-from diloco_jax.storage import checkpoint
 
 LOG, CHECKPOINTS = 'wal', 'ckpt'
 
@@ -80,8 +78,9 @@ def opened(place: pathlib.Path) -> Iterator['Repair']:
   """
   folder = place if place.name == LOG else place / 'syncer' / LOG
   if not folder.is_dir():
-    raise ValueError(f'there is no log of a syncer in {place}; give the folder of a run, or its '
-                     f'syncer/{LOG}')
+    raise ValueError(
+      f'there is no log of a syncer in {place}; give the folder of a run, or its syncer/{LOG}'
+    )
   files = files_lib.Files(folder)
   try:
     files.lock('repair')
@@ -115,7 +114,8 @@ class Repair:
     possible, base = findings.way(number)
     if not possible:
       raise ValueError(
-        f'the run cannot go on behind record {number}: {_kept(findings)}. Nothing was changed')
+        f'the run cannot go on behind record {number}: {_kept(findings)}. Nothing was changed'
+      )
     run = self._run(findings.log)
     aside = self._put_checkpoints_aside(findings, number)
     if base is None:
@@ -136,8 +136,9 @@ class Repair:
         with contextlib.suppress(checkpoint.CheckpointError):  # the syncer passes over it, too
           record = checkpoints.protocol(step)
           chain = record.get(outer_log.CHAIN)
-          found.append(Saved(step, record.get(outer_log.POSITION, 0),
-                             bytes.fromhex(chain) if chain else None))
+          found.append(
+            Saved(step, record.get(outer_log.POSITION, 0), bytes.fromhex(chain) if chain else None)
+          )
     finally:
       checkpoints.close()
     return found
@@ -155,9 +156,12 @@ class Repair:
     for name in names:
       with contextlib.suppress(wal_format.Corrupt):
         return wal_format.parse_segment(
-          name, self._files.read(name, 0, wal_format.SEGMENT_HEADER_BYTES)).run
-    raise ValueError(f'no header of the log in {self.place} is whole, so nobody knows which run it '
-                     'is of; restore its files. Nothing was changed')
+          name, self._files.read(name, 0, wal_format.SEGMENT_HEADER_BYTES)
+        ).run
+    raise ValueError(
+      f'no header of the log in {self.place} is whole, so nobody knows which run it '
+      'is of; restore its files. Nothing was changed'
+    )
 
   # --- What is done -------------------------------------------------------------------------------
 
@@ -175,8 +179,10 @@ class Repair:
       self._files.rename(name, wal_recovery.free(self._files, name + wal_format.ASIDE))
     self._files.fsync_names()
     wal.begin(self._files, run, base.position, base.chain)
-    return (f'A new log begins in {self.place} behind checkpoint {base.step}, which holds every '
-            f'record up to {base.position}. Put aside: {", ".join(names) or "nothing"}.')
+    return (
+      f'A new log begins in {self.place} behind checkpoint {base.step}, which holds every '
+      f'record up to {base.position}. Put aside: {", ".join(names) or "nothing"}.'
+    )
 
 
 def _rename_free(path: pathlib.Path) -> None:
@@ -195,27 +201,42 @@ def _kept(findings: Findings) -> str:
 def text(place: str, findings: Findings) -> str:
   """The findings for people: what is there, what is wrong, what can be done."""
   log = findings.log
-  lines = [f'Log in {place}: ' + (
-    f'records {log.first} to {log.last} are whole, in {len(log.segments)} files'
-    if log.segments else 'no whole file')]
-  lines += [f'  {one.name}  from record {one.first}, {one.size:,} bytes whole'
-            for one in log.segments]
+  lines = [
+    f'Log in {place}: '
+    + (
+      f'records {log.first} to {log.last} are whole, in {len(log.segments)} files'
+      if log.segments
+      else 'no whole file'
+    )
+  ]
+  lines += [
+    f'  {one.name}  from record {one.first}, {one.size:,} bytes whole' for one in log.segments
+  ]
   if log.damage:
-    lines.append(f'Damaged: {log.damage.name} at byte {log.damage.offset}: {log.damage.why}; '
-                 f'records up to {log.damage.newest} were behind it')
+    lines.append(
+      f'Damaged: {log.damage.name} at byte {log.damage.offset}: {log.damage.why}; '
+      f'records up to {log.damage.newest} were behind it'
+    )
   if log.torn_bytes:
-    lines.append(f'It ends in an unfinished record ({log.torn_bytes} bytes, never acknowledged); '
-                 'the syncer drops it by itself')
-  lines += [f'Checkpoint {one.step} holds every record up to {one.position}'
-            + ('' if one in findings.fits else '; the log does not go on from it')
-            for one in findings.saved]
+    lines.append(
+      f'It ends in an unfinished record ({log.torn_bytes} bytes, never acknowledged); '
+      'the syncer drops it by itself'
+    )
+  lines += [
+    f'Checkpoint {one.step} holds every record up to {one.position}'
+    + ('' if one in findings.fits else '; the log does not go on from it')
+    for one in findings.saved
+  ]
   lines.append('Newest record that anything tells of: ' + str(findings.newest))
   if sound(findings):
     return '\n'.join([*lines, 'The syncer can start from this: nothing is to be done.'])
   lines.append('The syncer refuses to start from this. Restore the files, or choose:')
   for number, base in findings.ways:
-    how = 'the log is cut behind it' if base is None else (
-      f'a new log begins behind checkpoint {base.step}, the old one is put aside')
+    how = (
+      'the log is cut behind it'
+      if base is None
+      else (f'a new log begins behind checkpoint {base.step}, the old one is put aside')
+    )
     command = wal_recovery.REPAIR.format(place=place)
     lines.append(f'  {command} --to={number}  (drops {findings.newest - number} updates; {how})')
   return '\n'.join(lines)

@@ -20,15 +20,14 @@ import hashlib
 import itertools
 import threading
 import time
-from typing import Any, Callable, NamedTuple, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.node import failpoints
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.storage import checkpoint, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.storage import checkpoint
 
 OUTER_STEP = 1  # the kind of its records
 RETRY_S = 0.5
@@ -67,13 +66,22 @@ def run_of(agreement: str) -> str:
 def encode(step: OuterStep) -> list[Any]:
   """Buffers for Wal.append; payloads are not copied."""
   outcome = step.outcome
-  return wal_format.pack({
-    'sync': outcome.sync, 'fragment': outcome.fragment, 'version': outcome.version,
-    'participants': outcome.participants, 'digest': outcome.digest, 'failed': outcome.failed,
-    'books': outcome.books, 'norms': outcome.norms, 'refused': outcome.refused,
-    'width': step.width,
-    'payload_bytes': [memoryview(payload).nbytes for payload in step.payloads],
-  }, *step.payloads)
+  return wal_format.pack(
+    {
+      'sync': outcome.sync,
+      'fragment': outcome.fragment,
+      'version': outcome.version,
+      'participants': outcome.participants,
+      'digest': outcome.digest,
+      'failed': outcome.failed,
+      'books': outcome.books,
+      'norms': outcome.norms,
+      'refused': outcome.refused,
+      'width': step.width,
+      'payload_bytes': [memoryview(payload).nbytes for payload in step.payloads],
+    },
+    *step.payloads,
+  )
 
 
 def decode(payload: memoryview) -> OuterStep:
@@ -131,9 +139,11 @@ def _check_next(
   before = theta.versions[outcome.fragment]
   if outcome.version != before + 1:
     raise _refused(
-      record, place, f'makes version {outcome.version} of fragment {outcome.fragment}, the '
+      record,
+      place,
+      f'makes version {outcome.version} of fragment {outcome.fragment}, the '
       f'checkpoint and the records before it end with version {before}: put the checkpoint back '
-      'that belongs to this log'
+      'that belongs to this log',
     )
 
 
@@ -142,10 +152,12 @@ def _check_same(
 ) -> None:
   if (merged.digest, bool(merged.failed)) != (outcome.digest, bool(outcome.failed)):
     raise _refused(
-      record, place, f'does not come out as it did: sync {outcome.sync}, fragment '
+      record,
+      place,
+      f'does not come out as it did: sync {outcome.sync}, fragment '
       f'{outcome.fragment}, version {outcome.version} has digest {merged.digest:016x}, was '
       f'committed with {outcome.digest:016x}. Start it with the jax, the flags and the kind of '
-      'machine that committed it; if nothing of that has changed, test the memory of this host'
+      'machine that committed it; if nothing of that has changed, test the memory of this host',
     )
 
 
@@ -168,7 +180,10 @@ class OuterLog:
   """The log of one run. `recover` first; one thread at a time, but `close` from any."""
 
   def __init__(
-    self, files: files_lib.Files, agreement: str, say: Callable[[str], None],
+    self,
+    files: files_lib.Files,
+    agreement: str,
+    say: Callable[[str], None],
     retry_s: float = RETRY_S,
   ):
     """Takes the folder for this process.
@@ -212,9 +227,7 @@ class OuterLog:
     """
     machine = {name: value for name, value in snapshot.items() if name not in (POSITION, CHAIN)}
     after, chain = snapshot.get(POSITION, 0), snapshot.get(CHAIN)
-    self._wal = wal.open_log(
-      self._files, self._run, after, bytes.fromhex(chain) if chain else None
-    )
+    self._wal = wal.open_log(self._files, self._run, after, bytes.fromhex(chain) if chain else None)
     for line in self._wal.recovered.words:
       self._say(line)
     replayed = self._wal.last - after

@@ -9,37 +9,33 @@ import dataclasses
 import json
 import pathlib
 import time
-from typing import Any, Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 
-from diloco_jax.node import loop
-from diloco_jax.node import ports
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.config import build
-from diloco_jax.node import clock
-from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import manifests
-from diloco_jax.syncer import outer_log
-from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import snapshot_work
-from diloco_jax.report import startup
-from diloco_jax.syncer import work as syncer_work
-from diloco_jax.storage import tapes
+from diloco_jax.storage import checkpoint, manifests, tapes
+from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.transport import traffic as traffic_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.syncer import outer_log, snapshot_work
+from diloco_jax.syncer import work as syncer_work
+from diloco_jax.transport import link
+from diloco_jax.transport import payloads as payloads_lib
 
 
 class SyncerRecords:
   """The syncer's records, with what crossed the wire beside its ledger (node.ports.Records)."""
 
   def __init__(
-    self, records: records_lib.Recorder, traffic: traffic_lib.Traffic, assembled: build.Assembly
+    self, records: records_lib.Recorder, traffic: link.Traffic, assembled: build.Assembly
   ):
     self._records = records
     self._traffic = traffic
@@ -51,17 +47,23 @@ class SyncerRecords:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
     if name == 'ledger':
       values = {
-        **values, 'wire_bytes_up': up, 'wire_bytes_down': down,
+        **values,
+        'wire_bytes_up': up,
+        'wire_bytes_down': down,
         'wire_bytes_data_parallel': self._data_parallel_bytes(values),
       }
     self._records.report(name, values)
     if name == 'synced':
-      self._records.scalars(values['sync'], {
-        'diloco/participants': len(values['participants']),
-        'diloco/grace_seconds': values['grace_ns'] / 1e9,
-        'diloco/staleness': values['staleness'],
-        'diloco/bytes_up': up, 'diloco/bytes_down': down,
-      })
+      self._records.scalars(
+        values['sync'],
+        {
+          'diloco/participants': len(values['participants']),
+          'diloco/grace_seconds': values['grace_ns'] / 1e9,
+          'diloco/staleness': values['staleness'],
+          'diloco/bytes_up': up,
+          'diloco/bytes_down': down,
+        },
+      )
 
   def _data_parallel_bytes(self, ledger: dict) -> int:
     """What data-parallel training of the same steps would have moved: in every inner step a ring
@@ -70,16 +72,12 @@ class SyncerRecords:
     return steps * 2 * self._parameters * 2 * (self._learners - 1) // self._learners
 
 
-MakeTransport = Callable[[ports.Post, ports.Payloads], ports.Transport]
-SHUTDOWN_S = 2.0
-
-
 def run(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   workdir: pathlib.Path,
   inbox: loop.Inbox,
-  make_transport: MakeTransport,
+  make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or it is asked to stop.
@@ -112,34 +110,53 @@ def run(
 
 
 def _run(
-  assembled: build.Assembly, theta: global_model_lib.Theta, workdir: pathlib.Path, inbox: loop.Inbox,
-  make_transport: MakeTransport, records: records_lib.Recorder, log: outer_log.OuterLog,
+  assembled: build.Assembly,
+  theta: global_model_lib.Theta,
+  workdir: pathlib.Path,
+  inbox: loop.Inbox,
+  make_transport: ports.MakeTransport,
+  records: records_lib.Recorder,
+  log: outer_log.OuterLog,
 ) -> actions.Exit:
   payloads = payloads_lib.PayloadStore()
   transport = make_transport(inbox.post, payloads)
   tape = None
   try:
-    startup.reached(records, 'listens')
+    records_lib.report_startup(records, 'listens')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     start = recover(
       assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
     )
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
-    startup.reached(records, 'recovered')
+    records_lib.report_startup(records, 'recovered')
     machine = start.make()
     snapshots = snapshot_work.SyncerSnapshots(workdir, assembled, log)
-    evaluation = syncer_work.Evaluation(assembled, theta, records)
+    evaluation = evaluation_lib.Evaluation(assembled, theta, records)
     if start.snapshot is None:  # a run that goes on is evaluated when it is due: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
-      assembled, theta, inbox.post, inbox.fail, payloads, records, checkpoints, log, evaluation,
+      assembled,
+      theta,
+      inbox.post,
+      inbox.fail,
+      payloads,
+      records,
+      checkpoints,
+      log,
+      evaluation,
       snapshots,
     )
     work.start()
-    startup.reached(records, 'ready')
+    records_lib.report_startup(records, 'ready')
     node = loop.Node(
-      machine, inbox, clock.Monotonic(), transport, work, payloads,
-      SyncerRecords(records, transport.traffic, assembled), tape,
+      machine,
+      inbox,
+      loop.Monotonic(),
+      transport,
+      work,
+      payloads,
+      SyncerRecords(records, transport.traffic, assembled),
+      tape,
     )
     result = node.run()
     work.stop()
@@ -150,14 +167,18 @@ def _run(
     snapshots.close()
     return result
   finally:
-    transport.shutdown(SHUTDOWN_S)
+    transport.shutdown(ports.SHUTDOWN_S)
     if tape is not None:
       tape.close()
 
 
 def recover(
-  assembled: build.Assembly, theta: global_model_lib.Theta, checkpoints: checkpoint.Checkpoints,
-  log: outer_log.OuterLog, records: records_lib.Recorder, kept: Sequence[int] = (),
+  assembled: build.Assembly,
+  theta: global_model_lib.Theta,
+  checkpoints: checkpoint.Checkpoints,
+  log: outer_log.OuterLog,
+  records: records_lib.Recorder,
+  kept: Sequence[int] = (),
   brought_back: dict[str, Any] | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` (version 0) to where the last process was; what the machine is made of there.
@@ -167,9 +188,12 @@ def recover(
   began_s = time.monotonic()
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
-  startup.reached(records, 'restored')
+  records_lib.report_startup(records, 'restored')
   start = tape_lib.Start(
-    role='syncer', node='syncer', config=assembled.protocol, agreement=assembled.agreement,
+    role='syncer',
+    node='syncer',
+    config=assembled.protocol,
+    agreement=assembled.agreement,
     payload_bytes=assembled.payload_bytes,
   )
   if restored is None:
@@ -180,8 +204,7 @@ def recover(
     snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
     theta.restore(restored.state, snapshot['versions'])
   if brought_back and snapshot.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    snapshot = recovery.brought_back(
-      snapshot, brought_back['gone'], brought_back.get('back', ()))
+    snapshot = recovery.brought_back(snapshot, brought_back['gone'], brought_back.get('back', ()))
   found = log.recover(theta, snapshot)
   if restored is None and not found.replayed and not kept:
     return start
@@ -189,11 +212,16 @@ def recover(
     f'syncer goes on from {origin} and {found.replayed} later outer steps in its log, at sync '
     f'{found.snapshot["opened"]}'
   )
-  records.report('recovered', {
-    'replayed': found.replayed, 'sync': found.snapshot['opened'],
-    'versions': found.snapshot['versions'], 'seconds': time.monotonic() - began_s,
-    **log.position,
-  })
+  records.report(
+    'recovered',
+    {
+      'replayed': found.replayed,
+      'sync': found.snapshot['opened'],
+      'versions': found.snapshot['versions'],
+      'seconds': time.monotonic() - began_s,
+      **log.position,
+    },
+  )
   snapshot = {**found.snapshot, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, snapshot=snapshot)
 

@@ -16,16 +16,13 @@ import json
 import pathlib
 from typing import NamedTuple
 
-from diloco_jax.storage import wal
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.config import build, run_config
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
-from diloco_jax.config import build
-from diloco_jax.config import run_config
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
-from diloco_jax.storage import tapes
+from diloco_jax.storage import tapes, wal
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import outer_log
 
 Versions = dict[tuple[int, int], int]  # (fragment, version): digest of the published value
 
@@ -52,8 +49,10 @@ class Rebuilt(NamedTuple):
   def text(self) -> str:
     total = hashlib.sha256(b''.join(one.to_bytes(8, 'big') for one in self.digests))
     refused = f' ({self.refused} refused, as before)' if self.refused else ''
-    return (f'identical: {self.outer_steps} outer steps{refused}, {self.on_tape} versions on the '
-            f'tape, Theta {total.hexdigest()[:12]}')
+    return (
+      f'identical: {self.outer_steps} outer steps{refused}, {self.on_tape} versions on the '
+      f'tape, Theta {total.hexdigest()[:12]}'
+    )
 
 
 def rebuild(workdir: pathlib.Path) -> Rebuilt:
@@ -71,7 +70,8 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
     raise ValueError(
       f'the log in {files.place} begins with record {log.first}: what came before was '
       'dropped behind checkpoints (start runs with --config.sync.keep_log=true to keep it), or set '
-      'aside by a restore')
+      'aside by a restore'
+    )
   theta, told = global_model_lib.Theta(assembled), _told(workdir)
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
@@ -115,5 +115,6 @@ def _compare(made: Versions, told: Versions) -> None:
     if (p, version) not in made:
       raise Differs(f'version {version} of fragment {p} is on the tape, the log does not have it')
     if made[p, version] != digest:
-      raise Differs(f'version {version} of fragment {p} is {made[p, version]:016x}, the tape has '
-                    f'{digest:016x}')
+      raise Differs(
+        f'version {version} of fragment {p} is {made[p, version]:016x}, the tape has {digest:016x}'
+      )

@@ -9,23 +9,18 @@ import pathlib
 import time
 from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import run_snapshot
 from diloco_jax.config import build
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.syncer import run_snapshot
+from diloco_jax.storage import checkpoint, manifests, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import manifests
 from diloco_jax.syncer import outer_log
-from diloco_jax.storage import tapes
-from diloco_jax.storage import checkpoint
 
 
 class SyncerSnapshots:
   """The syncer's parts and the manifests of a run; one thread at a time."""
 
-  def __init__(
-    self, workdir: pathlib.Path, assembled: build.Assembly, log: outer_log.OuterLog
-  ):
+  def __init__(self, workdir: pathlib.Path, assembled: build.Assembly, log: outer_log.OuterLog):
     self._workdir = workdir
     self._agreement = assembled.agreement
     self._log = log
@@ -48,19 +43,30 @@ class SyncerSnapshots:
   def write(self, write: actions.WriteManifest) -> events.ManifestWritten:
     """Writes the manifest, then drops those that are one too many."""
     try:
-      manifests.write(self._workdir, {
-        'snapshot': write.snapshot, 'step': write.step, 'syncer': write.seal, **self._position,
-        'learners': {
-          part.learner: {'incarnation': part.incarnation, 'step': part.step, 'seal': part.seal}
-          for part in write.parts},
-        'missing': dict(write.missing), 'agreement': self._agreement, 'commit': tapes.commit(),
-        'time': time.strftime('%Y-%m-%d %H:%M:%S'),  # for people only
-      })
+      manifests.write(
+        self._workdir,
+        {
+          'snapshot': write.snapshot,
+          'step': write.step,
+          'syncer': write.seal,
+          **self._position,
+          'learners': {
+            part.learner: {'incarnation': part.incarnation, 'step': part.step, 'seal': part.seal}
+            for part in write.parts
+          },
+          'missing': dict(write.missing),
+          'agreement': self._agreement,
+          'commit': tapes.commit(),
+          'time': time.strftime('%Y-%m-%d %H:%M:%S'),  # for people only
+        },
+      )
     except (OSError, files_lib.DirectoryError) as error:
       if write.snapshot not in manifests.numbers(self._workdir):
         return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
     with contextlib.suppress(OSError, files_lib.DirectoryError):  # the next one tries again
-      manifests.remove_all_but(self._workdir, manifests.numbers(self._workdir)[-run_snapshot.KEPT:])
+      manifests.remove_all_but(
+        self._workdir, manifests.numbers(self._workdir)[-run_snapshot.KEPT :]
+      )
     return events.ManifestWritten(snapshot=write.snapshot)
 
   def close(self) -> None:

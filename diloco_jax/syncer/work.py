@@ -9,72 +9,20 @@ posted. The *evaluation thread* works on copies and delays nobody.
 import dataclasses
 import queue
 import threading
-from typing import Any, Callable
+from collections.abc import Callable
 
-import jax
 import numpy as np
 
-from diloco_jax.node import ports
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.config import build
-from diloco_jax.node import failpoints
-from diloco_jax.syncer import outer_log
+from diloco_jax.node import failpoints, ports
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.syncer import recovery
 from diloco_jax.report import records as records_lib
-from diloco_jax.syncer import snapshot_work
-from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.storage import checkpoint
-from diloco_jax.train import config as train_config
-from diloco_jax.train import data
-from diloco_jax.train import evaluate
-from diloco_jax.train import mesh as mesh_lib
-
-
-class Evaluation:
-  """Held-out loss of the published model on copies of it, beside the work and in no one's way."""
-
-  def __init__(
-    self, assembled: build.Assembly, theta: global_model_lib.Theta, records: records_lib.Recorder
-  ):
-    self._config = assembled.config
-    self._theta = theta
-    self._records = records
-    self._error: BaseException | None = None
-    self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
-    self._thread = threading.Thread(target=self._guarded, name='evaluation', daemon=True)
-    self._thread.start()
-
-  def submit(self, step: int) -> None:
-    """Evaluates the model as it is now (called on the thread that changes it)."""
-    self._queue.put((step, self._theta.params()))
-
-  def stop(self) -> None:
-    """Waits for what was submitted; raises what went wrong."""
-    self._queue.put(None)
-    self._thread.join()
-    if self._error is not None:
-      raise self._error
-
-  def _guarded(self) -> None:
-    try:
-      self._run()
-    except BaseException as error:  # training goes on without a held-out loss; the end tells it
-      self._error = error
-      self._records.say(f'evaluation stopped: {error!r}')
-
-  def _run(self) -> None:
-    config = self._config
-    mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.local_devices()[:1])
-    shardings = mesh_lib.tree_shardings(mesh, self._theta.shapes)
-    eval_step = evaluate.make_eval_step(config.model, mesh, shardings)
-    corpus = data.load_corpus(config.data.corpus)
-    batches = [mesh_lib.put_batch(mesh, batch) for batch in data.eval_batches(corpus, config.data)]
-    while (task := self._queue.get()) is not None:
-      step, params = task
-      loss = evaluate.evaluate(eval_step, jax.device_put(params, shardings), batches)
-      self._records.report('eval', {'step': step, 'loss': loss, 'which': 'global'})
-      self._records.scalars(step, {'evaluation/loss': loss})
+from diloco_jax.syncer import evaluation as evaluation_lib
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import outer_log, snapshot_work
+from diloco_jax.transport import payloads as payloads_lib
 
 
 class SyncerWork:
@@ -90,7 +38,7 @@ class SyncerWork:
     records: records_lib.Recorder,
     checkpoints: checkpoint.Checkpoints,
     log: outer_log.OuterLog,
-    evaluation: Evaluation,
+    evaluation: evaluation_lib.Evaluation,
     snapshots: snapshot_work.SyncerSnapshots,
   ):
     """`fail` ends the node: without work nothing is merged, nor saved."""
@@ -156,18 +104,32 @@ class SyncerWork:
     for one in merge.participants:
       self._payloads.drop(one.handle)
     done = events.MergeDone(
-      sync=merge.sync, fragment=p, handle=None, payload=None, digest=merged.digest,
-      failed=merged.failed, norms=screened.norms, refused=screened.refused,
+      sync=merge.sync,
+      fragment=p,
+      handle=None,
+      payload=None,
+      digest=merged.digest,
+      failed=merged.failed,
+      norms=screened.norms,
+      refused=screened.refused,
     )
     if merged.failed:
       self._post(done)
       return
-    self._post(dataclasses.replace(
-      done, handle=self._payloads.put(merged.delta), payload=build.announce(merged.delta)
-    ))
-    self._records.report('outer', {
-      'sync': merge.sync, 'fragment': p, 'version': merge.version, 'norm': merged.norm,
-    })
+    self._post(
+      dataclasses.replace(
+        done, handle=self._payloads.put(merged.delta), payload=payloads_lib.announce(merged.delta)
+      )
+    )
+    self._records.report(
+      'outer',
+      {
+        'sync': merge.sync,
+        'fragment': p,
+        'version': merge.version,
+        'norm': merged.norm,
+      },
+    )
     every = self._assembled.config.train.eval_every
     if every and merge.sync // every > self._evaluated // every:
       self._evaluated = merge.sync
@@ -175,10 +137,15 @@ class SyncerWork:
 
   def _read(self, p: int) -> None:
     data = memoryview(np.asarray(self._theta.published[p])).cast('B')
-    self._post(events.FragmentRead(
-      fragment=p, version=self._theta.versions[p], handle=self._payloads.put(bytes(data)),
-      payload=build.announce(data), digest=self._theta.digest(p),
-    ))
+    self._post(
+      events.FragmentRead(
+        fragment=p,
+        version=self._theta.versions[p],
+        handle=self._payloads.put(bytes(data)),
+        payload=payloads_lib.announce(data),
+        digest=self._theta.digest(p),
+      )
+    )
 
   def _save(self, step: int, snapshot: dict) -> None:
     """Never in place of another checkpoint, which might be the only one: a number behind it."""
@@ -202,9 +169,15 @@ class SyncerWork:
 def _outcome(merge: actions.Merge, screened: global_model_lib.Screened) -> recovery.Outcome:
   """As far as it is known before the outer step."""
   return recovery.Outcome(
-    sync=merge.sync, fragment=merge.fragment, version=merge.version,
+    sync=merge.sync,
+    fragment=merge.fragment,
+    version=merge.version,
     participants=tuple(
       (one.learner, one.incarnation, one.tokens, one.steps) for one in merge.participants
     ),
-    digest=0, failed='', books=merge.books, norms=screened.norms, refused=screened.refused,
+    digest=0,
+    failed='',
+    books=merge.books,
+    norms=screened.norms,
+    refused=screened.refused,
   )

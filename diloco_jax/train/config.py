@@ -27,6 +27,7 @@ def _require_fraction(config: object, *names: str) -> None:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelConfig:
   """A Gemma-like decoder (model.py). The letters are the axes in the names of arrays."""
+
   vocab_size: int = 256  # V; 256 = bytes
   num_layers: int = 4
   embed_dim: int = 128  # D
@@ -40,14 +41,26 @@ class ModelConfig:
   dtype: str = 'float32'  # of activations; parameters are always float32
 
   def validate(self) -> None:
-    _require_positive(self, 'vocab_size', 'num_layers', 'embed_dim', 'num_heads', 'num_kv_heads',
-                      'head_dim', 'hidden_dim', 'rope_theta')
+    _require_positive(
+      self,
+      'vocab_size',
+      'num_layers',
+      'embed_dim',
+      'num_heads',
+      'num_kv_heads',
+      'head_dim',
+      'hidden_dim',
+      'rope_theta',
+    )
     if self.num_heads % self.num_kv_heads:
-      raise ValueError(f'num_heads {self.num_heads} is not a multiple of num_kv_heads '
-                       f'{self.num_kv_heads}: every key head serves equally many query heads')
+      raise ValueError(
+        f'num_heads {self.num_heads} is not a multiple of num_kv_heads '
+        f'{self.num_kv_heads}: every key head serves equally many query heads'
+      )
     if self.head_dim % 2:
-      raise ValueError(f'head_dim {self.head_dim} is odd: RoPE turns pairs, use '
-                       f'{self.head_dim + 1}')
+      raise ValueError(
+        f'head_dim {self.head_dim} is odd: RoPE turns pairs, use {self.head_dim + 1}'
+      )
     if self.logit_softcap < 0:
       raise ValueError(f'logit_softcap {self.logit_softcap} is negative: use 0 to switch it off')
     if self.dtype not in _ACTIVATION_DTYPES:
@@ -57,6 +70,7 @@ class ModelConfig:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
   """The inner optimizer (optimizer.py). Rates follow the protocol's clock, in inner steps."""
+
   name: str = 'adamw'
   learning_rate: float = 3e-3  # the peak
   warmup_steps: int = 50  # linear, from peak / warmup_steps at clock 0
@@ -76,13 +90,16 @@ class OptimizerConfig:
       if getattr(self, name) < 0:
         raise ValueError(f'OptimizerConfig.{name} is {getattr(self, name)}: use 0 for none')
     if not 0 <= self.end_lr_ratio <= 1:
-      raise ValueError(f'end_lr_ratio {self.end_lr_ratio} is outside [0, 1]: it is a share of '
-                       f'learning_rate {self.learning_rate}')
+      raise ValueError(
+        f'end_lr_ratio {self.end_lr_ratio} is outside [0, 1]: it is a share of '
+        f'learning_rate {self.learning_rate}'
+      )
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DataConfig:
   """Bytes of text, cut into windows, dealt into disjoint streams (data.py)."""
+
   corpus: str = 'stdlib'  # 'stdlib' = Python's own sources; else a directory or a glob of files
   seq_len: int = 128  # L, tokens predicted per sequence
   batch_size: int = 8  # B, sequences per inner step of one learner
@@ -102,6 +119,7 @@ class DataConfig:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class MeshConfig:
   """Devices per axis of one island's mesh (mesh.py). The product is the island's devices."""
+
   data: int = 1  # batch split, parameters replicated
   fsdp: int = 1  # batch split, parameters split
   tensor: int = 1  # heads and hidden units split
@@ -114,8 +132,9 @@ class MeshConfig:
     _require_positive(self, 'data', 'fsdp', 'tensor')
 
 
-def validate(model: ModelConfig, optimizer: OptimizerConfig, data: DataConfig,
-             mesh: MeshConfig) -> None:
+def validate(
+  model: ModelConfig, optimizer: OptimizerConfig, data: DataConfig, mesh: MeshConfig
+) -> None:
   """Validates each part and how they fit together."""
   for part in (model, optimizer, data, mesh):
     part.validate()
@@ -124,5 +143,7 @@ def validate(model: ModelConfig, optimizer: OptimizerConfig, data: DataConfig,
   ways = mesh.data * mesh.fsdp
   for name in ('batch_size', 'eval_batch_size'):
     if getattr(data, name) % ways:
-      raise ValueError(f'{name} {getattr(data, name)} does not split {ways} ways (data '
-                       f'{mesh.data} x fsdp {mesh.fsdp}): use a multiple of {ways}')
+      raise ValueError(
+        f'{name} {getattr(data, name)} does not split {ways} ways (data '
+        f'{mesh.data} x fsdp {mesh.fsdp}): use a multiple of {ways}'
+      )

@@ -13,12 +13,12 @@ first M of them, all that M learners lease, come to slices that nobody has read 
 one that somebody has: an epoch is V / M passes.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import glob
 import os
 import sysconfig
 import zlib
+from collections.abc import Sequence
 
 import grain
 import numpy as np
@@ -32,6 +32,7 @@ _SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
   """The bytes of a corpus, a zero after each file, files in order of their relative names."""
+
   train_bytes: np.ndarray  # uint8
   eval_bytes: np.ndarray  # uint8
   digest: int  # crc32 of both parts: learners of one run must agree on it
@@ -50,8 +51,9 @@ def load_corpus(source: str) -> Corpus:
       with open(path, 'rb') as file:
         parts[_held_out(name)].append(file.read())
     except OSError as error:
-      raise ValueError(f'corpus {source!r}: cannot read {path}: {error.strerror}; make it '
-                       'readable or leave it out') from error
+      raise ValueError(
+        f'corpus {source!r}: cannot read {path}: {error.strerror}; make it readable or leave it out'
+      ) from error
   train_bytes, eval_bytes = map(_concatenate, parts)
   digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
   return Corpus(train_bytes, eval_bytes, digest)
@@ -68,8 +70,10 @@ def _list_files(source: str) -> list[tuple[str, str]]:
     paths = [p for p in glob.glob(source, recursive=True) if os.path.isfile(p)]
     root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
   if not paths:
-    raise ValueError(f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
-                     'files, or a glob that matches some')
+    raise ValueError(
+      f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
+      'files, or a glob that matches some'
+    )
   return sorted((os.path.relpath(p, root).replace(os.sep, '/'), p) for p in paths)
 
 
@@ -102,7 +106,7 @@ class Windows:
     if not 0 <= index < len(self):
       raise IndexError(f'window {index} of {len(self)}')
     start = int(index) * self._length
-    return self._values[start:start + self._length + 1]
+    return self._values[start : start + self._length + 1]
 
   def __repr__(self) -> str:
     return f'Windows(length={self._length}, count={len(self)})'
@@ -149,15 +153,18 @@ def first_slice(stream: int, streams: int) -> int:
 def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> Stream:
   """Stream `stream` of a corpus. Raises ValueError: there is no such stream, or too little text."""
   if not 0 <= stream < config.streams:
-    raise ValueError(f'stream {stream} is outside [0, {config.streams}): lease an existing one or '
-                     'raise DataConfig.streams')
+    raise ValueError(
+      f'stream {stream} is outside [0, {config.streams}): lease an existing one or '
+      'raise DataConfig.streams'
+    )
   windows = Windows(corpus.train_bytes, config.seq_len)
   need = config.streams * config.batch_size
   if len(windows) < need:
     raise ValueError(
       f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
       f'fewer than one batch of {config.batch_size} for each of {config.streams} streams '
-      f'({need}): use more text, fewer streams or a smaller batch')
+      f'({need}): use more text, fewer streams or a smaller batch'
+    )
   return Stream(windows, config, stream)
 
 
@@ -167,9 +174,10 @@ def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarr
   need = config.eval_batches * config.eval_batch_size
   if len(windows) < need:
     raise ValueError(
-        f'corpus {config.corpus!r} has {len(windows)} held-out windows of {config.seq_len} bytes, '
-        f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text or '
-        'fewer evaluation batches')
+      f'corpus {config.corpus!r} has {len(windows)} held-out windows of {config.seq_len} bytes, '
+      f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text or '
+      'fewer evaluation batches'
+    )
   picked = np.linspace(0, len(windows) - 1, need).astype(np.int64)
   rows = np.stack([windows[i] for i in picked])
   return list(rows.reshape(config.eval_batches, config.eval_batch_size, -1))

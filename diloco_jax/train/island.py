@@ -13,8 +13,8 @@ A step blocks until the device is done: a learner's step boundary is a moment, a
 that run ahead of their host have been seen to abort in their collectives.
 """
 
-from collections.abc import Callable, Sequence
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ from diloco_jax.train import step as step_lib
 
 class StepResult(NamedTuple):
   """One inner step, done."""
+
   loss: float  # of the batch before the update, nats per token
   grad_norm: float  # before clipping
   tokens: int  # predicted and trained on
@@ -51,11 +52,21 @@ class Island:
     corpus: one already loaded, to share among islands of a process.
   """
 
-  def __init__(self, *, model: config_lib.ModelConfig, optimizer: config_lib.OptimizerConfig,
-               data: config_lib.DataConfig, mesh: config_lib.MeshConfig, total_steps: int,
-               devices: Sequence[jax.Device] | None = None, seed: int = 0, stream: int = 0,
-               checkpoint_dir: str | None = None, snapshot_dir: str | None = None,
-               corpus: data_lib.Corpus | None = None):
+  def __init__(
+    self,
+    *,
+    model: config_lib.ModelConfig,
+    optimizer: config_lib.OptimizerConfig,
+    data: config_lib.DataConfig,
+    mesh: config_lib.MeshConfig,
+    total_steps: int,
+    devices: Sequence[jax.Device] | None = None,
+    seed: int = 0,
+    stream: int = 0,
+    checkpoint_dir: str | None = None,
+    snapshot_dir: str | None = None,
+    corpus: data_lib.Corpus | None = None,
+  ):
     config_lib.validate(model, optimizer, data, mesh)
     self._data = data
     self.corpus = corpus or data_lib.load_corpus(data.corpus)
@@ -88,17 +99,22 @@ class Island:
     start_ns = time.monotonic_ns()
     batch_BxL1 = mesh_lib.put_batch(self.mesh, self._stream[self._next_index])
     clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
-    self._state, metrics = jax.block_until_ready(
-        self._train_step(self._state, batch_BxL1, clock))
+    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch_BxL1, clock))
     self._next_index += 1
-    return StepResult(float(metrics['loss']), float(metrics['grad_norm']), self.tokens_per_step,
-                      (time.monotonic_ns() - start_ns) / 1e9)
+    return StepResult(
+      float(metrics['loss']),
+      float(metrics['grad_norm']),
+      self.tokens_per_step,
+      (time.monotonic_ns() - start_ns) / 1e9,
+    )
 
   def evaluate(self, params: Any = None) -> float:
     """Held-out loss in nats per token, of the island's parameters or of others like them."""
     if self._eval_batches is None:  # many islands of a run never evaluate
-      self._eval_batches = [mesh_lib.put_batch(self.mesh, batch)
-                            for batch in data_lib.eval_batches(self.corpus, self._data)]
+      self._eval_batches = [
+        mesh_lib.put_batch(self.mesh, batch)
+        for batch in data_lib.eval_batches(self.corpus, self._data)
+      ]
     params = self.params if params is None else self._place_params(params)
     return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
 
@@ -135,7 +151,8 @@ class Island:
   def moments(self, moments: Any) -> None:
     """Replaces the optimizer's state and keeps the parameters (a donor's moments)."""
     self._state = self._state._replace(
-        opt_state=_place(moments, self._state.opt_state, self.shardings.opt_state))
+      opt_state=_place(moments, self._state.opt_state, self.shardings.opt_state)
+    )
 
   @property
   def replicated(self) -> jax.sharding.NamedSharding:
@@ -167,13 +184,15 @@ class Island:
 
   # Checkpoints.
 
-  def save(self, clock: int, anchors: Sequence[jax.Array] = (),
-           protocol: dict[str, Any] | None = None) -> Callable[[], str]:
+  def save(
+    self, clock: int, anchors: Sequence[jax.Array] = (), protocol: dict[str, Any] | None = None
+  ) -> Callable[[], str]:
     """Starts an asynchronous checkpoint of everything the island is; returns what waits for it."""
     return self._save(self._require_checkpoints(), clock, anchors, protocol)
 
-  def save_part(self, snapshot: int, anchors: Sequence[jax.Array], protocol: dict[str, Any],
-                keep: Sequence[int]) -> Callable[[], str]:
+  def save_part(
+    self, snapshot: int, anchors: Sequence[jax.Array], protocol: dict[str, Any], keep: Sequence[int]
+  ) -> Callable[[], str]:
     """The same as this island's part of a snapshot of the whole run, under the snapshot's number.
 
     Returns:
@@ -192,8 +211,13 @@ class Island:
 
     return wait
 
-  def _save(self, checkpoints: checkpoint.Checkpoints, number: int, anchors: Sequence[jax.Array],
-            protocol: dict[str, Any] | None) -> Callable[[], str]:
+  def _save(
+    self,
+    checkpoints: checkpoint.Checkpoints,
+    number: int,
+    anchors: Sequence[jax.Array],
+    protocol: dict[str, Any] | None,
+  ) -> Callable[[], str]:
     record = {'stream': self._stream_index, 'protocol': protocol or {}}
     return checkpoints.save(number, self._state, self._next_index, anchors, record)
 
@@ -230,12 +254,16 @@ def _place(tree: Any, like: Any, shardings: Any) -> Any:
   given, expected = _shapes(tree), _shapes(like)
   for path in sorted(given.keys() | expected.keys()):
     if given.get(path) != expected.get(path):
-      raise ValueError(f'{path} is {given.get(path, "absent")}, this island has '
-                       f'{expected.get(path, "no such leaf")}: it must come from a learner with '
-                       'the same model and optimizer')
+      raise ValueError(
+        f'{path} is {given.get(path, "absent")}, this island has '
+        f'{expected.get(path, "no such leaf")}: it must come from a learner with '
+        'the same model and optimizer'
+      )
   return jax.tree.map(jax.device_put, tree, shardings)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:
-  return {jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype))
-          for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+  return {
+    jax.tree_util.keystr(path): (leaf.shape, str(leaf.dtype))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }

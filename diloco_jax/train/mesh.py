@@ -10,14 +10,14 @@ partition. Optimizer moments end in the path of their parameter, so they lie as 
 matches nothing (norm scales, counters) is replicated.
 """
 
-from collections.abc import Sequence
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-import numpy as np
 
 from diloco_jax.train import config as config_lib
 
@@ -25,25 +25,27 @@ AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))
 
 RULES = (
-    (r'embedding', P('tensor', 'fsdp')),  # V D
-    (r'head', P('fsdp', 'tensor')),  # D V
-    (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
-    (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
-    (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
-    (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
+  (r'embedding', P('tensor', 'fsdp')),  # V D
+  (r'head', P('fsdp', 'tensor')),  # D V
+  (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
+  (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
+  (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
+  (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
 )
 Rules = Sequence[tuple[str, P]]
 
 
-def make_mesh(config: config_lib.MeshConfig,
-              devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
+def make_mesh(
+  config: config_lib.MeshConfig, devices: Sequence[jax.Device] | None = None
+) -> jax.sharding.Mesh:
   """Returns the mesh of one island over exactly the devices it is given (default: all local)."""
   devices = list(jax.local_devices() if devices is None else devices)
   if len(devices) != config.num_devices:
     raise ValueError(
-        f'mesh data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} needs '
-        f'{config.num_devices} devices, got {len(devices)}: change the mesh, or pass '
-        f'`devices` (on a CPU, JAX_NUM_CPU_DEVICES={config.num_devices})')
+      f'mesh data {config.data} x fsdp {config.fsdp} x tensor {config.tensor} needs '
+      f'{config.num_devices} devices, got {len(devices)}: change the mesh, or pass '
+      f'`devices` (on a CPU, JAX_NUM_CPU_DEVICES={config.num_devices})'
+    )
   shape = (config.data, config.fsdp, config.tensor)
   types = (jax.sharding.AxisType.Auto,) * len(AXES)
   return jax.make_mesh(shape, AXES, devices=devices, axis_types=types)
@@ -56,31 +58,41 @@ def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.De
   """
   slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
   if len(slices) > 1 and len(slices) % num_islands:
-    raise ValueError(f'{len(slices)} slices do not make {num_islands} islands: use a number of '
-                     f'islands that divides {len(slices)}')
+    raise ValueError(
+      f'{len(slices)} slices do not make {num_islands} islands: use a number of '
+      f'islands that divides {len(slices)}'
+    )
   if len(devices) % num_islands:
-    raise ValueError(f'{len(devices)} devices do not make {num_islands} equal islands: use a '
-                     f'number of islands that divides {len(devices)}')
+    raise ValueError(
+      f'{len(devices)} devices do not make {num_islands} equal islands: use a '
+      f'number of islands that divides {len(devices)}'
+    )
   ordered = sorted(devices, key=lambda d: (getattr(d, 'slice_index', None) or 0, d.id))
   size = len(devices) // num_islands
-  return [ordered[i * size:(i + 1) * size] for i in range(num_islands)]
+  return [ordered[i * size : (i + 1) * size] for i in range(num_islands)]
 
 
 def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules = RULES) -> Any:
   """Returns the NamedSharding of every leaf; `tree` holds arrays or ShapeDtypeStructs."""
   return jax.tree_util.tree_map_with_path(
-      lambda path, leaf: _leaf_sharding(mesh, jax.tree_util.keystr(
-          path, simple=True, separator='/'), leaf.shape, rules), tree)
+    lambda path, leaf: _leaf_sharding(
+      mesh, jax.tree_util.keystr(path, simple=True, separator='/'), leaf.shape, rules
+    ),
+    tree,
+  )
 
 
-def _leaf_sharding(mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...],
-                   rules: Rules) -> NamedSharding:
+def _leaf_sharding(
+  mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], rules: Rules
+) -> NamedSharding:
   spec = next((s for pattern, s in rules if re.search(f'(^|/){pattern}$', path)), P())
   for size, axis in zip(shape, spec, strict=bool(spec)):
     ways = mesh.shape[axis] if axis else 1
     if size % ways:
-      raise ValueError(f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '
-                       f'axis {axis!r}; change the model or the mesh')
+      raise ValueError(
+        f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '
+        f'axis {axis!r}; change the model or the mesh'
+      )
   return NamedSharding(mesh, spec)
 
 

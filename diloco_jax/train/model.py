@@ -40,9 +40,9 @@ def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
   """
   rng = np.random.default_rng(seed)
   params = {
-      'embedding': _normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD),
-      'final_norm': np.zeros((config.embed_dim,), np.float32),
-      'layers': [_init_layer(config, rng) for _ in range(config.num_layers)],
+    'embedding': _normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD),
+    'final_norm': np.zeros((config.embed_dim,), np.float32),
+    'layers': [_init_layer(config, rng) for _ in range(config.num_layers)],
   }
   if not config.tied_head:
     params['head'] = _normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
@@ -58,22 +58,26 @@ def _init_layer(config: config_lib.ModelConfig, rng: np.random.Generator) -> Par
   H, F = config.head_dim, config.hidden_dim
   residual = (2 * config.num_layers) ** -0.5
   return {
-      'attention_norm': np.zeros((D,), np.float32),
-      'query': _normal(rng, (D, N, H), D**-0.5),
-      'key': _normal(rng, (D, K, H), D**-0.5),
-      'value': _normal(rng, (D, K, H), D**-0.5),
-      'query_norm': np.zeros((H,), np.float32),
-      'key_norm': np.zeros((H,), np.float32),
-      'out': _normal(rng, (N, H, D), (N * H)**-0.5 * residual),
-      'mlp_norm': np.zeros((D,), np.float32),
-      'gate': _normal(rng, (D, F), D**-0.5),
-      'up': _normal(rng, (D, F), D**-0.5),
-      'down': _normal(rng, (F, D), F**-0.5 * residual),
+    'attention_norm': np.zeros((D,), np.float32),
+    'query': _normal(rng, (D, N, H), D**-0.5),
+    'key': _normal(rng, (D, K, H), D**-0.5),
+    'value': _normal(rng, (D, K, H), D**-0.5),
+    'query_norm': np.zeros((H,), np.float32),
+    'key_norm': np.zeros((H,), np.float32),
+    'out': _normal(rng, (N, H, D), (N * H) ** -0.5 * residual),
+    'mlp_norm': np.zeros((D,), np.float32),
+    'gate': _normal(rng, (D, F), D**-0.5),
+    'up': _normal(rng, (D, F), D**-0.5),
+    'down': _normal(rng, (F, D), F**-0.5 * residual),
   }
 
 
-def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array,
-          sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+def apply(
+  config: config_lib.ModelConfig,
+  params: Params,
+  tokens_BxL: jax.Array,
+  sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
   """Returns float32 logits_BxLxV of the token that follows each position.
 
   `sharding` pins the residual stream (its leading axis is the batch): without it the partitioner
@@ -85,16 +89,21 @@ def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array,
   sin_LxH, cos_LxH = _rope_table(config, tokens_BxL.shape[1])
   for layer in params['layers']:
     x_BxLxD = _pin(x_BxLxD, sharding)
-    x_BxLxD = x_BxLxD + _attention(layer, rms_norm(x_BxLxD, layer['attention_norm']),
-                                   sin_LxH, cos_LxH)
+    x_BxLxD = x_BxLxD + _attention(
+      layer, rms_norm(x_BxLxD, layer['attention_norm']), sin_LxH, cos_LxH
+    )
     x_BxLxD = x_BxLxD + _geglu(layer, rms_norm(x_BxLxD, layer['mlp_norm']))
   x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), params['final_norm'])
   head_DxV = params['embedding'].T if config.tied_head else params['head']
   return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap)
 
 
-def loss(config: config_lib.ModelConfig, params: Params, tokens_BxL1: jax.Array,
-         sharding: jax.sharding.Sharding | None = None) -> jax.Array:
+def loss(
+  config: config_lib.ModelConfig,
+  params: Params,
+  tokens_BxL1: jax.Array,
+  sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
   """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens."""
   logits_BxLxV = apply(config, params, tokens_BxL1[:, :-1], sharding)
   targets_BxL = tokens_BxL1[:, 1:]
@@ -120,8 +129,9 @@ def rms_norm(x_xD: jax.Array, scale_D: jax.Array) -> jax.Array:
   return (x32_xD * inverse_x1 * scale_xD).astype(x_xD.dtype)
 
 
-def _attention(layer: Params, x_BxLxD: jax.Array, sin_LxH: jax.Array,
-               cos_LxH: jax.Array) -> jax.Array:
+def _attention(
+  layer: Params, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array
+) -> jax.Array:
   query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, layer['query'])
   key_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, layer['key'])
   value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, layer['value'])
@@ -129,7 +139,8 @@ def _attention(layer: Params, x_BxLxD: jax.Array, sin_LxH: jax.Array,
   key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, layer['key_norm']), sin_LxH, cos_LxH)
   with jax.numpy_dtype_promotion('standard'):  # JAX's own attention promotes bfloat16 logits
     mixed_BxLxNxH = jax.nn.dot_product_attention(
-        query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True)
+      query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True
+    )
   return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, layer['out'])
 
 

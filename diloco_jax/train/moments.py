@@ -27,6 +27,7 @@ PIECE_BYTES = 1 << 20
 
 class Snapshot(NamedTuple):
   """On the device still: copies of the leaves, one digest per leaf, whether all is finite."""
+
   moments: Any
   digests: Any
   finite: jax.Array
@@ -38,7 +39,8 @@ def snapshot(moments: Any) -> Snapshot:
   leaves = [leaf for leaf in jax.tree.leaves(moments) if jnp.issubdtype(leaf.dtype, jnp.floating)]
   finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
   return Snapshot(
-      jax.tree.map(jnp.copy, moments), jax.tree.map(checkpoint.digest_leaf, moments), finite)
+    jax.tree.map(jnp.copy, moments), jax.tree.map(checkpoint.digest_leaf, moments), finite
+  )
 
 
 def digest(digests: Any) -> int:
@@ -59,8 +61,8 @@ def to_bytes(moments: Any) -> memoryview:
   for leaf in jax.tree.leaves(moments):
     raw = np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8)
     for piece in range(0, raw.size, PIECE_BYTES):  # numpy copies without the interpreter's lock
-      part = raw[piece:piece + PIECE_BYTES]
-      data[start + piece:start + piece + part.size] = part
+      part = raw[piece : piece + PIECE_BYTES]
+      data[start + piece : start + piece + part.size] = part
     start += raw.size
   return memoryview(data)
 
@@ -73,11 +75,12 @@ def from_bytes(data: memoryview | bytes, like: Any) -> Any:
   """
   expected = size_bytes(like)
   if memoryview(data).nbytes != expected:
-    raise ValueError(f'{memoryview(data).nbytes} bytes of moments came, this optimizer has '
-                     f'{expected}')
+    raise ValueError(
+      f'{memoryview(data).nbytes} bytes of moments came, this optimizer has {expected}'
+    )
   raw, start, leaves = np.frombuffer(data, np.uint8), 0, []
   for leaf in jax.tree.leaves(like):
     size = leaf.size * leaf.dtype.itemsize
-    leaves.append(raw[start:start + size].view(leaf.dtype).reshape(leaf.shape))
+    leaves.append(raw[start : start + size].view(leaf.dtype).reshape(leaf.shape))
     start += size
   return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -19,8 +19,9 @@ import optax
 from diloco_jax.train import config as config_lib
 
 
-def learning_rate(config: config_lib.OptimizerConfig, total_steps: int,
-                  step: jax.Array | int) -> jax.Array:
+def learning_rate(
+  config: config_lib.OptimizerConfig, total_steps: int, step: jax.Array | int
+) -> jax.Array:
   """The rate at clock `step` (0 for the first inner step), a float32 scalar."""
   t = jnp.asarray(step, jnp.float32)
   warm_up = (t + 1) / max(config.warmup_steps, 1)
@@ -30,8 +31,9 @@ def learning_rate(config: config_lib.OptimizerConfig, total_steps: int,
   return config.learning_rate * jnp.where(t < config.warmup_steps, warm_up, decay)
 
 
-def make_optimizer(config: config_lib.OptimizerConfig,
-                   total_steps: int) -> optax.GradientTransformationExtraArgs:
+def make_optimizer(
+  config: config_lib.OptimizerConfig, total_steps: int
+) -> optax.GradientTransformationExtraArgs:
   """Clipping by global norm, Adam, decoupled weight decay, the clock's rate.
 
   Args:
@@ -45,14 +47,17 @@ def make_optimizer(config: config_lib.OptimizerConfig,
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
   """
   if total_steps <= config.warmup_steps:
-    raise ValueError(f'total_steps {total_steps} leaves nothing after warmup_steps '
-                     f'{config.warmup_steps}: lengthen the run or shorten the warm-up')
+    raise ValueError(
+      f'total_steps {total_steps} leaves nothing after warmup_steps '
+      f'{config.warmup_steps}: lengthen the run or shorten the warm-up'
+    )
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
   return optax.chain(
-      clip,
-      _promoting(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)),
-      optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
-      _descend_by_clock(config, total_steps))
+    clip,
+    _promoting(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)),
+    optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+    _descend_by_clock(config, total_steps),
+  )
 
 
 def _promoting(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -69,8 +74,9 @@ def _is_matrix(params: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _descend_by_clock(config: config_lib.OptimizerConfig,
-                      total_steps: int) -> optax.GradientTransformationExtraArgs:
+def _descend_by_clock(
+  config: config_lib.OptimizerConfig, total_steps: int
+) -> optax.GradientTransformationExtraArgs:
 
   def update(updates, state, params=None, *, step, **extra_args):
     del params, extra_args

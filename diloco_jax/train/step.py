@@ -18,12 +18,17 @@ from diloco_jax.train import model as model_lib
 
 class TrainState(NamedTuple):
   """What an inner step changes. Everything else (clock, counters, cursor) is integers elsewhere."""
+
   params: Any  # float32
   opt_state: Any  # moments lie as their parameters do
 
 
-def init_state(config: config_lib.ModelConfig, tx: optax.GradientTransformation,
-               mesh: jax.sharding.Mesh, seed: int) -> tuple[TrainState, TrainState]:
+def init_state(
+  config: config_lib.ModelConfig,
+  tx: optax.GradientTransformation,
+  mesh: jax.sharding.Mesh,
+  seed: int,
+) -> tuple[TrainState, TrainState]:
   """Puts fresh parameters and moments onto the mesh, no leaf whole on a device if it is split.
 
   Returns:
@@ -37,8 +42,12 @@ def init_state(config: config_lib.ModelConfig, tx: optax.GradientTransformation,
   return TrainState(params, opt_state), shardings
 
 
-def make_train_step(config: config_lib.ModelConfig, tx: optax.GradientTransformationExtraArgs,
-                    mesh: jax.sharding.Mesh, shardings: TrainState) -> Callable:
+def make_train_step(
+  config: config_lib.ModelConfig,
+  tx: optax.GradientTransformationExtraArgs,
+  mesh: jax.sharding.Mesh,
+  shardings: TrainState,
+) -> Callable:
   """Returns jitted (state, batch_BxL1 uint8 or int32, step int32) -> (state, metrics).
 
   Metrics are replicated float32 scalars: `loss` in nats and `grad_norm` before clipping.
@@ -47,12 +56,16 @@ def make_train_step(config: config_lib.ModelConfig, tx: optax.GradientTransforma
 
   def train_step(state: TrainState, batch_BxL1: jax.Array, step: jax.Array):
     loss, grads = jax.value_and_grad(
-        lambda params: model_lib.loss(config, params, batch_BxL1.astype(jnp.int32),
-                                      batch_sharding))(state.params)
+      lambda params: model_lib.loss(config, params, batch_BxL1.astype(jnp.int32), batch_sharding)
+    )(state.params)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, step=step)
     params = optax.apply_updates(state.params, updates)
     metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads)}
     return TrainState(params, opt_state), metrics
 
-  return jax.jit(train_step, donate_argnums=0, in_shardings=(shardings, batch_sharding, scalar),
-                 out_shardings=(shardings, scalar))
+  return jax.jit(
+    train_step,
+    donate_argnums=0,
+    in_shardings=(shardings, batch_sharding, scalar),
+    out_shardings=(shardings, scalar),
+  )

@@ -30,8 +30,8 @@ CRC-32 guards against accidents, not against an attacker.
 
 import dataclasses
 import struct
-from typing import Iterator
 import zlib
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -59,9 +59,7 @@ def split(transfer: int, payload: memoryview | bytes) -> Iterator[bytes]:
   for index in range(count):
     chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
     crc32 = zlib.crc32(chunk, crc32)
-    fields = _FIELDS.pack(
-      MAGIC, VERSION, HEADER_BYTES, transfer, data.nbytes, index, count, crc32
-    )
+    fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, transfer, data.nbytes, index, count, crc32)
     yield b''.join((fields, _CHECK.pack(zlib.crc32(fields)), chunk))
 
 
@@ -183,8 +181,7 @@ class Assembler:
     if chunk.index > partial.next_index:
       raise errors.WireError(
         'order',
-        f'chunk {chunk.index} of transfer {chunk.transfer} came when '
-        f'{partial.next_index} was due',
+        f'chunk {chunk.index} of transfer {chunk.transfer} came when {partial.next_index} was due',
       )
 
 
@@ -209,7 +206,7 @@ def _parse(frame: bytes) -> _Chunk:
 
 
 def _check_header(frame: memoryview) -> None:
-  stored, = _CHECK.unpack_from(frame, _FIELDS.size)
+  (stored,) = _CHECK.unpack_from(frame, _FIELDS.size)
   found = zlib.crc32(frame[: _FIELDS.size])
   if stored != found:
     raise errors.WireError(
@@ -224,8 +221,7 @@ def _check_sizes(chunk: _Chunk) -> None:
   if chunk.count != chunk_count(chunk.total):
     raise errors.WireError(
       'count',
-      f'{chunk.total} bytes in {chunk.count} chunks, not '
-      f'{chunk_count(chunk.total)}',
+      f'{chunk.total} bytes in {chunk.count} chunks, not {chunk_count(chunk.total)}',
     )
   if chunk.index >= chunk.count:
     raise errors.WireError('index', f'chunk {chunk.index} of {chunk.count}')
@@ -233,7 +229,5 @@ def _check_sizes(chunk: _Chunk) -> None:
   if chunk.data.nbytes != expected:
     raise errors.WireError(
       'size',
-      f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} '
-      f'bytes, not {expected}',
+      f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} bytes, not {expected}',
     )
-

@@ -7,17 +7,17 @@ the next call wait, therefore each session has a channel to itself, closed with 
 import contextlib
 import threading
 import time
-from typing import Callable, Iterator
-
-from diloco_jax.transport import grpc_session  # first: it tells gRPC how much to log
+from collections.abc import Callable, Iterator
 
 import grpc
 
-from diloco_jax.transport import link
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-from diloco_jax.transport import traffic
-from diloco_jax.transport import translate
+from diloco_jax.transport import (
+  grpc_session,  # first: it tells gRPC how much to log
+  link,
+  translate,
+)
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
@@ -35,21 +35,29 @@ class GrpcLearnerTransport:
   """
 
   def __init__(
-    self, address: Callable[[], str], post: ports.Post, payloads: ports.Payloads,
+    self,
+    address: Callable[[], str],
+    post: ports.Post,
+    payloads: ports.Payloads,
     limits: link.Limits,
   ):
     self._address = address
     self._post = post
     self._payloads = payloads
     self._limits = limits
-    self.traffic = traffic.Traffic()
+    self.traffic = link.Traffic()
     self._lock = threading.Lock()
     self._sessions: dict[int, grpc_session.Session] = {}
 
   def dial(self, session: int) -> None:
     dialed = grpc_session.Session(
-      session, self._post, self._payloads, self._limits,
-      outgoing=translate.LEARNER_TO_SYNCER, incoming=translate.SYNCER_TO_LEARNER, dialed=True,
+      session,
+      self._post,
+      self._payloads,
+      self._limits,
+      outgoing=translate.LEARNER_TO_SYNCER,
+      incoming=translate.SYNCER_TO_LEARNER,
+      dialed=True,
       traffic=self.traffic,
     )
     with self._lock:
@@ -101,9 +109,7 @@ class GrpcLearnerTransport:
         del self._sessions[session.number]
       session.finish()
 
-  def _serve(
-    self, session: grpc_session.Session, channel: grpc.Channel, address: str
-  ) -> None:
+  def _serve(self, session: grpc_session.Session, channel: grpc.Channel, address: str) -> None:
     with self._handshake(session, address):
       control = _call(session, channel, 'Control', session.control_frames(), ())
       token = _token(control)
@@ -119,8 +125,9 @@ class GrpcLearnerTransport:
     """Both streams are up when its body has ended, or the session fails in time."""
 
     def give_up():
-      session.fail(f'unavailable: no syncer answers at {address} within '
-                   f'{self._limits.handshake_s} s')
+      session.fail(
+        f'unavailable: no syncer answers at {address} within {self._limits.handshake_s} s'
+      )
       session.cancel()
 
     timer = threading.Timer(self._limits.handshake_s, give_up)
@@ -156,5 +163,6 @@ def _token(call: grpc.Call) -> str:
     return metadata[grpc_session.TOKEN]
   if call.code() is not grpc.StatusCode.OK:  # waits for its end; the handshake's timer sees to that
     raise call
-  raise ConnectionError(f'what answers is no syncer: no {grpc_session.TOKEN} in its metadata '
-                        f'{metadata}')
+  raise ConnectionError(
+    f'what answers is no syncer: no {grpc_session.TOKEN} in its metadata {metadata}'
+  )

@@ -6,25 +6,25 @@ token for an answer, too), the session is open. The synchronous API is used thro
 threads are a little faster than asyncio, and every large copy and checksum runs without the GIL.
 """
 
-from concurrent import futures
 import itertools
 import secrets
 import threading
 import time
-from typing import Iterator
-
-from diloco_jax.transport import grpc_session  # first: it tells gRPC how much to log
+from collections.abc import Iterator
+from concurrent import futures
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from diloco_jax.transport import link
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-from diloco_jax.transport import traffic
-from diloco_jax.transport import sync_pb2  # registers the schema that reflection serves
-from diloco_jax.transport import translate
+from diloco_jax.transport import (
+  grpc_session,  # first: it tells gRPC how much to log
+  link,
+  sync_pb2,  # registers the schema that reflection serves
+  translate,
+)
 
 _SPARE_CALLS = 16  # health checks, reflection, and calls that are about to be refused
 
@@ -46,14 +46,12 @@ class GrpcSyncerTransport:
     OSError: the port cannot be bound.
   """
 
-  def __init__(
-    self, address: str, post: ports.Post, payloads: ports.Payloads, limits: link.Limits
-  ):
+  def __init__(self, address: str, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
     grpc_session.check_loopback(address)
     self._post = post
     self._payloads = payloads
     self._limits = limits
-    self.traffic = traffic.Traffic()
+    self.traffic = link.Traffic()
     self._lock = threading.Lock()
     self._numbers = itertools.count(1)
     self._sessions: dict[int, grpc_session.Session] = {}
@@ -97,8 +95,10 @@ class GrpcSyncerTransport:
     try:
       return self._server.add_insecure_port(address)
     except RuntimeError as error:
-      raise OSError(f'cannot listen on {address}: the port is in use or not ours to take; choose '
-                    'another, or port 0 for any free one') from error
+      raise OSError(
+        f'cannot listen on {address}: the port is in use or not ours to take; choose '
+        'another, or port 0 for any free one'
+      ) from error
 
   def _add_services(self) -> health.HealthServicer:
     handlers = {
@@ -113,8 +113,11 @@ class GrpcSyncerTransport:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
     for service in ('', grpc_session.SERVICE):
       servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    names = (sync_pb2.DESCRIPTOR.services_by_name['SyncerService'].full_name,
-             health.SERVICE_NAME, reflection.SERVICE_NAME)
+    names = (
+      sync_pb2.DESCRIPTOR.services_by_name['SyncerService'].full_name,
+      health.SERVICE_NAME,
+      reflection.SERVICE_NAME,
+    )
     reflection.enable_server_reflection(names, self._server)
     return servicer
 
@@ -153,13 +156,20 @@ class GrpcSyncerTransport:
         return session, token
     if self._closing:
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
-    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED,
-                  f'{number} sessions are open, at most {self._limits.max_sessions} are granted')
+    context.abort(
+      grpc.StatusCode.RESOURCE_EXHAUSTED,
+      f'{number} sessions are open, at most {self._limits.max_sessions} are granted',
+    )
 
   def _new_session(self) -> grpc_session.Session:
     session = grpc_session.Session(
-      next(self._numbers), self._post, self._payloads, self._limits,
-      outgoing=translate.SYNCER_TO_LEARNER, incoming=translate.LEARNER_TO_SYNCER, dialed=False,
+      next(self._numbers),
+      self._post,
+      self._payloads,
+      self._limits,
+      outgoing=translate.SYNCER_TO_LEARNER,
+      incoming=translate.LEARNER_TO_SYNCER,
+      dialed=False,
       traffic=self.traffic,
     )
     self._sessions[session.number] = session

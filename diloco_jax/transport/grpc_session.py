@@ -22,23 +22,16 @@ import ipaddress
 import os
 import threading
 import time
-from typing import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 # Read when gRPC is imported: a peer that goes away is our business to report, not its log's.
 os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
-from diloco_jax.transport import link
-from diloco_jax.node import ports
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.node import failpoints
-from diloco_jax.transport import traffic as traffic_lib
-from diloco_jax.transport import chunks
-from diloco_jax.transport import errors
-from diloco_jax.transport import stream_crc
-from diloco_jax.transport import translate
+from diloco_jax.node import failpoints, ports
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import chunks, errors, link, stream_crc, translate
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
@@ -82,7 +75,7 @@ class Session:
     outgoing: translate.Direction,
     incoming: translate.Direction,
     dialed: bool,
-    traffic: traffic_lib.Traffic,
+    traffic: link.Traffic,
   ):
     self._traffic = traffic
     self.number = number
@@ -95,8 +88,8 @@ class Session:
     self._incoming = incoming
     self._dialed = dialed
     self._outbox = link.Outbox(
-      chunks.split, limits.max_queued_bytes, limits.max_queued_messages,
-      limits.donation_bytes_per_s)
+      chunks.split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
+    )
     self._inbox = link.Inbox(limits.max_payload_bytes, limits.max_open_transfers)
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
@@ -284,7 +277,8 @@ class Session:
         # and by gRPC's flow control so does the peer.
         self._changed.wait_for(
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
-          self._limits.handshake_s)
+          self._limits.handshake_s,
+        )
         self._donation_comes(transfer)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
 
@@ -352,14 +346,17 @@ def check_loopback(address: str) -> tuple[str, int]:
   """(host, port) of 'host:port'. Raises ValueError unless the host is a loopback address."""
   host, colon, port = address.rpartition(':')
   if not colon or not port.isdecimal() or int(port) > 65535:
-    raise ValueError(f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use '
-                     '127.0.0.1:PORT')
+    raise ValueError(
+      f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use 127.0.0.1:PORT'
+    )
   try:
     loopback = ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
   except ValueError:
     loopback = False
   if not loopback:
-    raise ValueError(f'address {address!r}: {host!r} is not a loopback address, and transport '
-                     'security does not exist yet: use 127.0.0.1 and, between machines, a tunnel '
-                     '(ssh -L)')
+    raise ValueError(
+      f'address {address!r}: {host!r} is not a loopback address, and transport '
+      'security does not exist yet: use 127.0.0.1 and, between machines, a tunnel '
+      '(ssh -L)'
+    )
   return host, int(port)

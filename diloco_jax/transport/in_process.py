@@ -9,11 +9,9 @@ deadlock, because a `Post` only puts into a queue and never calls back.
 import itertools
 import threading
 
-from diloco_jax.transport import link
 from diloco_jax.node import ports
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.transport import traffic
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import link
 
 
 class InProcessHub:
@@ -24,9 +22,7 @@ class InProcessHub:
     self._syncer: InProcessTransport | None = None
     self._numbers = itertools.count(1)
 
-  def syncer_transport(
-    self, post: ports.Post, payloads: ports.Payloads
-  ) -> 'InProcessTransport':
+  def syncer_transport(self, post: ports.Post, payloads: ports.Payloads) -> 'InProcessTransport':
     """The syncer's end; sessions that learners dial come in as Connected.
 
     A new one takes the place of one that was shut down (a restarted syncer).
@@ -37,9 +33,7 @@ class InProcessHub:
       self._syncer = InProcessTransport(self, post, payloads)
       return self._syncer
 
-  def learner_transport(
-    self, post: ports.Post, payloads: ports.Payloads
-  ) -> 'InProcessTransport':
+  def learner_transport(self, post: ports.Post, payloads: ports.Payloads) -> 'InProcessTransport':
     return InProcessTransport(self, post, payloads)
 
   def cut(self, transport: 'InProcessTransport') -> None:
@@ -75,7 +69,7 @@ class InProcessTransport:
     self._post = post
     self._payloads = payloads
     self._peers: dict[int, tuple[InProcessTransport, int]] = {}
-    self.traffic = traffic.Traffic()  # payloads only: messages are handed over, not serialised
+    self.traffic = link.Traffic()  # payloads only: messages are handed over, not serialised
 
   def dial(self, session: int) -> None:
     self._hub._connect(self, session)
@@ -100,9 +94,7 @@ class InProcessTransport:
     del grace_s  # nothing is ever queued
     self._hub._retire(self)
 
-  def _deliver(
-    self, session: int, message: messages.Message, payload: link.Buffer | None
-  ) -> None:
+  def _deliver(self, session: int, message: messages.Message, payload: link.Buffer | None) -> None:
     handle = None if payload is None else self._payloads.put(payload)
     self._post(events.Received(session=session, message=message, handle=handle))
 

@@ -26,7 +26,9 @@ they became complete. Announced and received size and checksum must agree, else 
 
 import collections
 import dataclasses
-from typing import Any, Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from diloco_jax.protocol import messages
 
@@ -67,8 +69,9 @@ def check_payload(message: messages.Message, payload: Buffer | None) -> None:
   if (announced is None) != (payload is None):
     raise ValueError(f'{name} announces {announced} but comes with {_words(payload)}')
   if announced is not None and announced.size_bytes != size_bytes(payload):
-    raise ValueError(f'{name} announces {announced.size_bytes} bytes but comes with '
-                     f'{_words(payload)}')
+    raise ValueError(
+      f'{name} announces {announced.size_bytes} bytes but comes with {_words(payload)}'
+    )
 
 
 def announced_payload(message: messages.Message) -> messages.Payload | None:
@@ -182,21 +185,25 @@ class Outbox:
 
   def _push_control(self, message: messages.Message, transfer: int) -> None:
     if len(self._control) >= self._max_messages:
-      raise LinkError(f'too slow: {len(self._control)} messages wait to go out, at most '
-                      f'{self._max_messages} may')
+      raise LinkError(
+        f'too slow: {len(self._control)} messages wait to go out, at most {self._max_messages} may'
+      )
     self._control.append((message, transfer))
 
   def _push_bulk(self, message: messages.Message, payload: Buffer) -> None:
     queued = self.queued_bytes
     if queued + size_bytes(payload) > self._max_bytes:
-      raise LinkError(f'too slow: {queued} payload bytes wait to go out and '
-                      f'{size_bytes(payload)} more would be over the {self._max_bytes} granted')
+      raise LinkError(
+        f'too slow: {queued} payload bytes wait to go out and '
+        f'{size_bytes(payload)} more would be over the {self._max_bytes} granted'
+      )
     self._bulk.append((message, payload))
 
   def _push_background(self, message: messages.Message, payload: Buffer) -> None:
     if len(self._donations) >= MAX_DONATIONS:
-      raise LinkError(f'too slow: {len(self._donations)} donations wait to go out, at most '
-                      f'{MAX_DONATIONS} may')
+      raise LinkError(
+        f'too slow: {len(self._donations)} donations wait to go out, at most {MAX_DONATIONS} may'
+      )
     self._donations.append(_Background(message, payload))
 
   def _supersede(self, message: messages.Message) -> None:
@@ -207,8 +214,11 @@ class Outbox:
 
 
 def _is_older_publish(waiting: messages.Message, whole: messages.Publish) -> bool:
-  return (isinstance(waiting, messages.Publish) and waiting.fragment == whole.fragment
-          and waiting.version <= whole.version)
+  return (
+    isinstance(waiting, messages.Publish)
+    and waiting.fragment == whole.fragment
+    and waiting.version <= whole.version
+  )
 
 
 Delivery = tuple[messages.Message, Any]
@@ -246,9 +256,14 @@ class Inbox:
   @property
   def donation(self) -> tuple[int, int] | None:
     """Transfer and size of the donation that is announced and has not come, if there is one."""
-    return next((
-      (transfer, message.payload.size_bytes) for transfer, message in self._announced.items()
-      if isinstance(message, messages.Donation)), None)
+    return next(
+      (
+        (transfer, message.payload.size_bytes)
+        for transfer, message in self._announced.items()
+        if isinstance(message, messages.Donation)
+      ),
+      None,
+    )
 
   def takes(self, transfer: int) -> bool:
     """Whether there is room for this transfer, or its announcement is there already."""
@@ -258,11 +273,14 @@ class Inbox:
     """Takes a whole transfer; returns its message and payload if that has been announced."""
     known = transfer <= self._last_transfer and transfer not in self._announced
     if known or transfer in self._arrived:
-      raise LinkError(f'transfer {transfer} came twice; the last announced is '
-                      f'{self._last_transfer}')
+      raise LinkError(
+        f'transfer {transfer} came twice; the last announced is {self._last_transfer}'
+      )
     if not self.takes(transfer):
-      raise LinkError(f'transfer {transfer} came unannounced beside {len(self._arrived)} others, '
-                      f'at most {self._max_waiting} may wait')
+      raise LinkError(
+        f'transfer {transfer} came unannounced beside {len(self._arrived)} others, '
+        f'at most {self._max_waiting} may wait'
+      )
     payload = messages.Payload(size_bytes=size_bytes(data), crc32=crc32)
     self._arrived[transfer] = _Arrived(data, payload)
     return self._pair(transfer)
@@ -271,11 +289,15 @@ class Inbox:
     if transfer <= self._last_transfer:
       raise LinkError(f'transfer {transfer} is announced after transfer {self._last_transfer}')
     if payload.size_bytes > self._max_payload_bytes:
-      raise LinkError(f'a payload of {payload.size_bytes} bytes is announced, at most '
-                      f'{self._max_payload_bytes} are granted')
+      raise LinkError(
+        f'a payload of {payload.size_bytes} bytes is announced, at most '
+        f'{self._max_payload_bytes} are granted'
+      )
     if len(self._announced) >= self._max_waiting:
-      raise LinkError(f'{len(self._announced)} announced payloads have not come, at most '
-                      f'{self._max_waiting} may be missing')
+      raise LinkError(
+        f'{len(self._announced)} announced payloads have not come, at most '
+        f'{self._max_waiting} may be missing'
+      )
 
   def _pair(self, transfer: int) -> Delivery | None:
     if transfer not in self._announced or transfer not in self._arrived:
@@ -283,6 +305,23 @@ class Inbox:
     message, arrived = self._announced.pop(transfer), self._arrived.pop(transfer)
     announced = announced_payload(message)
     if announced != arrived.payload:
-      raise LinkError(f'{type(message).__name__} announces {announced} but transfer {transfer} '
-                      f'has {arrived.payload}')
+      raise LinkError(
+        f'{type(message).__name__} announces {announced} but transfer {transfer} '
+        f'has {arrived.payload}'
+      )
     return message, arrived.data
+
+
+class Traffic:
+  """Bytes that have crossed one end of a transport, over all its sessions: messages, chunk headers
+  and payloads, both lanes. Thread-safe."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self.sent_bytes = 0
+    self.received_bytes = 0
+
+  def add(self, sent_bytes: int = 0, received_bytes: int = 0) -> None:
+    with self._lock:
+      self.sent_bytes += sent_bytes
+      self.received_bytes += received_bytes

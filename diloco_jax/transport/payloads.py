@@ -4,8 +4,14 @@ Machines see handles only. Nothing is copied: what is put must not be changed af
 """
 
 import threading
+import zlib
+
+from diloco_jax.protocol import messages
 
 Buffer = memoryview | bytes
+
+
+CRC_CHUNK_BYTES = 1 << 20
 
 
 class PayloadStore:
@@ -40,5 +46,15 @@ class PayloadStore:
   def _check(self, handle: int) -> None:
     # A second drop is a bug in the caller's book-keeping: it hides here no longer than one call.
     if handle not in self._kept:
-      raise KeyError(f'no payload under handle {handle}: of {self._last} put, {len(self._kept)} '
-                     'are kept; it was dropped already or never put')
+      raise KeyError(
+        f'no payload under handle {handle}: of {self._last} put, {len(self._kept)} '
+        'are kept; it was dropped already or never put'
+      )
+
+
+def announce(data: memoryview) -> messages.Payload:
+  """Size and CRC-32 of bytes about to be sent, in pieces so that the GIL is held briefly."""
+  crc = 0
+  for start in range(0, len(data), CRC_CHUNK_BYTES):
+    crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)
+  return messages.Payload(size_bytes=len(data), crc32=crc)

@@ -29,10 +29,12 @@ class Seal:
 
   def open(self, data: bytes) -> bytes:
     """The envelope without its check. Raises WireError if anything on the stream is not as sent."""
-    envelope = data[:-_CHECK.size]
+    envelope = data[: -_CHECK.size]
     self._crc32 = zlib.crc32(envelope, self._crc32)
-    if data[-_CHECK.size:] != _CHECK.pack(_TAG, self._crc32):
+    if data[-_CHECK.size :] != _CHECK.pack(_TAG, self._crc32):
       raise errors.WireError(
-        'checksum', f'CRC-32 {self._crc32:#010x} over the stream up to this message of '
-        f'{len(envelope)} bytes, it ends with {data[-_CHECK.size:].hex()}')
+        'checksum',
+        f'CRC-32 {self._crc32:#010x} over the stream up to this message of '
+        f'{len(envelope)} bytes, it ends with {data[-_CHECK.size :].hex()}',
+      )
     return envelope

@@ -23,8 +23,7 @@ from typing import Any
 from google.protobuf import message as protobuf
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import errors
-from diloco_jax.transport import sync_pb2
+from diloco_jax.transport import errors, sync_pb2
 
 MAX_ITEMS = 4096  # more fragments than anyone cuts a model into
 MAX_STRING_BYTES = {
@@ -142,9 +141,9 @@ def _write_items(repeated: Any, values: tuple) -> None:
 
 
 def _read(cls: type, proto: protobuf.Message) -> Any:
-  return cls(**{
-    name: _read_field(cls, proto, name, kind, optional) for name, kind, optional in _fields(cls)
-  })
+  return cls(
+    **{name: _read_field(cls, proto, name, kind, optional) for name, kind, optional in _fields(cls)}
+  )
 
 
 def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, optional: bool) -> Any:

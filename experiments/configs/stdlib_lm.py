@@ -29,7 +29,7 @@ In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.ge
 | v5p_v6e | the real thing: four TPU v5p and four v6e learners, M=8, P=H=24, a 1B model |
 """
 
-from typing import Callable
+from collections.abc import Callable
 
 from diloco_jax.config import run_config
 from diloco_jax.train import config as train_config
@@ -41,18 +41,31 @@ def cpu() -> run_config.Config:
   return run_config.Config(
     name='cpu',
     model=train_config.ModelConfig(
-      num_layers=2, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256,
+      num_layers=2,
+      embed_dim=96,
+      num_heads=4,
+      num_kv_heads=2,
+      head_dim=24,
+      hidden_dim=256,
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
     data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
     sync=run_config.SyncConfig(
-      learners=learners, quorum=1, fragments=12, period=12, overlap=2,
-      codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.6,
+      learners=learners,
+      quorum=1,
+      fragments=12,
+      period=12,
+      overlap=2,
+      codec_up='int8',
+      codec_down='int8',
+      outer_lr=0.7,
+      outer_momentum=0.6,
       checkpoint_every_syncs=60,
     ),
-    train=run_config.TrainConfig(steps=steps, log_every=50, eval_every=100,
-                                 checkpoint_every_steps=100),
+    train=run_config.TrainConfig(
+      steps=steps, log_every=50, eval_every=100, checkpoint_every_steps=100
+    ),
     chaos=run_config.ChaosConfig(enabled=True, kills=[run_config.KillConfig()]),
   )
 
@@ -61,16 +74,26 @@ def tiny() -> run_config.Config:
   """A few seconds; for tests."""
   config = cpu()
   config.model = train_config.ModelConfig(
-    num_layers=2, embed_dim=32, num_heads=2, num_kv_heads=1, head_dim=16, hidden_dim=64,
+    num_layers=2,
+    embed_dim=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    hidden_dim=64,
   )
   config.optimizer.warmup_steps = 4
   config.data = train_config.DataConfig(
-    seq_len=32, batch_size=4, streams=16, eval_batches=1, eval_batch_size=8,
+    seq_len=32,
+    batch_size=4,
+    streams=16,
+    eval_batches=1,
+    eval_batch_size=8,
   )
   config.sync.learners, config.sync.fragments, config.sync.period = 3, 4, 4
   config.sync.checkpoint_every_syncs = 8
-  config.train = run_config.TrainConfig(steps=24, log_every=4, eval_every=8,
-                                        checkpoint_every_steps=8)
+  config.train = run_config.TrainConfig(
+    steps=24, log_every=4, eval_every=8, checkpoint_every_steps=8
+  )
   config.chaos.enabled = False
   return config
 
@@ -118,28 +141,46 @@ def v5p_v6e() -> run_config.Config:
   return run_config.Config(
     name='v5p_v6e',
     model=train_config.ModelConfig(
-      num_layers=26, embed_dim=1152, num_heads=4, num_kv_heads=1, head_dim=256, hidden_dim=6912,
+      num_layers=26,
+      embed_dim=1152,
+      num_heads=4,
+      num_kv_heads=1,
+      head_dim=256,
+      hidden_dim=6912,
       dtype='bfloat16',
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=1e-3, warmup_steps=1_000),
     data=train_config.DataConfig(
-      corpus='/data/text', seq_len=4096, batch_size=128, streams=64, eval_batches=8,
+      corpus='/data/text',
+      seq_len=4096,
+      batch_size=128,
+      streams=64,
+      eval_batches=8,
       eval_batch_size=64,
     ),
     mesh=train_config.MeshConfig(fsdp=64),
     sync=run_config.SyncConfig(
-      learners=learners, quorum=1, fragments=24, period=24, overlap=2,
-      codec_up='int8', codec_down='int8', outer_lr=0.7, outer_momentum=0.9,
-      lease_s=60.0, heartbeat_s=10.0, checkpoint_every_syncs=240,
+      learners=learners,
+      quorum=1,
+      fragments=24,
+      period=24,
+      overlap=2,
+      codec_up='int8',
+      codec_down='int8',
+      outer_lr=0.7,
+      outer_momentum=0.9,
+      lease_s=60.0,
+      heartbeat_s=10.0,
+      checkpoint_every_syncs=240,
     ),
-    train=run_config.TrainConfig(steps=100_000, log_every=20, eval_every=2_400,
-                                 checkpoint_every_steps=1_000),
+    train=run_config.TrainConfig(
+      steps=100_000, log_every=20, eval_every=2_400, checkpoint_every_steps=1_000
+    ),
   )
 
 
 VARIANTS: dict[str, Callable[[], run_config.Config]] = {
-  make.__name__: make
-  for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel, v5p_v6e)
+  make.__name__: make for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel, v5p_v6e)
 }
 
 

@@ -35,10 +35,13 @@ def _run_on(choose) -> None:
 def syncer(pipe, max_payload_bytes: int) -> None:
   """The other end: takes donations and says so."""
   _run_on(max)
-  from diloco_jax.transport import link  # pylint: disable=g-import-not-at-top
   from diloco_jax.protocol import events, messages
-  from diloco_jax.transport import grpc_server
-  from diloco_jax.transport import payloads
+  from diloco_jax.transport import (
+    grpc_server,
+    link,  # pylint: disable=g-import-not-at-top
+    payloads,
+  )
+
   kept = payloads.PayloadStore()
 
   def post(event):
@@ -47,7 +50,8 @@ def syncer(pipe, max_payload_bytes: int) -> None:
       pipe.send(event.message.transfer)
 
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', post, kept, link.Limits(max_payload_bytes=max_payload_bytes))
+    '127.0.0.1:0', post, kept, link.Limits(max_payload_bytes=max_payload_bytes)
+  )
   pipe.send(transport.port)
   pipe.recv()
   transport.shutdown(1.0)
@@ -57,35 +61,50 @@ class Donor:
   """An island and its link to the syncer."""
 
   def __init__(self, pipe, port: int, config, rate_bytes_per_s: int, assembled):
-    from diloco_jax.transport import link  # pylint: disable=g-import-not-at-top
-    from diloco_jax.transport import grpc_client
     from diloco_jax.learner import moments_work
-    from diloco_jax.transport import payloads
     from diloco_jax.train import island as island_lib
+    from diloco_jax.transport import (
+      grpc_client,
+      link,  # pylint: disable=g-import-not-at-top
+      payloads,
+    )
+
     self._pipe = pipe
     self.island = island_lib.Island(
-      model=config.model, optimizer=config.optimizer, data=config.data, mesh=config.mesh,
-      total_steps=100_000)
+      model=config.model,
+      optimizer=config.optimizer,
+      data=config.data,
+      mesh=config.mesh,
+      total_steps=100_000,
+    )
     self.island.warm_up()
     self._payloads = payloads.PayloadStore()
     self._moments = moments_work.Moments(self.island, self._post, self._payloads, None)
     self._moments.compile()
     self._connected = threading.Event()
-    limits = link.Limits(max_payload_bytes=assembled.max_payload_bytes,
-                         donation_bytes_per_s=rate_bytes_per_s)
+    limits = link.Limits(
+      max_payload_bytes=assembled.max_payload_bytes, donation_bytes_per_s=rate_bytes_per_s
+    )
     self._transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits)
+      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits
+    )
     self._transport.dial(1)
     self._connected.wait()
 
   def _post(self, event) -> None:
     from diloco_jax.protocol import events, messages  # pylint: disable=g-import-not-at-top
+
     if isinstance(event, events.Connected):
       self._connected.set()
     elif isinstance(event, events.MomentsRead):
       donation = messages.Donation(
-        transfer=event.transfer, donor='l0', step=0, versions=(0,), digest=event.digest,
-        payload=event.payload)
+        transfer=event.transfer,
+        donor='l0',
+        step=0,
+        versions=(0,),
+        digest=event.digest,
+        payload=event.payload,
+      )
       self._transport.send(1, donation, self._payloads.get(event.handle))
       self._payloads.drop(event.handle)
 
@@ -137,6 +156,7 @@ def main() -> None:
   flags = parser.parse_args()
   from diloco_jax.config import build  # pylint: disable=g-import-not-at-top
   from experiments.configs import stdlib_lm
+
   config = stdlib_lm.get_config('tiny')
   config.mesh.data = 1
   config.model.num_layers, config.model.embed_dim = flags.layers, flags.width
@@ -145,7 +165,8 @@ def main() -> None:
   assembled = build.assemble(config)
   ours, theirs = multiprocessing.get_context('spawn').Pipe()
   process = multiprocessing.get_context('spawn').Process(
-    target=syncer, args=(theirs, assembled.max_payload_bytes), daemon=True)
+    target=syncer, args=(theirs, assembled.max_payload_bytes), daemon=True
+  )
   process.start()
   _run_on(min)
   donor = Donor(ours, ours.recv(), config, flags.rate_mib_s << 20, assembled)
@@ -155,10 +176,12 @@ def main() -> None:
   process.join(5)
   alone_ms, during_ms = (1e3 * statistics.median(one) for one in (calm, giving))
   size_mib = assembled.moments_bytes / 2**20
-  print(f'moments {size_mib:.1f} MiB at {flags.rate_mib_s} MiB/s, '
-        f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), '
-        f'{during_ms:.1f} ms while donating (n={len(giving)}), '
-        f'steps/s ratio {alone_ms / during_ms:.3f}; CPU {1e3 * cpu_s / size_mib:.1f} ms per MiB')
+  print(
+    f'moments {size_mib:.1f} MiB at {flags.rate_mib_s} MiB/s, '
+    f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), '
+    f'{during_ms:.1f} ms while donating (n={len(giving)}), '
+    f'steps/s ratio {alone_ms / during_ms:.3f}; CPU {1e3 * cpu_s / size_mib:.1f} ms per MiB'
+  )
 
 
 if __name__ == '__main__':

@@ -20,11 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import exchange
-from diloco_jax.numerics import fragments
-from diloco_jax.numerics import merge
-from diloco_jax.numerics import outer
+from diloco_jax.numerics import codecs, exchange, fragments, merge, outer
 
 ROUNDS = 15
 PARTICIPANTS = 4
@@ -59,8 +55,10 @@ def main(argv: list[str]) -> None:
   seconds(True)
   rounds = [(seconds(False)[1], *seconds(True)) for _ in range(ROUNDS)]
   plain, looking, both = (statistics.median(column) for column in zip(*rounds))
-  print(f'{n:,} values, {PARTICIPANTS} participants: outer step {1e3 * plain:.1f} ms, with norms '
-        f'{1e3 * both:.1f} ms (norms {1e3 * looking:.1f} ms): ratio {both / plain:.2f}')
+  print(
+    f'{n:,} values, {PARTICIPANTS} participants: outer step {1e3 * plain:.1f} ms, with norms '
+    f'{1e3 * both:.1f} ms (norms {1e3 * looking:.1f} ms): ratio {both / plain:.2f}'
+  )
 
 
 if __name__ == '__main__':

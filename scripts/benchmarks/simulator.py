@@ -15,8 +15,8 @@ from absl import app
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from diloco_jax.protocol import config as config_lib
 from diloco_jax.proof.sim import seeds
+from diloco_jax.protocol import config as config_lib
 
 SEEDS = 200
 ROUNDS = 5
@@ -25,10 +25,16 @@ STEPS = {8: 600, 512: 10}  # about as many events in both
 
 def run_world(learners: int) -> int:
   """A run without faults under all checkers; how many events it took."""
-  return seeds.run_calm(config_lib.ProtocolConfig(
-    learners=learners, fragments=6, period=6, overlap=2, quorum=learners // 2,
-    total_steps=STEPS[learners],
-  ))
+  return seeds.run_calm(
+    config_lib.ProtocolConfig(
+      learners=learners,
+      fragments=6,
+      period=6,
+      overlap=2,
+      quorum=learners // 2,
+      total_steps=STEPS[learners],
+    )
+  )
 
 
 def rate(work) -> float:

@@ -15,14 +15,13 @@ import statistics
 import sys
 import tempfile
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.node import failpoints
+from diloco_jax.proof.faults import chaos_report
 from tests.runs import test_syncer_kills as kills
 
 _KILLS = flags.DEFINE_integer('kills', 200, 'how many', 10)
@@ -55,17 +54,26 @@ def main(argv: list[str]) -> int:
     ledger, gaps = run.of('syncer', 'ledger')[-1], run.gaps_of_the_survivor()
     times, longest = restarts(run), max(gaps, key=lambda gap: gap.gap_ns / gap.limit_ns)
     pauses = sum(gap.pause for gap in gaps)
-    missing, unaccounted = sum(run.lost_versions()), chaos_report.balance(ledger) + ledger['unsettled']
+    missing, unaccounted = (
+      sum(run.lost_versions()),
+      chaos_report.balance(ledger) + ledger['unsettled'],
+    )
   deaths = {name: len(run.deaths(name)) for name in ('syncer', *kills.LEARNERS)}
   print(f'kills: {deaths}, the run ended with {run.outcome.code}')
   print(f'committed outer steps: {ledger["synced"]}, lost: {missing}')
-  print(f'tokens: {ledger["trained"]} trained in {ledger["fragments"]} fragments each, '
-        f'{unaccounted} fragment-tokens unaccounted for')
-  print(f'syncer, from its death to the next outer step: median {statistics.median(times):.2f} s, '
-        f'longest {max(times):.2f} s (pauses before a restart included)')
-  print(f'l0, around {len(gaps)} deaths of others: {pauses} pauses; longest gap between two steps '
-        f'{longest.gap_ns / 1e6:.0f} ms without waiting for a CPU ({longest.wall_ns / 1e6:.0f} ms '
-        f'with), allowed {longest.limit_ns / 1e6:.0f} ms')
+  print(
+    f'tokens: {ledger["trained"]} trained in {ledger["fragments"]} fragments each, '
+    f'{unaccounted} fragment-tokens unaccounted for'
+  )
+  print(
+    f'syncer, from its death to the next outer step: median {statistics.median(times):.2f} s, '
+    f'longest {max(times):.2f} s (pauses before a restart included)'
+  )
+  print(
+    f'l0, around {len(gaps)} deaths of others: {pauses} pauses; longest gap between two steps '
+    f'{longest.gap_ns / 1e6:.0f} ms without waiting for a CPU ({longest.wall_ns / 1e6:.0f} ms '
+    f'with), allowed {longest.limit_ns / 1e6:.0f} ms'
+  )
   bad = run.outcome.code or missing or unaccounted or pauses > len(gaps) // 10
   return int(bool(bad))
 

@@ -21,13 +21,12 @@ import sys
 import tempfile
 import time
 
-from absl import app
-from absl import flags
+from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import records
 from tests.runs import conductor
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
@@ -35,8 +34,16 @@ _KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)
 _COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
 _OVERRIDES = {**conductor.ENDLESS, 'train.eval_every': 100, 'chaos.enabled': False}
 PATIENCE_S = 120.0  # per kill
-PHASES = ('starting', 'assembled', 'listens', 'restored', 'recovered', 'ready', 'joined',
-          'committed')
+PHASES = (
+  'starting',
+  'assembled',
+  'listens',
+  'restored',
+  'recovered',
+  'ready',
+  'joined',
+  'committed',
+)
 
 
 class Bench(conductor.Conductor):
@@ -87,8 +94,10 @@ def main(argv: list[str]) -> None:
   del argv
   with tempfile.TemporaryDirectory() as folder:
     bench, _ = conductor.play(pathlib.Path(folder), Bench, 60 + PATIENCE_S * _KILLS.value)
-  print(f'{_VARIANT.value}: {len(bench.lives)} kills; seconds since the kill (median, longest), '
-        'CPU time of the new process (median)')
+  print(
+    f'{_VARIANT.value}: {len(bench.lives)} kills; seconds since the kill (median, longest), '
+    'CPU time of the new process (median)'
+  )
   for phase in PHASES:
     walls = [life[phase][0] for life in bench.lives if phase in life]
     cpus = [life[phase][1] for life in bench.lives if life.get(phase, (0, None))[1] is not None]

@@ -12,7 +12,7 @@ from diloco_jax.launch import program
 from experiments.configs import stdlib_lm
 
 _ROOT = pathlib.Path(__file__).parents[2]
-_PROGRAM = '''
+_PROGRAM = """
 import json, sys
 from diloco_jax.launch import program
 program.define_config()
@@ -20,13 +20,14 @@ def main(argv):
   config = program.config()
   print(json.dumps([config.flat(), program.config_flags_of_this_process(), 'jax' in sys.modules]))
 program.run_main(main, default_config='experiments/configs/stdlib_lm.py:cpu')
-'''
+"""
 
 
 def launched(*flags: str) -> subprocess.CompletedProcess:
   """A program that defines --config, run with these flags from the root of the repo."""
-  return subprocess.run([sys.executable, '-c', _PROGRAM, *flags], cwd=_ROOT, text=True,
-                        capture_output=True, check=False)
+  return subprocess.run(
+    [sys.executable, '-c', _PROGRAM, *flags], cwd=_ROOT, text=True, capture_output=True, check=False
+  )
 
 
 @pytest.mark.parametrize('variant', stdlib_lm.VARIANTS)
@@ -55,27 +56,30 @@ def test_variants_share_nothing():
   assert stdlib_lm.get_config('cpu').sync.quorum == 1
 
 
-@pytest.mark.parametrize('name, value, words', [
-  ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
-  ('sync.overlap', 12, 'sync.overlap is 12, it must be between 0 and 11'),
-  ('sync.max_lag', 12, 'sync.max_lag is 12'),
-  ('sync.fragments', 13, 'sync.fragments is 13'),
-  ('sync.learners', 17, 'data.streams is 16 but sync.learners is 17'),
-  ('sync.codec_up', 'fp8', "sync.codec_up is 'fp8'; use one of: float32"),
-  ('sync.codec_down', 'fp8', 'sync.codec_down'),
-  ('sync.merge', 'mean', "sync.merge is 'mean'; use one of: rda, avg"),
-  ('sync.embedding_merge', 'mean', 'sync.embedding_merge'),
-  ('sync.outer', 'adam', "sync.outer is 'adam'"),
-  ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
-  ('sync.gamma', 1.0, 'sync.gamma is 1.0'),
-  ('sync.gamma', float('nan'), 'sync.gamma is nan'),
-  ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
-  ('sync.lease_s', 1.0, 'sync.lease_s is 1.0, it must be between 4.0'),
-  ('train.steps', 0, 'train.steps is 0'),
-  ('train.log_every', 0, 'train.log_every is 0'),
-  ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),
-  ('model.num_kv_heads', 3, 'num_kv_heads'),
-])
+@pytest.mark.parametrize(
+  'name, value, words',
+  [
+    ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
+    ('sync.overlap', 12, 'sync.overlap is 12, it must be between 0 and 11'),
+    ('sync.max_lag', 12, 'sync.max_lag is 12'),
+    ('sync.fragments', 13, 'sync.fragments is 13'),
+    ('sync.learners', 17, 'data.streams is 16 but sync.learners is 17'),
+    ('sync.codec_up', 'fp8', "sync.codec_up is 'fp8'; use one of: float32"),
+    ('sync.codec_down', 'fp8', 'sync.codec_down'),
+    ('sync.merge', 'mean', "sync.merge is 'mean'; use one of: rda, avg"),
+    ('sync.embedding_merge', 'mean', 'sync.embedding_merge'),
+    ('sync.outer', 'adam', "sync.outer is 'adam'"),
+    ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
+    ('sync.gamma', 1.0, 'sync.gamma is 1.0'),
+    ('sync.gamma', float('nan'), 'sync.gamma is nan'),
+    ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
+    ('sync.lease_s', 1.0, 'sync.lease_s is 1.0, it must be between 4.0'),
+    ('train.steps', 0, 'train.steps is 0'),
+    ('train.log_every', 0, 'train.log_every is 0'),
+    ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),
+    ('model.num_kv_heads', 3, 'num_kv_heads'),
+  ],
+)
 def test_what_cannot_work_is_refused_with_both_values(name, value, words):
   config = stdlib_lm.get_config('cpu')
   part, field = name.split('.')
@@ -125,9 +129,14 @@ def test_learner_ids_sort_as_they_count():
 def test_overrides_arrive_and_can_be_passed_on_without_jax():
   """Set, clear, a list's element, a switch; and the flags that make the same config elsewhere."""
   streaming = '--config=experiments/configs/stdlib_lm.py:streaming'
-  done = launched('--config.sync.quorum=2', '--config=ignored.py', streaming,
-                  '--config.sync.max_lag=none', '--config.chaos.kills[0].down_s=3',
-                  '--noconfig.chaos.enabled')
+  done = launched(
+    '--config.sync.quorum=2',
+    '--config=ignored.py',
+    streaming,
+    '--config.sync.max_lag=none',
+    '--config.chaos.kills[0].down_s=3',
+    '--noconfig.chaos.enabled',
+  )
   assert done.returncode == 0, done.stderr
   flat, flags, jax_imported = json.loads(done.stdout)
   assert (flat['name'], flat['sync.quorum'], flat['sync.max_lag']) == ('streaming', 2, None)
@@ -136,16 +145,22 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
   assert json.loads(launched(*flags).stdout)[0] == flat
 
 
-@pytest.mark.parametrize('flags, words', [
-  (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
-  (['--config.sync.quorum=x'], "invalid literal for int() with base 10: 'x'"),
-  (['--config.sync.quorum=9'], 'sync.quorum is 9'),
-  (['--config=experiments/configs/stdlib_lm.py:gpu'], "there is no variant 'gpu'; use one of: cpu"),
-  (['--config=nowhere.py'], "there is no file 'nowhere.py'"),
-  (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no file 'nowhere.py'"),
-  (['--unknown=1'], "Unknown command line flag 'unknown'"),
-  (['stray'], "unexpected argument 'stray'"),
-])
+@pytest.mark.parametrize(
+  'flags, words',
+  [
+    (['--config.sync.quorumm=2'], 'did you mean --config.sync.quorum?'),
+    (['--config.sync.quorum=x'], "invalid literal for int() with base 10: 'x'"),
+    (['--config.sync.quorum=9'], 'sync.quorum is 9'),
+    (
+      ['--config=experiments/configs/stdlib_lm.py:gpu'],
+      "there is no variant 'gpu'; use one of: cpu",
+    ),
+    (['--config=nowhere.py'], "there is no file 'nowhere.py'"),
+    (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no file 'nowhere.py'"),
+    (['--unknown=1'], "Unknown command line flag 'unknown'"),
+    (['stray'], "unexpected argument 'stray'"),
+  ],
+)
 def test_a_wrong_command_is_one_line_and_42(flags, words):
   done = launched(*flags)
   assert done.returncode == program.NEVER_RETRY

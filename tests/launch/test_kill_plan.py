@@ -1,7 +1,7 @@
 """A chaos plan is a function of its config."""
 
-from diloco_jax.launch import kill_plan
 from diloco_jax.config import run_config
+from diloco_jax.launch import kill_plan
 
 _LEARNERS = ['l0', 'l1', 'l2', 'l3']
 

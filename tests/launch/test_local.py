@@ -43,9 +43,13 @@ def test_a_run_goes_on_with_its_own_config_only(config, tmp_path):
     local.open_workdir(config, workdir, resume=True)
 
 
-@pytest.mark.parametrize('workdir, words', [
-  (None, '--resume needs --workdir'), ('nowhere', 'there is no run in'),
-])
+@pytest.mark.parametrize(
+  'workdir, words',
+  [
+    (None, '--resume needs --workdir'),
+    ('nowhere', 'there is no run in'),
+  ],
+)
 def test_there_must_be_a_run_to_resume(config, tmp_path, workdir, words):
   with pytest.raises(ValueError, match=words):
     local.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
@@ -74,8 +78,9 @@ def test_alone_there_is_no_syncer(config, tmp_path):
 
 
 def test_what_the_user_has_set_stays():
-  environment = local.environment(2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7',
-                                      'PYTHONPATH': '/x'})
+  environment = local.environment(
+    2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': '/x'}
+  )
   assert environment['JAX_PLATFORMS'] == 'tpu'
   assert environment['JAX_NUM_CPU_DEVICES'] == '2'  # the mesh of the config
   assert environment['PYTHONPATH'].endswith(':/x')

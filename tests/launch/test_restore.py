@@ -14,15 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import wal
 from diloco_jax.config import build
+from diloco_jax.launch import local, restore
+from diloco_jax.storage import checkpoint, manifests, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.launch import local
-from diloco_jax.storage import manifests
 from diloco_jax.syncer import outer_log
-from diloco_jax.launch import restore
 from diloco_jax.syncer import process as syncer_process
-from diloco_jax.storage import checkpoint
 from experiments.configs import stdlib_lm
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
@@ -51,8 +48,11 @@ def _state(seed: int):
 
 
 def _books(number: int) -> dict:
-  return {'log': 10 * number, 'chain': CHAIN.hex(), 'members': [
-    {'learner': name, 'left': False} for name in LEARNERS]}
+  return {
+    'log': 10 * number,
+    'chain': CHAIN.hex(),
+    'members': [{'learner': name, 'left': False} for name in LEARNERS],
+  }
 
 
 def _part(folder: pathlib.Path, number: int, seed: int, protocol: dict) -> str:
@@ -65,14 +65,21 @@ def _part(folder: pathlib.Path, number: int, seed: int, protocol: dict) -> str:
 def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2]) -> None:
   """A snapshot of the syncer and two of its three learners."""
   islands = {name: manifests.island_folder(workdir, name) for name in learners}
-  manifests.write(workdir, {
-    'snapshot': number, 'step': 100 * number, 'time': 'noon', 'agreement': agreement,
-    'syncer': _part(manifests.syncer_folder(workdir), number, number, _books(number)),
-    'learners': {
-      name: {'incarnation': 1, 'step': 100 * number + 5, 'seal': _part(folder, number, seed, {})}
-      for seed, (name, folder) in enumerate(islands.items(), 10 * number)},
-    'missing': {'l2': 'it was gone before it had saved'},
-  })
+  manifests.write(
+    workdir,
+    {
+      'snapshot': number,
+      'step': 100 * number,
+      'time': 'noon',
+      'agreement': agreement,
+      'syncer': _part(manifests.syncer_folder(workdir), number, number, _books(number)),
+      'learners': {
+        name: {'incarnation': 1, 'step': 100 * number + 5, 'seal': _part(folder, number, seed, {})}
+        for seed, (name, folder) in enumerate(islands.items(), 10 * number)
+      },
+      'missing': {'l2': 'it was gone before it had saved'},
+    },
+  )
 
 
 @pytest.fixture(name='workdir')
@@ -95,8 +102,11 @@ def _workdir(config, agreement, tmp_path) -> pathlib.Path:
 
 def _contents(workdir: pathlib.Path) -> dict[pathlib.Path, bytes]:
   """Every file there is; who holds the lock is no content."""
-  return {path.relative_to(workdir): path.read_bytes() for path in sorted(workdir.rglob('*'))
-          if path.is_file() and path.name != files_lib.LOCK}
+  return {
+    path.relative_to(workdir): path.read_bytes()
+    for path in sorted(workdir.rglob('*'))
+    if path.is_file() and path.name != files_lib.LOCK
+  }
 
 
 def _flip(path: pathlib.Path, byte: int, bit: int) -> None:
@@ -128,8 +138,9 @@ def _held(folder: pathlib.Path) -> checkpoint.Restored:
 
 
 def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
-  bits = [[np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)]
-          for held in (one, other)]
+  bits = [
+    [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(held.state)] for held in (one, other)
+  ]
   return bits[0] == bits[1] and (one.data_state, one.protocol) == (other.data_state, other.protocol)
 
 
@@ -143,8 +154,12 @@ def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
   _take(workdir, 1, agreement, ['l0'])
   roots = [workdir / 'syncer' / 'snapshots', workdir / 'islands' / 'l0' / 'snapshots']
   truth = [_held(root) for root in roots]
-  files = [path for root in (*roots, workdir / 'snapshots') for path in sorted(root.rglob('*'))
-           if path.is_file() and path.stat().st_size]
+  files = [
+    path
+    for root in (*roots, workdir / 'snapshots')
+    for path in sorted(root.rglob('*'))
+    if path.is_file() and path.stat().st_size
+  ]
   draw, found, harmless = random.Random(4), 0, 0
   while found < FLIPS:
     path = files[(found + harmless) % len(files)]  # each of them, small or large
@@ -263,8 +278,10 @@ def test_another_config_is_refused(workdir):
 
 def test_a_restore_that_was_cut_short_is_done_again(config, workdir, monkeypatch):
   """Nothing starts from half of it."""
+
   def cut(*_) -> None:
     raise OSError('no space')
+
   with monkeypatch.context() as patch:
     patch.setattr(restore.outer_log, 'begin', cut)
     with pytest.raises(OSError, match='no space'):

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from diloco_jax.launch import kill_plan
-from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import records
 from diloco_jax.report import run_state as run_state_lib
 
 _DEADLINE_S = 30.0
@@ -28,11 +28,11 @@ _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
 _FOREVER = 'import threading; threading.Event().wait()'
 _DEAF = 'import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); '
 # Is done once DONE exists.
-_SYNCER = '''
+_SYNCER = """
 import os, pathlib, sys
 while not pathlib.Path(sys.argv[1], "DONE").exists():
   os.sched_yield()
-'''
+"""
 
 
 def program(name: str, script: str, *args: str) -> supervisor_lib.Program:
@@ -57,9 +57,13 @@ class Run:
 
     async def main():
       self.supervisor = supervisor_lib.Supervisor(
-        self._programs, self.workdir, self.view, recorder,
+        self._programs,
+        self.workdir,
+        self.view,
+        recorder,
         listen=lambda name, line: self.lines.append((name, line)),
-        tick=lambda view: tick(self), **self._kwargs,
+        tick=lambda view: tick(self),
+        **self._kwargs,
       )
       return await asyncio.wait_for(self.supervisor.run(), _DEADLINE_S)
 
@@ -86,19 +90,24 @@ def await_true(condition, what: str) -> None:
 
 def test_the_run_ends_with_its_syncer(tmp_path):
   learner = 'import pathlib, sys; print("hello"); pathlib.Path(sys.argv[1], "DONE").touch()'
-  run = Run(tmp_path, [program('syncer', _SYNCER, str(tmp_path)),
-                       program('l0', learner, str(tmp_path))])
+  run = Run(
+    tmp_path, [program('syncer', _SYNCER, str(tmp_path)), program('l0', learner, str(tmp_path))]
+  )
   outcome = run.run()
   assert (outcome.code, outcome.text) == (0, 'done')
   assert run.said('l0') == ['hello']
   assert (tmp_path / 'logs' / 'l0.log').read_text() == 'hello\n'
   assert {name: fate.state for name, fate in outcome.fates.items()} == {
-    'syncer': 'done', 'l0': 'done'}
+    'syncer': 'done',
+    'l0': 'done',
+  }
 
 
 def test_a_learner_that_falls_is_started_again(tmp_path):
-  script = ('import pathlib, sys; first = pathlib.Path(sys.argv[1], "first"); '
-            'again = first.exists(); first.touch(); sys.exit(0 if again else 3)')
+  script = (
+    'import pathlib, sys; first = pathlib.Path(sys.argv[1], "first"); '
+    'again = first.exists(); first.touch(); sys.exit(0 if again else 3)'
+  )
   outcome = Run(tmp_path, [program('l0', script, str(tmp_path))]).run()
   assert outcome.code == 0
   assert outcome.fates['l0'].starts == 2
@@ -113,16 +122,17 @@ def test_a_learner_that_always_falls_is_given_up(tmp_path, monkeypatch):
 
 def test_42_of_the_syncer_ends_all_with_its_line(tmp_path):
   syncer = 'import sys; print("error: port 7 is taken", file=sys.stderr); sys.exit(42)'
-  run = Run(tmp_path, [program('syncer', syncer), program('l0', _FOREVER),
-                       program('l1', _FOREVER)])
+  run = Run(tmp_path, [program('syncer', syncer), program('l0', _FOREVER), program('l1', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'port 7 is taken')
 
 
 def test_42_of_a_learner_ends_only_that_learner(tmp_path):
   refused = 'import sys; print("error: another model", file=sys.stderr); sys.exit(42)'
-  run = Run(tmp_path, [program('syncer', _SYNCER, str(tmp_path)), program('l0', refused),
-                       program('l1', _FOREVER)])
+  run = Run(
+    tmp_path,
+    [program('syncer', _SYNCER, str(tmp_path)), program('l0', refused), program('l1', _FOREVER)],
+  )
 
   def tick(run: Run) -> None:
     if run.supervisor.fates['l0'].state == 'refused':
@@ -130,44 +140,50 @@ def test_42_of_a_learner_ends_only_that_learner(tmp_path):
 
   run._kwargs['finish_s'] = 0.1
   outcome = run.run(tick)
-  assert outcome.fates['l0'] == supervisor_lib.Fate(
-    state='refused', starts=1, last_error='another model')
+  assert outcome.fates['l0'] == run_state_lib.Fate(
+    state='refused', starts=1, last_error='another model'
+  )
   assert outcome.fates['syncer'].state == 'done'
 
 
 def test_42_of_the_syncer_ends_the_run_with_42_and_74_is_tried_again(tmp_path):
   """First the disk fails, which a restart may help; then the log is found damaged."""
-  syncer = ('import pathlib, sys\n'
-            'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
-            'again = failed.exists(); failed.touch()\n'
-            'print("error: DD402" if again else "error: DD405", file=sys.stderr)\n'
-            'sys.exit(42 if again else 74)')
+  syncer = (
+    'import pathlib, sys\n'
+    'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
+    'again = failed.exists(); failed.touch()\n'
+    'print("error: DD402" if again else "error: DD405", file=sys.stderr)\n'
+    'sys.exit(42 if again else 74)'
+  )
   run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'DD402')
-  assert outcome.fates['syncer'] == supervisor_lib.Fate(
-    state='refused', starts=2, last_error='DD402')
+  assert outcome.fates['syncer'] == run_state_lib.Fate(
+    state='refused', starts=2, last_error='DD402'
+  )
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 
 def test_the_chaos_plan_kills_and_brings_back(tmp_path):
-  learner = ('import json, pathlib, sys, threading\n'
-             'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
-             'again = (out / "l0.jsonl").exists()\n'
-             'fact = {"name": "step", "step": 50, "steps": 1, "tokens": 8, "loss": 1.0,'
-             ' "seconds": 0.1, "time": 0}\n'
-             'with open(out / "l0.jsonl", "a") as f: f.write(json.dumps(fact) + "\\n")\n'
-             'again or threading.Event().wait()')
+  learner = (
+    'import json, pathlib, sys, threading\n'
+    'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
+    'again = (out / "l0.jsonl").exists()\n'
+    'fact = {"name": "step", "step": 50, "steps": 1, "tokens": 8, "loss": 1.0,'
+    ' "seconds": 0.1, "time": 0}\n'
+    'with open(out / "l0.jsonl", "a") as f: f.write(json.dumps(fact) + "\\n")\n'
+    'again or threading.Event().wait()'
+  )
   kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
-  assert outcome.fates['l0'] == supervisor_lib.Fate(state='done', starts=2, kills=1)
+  assert outcome.fates['l0'] == run_state_lib.Fate(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
 
 
 # Makes an outer step, says so, and stays; who stands by waits for its line first, then is done.
-_STEPS = '''
+_STEPS = """
 import json, pathlib, sys, threading
 if "standby" in sys.argv:
   print("stands by")
@@ -177,7 +193,7 @@ with open(out / "syncer.jsonl", "a") as f:
   f.write(json.dumps({"name": "synced", "sync": 1, "time": 0, "participants": [], "grace_ns": 0,
                       "staleness": 0}) + "\\n")
 threading.Event().wait()
-'''
+"""
 
 
 def with_standby(workdir: pathlib.Path, script: str = _STEPS) -> supervisor_lib.Program:
@@ -198,10 +214,11 @@ def test_who_stands_by_takes_over(tmp_path):
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
   outcome = run.run(tick)
-  assert outcome.fates['syncer'] == supervisor_lib.Fate(state='done', starts=2, kills=1)
+  assert outcome.fates['syncer'] == run_state_lib.Fate(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
-  lives = [fact['pid'] for fact in facts if fact.get('state') == 'starting'
-           and fact['child'] == 'syncer']
+  lives = [
+    fact['pid'] for fact in facts if fact.get('state') == 'starting' and fact['child'] == 'syncer'
+  ]
   assert len(lives) == 2 and set(lives) <= set(ready)
   assert 'syncer: who stood by takes over (life 2)' in run.said('local')
 
@@ -266,9 +283,13 @@ def test_who_stands_by_is_gone_with_the_run(tmp_path):
 
 def test_an_interrupt_leaves_nobody_even_if_a_child_is_deaf(tmp_path):
   """The deaf child and the one that it started itself, in a session of its own."""
-  deaf = (_DEAF + 'import subprocess, sys; subprocess.Popen([sys.executable, "-S", "-c", '
-          + repr(_DEAF + 'threading.Event().wait()') + '], start_new_session=True); '
-          'print("deaf"); threading.Event().wait()')
+  deaf = (
+    _DEAF
+    + 'import subprocess, sys; subprocess.Popen([sys.executable, "-S", "-c", '
+    + repr(_DEAF + 'threading.Event().wait()')
+    + '], start_new_session=True); '
+    'print("deaf"); threading.Event().wait()'
+  )
   run = Run(tmp_path, [program('l0', deaf), program('l1', _FOREVER)], stop_s=0.5)
   pids: list[int] = []
 
@@ -285,8 +306,9 @@ def test_an_interrupt_leaves_nobody_even_if_a_child_is_deaf(tmp_path):
 
 
 def test_a_second_interrupt_kills_at_once(tmp_path):
-  run = Run(tmp_path, [program('l0', _DEAF + 'print("deaf"); threading.Event().wait()')],
-            stop_s=_DEADLINE_S)
+  run = Run(
+    tmp_path, [program('l0', _DEAF + 'print("deaf"); threading.Event().wait()')], stop_s=_DEADLINE_S
+  )
 
   def tick(run: Run) -> None:
     if run.said('l0'):
@@ -298,7 +320,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path):
   """SIGKILL gives it no chance to stop them; the kernel does (die_with_parent.py)."""
   deaf = _DEAF + 'print("deaf"); threading.Event().wait()'
-  script = f'''
+  script = f"""
 import asyncio, os, pathlib, sys
 from diloco_jax.launch import children
 async def main():
@@ -307,9 +329,13 @@ async def main():
                                lambda name, line: print(child.pid, flush=True))
   await child.wait()
 asyncio.run(main())
-'''
-  parent = subprocess.Popen([sys.executable, '-c', script, str(tmp_path)], stdout=subprocess.PIPE,
-                            text=True, cwd=pathlib.Path(__file__).parents[2])
+"""
+  parent = subprocess.Popen(
+    [sys.executable, '-c', script, str(tmp_path)],
+    stdout=subprocess.PIPE,
+    text=True,
+    cwd=pathlib.Path(__file__).parents[2],
+  )
   with parent:
     child_pid = int(parent.stdout.readline())
     assert not gone(child_pid)
@@ -331,13 +357,16 @@ def test_backoff_grows_to_its_cap_and_is_jittered():
     assert longest / 2 <= pause_s <= longest
 
 
-@pytest.mark.parametrize('states, code', [
-  ({'syncer': 'done', 'l0': 'done', 'l1': 'refused'}, 0),
-  ({'syncer': 'failed', 'l0': 'down'}, 1),
-  ({'syncer': 'waiting', 'l0': 'refused', 'l1': 'refused'}, 42),
-  ({'syncer': 'refused', 'l0': 'waiting'}, 42),
-])
+@pytest.mark.parametrize(
+  'states, code',
+  [
+    ({'syncer': 'done', 'l0': 'done', 'l1': 'refused'}, 0),
+    ({'syncer': 'failed', 'l0': 'down'}, 1),
+    ({'syncer': 'waiting', 'l0': 'refused', 'l1': 'refused'}, 42),
+    ({'syncer': 'refused', 'l0': 'waiting'}, 42),
+  ],
+)
 def test_verdict(states, code):
-  fates = {name: supervisor_lib.Fate(state=state) for name, state in states.items()}
+  fates = {name: run_state_lib.Fate(state=state) for name, state in states.items()}
   syncer = fates.pop('syncer')
   assert supervisor_lib._verdict(syncer, list(fates.values()), False)['code'] == code

@@ -6,11 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.learner import baseline
 from diloco_jax.config import build
+from diloco_jax.launch import one_process
+from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.report import records
-from diloco_jax.launch import one_process
 from experiments.configs import stdlib_lm
 
 

@@ -5,13 +5,12 @@ import contextlib
 import jax
 import numpy as np
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
 from diloco_jax.config import build
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
-from diloco_jax.transport import payloads
+from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
+from diloco_jax.transport import payloads
 from experiments.configs import stdlib_lm
 
 
@@ -27,13 +26,16 @@ def test_a_lease_moves_the_island_and_undoes_what_was_trained_if_asked(tmp_path)
   config = stdlib_lm.get_config('tiny')
   assembled, posted = build.assemble(config), []
   island = learner_process.make_island(
-    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices])
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
+  )
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(
-      assembled, island, posted.append, payloads.PayloadStore(), recorder)
+      assembled, island, posted.append, payloads.PayloadStore(), recorder
+    )
     initial = _host(island.params)
     for action in (
-      actions.UseStream(stream=3, cursor=7, rewind=False), actions.Step(step=0),
+      actions.UseStream(stream=3, cursor=7, rewind=False),
+      actions.Step(step=0),
       actions.Step(step=1),
     ):
       work.submit(action)

@@ -7,13 +7,10 @@ from typing import Any
 import pytest
 
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.node import clock
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.transport import in_process
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -77,22 +74,30 @@ def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
   payloads, ports = payloads_lib.PayloadStore(), Ports()
   handle = payloads.put(PAYLOAD)
   step, end = actions.Step(step=3), actions.Exit(code=0, text='done')
-  machine = Script([
-    actions.Dial(session=1),
-    actions.Send(session=1, message=messages.Heartbeat()),
-    actions.Send(session=1, message=messages.Leave(reason='x'), handle=handle),
-    actions.Drop(handle=handle),
-    step,
-    actions.Report(name='state', values={'a': 1}),
-    actions.Say(text='hello'),
-    actions.Close(session=1, reason='over'),
-  ], [end, actions.Say(text='never said')])
-  assert run(machine, ports, events.Stop(reason='a'), events.Stop(reason='b'),
-             payloads=payloads) == end
+  machine = Script(
+    [
+      actions.Dial(session=1),
+      actions.Send(session=1, message=messages.Heartbeat()),
+      actions.Send(session=1, message=messages.Leave(reason='x'), handle=handle),
+      actions.Drop(handle=handle),
+      step,
+      actions.Report(name='state', values={'a': 1}),
+      actions.Say(text='hello'),
+      actions.Close(session=1, reason='over'),
+    ],
+    [end, actions.Say(text='never said')],
+  )
+  assert (
+    run(machine, ports, events.Stop(reason='a'), events.Stop(reason='b'), payloads=payloads) == end
+  )
   assert ports.asked == [
-    ('dial', 1), ('send', 1, messages.Heartbeat(), None),
-    ('send', 1, messages.Leave(reason='x'), PAYLOAD), ('work', step),
-    ('report', 'state', {'a': 1}), ('say', 'hello'), ('close', 1, 'over'),
+    ('dial', 1),
+    ('send', 1, messages.Heartbeat(), None),
+    ('send', 1, messages.Leave(reason='x'), PAYLOAD),
+    ('work', step),
+    ('report', 'state', {'a': 1}),
+    ('say', 'hello'),
+    ('close', 1, 'over'),
   ]
   assert [event.reason for _, event in machine.seen] == ['a', 'b']
 
@@ -134,16 +139,22 @@ class Answers:
         self.steps += 1
         self._post(events.StepDone(tokens=5, step_ns=1))
       case actions.Encode(sync=sync, fragment=p):
-        self._post(events.Encoded(
-          sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED))
+        self._post(
+          events.Encoded(
+            sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED
+          )
+        )
       case actions.Adopt(fragment=p, version=version, handle=handle):
         self._payloads.drop(handle)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
       case actions.Merge(sync=sync, fragment=p, participants=participants):
         for one in participants:
           self._payloads.drop(one.handle)
-        self._post(events.MergeDone(
-          sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED, digest=7))
+        self._post(
+          events.MergeDone(
+            sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED, digest=7
+          )
+        )
       case actions.Save(step=step):
         self._post(events.SaveDone(step=step))
 
@@ -163,7 +174,8 @@ class Quiet:
 
 def test_a_run_over_real_threads_and_transports_ends():
   config = config_lib.ProtocolConfig(
-    learners=2, fragments=2, period=2, overlap=0, quorum=2, total_steps=6)
+    learners=2, fragments=2, period=2, overlap=0, quorum=2, total_steps=6
+  )
   hub, exits, records = in_process.InProcessHub(), queue.SimpleQueue(), Quiet()
   works: list[Answers] = []
   stores: list[payloads_lib.PayloadStore] = []
@@ -173,14 +185,15 @@ def test_a_run_over_real_threads_and_transports_ends():
     transport, work = make_transport(inbox.post, payloads), Answers(inbox.post, payloads)
     works.append(work)
     stores.append(payloads)
-    node = loop.Node(machine, inbox, clock.Monotonic(), transport, work, payloads, records)
+    node = loop.Node(machine, inbox, loop.Monotonic(), transport, work, payloads, records)
     inbox.post(events.Wake())
     threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
 
   serve(syncer_machine.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)
   for n in range(2):
     identity = learner_machine.Identity(
-      learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n)
+      learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n
+    )
     serve(learner_machine.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
   assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
   assert [len(store) for store in stores] == [0, 0, 0], 'every payload was dropped'

@@ -57,9 +57,13 @@ def test_a_turn_is_on_the_tape_before_its_actions_are_carried_out():
   assert world.asked == [(7, events.Wake(), [step]), step, (7, events.Stop(reason='x'), [end])]
 
 
-@pytest.mark.parametrize('kept, words', [
-  (True, 'It is on the tape X.'), (False, 'No tape was kept.'),
-])
+@pytest.mark.parametrize(
+  'kept, words',
+  [
+    (True, 'It is on the tape X.'),
+    (False, 'No tape was kept.'),
+  ],
+)
 def test_a_machine_that_raises_names_its_tape(kept: bool, words: str):
   world, error = World(), KeyError('l7')
   with pytest.raises(loop.MachineCrash) as raised:

@@ -3,15 +3,14 @@
 import functools
 
 import hypothesis
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
 
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import codecs_numpy
+from diloco_jax.numerics import codecs, codecs_numpy
 
 _N = 64
 _QUICK = hypothesis.settings(deadline=None, max_examples=150, derandomize=True)
@@ -44,9 +43,10 @@ def _cases():
   yield 'edges, one per block', _padded(np.stack([mixed] + [mixed * 0] * 31, 1).reshape(-1))
   for e in (-126, -124, -123, -122, -120, -119, -118, 0, 127):
     steps = np.arange(-256, 256, dtype=np.float32) / 256  # ties of both integer formats
-    yield f'ties at 2^{e}', np.concatenate([steps, [1.0], np.zeros(31)]).astype(
-      np.float32
-    ) * np.float32(2.0**e)
+    yield (
+      f'ties at 2^{e}',
+      np.concatenate([steps, [1.0], np.zeros(31)]).astype(np.float32) * np.float32(2.0**e),
+    )
 
 
 def _finite(values):
@@ -160,9 +160,9 @@ def test_golden_bytes_float32_and_bfloat16():
   values = np.zeros(32, np.float32)
   values[:4] = [1.0, -2.5, 1 + 2**-8, -1e-40]  # a tie to even; a subnormal
   data, ok = _jitted('float32')[0](values)
-  assert bytes(np.asarray(data)).hex() == '0000803f' '000020c0' '0080803f' + '00' * 116 and ok
+  assert bytes(np.asarray(data)).hex() == '0000803f000020c00080803f' + '00' * 116 and ok
   data, ok = _jitted('bfloat16')[0](values)
-  assert bytes(np.asarray(data)).hex() == '803f' '20c0' '803f' + '00' * 58 and ok
+  assert bytes(np.asarray(data)).hex() == '803f20c0803f' + '00' * 58 and ok
 
 
 @pytest.mark.parametrize('name', codecs.NAMES)

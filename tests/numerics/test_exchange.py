@@ -8,12 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import digest
-from diloco_jax.numerics import exchange
-from diloco_jax.numerics import fragments
-from diloco_jax.numerics import merge
-from diloco_jax.numerics import outer
+from diloco_jax.numerics import codecs, digest, exchange, fragments, merge, outer
 
 _P = 2
 
@@ -76,7 +71,7 @@ def _payloads(codec, p, anchor_N, learners, scale=0.01):
 def test_learner_and_syncer_hold_the_same_bits_version_after_version(name, p):
   codec, outer_opt, master_N, published_N, state = _start(p, name)
   params, anchor_N = _tree(), published_N
-  for version in range(3):
+  for _version in range(3):
     payloads = _payloads(codec, p, anchor_N, 3)
     weights = jnp.float32([3, 1, 2])
     result = _outer_step(

@@ -1,11 +1,11 @@
 """Layouts: every row of every leaf exactly once, evenly, and the same on every learner."""
 
 import hypothesis
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from diloco_jax.numerics import fragments
 

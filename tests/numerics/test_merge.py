@@ -6,8 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from diloco_jax.numerics import merge
-from diloco_jax.numerics import outer
+from diloco_jax.numerics import merge, outer
 
 _SHAPES = {'embed': (16, 4), 'w': (8, 24), 'scale': (5,), 'bias': ()}
 _LABELS = {'embed': 'avg', 'w': 'rda', 'scale': 'rda', 'bias': 'avg'}
@@ -28,9 +27,7 @@ def _params(seed=0):
 
 def _deltas(learners, seed=1):
   rng = np.random.default_rng(seed)
-  return {
-    k: rng.standard_normal((learners, *s)).astype(np.float32) for k, s in _SHAPES.items()
-  }
+  return {k: rng.standard_normal((learners, *s)).astype(np.float32) for k, s in _SHAPES.items()}
 
 
 def _weights(learners, seed=2):
@@ -95,9 +92,7 @@ def test_absent_learners_change_no_bit_of_a_large_tensor_either():
 def test_a_lone_learner_is_taken_as_it_is(rule):
   deltas = _deltas(1)
   merged, _ = rule.merge(deltas, _weights(1), rule.init(_params()))
-  jax.tree.map(
-    lambda x, d: np.testing.assert_allclose(x, d[0], rtol=1e-6), merged, deltas
-  )
+  jax.tree.map(lambda x, d: np.testing.assert_allclose(x, d[0], rtol=1e-6), merged, deltas)
 
 
 @rules
@@ -211,7 +206,10 @@ def test_by_label_serves_a_part_of_the_tree_and_names_what_is_missing():
 class TestEveryOuterOptimizer:
   def test_it_is_the_rule_then_the_transform(self, rule, tx):
     outer_opt, params, deltas, weights = (
-      outer.outer_optimizer(rule, tx), _params(), _deltas(3), _weights(3),
+      outer.outer_optimizer(rule, tx),
+      _params(),
+      _deltas(3),
+      _weights(3),
     )
     new, state, merged = outer_opt.update(deltas, weights, outer_opt.init(params), params)
     want, _ = rule.merge(deltas, weights, rule.init(params))

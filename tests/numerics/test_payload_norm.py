@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.numerics import codecs
-from diloco_jax.numerics import exchange
+from diloco_jax.numerics import codecs, exchange
 
 N = 1 << 18  # a fragment of the demo has about as many values
 SCALE = 1e-3  # of a displacement after one period
@@ -39,8 +38,9 @@ def _displacements(n: int = N, seed: int = 0) -> np.ndarray:
   return np.random.default_rng(seed).normal(scale=SCALE, size=n).astype(np.float32)
 
 
-@pytest.mark.parametrize('name, tolerance', [
-  ('float32', 1e-5), ('bfloat16', 1e-3), ('int8', 1e-2), ('int4', 0.1)])
+@pytest.mark.parametrize(
+  'name, tolerance', [('float32', 1e-5), ('bfloat16', 1e-3), ('int8', 1e-2), ('int4', 0.1)]
+)
 def test_the_norm_is_that_of_the_values(name, tolerance):
   values = _displacements()
   expected = float(np.linalg.norm(values.astype(np.float64)))
@@ -50,8 +50,11 @@ def test_the_norm_is_that_of_the_values(name, tolerance):
 def test_no_addend_is_lost_in_a_long_sum():
   """In one float32 sum equal addends stop to count after 2^24 of them."""
   n = 1 << 26
-  norm = exchange.payload_norm(codecs.get('int8'), n, jnp.concatenate([
-    jnp.full(n // 32, 127, jnp.uint8), jnp.full(n, 64, jnp.uint8)]))  # all ones
+  norm = exchange.payload_norm(
+    codecs.get('int8'),
+    n,
+    jnp.concatenate([jnp.full(n // 32, 127, jnp.uint8), jnp.full(n, 64, jnp.uint8)]),
+  )  # all ones
   assert math.isclose(float(norm), math.sqrt(n), rel_tol=1e-4)
 
 

@@ -11,36 +11,36 @@ production code is noticed here: a name that is gone is an error.
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format
-from diloco_jax.storage import wal_recovery
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import join as join_lib
-from diloco_jax.protocol.syncer import moments_relay
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import gathering
-from diloco_jax.protocol.syncer import grace
+from diloco_jax.proof.sim import processes, simulated_log
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import ledger
-from diloco_jax.protocol.syncer import run_snapshot
-from diloco_jax.protocol.syncer import members
-from diloco_jax.protocol.syncer import membership
-from diloco_jax.protocol import messages
 from diloco_jax.protocol.learner import moments
-from diloco_jax.protocol.syncer import pace
-from diloco_jax.protocol.syncer import published
-from diloco_jax.protocol.syncer import quorum
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.syncer import checkpoints
-from diloco_jax.protocol.syncer import screening
-from diloco_jax.protocol.syncer import shards
+from diloco_jax.protocol.syncer import (
+  checkpoints,
+  gathering,
+  grace,
+  ledger,
+  members,
+  membership,
+  moments_relay,
+  pace,
+  published,
+  quorum,
+  recovery,
+  run_snapshot,
+  screening,
+  shards,
+  verdicts,
+)
+from diloco_jax.protocol.syncer import gather as gather_lib
+from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import verdicts
-from diloco_jax.proof.sim import simulated_log
-from diloco_jax.proof.sim import processes
+from diloco_jax.storage import wal, wal_format, wal_recovery
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -68,20 +68,24 @@ MUTANTS: dict[str, Mutant] = {}
 
 def mutant(bug: str, owner: Any, name: str, caught_by: str, also: tuple = ()) -> Callable:
   """Registers `wrap`, under its own name, as a mutant of owner.name (and of what `also` names)."""
+
   def register(wrap: Callable[[Any], Any]) -> Callable:
     key = wrap.__name__
     assert key not in MUTANTS, key
     MUTANTS[key] = Mutant(key, bug, tuple(caught_by.split()), ((owner, name, wrap), *also))
     return wrap
+
   return register
 
 
 def _never_refuses(original: Any) -> Callable:
   """An account that says of every range that it was settled: the machine's own assertion on it is
   not what is to catch a mutant."""
+
   def settle(self, fragment, start, end, reason):
     original(self, fragment, start, end, reason)
     return True
+
   return settle
 
 
@@ -91,11 +95,17 @@ SETTLES = (ledger.Account, 'settle', _never_refuses)
 # --- Contributions --------------------------------------------------------------------------------
 
 
-@mutant('A range that was settled before counts again.', verdicts, 'judge', 'I1 I7',
-        also=(SETTLES, (shards.Streams, 'counts', lambda original: lambda *args: True)))
+@mutant(
+  'A range that was settled before counts again.',
+  verdicts,
+  'judge',
+  'I1 I7',
+  also=(SETTLES, (shards.Streams, 'counts', lambda original: lambda *args: True)),
+)
 def no_dedup(original):
   def judge(message, name, gather, fragment, cursor, max_staleness):
     return original(message, name, gather, fragment, -1, max_staleness)
+
   return judge
 
 
@@ -103,6 +113,7 @@ def no_dedup(original):
 def stale_base_merged(original):
   def judge(message, name, gather, fragment, cursor, max_staleness):
     return original(message, name, gather, fragment, cursor, 10**9)
+
   return judge
 
 
@@ -111,16 +122,22 @@ def merge_in_arrival_order(original):
   def _merge(self, now_ns, gather, why):
     with mock.patch.object(syncer_machine, 'sorted', list, create=True):
       original(self, now_ns, gather, why)
+
   return _merge
 
 
-@mutant('A contribution counts the tokens that were reported, not those of its range.',
-        SyncerMachine, '_participant', 'I7')
+@mutant(
+  'A contribution counts the tokens that were reported, not those of its range.',
+  SyncerMachine,
+  '_participant',
+  'I7',
+)
 def tokens_of_the_report(original):
   def _participant(self, name, message, handle):
     account = self._ledger.of(self._members.by_id[name])
     reported = account.trained - account.cursors[message.fragment]
     return dataclasses.replace(original(self, name, message, handle), tokens=reported)
+
   return _participant
 
 
@@ -130,15 +147,21 @@ def discard_without_ledger(original):
     if reason:
       return True
     return original(self, fragment, start, end, reason)
+
   return settle
 
 
-@mutant('What was trained after the snapshot and then overwritten is forgotten.',
-        membership.Membership, 'adopted', 'I7 I16')
+@mutant(
+  'What was trained after the snapshot and then overwritten is forgotten.',
+  membership.Membership,
+  'adopted',
+  'I7 I16',
+)
 def overwrite_without_ledger(original):
   def adopted(self, now_ns, member, message):
     with mock.patch.object(ledger.Account, 'overwrite', lambda *args: None):
       original(self, now_ns, member, message)
+
   return adopted
 
 
@@ -153,15 +176,18 @@ def late_counted_twice(original):
     original(self, member, message, handle, reason)
     if reason == Reason.LATE:
       self._ledger.of(member)._discard(message.tokens_to - message.tokens_from, reason)
+
   return _turn_down
 
 
-@mutant('A payload that came too late is dropped without a word.',
-        gathering.Gathering, 'settle', 'I7c')
+@mutant(
+  'A payload that came too late is dropped without a word.', gathering.Gathering, 'settle', 'I7c'
+)
 def late_is_not_told(original):
   def settle(self, member, sync, fragment, reason):
     if reason != Reason.LATE:
       original(self, member, sync, fragment, reason)
+
   return settle
 
 
@@ -170,47 +196,61 @@ def merged_is_not_told(original):
   def settle(self, member, sync, fragment, reason):
     if reason:
       original(self, member, sync, fragment, reason)
+
   return settle
 
 
 # --- A learner's answers --------------------------------------------------------------------------
 
 
-@mutant('A snapshot is sent on whatever stream is up when it is encoded.',
-        LearnerMachine, '_encoded', 'I1b')
+@mutant(
+  'A snapshot is sent on whatever stream is up when it is encoded.',
+  LearnerMachine,
+  '_encoded',
+  'I1b',
+)
 def old_snapshot_on_a_new_stream(original):
   def _encoded(self, encoded):
     if self._encoding and self._connection.joined:
       _, message = self._encoding[0]
       self._encoding[0] = self._connection.session, message
     original(self, encoded)
+
   return _encoded
 
 
-@mutant('A joiner is asked for its share before it has caught up.', members.Member, 'caught_up',
-        'I17 L5')
+@mutant(
+  'A joiner is asked for its share before it has caught up.', members.Member, 'caught_up', 'I17 L5'
+)
 def contributes_while_due(original):
   return property(lambda self: self.live and bool(self.sent))
 
 
-@mutant('After a cancelled sync the learner does not send its tokens again.',
-        LearnerMachine, '_settled', 'I1b')
+@mutant(
+  'After a cancelled sync the learner does not send its tokens again.',
+  LearnerMachine,
+  '_settled',
+  'I1b',
+)
 def no_resend_after_cancel(original):
   def _settled(self, settled):
     anchor = self._anchors[settled.fragment]
     contributed = anchor.contributed
     original(self, settled)
     anchor.contributed = contributed
+
   return _settled
 
 
-@mutant('After a new stream the learner does not send its tokens again.',
-        LearnerMachine, '_renew', 'I1b')
+@mutant(
+  'After a new stream the learner does not send its tokens again.', LearnerMachine, '_renew', 'I1b'
+)
 def no_resend_after_reconnect(original):
   def _renew(self, fragment, anchor, clock):
     contributed = anchor.contributed
     original(self, fragment, anchor, clock)
     anchor.contributed = contributed
+
   return _renew
 
 
@@ -221,22 +261,32 @@ def nan_is_not_declined(original):
       self._encoding.popleft()
     else:
       original(self, encoded)
+
   return _encoded
 
 
-@mutant('The result of an outer step that is not finite is published.',
-        SyncerMachine, '_dispatch', 'I9 I3')
+@mutant(
+  'The result of an outer step that is not finite is published.',
+  SyncerMachine,
+  '_dispatch',
+  'I9 I3',
+)
 def not_finite_is_published(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MergeDone) and event.failed:
       payload = messages.Payload(size_bytes=64, crc32=0)
       event = dataclasses.replace(event, failed='', payload=payload)
     original(self, now_ns, event)
+
   return _dispatch
 
 
-@mutant('A learner holds its next step back until what it sent is settled.',
-        LearnerMachine, '_may_step', 'L1')
+@mutant(
+  'A learner holds its next step back until what it sent is settled.',
+  LearnerMachine,
+  '_may_step',
+  'L1',
+)
 def step_waits_for_verdict(original):
   return lambda self: original(self) and not any(one.contributed for one in self._anchors)
 
@@ -250,9 +300,13 @@ def step_waits_for_connection(original):
 def lag_is_one_more(original):
   def _may_step(self):
     lag = self._config.lag
-    ahead = lag is not None and self._training == 'training' and (
-      self.step < min(one.next_due for one in self._anchors) + lag + 1)
+    ahead = (
+      lag is not None
+      and self._training == 'training'
+      and (self.step < min(one.next_due for one in self._anchors) + lag + 1)
+    )
     return original(self) or ahead
+
   return _may_step
 
 
@@ -265,6 +319,7 @@ def late_publish_moves_back(original):
 def digest_not_compared(original):
   def _adopt_done(self, done):
     original(self, dataclasses.replace(done, digest=self._adopting[0][1].digest))
+
   return _adopt_done
 
 
@@ -272,6 +327,7 @@ def digest_not_compared(original):
 def tokens_of_the_last_life(original):
   def _begin_life(self, joined):
     self._incarnation = joined.incarnation
+
   return _begin_life
 
 
@@ -287,6 +343,7 @@ def no_limit(original):
 def no_warm_up(original):
   def limit(window, steps, config):
     return original(window, steps, dataclasses.replace(config, norm_warmup=1))
+
   return limit
 
 
@@ -314,6 +371,7 @@ def the_innocent_are_punished(original):
   def _publish(self, gather, done):
     everybody = tuple(one.learner for one in gather.participants) if done.refused else ()
     original(self, gather, dataclasses.replace(done, refused=everybody))
+
   return _publish
 
 
@@ -326,11 +384,16 @@ def strikes_stay(original):
       member = self._members.by_id[name]
       member.strikes = max(member.strikes, strikes)
     return out
+
   return ended
 
 
-@mutant('Who is refused again and again is never put into quarantine.', members.Members,
-        'quarantined', 'I9c')
+@mutant(
+  'Who is refused again and again is never put into quarantine.',
+  members.Members,
+  'quarantined',
+  'I9c',
+)
 def no_quarantine(original):
   return lambda self, member: False
 
@@ -340,6 +403,7 @@ def quarantined_comes_back(original):
   def taken(join, members_, config, now_ns):
     refused = original(join, members_, config, now_ns)
     return None if refused is not None and refused.code == 'QUARANTINED' else refused
+
   return taken
 
 
@@ -350,6 +414,7 @@ def strikes_not_recovered(original):
     for row in state['members']:
       row['strikes'] = row['worst'] = 0
     return state
+
   return recovered
 
 
@@ -358,11 +423,13 @@ def norms_not_recovered(original):
   def recovered(snapshot, outcomes):
     state = original(snapshot, outcomes)
     return {**state, 'norms': [[] for _ in state['norms']]}
+
   return recovered
 
 
-@mutant('A closing sync that ended with its syncer is not opened again.', pace.Pace, 'resume',
-        'I7 P1')
+@mutant(
+  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'resume', 'I7 P1'
+)
 def closing_syncs_are_lost(original):
   return lambda self, next_sync, opened, undecided: original(self, next_sync, opened, ())
 
@@ -371,6 +438,7 @@ def closing_syncs_are_lost(original):
 def recovery_merges_the_refused(original):
   def _close(state, outcome):
     original(state, dataclasses.replace(outcome, refused=()))
+
   return _close
 
 
@@ -382,6 +450,7 @@ def dead_learner_counts(original):
   def leave(self, name):
     for gather in self.open.values():
       gather.waiting.discard(name)
+
   return leave
 
 
@@ -389,6 +458,7 @@ def dead_learner_counts(original):
 def quorum_is_one_less(original):
   def decide(gather, now_ns, needed, live, closing):
     return original(gather, now_ns, max(1, needed - 1), live, closing)
+
   return decide
 
 
@@ -396,6 +466,7 @@ def _decides_with_repeats(original):
   def decide(gather, now_ns, needed, live, closing):
     repeats = sum(name.endswith(' again') for name in gather.asked)
     return original(gather, now_ns, max(1, needed - repeats), live, closing)
+
   return decide
 
 
@@ -403,19 +474,27 @@ def _fails_without_repeats(original):
   def _fail(self, gather, why):
     gather.asked = {name for name in gather.asked if not name.endswith(' again')}
     original(self, gather, why)
+
   return _fail
 
 
-@mutant('The quorum counts a payload that was said twice as two.',
-        gathering.Gathering, 'contribution', 'I5 L2a',
-        also=((quorum, 'decide', _decides_with_repeats),
-              (SyncerMachine, '_fail', _fails_without_repeats)))
+@mutant(
+  'The quorum counts a payload that was said twice as two.',
+  gathering.Gathering,
+  'contribution',
+  'I5 L2a',
+  also=(
+    (quorum, 'decide', _decides_with_repeats),
+    (SyncerMachine, '_fail', _fails_without_repeats),
+  ),
+)
 def quorum_counts_a_learner_twice(original):
   def contribution(self, now_ns, member, message, handle):
     gather = self.open.get(message.sync)
     if gather is not None and member.learner in gather.payloads:
       gather.asked.add(f'{member.learner} again')
     original(self, now_ns, member, message, handle)
+
   return contribution
 
 
@@ -425,6 +504,7 @@ def no_grace(original):
     if not gather.merging and len(gather.payloads) >= needed:
       return 'merge', 'there is a quorum'
     return original(gather, now_ns, needed, live, closing)
+
   return decide
 
 
@@ -438,7 +518,7 @@ def window_is_the_longest(original):
   return lambda self, config, step_ns: config.overlap * step_ns
 
 
-@mutant('The grace window never closes.', quorum.Gather, 'deadline_ns', 'L2a')
+@mutant('The grace window never closes.', gather_lib.Gather, 'deadline_ns', 'L2a')
 def grace_never_ends(original):
   return property(lambda self: None)
 
@@ -448,13 +528,17 @@ def never_cancelled(original):
   def decide(*args):
     verdict, why = original(*args)
     return ('wait', why) if verdict == 'cancel' else (verdict, why)
+
   return decide
 
 
 @mutant('The fastest learner alone sets the pace.', pace.Pace, 'reached', 'P1')
 def fastest_sets_the_pace(original):
-  return property(lambda self: not self.over and bool(self._ready) and (
-    len(self.contributors) >= self._config.quorum))
+  return property(
+    lambda self: (
+      not self.over and bool(self._ready) and (len(self.contributors) >= self._config.quorum)
+    )
+  )
 
 
 @mutant('Two syncs of one fragment are in flight.', SyncerMachine, '_may_open', 'P1')
@@ -462,6 +546,7 @@ def fragment_in_flight_twice(original):
   def _may_open(self):
     free = len(self._gathering.open) < self._config.in_flight
     return not self._stopping and self._pace.reached and free
+
   return _may_open
 
 
@@ -472,11 +557,16 @@ def skips_single_syncs(original):
     if periods:
       self.next = self._schedule.next(self.next)
     return periods
+
   return skip_overdue
 
 
-@mutant('A joiner that has caught up is not asked by the syncs that are open.',
-        gathering.Gathering, 'enter', 'L5')
+@mutant(
+  'A joiner that has caught up is not asked by the syncs that are open.',
+  gathering.Gathering,
+  'enter',
+  'L5',
+)
 def late_joiner_is_not_asked(original):
   return lambda self, member: None
 
@@ -491,12 +581,17 @@ def one_in_flight(original):
   return lambda self: not self._gathering.open and original(self)
 
 
-@mutant('A syncer ends before everybody has heard that the run is over.', SyncerMachine, '_finish',
-        'P2 I7')
+@mutant(
+  'A syncer ends before everybody has heard that the run is over.',
+  SyncerMachine,
+  '_finish',
+  'P2 I7',
+)
 def ends_too_early(original):
   def _finish(self, now_ns):
     original(self, now_ns)
     self._linger_ns = now_ns
+
   return _finish
 
 
@@ -512,6 +607,7 @@ def lease_never_ends(original):
 def lease_is_too_long(original):
   def lease_left_ns(self, member, now_ns):
     return max(0, member.heard_ns + 10 * self._config.lease_ns - now_ns)
+
   return lease_left_ns
 
 
@@ -523,14 +619,19 @@ def no_fencing(original):
   return lambda self, name, nonce: False
 
 
-@mutant('A second process displaces the live holder of an id.',
-        members.Members, 'held_by_other', 'I13')
+@mutant(
+  'A second process displaces the live holder of an id.', members.Members, 'held_by_other', 'I13'
+)
 def no_hold_on_a_live_id(original):
   return lambda self, name, nonce: None
 
 
-@mutant('A Join holds the id, before it is confirmed.', join_lib.Admission, 'join',
-        'I7 I12 I13 I13b I16 I19')
+@mutant(
+  'A Join holds the id, before it is confirmed.',
+  join_lib.Admission,
+  'join',
+  'I7 I12 I13 I13b I16 I19',
+)
 def one_phase_join(original):
   def join(self, now_ns, session, message):
     original(self, now_ns, session, message)
@@ -541,6 +642,7 @@ def one_phase_join(original):
     if before is not None and before.nonce not in (None, message.nonce):
       before.replaced.append(before.nonce)
       before.nonce, before.incarnation = message.nonce, offered.incarnation
+
   return join
 
 
@@ -549,15 +651,21 @@ def join_not_idempotent(original):
   def offer(self, name, nonce):
     member = self.by_id.get(name)
     return 1 if member is None else member.incarnation + 1
+
   return offer
 
 
-@mutant('A process that takes an id over goes on in the incarnation before.',
-        members.Members, 'offer', 'I12')
+@mutant(
+  'A process that takes an id over goes on in the incarnation before.',
+  members.Members,
+  'offer',
+  'I12',
+)
 def incarnation_is_reused(original):
   def offer(self, name, nonce):
     member = self.by_id.get(name)
     return 1 if member is None else member.incarnation
+
   return offer
 
 
@@ -566,15 +674,18 @@ def lost_with_process_forgotten(original):
   def close(self, reason):
     if reason != Reason.LOST_WITH_PROCESS:
       original(self, reason)
+
   return close
 
 
-@mutant('A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta',
-        'I4b')
+@mutant(
+  'A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta', 'I4b'
+)
 def delta_to_anybody(original):
   def send_delta(self, member, publish, handle):
     if member.sent and len(member.on_way[publish.fragment]) < published.AHEAD:
       self._send(member, publish, handle)
+
   return send_delta
 
 
@@ -583,6 +694,7 @@ def slow_learner_is_flooded(original):
   def send_delta(self, member, publish, handle):
     if member.sent and member.sent[publish.fragment] == publish.base_version:
       self._send(member, publish, handle)
+
   return send_delta
 
 
@@ -591,21 +703,28 @@ def left_behind(original):
   def adopted(self, member, fragment, version):
     on_way = member.on_way[fragment]
     member.on_way[fragment] = [one for one in on_way if one > version]
+
   return adopted
 
 
-@mutant('A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back',
-        'I16')
+@mutant(
+  'A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back', 'I16'
+)
 def saves_during_a_merge(original):
   return property(lambda self: False)
 
 
-@mutant('The waiting of a lock-step learner is not ended by a cancelled sync.',
-        SyncerMachine, '_cancel', 'I7c L1 L2a L6')
+@mutant(
+  'The waiting of a lock-step learner is not ended by a cancelled sync.',
+  SyncerMachine,
+  '_cancel',
+  'I7c L1 L2a L6',
+)
 def cancel_is_not_told(original):
   def _cancel(self, gather, why):
     with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
       original(self, gather, why)
+
   return _cancel
 
 
@@ -618,6 +737,7 @@ def withdrawn_payload_leaks(original):
     for gather in self.open.values():
       gather.waiting.discard(name)
       gather.withdraw(name, self._config.quorum)
+
   return leave
 
 
@@ -628,23 +748,30 @@ def snapshots_pile_up(original):
     original(self, fragment, sync)
     encoding.extend(self._encoding)
     self._encoding = encoding
+
   return _answer
 
 
-@mutant('The order of a set, which depends on the hash seed, decides who is served first.',
-        members.Members, 'live', 'I15')
+@mutant(
+  'The order of a set, which depends on the hash seed, decides who is served first.',
+  members.Members,
+  'live',
+  'I15',
+)
 def order_of_a_set(original):
   def live(self):
     names = {member.learner: member for member in self.by_session.values()}
     return [names[name] for name in set(names)]
+
   return live
 
 
 # --- Durability -----------------------------------------------------------------------------------
 
 
-@mutant('An outer step is spoken of before its record is durable.', processes.Syncer, '_commit',
-        'I8')
+@mutant(
+  'An outer step is spoken of before its record is durable.', processes.Syncer, '_commit', 'I8'
+)
 def ack_before_fsync(original):
   def _commit(self, outcome, grads):
     before, job = self.journal.last, original(self, outcome, grads)
@@ -653,17 +780,23 @@ def ack_before_fsync(original):
         self.world.engine.after(delay_ns, lambda: next(job, None))
         return
       yield delay_ns
+
   return _commit
 
 
-@mutant('Learners are told that the run is over before the disk says it.', SyncerMachine,
-        '_close_run', 'I8b')
+@mutant(
+  'Learners are told that the run is over before the disk says it.',
+  SyncerMachine,
+  '_close_run',
+  'I8b',
+)
 def finish_before_it_is_saved(original):
   return lambda self, now_ns: self._finish(now_ns)
 
 
-@mutant('A last checkpoint that failed is as good as one that did not.', checkpoints.Saving, 'end',
-        'I8b')
+@mutant(
+  'A last checkpoint that failed is as good as one that did not.', checkpoints.Saving, 'end', 'I8b'
+)
 def failed_save_says_it(original):
   return lambda self, failed, again_ns: original(self, False, again_ns)
 
@@ -675,6 +808,7 @@ def failed_fsync_ignored(original):
       original(self, doing, call, name, *args, needed=needed)
     except wal_format.WalBroken:
       self._broken = ''
+
   return _do
 
 
@@ -683,23 +817,33 @@ def _unchecked_record(original):
     start = offset + wal_format.ENTRY_HEADER_BYTES
     data = self._files.read(segment.name, start, entry.length)
     return wal.Record(entry.number, entry.kind, entry.chain, memoryview(data))
+
   return _record
 
 
-@mutant('A record whose header is whole is taken for a whole one.', wal_recovery._Scanner, '_entry',
-        'I10 I2', also=((wal.Wal, '_record', _unchecked_record),))
+@mutant(
+  'A record whose header is whole is taken for a whole one.',
+  wal_recovery._Scanner,
+  '_entry',
+  'I10 I2',
+  also=((wal.Wal, '_record', _unchecked_record),),
+)
 def torn_record_accepted(original):
   def _entry(self, name, offset, size):
-    entry = wal_format.parse_entry(
-      self._files.read(name, offset, wal_format.ENTRY_HEADER_BYTES))
+    entry = wal_format.parse_entry(self._files.read(name, offset, wal_format.ENTRY_HEADER_BYTES))
     if entry.length > size - offset - wal_format.ENTRY_HEADER_BYTES:
       raise wal_format.Corrupt('unfinished')
     return entry
+
   return _entry
 
 
-@mutant('Damage in the middle of the log is cut off like a torn tail.', wal_recovery._Scanner,
-        '_broken', 'I2')
+@mutant(
+  'Damage in the middle of the log is cut off like a torn tail.',
+  wal_recovery._Scanner,
+  '_broken',
+  'I2',
+)
 def damage_is_cut(original):
   def _broken(self, name, offset, size, is_last, error):
     damage = original(self, name, offset, size, is_last, error)
@@ -707,11 +851,16 @@ def damage_is_cut(original):
       self.found.torn_bytes = size - offset
       return None
     return damage
+
   return _broken
 
 
-@mutant('What a failed fsync left in memory counts for durable after a restart.', wal_recovery,
-        'copy', 'I8')
+@mutant(
+  'What a failed fsync left in memory counts for durable after a restart.',
+  wal_recovery,
+  'copy',
+  'I8',
+)
 def unproven_is_not_rewritten(original):
   return lambda files, name, start, end, target: files.truncate(name, end)
 
@@ -736,58 +885,76 @@ def replays_what_is_saved(original):
   return lambda self, after=0: original(self, max(after - 1, 0))
 
 
-@mutant('A checkpoint calls a record its own that it does not hold.', simulated_log.Journal, 'position',
-        'I2 I10')
+@mutant(
+  'A checkpoint calls a record its own that it does not hold.',
+  simulated_log.Journal,
+  'position',
+  'I2 I10',
+)
 def position_is_one_too_far(original):
   return property(lambda self: {**original.fget(self), 'log': self.last + 1})
 
 
-@mutant('The log is dropped before the checkpoint that holds it is verified.', processes.Syncer,
-        '_checkpoint', 'I20')
+@mutant(
+  'The log is dropped before the checkpoint that holds it is verified.',
+  processes.Syncer,
+  '_checkpoint',
+  'I20',
+)
 def compacts_too_early(original):
   def _checkpoint(self, step, snapshot):
     self.journal._log.roll()
     self.journal._log.drop_before(self.journal.last + 1)
     self.world.logged('compacted', self.journal.first)
     yield from original(self, step, snapshot)
+
   return _checkpoint
 
 
-@mutant('The books of an outer step are those at the end of the turn, not at its decision.',
-        SyncerMachine, 'handle', 'I16')
+@mutant(
+  'The books of an outer step are those at the end of the turn, not at its decision.',
+  SyncerMachine,
+  'handle',
+  'I16',
+)
 def books_after_the_turn(original):
   def handle(self, now_ns, event):
     return [
       dataclasses.replace(one, books=self.snapshot()) if isinstance(one, actions.Merge) else one
       for one in original(self, now_ns, event)
     ]
+
   return handle
 
 
-@mutant('The books of an outer step do not know of its own tokens.', SyncerMachine, '_merge',
-        'I16')
+@mutant('The books of an outer step do not know of its own tokens.', SyncerMachine, '_merge', 'I16')
 def books_before_it_is_settled(original):
   def _merge(self, now_ns, gather, why):
     books = self.snapshot()
-    with mock.patch.object(self, 'snapshot', lambda: {**books, 'merging': [
-        *books['merging'], gather.sync]}, create=True):
+    with mock.patch.object(
+      self, 'snapshot', lambda: {**books, 'merging': [*books['merging'], gather.sync]}, create=True
+    ):
       original(self, now_ns, gather, why)
+
   return _merge
+
+
 @mutant('Wrong bits are counted and left as they are.', membership.Membership, '_repair', 'I4b')
 def wrong_bits_are_left(original):
   def _repair(self, member, adopted):
     self.repaired += 1
+
   return _repair
 
 
-@mutant('Who takes over an id is never answered.', join_lib.Admission, 'confirm',
-        'L3 L5 I13 I17')
+@mutant('Who takes over an id is never answered.', join_lib.Admission, 'confirm', 'L3 L5 I13 I17')
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
     offered = self._offered.get(session)
     if offered is not None and offered.incarnation > 1:
       return None
     return original(self, now_ns, session, confirm)
+
   return confirm
 
 
@@ -796,6 +963,7 @@ def gone_holder_holds(original):
   def held_by_other(self, learner, nonce):
     member = self.by_id.get(learner)
     return member if member is not None and member.nonce != nonce else None
+
   return held_by_other
 
 
@@ -806,31 +974,42 @@ def pull_is_forgotten(original):
       del self._pulls[fragment]
     else:
       original(self, fragment, sync)
+
   return _answer
 
 
 # --- Data streams ---------------------------------------------------------------------------------
 
 
-@mutant('A cursor moves when a contribution comes, not when it is merged.', gathering.Gathering,
-        'contribution', 'I21 I21a')
+@mutant(
+  'A cursor moves when a contribution comes, not when it is merged.',
+  gathering.Gathering,
+  'contribution',
+  'I21 I21a',
+)
 def cursor_moves_at_contribution(original):
   def contribution(self, now_ns, member, message, handle):
     original(self, now_ns, member, message, handle)
     if member.learner in getattr(self.open.get(message.sync), 'payloads', ()):
       self._streams.merge(-1, message.fragment, [(member.learner, message)])
       self._streams.end(-1, (), made=True)
+
   return contribution
 
 
-@mutant('A cursor moves when the outer step is decided, and is in its books.', shards.Streams,
-        'merge', 'I21')
+@mutant(
+  'A cursor moves when the outer step is decided, and is in its books.',
+  shards.Streams,
+  'merge',
+  'I21',
+)
 def cursor_moves_at_decision(original):
   def merge(self, sync, fragment, payloads):
     original(self, sync, fragment, payloads)
     moves = self._moves[sync]
     self.end(sync, (), made=True)
     self._moves[sync] = moves
+
   return merge
 
 
@@ -839,25 +1018,32 @@ def refused_cursor_stays(original):
   return lambda self, sync, refused, made: original(self, sync, (), True)
 
 
-@mutant('A syncer that begins again has forgotten the cursors.', shards.Streams, 'load',
-        'I21 I21a')
+@mutant('A syncer that begins again has forgotten the cursors.', shards.Streams, 'load', 'I21 I21a')
 def cursors_forgotten(original):
   return lambda self, snapshot: original(self, {**snapshot, 'merged': []})
 
 
-@mutant('Recovery forgets the cursors of outer steps that were under way in the books.', shards,
-        'ended', 'I21 I21a')
+@mutant(
+  'Recovery forgets the cursors of outer steps that were under way in the books.',
+  shards,
+  'ended',
+  'I21 I21a',
+)
 def cursors_under_way_forgotten(original):
   return lambda *args, made: original(*args, made=False)
 
 
 @mutant('Every lease begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
 def lease_begins_at_zero(original):
-  return lambda self, learner, stream: self._hold(learner, shards.Lease(stream, 0))
+  return lambda self, learner, stream: self._hold(learner, messages.Lease(stream, 0))
 
 
-@mutant('A batch is committed once it is merged for all fragments.', shards.Streams, 'committed',
-        'I21 I21a')
+@mutant(
+  'A batch is committed once it is merged for all fragments.',
+  shards.Streams,
+  'committed',
+  'I21 I21a',
+)
 def committed_for_all_fragments(original):
   return lambda self, stream: min(self._merged.get(stream, (0,)))
 
@@ -869,24 +1055,31 @@ def two_learners_one_stream(original):
     del self._holders[lease.stream]
     self._holders[lease.stream - self._streams] = learner
     return lease
+
   return _hold
 
 
-@mutant('A stream is leased while an outer step may move its cursor.', shards.Streams, '_moving',
-        'I21a')
+@mutant(
+  'A stream is leased while an outer step may move its cursor.', shards.Streams, '_moving', 'I21a'
+)
 def leased_during_a_merge(original):
   return lambda self, stream: False
 
 
-@mutant('A process that is given another stream goes on with what it trained on the last one.',
-        LearnerMachine, '_move', 'I21b')
+@mutant(
+  'A process that is given another stream goes on with what it trained on the last one.',
+  LearnerMachine,
+  '_move',
+  'I21b',
+)
 def not_rewound(original):
   def _move(self, lease):
     before = [(anchor.steps, anchor.tokens) for anchor in self._anchors]
     original(self, lease)
     self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
-    for anchor, (anchor.steps, anchor.tokens) in zip(self._anchors, before):
-      pass
+    for anchor, (steps, tokens) in zip(self._anchors, before):
+      anchor.steps, anchor.tokens = steps, tokens
+
   return _move
 
 
@@ -898,19 +1091,25 @@ def claims_too_much(original):
       self._position = position._replace(cursor=position.cursor + 1)
     original(self, now_ns, incarnation)
     self._position = position
+
   return _confirm
 
 
 # --- Snapshots of the whole run -------------------------------------------------------------------
 
 
-@mutant('The manifest is written as soon as the syncer itself has saved.', run_snapshot.Marking,
-        'advance', 'I16b')
+@mutant(
+  'The manifest is written as soon as the syncer itself has saved.',
+  run_snapshot.Marking,
+  'advance',
+  'I16b',
+)
 def manifest_before_all_answered(original):
   def advance(self, now_ns):
     if self._taking is not None and self._taking.own is not None:
       self._taking.awaited.clear()
     original(self, now_ns)
+
   return advance
 
 
@@ -921,13 +1120,16 @@ class _Everybody:
     return True
 
 
-@mutant('A snapshot waits for a learner that has died for ever.', run_snapshot.Marking, 'advance', 'L9')
+@mutant(
+  'A snapshot waits for a learner that has died for ever.', run_snapshot.Marking, 'advance', 'L9'
+)
 def dead_are_waited_for(original):
   def advance(self, now_ns):
     if self._taking is not None:
       self._taking.deadline_ns = 1 << 60
     with mock.patch.object(self._members, 'by_session', _Everybody()):
       original(self, now_ns)
+
   return advance
 
 
@@ -935,14 +1137,20 @@ def dead_are_waited_for(original):
 def failed_parts_are_named(original):
   def marked(self, member, message):
     original(self, member, dataclasses.replace(message, error=''))
+
   return marked
 
 
-@mutant('A learner says that it saved its part, and did not.', run_snapshot.LearnerPart, 'saved',
-        'I16c')
+@mutant(
+  'A learner says that it saved its part, and did not.',
+  learner_checkpoints.LearnerPart,
+  'saved',
+  'I16c',
+)
 def failed_parts_are_told(original):
   def saved(self, done):
     original(self, dataclasses.replace(done, error=''))
+
   return saved
 
 
@@ -957,6 +1165,7 @@ def part_within_a_step(original):
     original(self, now_ns, message, handle)
     if isinstance(message, messages.Mark):
       self._part.begin(self.step, self.snapshot())
+
   return _receive
 
 
@@ -966,28 +1175,38 @@ def part_within_a_step(original):
 @mutant('A donor is asked that has not caught up.', moments_relay.Relay, '_might_give', 'I23 L9')
 def donor_has_not_caught_up(original):
   def _might_give(self, transfer):
-    return [member for member in self._members.live()
-            if member.sent and member is not transfer.joiner]
+    return [
+      member for member in self._members.live() if member.sent and member is not transfer.joiner
+    ]
+
   return _might_give
 
 
-@mutant('A donor is asked that has not seen the clock which its joiner was given.',
-        moments_relay.Relay, '_ask', 'I23')
+@mutant(
+  'A donor is asked that has not seen the clock which its joiner was given.',
+  moments_relay.Relay,
+  '_ask',
+  'I23',
+)
 def donor_is_behind_the_clock(original):
   def _ask(self, now_ns, transfer):
     step, transfer.step = transfer.step, 0
     original(self, now_ns, transfer)
     transfer.step = step
+
   return _ask
 
 
-@mutant('A donor that dies is waited for as long as there is time.', moments_relay.Relay, 'leave', 'L10')
+@mutant(
+  'A donor that dies is waited for as long as there is time.', moments_relay.Relay, 'leave', 'L10'
+)
 def dead_donor_is_waited_for(original):
   def leave(self, member):
     for transfer in list(self._transfers.values()):
       if transfer.joiner is member:
         del self._transfers[transfer.number]
     self._giving.pop(member.learner, None)
+
   return leave
 
 
@@ -998,6 +1217,7 @@ def promise_without_end(original):
     if number:
       self._transfers[number].deadline_ns += 10**15
     return number
+
   return promise
 
 
@@ -1006,6 +1226,7 @@ def two_joiners_share_a_transfer(original):
   def promise(self, now_ns, joiner, clock):
     under_way = [one.number for one in self._transfers.values() if one.donor]
     return under_way[0] if under_way else original(self, now_ns, joiner, clock)
+
   return promise
 
 
@@ -1015,14 +1236,20 @@ def donor_gives_twice(original):
     giving, self._giving = self._giving, {}
     original(self, now_ns, transfer)
     self._giving = giving | self._giving
+
   return _ask
 
 
-@mutant('Moments that differ from those that were given are taken for whole.', moments.Taker,
-        'taken', 'I23')
+@mutant(
+  'Moments that differ from those that were given are taken for whole.',
+  moments.Taker,
+  'taken',
+  'I23',
+)
 def flipped_moments_are_taken(original):
   def taken(self, event, step):
     original(self, dataclasses.replace(event, matched=True), step)
+
   return taken
 
 
@@ -1032,27 +1259,38 @@ def old_moments_are_taken(original):
     if self._arrived is not None:
       step = min(step, self._arrived[0].step)
     original(self, step)
+
   return boundary
 
 
-@mutant('A donation tells the clock at which it is sent, not that of its snapshot.',
-        LearnerMachine, '_dispatch', 'I23')
+@mutant(
+  'A donation tells the clock at which it is sent, not that of its snapshot.',
+  LearnerMachine,
+  '_dispatch',
+  'I23',
+)
 def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
       session, donation_ = self._giver._reading[0]
       self._giver._reading[0] = session, dataclasses.replace(donation_, step=self.step)
     original(self, now_ns, event)
+
   return _dispatch
 
 
-@mutant('A joiner that was promised a donation trains without waiting for it.', moments.Taker,
-        'joined', 'I23')
+@mutant(
+  'A joiner that was promised a donation trains without waiting for it.',
+  moments.Taker,
+  'joined',
+  'I23',
+)
 def joiner_does_not_wait(original):
   def joined(self, now_ns, message):
     original(self, now_ns, message)
     if not self.way:
       self._decide(self._own(message.step), message.step)
+
   return joined
 
 
@@ -1066,12 +1304,16 @@ def nobody_tells_the_joiner(original):
   def _give_up(self, transfer, reason):
     if 'time' not in reason:
       original(self, transfer, reason)
+
   return _give_up
 
 
-@mutant('Another donor is asked while the first one has time still.', moments_relay.Relay, '_ask', 'I23')
+@mutant(
+  'Another donor is asked while the first one has time still.', moments_relay.Relay, '_ask', 'I23'
+)
 def donor_is_given_no_time(original):
   def _ask(self, now_ns, transfer):
     original(self, now_ns, transfer)
     transfer.patience_ns = now_ns + 1
+
   return _ask

@@ -5,8 +5,14 @@ import doctest
 from diloco_jax.proof.faults import chaos_report
 
 SECOND_NS = chaos_report.SECOND_NS
-LEDGER = {'name': 'ledger', 'fragments': 2, 'trained': 50, 'merged': 60,
-          'discarded': {'late': 30, 'overwritten': 10}, 'unsettled': 0}
+LEDGER = {
+  'name': 'ledger',
+  'fragments': 2,
+  'trained': 50,
+  'merged': 60,
+  'discarded': {'late': 30, 'overwritten': 10},
+  'unsettled': 0,
+}
 
 
 def facts_of(*rows) -> chaos_report.Facts:
@@ -18,8 +24,12 @@ def facts_of(*rows) -> chaos_report.Facts:
 
 
 def joined(name: str, second: float, incarnation: int = 1):
-  return 'syncer', second, 'member', {
-    'learner': name, 'state': 'joined', 'incarnation': incarnation}
+  return (
+    'syncer',
+    second,
+    'member',
+    {'learner': name, 'state': 'joined', 'incarnation': incarnation},
+  )
 
 
 def steps(name: str, *seconds: float):
@@ -32,13 +42,22 @@ def synced(second: float, *participants: str):
 
 def freeze(began_s: int = 10, ended_s: int = 20, recovered_s: int | None = 21):
   return chaos_report.Episode(
-    kind='freeze', node='l1', began_ns=began_s * SECOND_NS, ended_ns=ended_s * SECOND_NS,
-    recovered_ns=None if recovered_s is None else recovered_s * SECOND_NS)
+    kind='freeze',
+    node='l1',
+    began_ns=began_s * SECOND_NS,
+    ended_ns=ended_s * SECOND_NS,
+    recovered_ns=None if recovered_s is None else recovered_s * SECOND_NS,
+  )
 
 
 def good() -> chaos_report.Facts:
-  return facts_of(joined('l0', 1), joined('l1', 2), *steps('l0', 11, 12, 15), synced(13, 'l0'),
-                  ('syncer', 22, 'ledger', LEDGER))
+  return facts_of(
+    joined('l0', 1),
+    joined('l1', 2),
+    *steps('l0', 11, 12, 15),
+    synced(13, 'l0'),
+    ('syncer', 22, 'ledger', LEDGER),
+  )
 
 
 def test_the_clock_of_a_plan_starts_when_the_last_learner_has_joined():
@@ -57,11 +76,16 @@ def test_a_good_run_has_no_complaints_and_its_text_says_what_was_done():
 
 
 def test_whoever_stands_still_is_complained_of():
-  facts = facts_of(joined('l0', 1), joined('l1', 2), *steps('l0', 1, 30),
-                   ('syncer', 22, 'ledger', {**LEDGER, 'merged': 61}))
+  facts = facts_of(
+    joined('l0', 1),
+    joined('l1', 2),
+    *steps('l0', 1, 30),
+    ('syncer', 22, 'ledger', {**LEDGER, 'merged': 61}),
+  )
   found = chaos_report.complaints(facts, [freeze(recovered_s=None)])
   assert found == [
-    'nothing was merged during the freeze of l1', 'l0 took no step during the freeze of l1',
+    'nothing was merged during the freeze of l1',
+    'l0 took no step during the freeze of l1',
     'after the freeze of l1 it never took part again',
     'the books do not add up, or are not closed',
   ]

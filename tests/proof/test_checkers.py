@@ -5,31 +5,54 @@ change of the story that it must notice.
 """
 
 import dataclasses
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+from diloco_jax.proof.checks import checkers, observers
 from diloco_jax.protocol import actions as a
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol import events as e
 from diloco_jax.protocol import messages as m
+from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
-from diloco_jax.proof.checks import checkers
-from diloco_jax.proof.checks import observers
 
 MS = 1_000_000
 AGREEMENT = '{}'
 CONFIG = config_lib.ProtocolConfig(
-  learners=1, fragments=1, period=2, overlap=1, quorum=1, total_steps=2, lease_ns=1000 * MS,
-  heartbeat_ns=200 * MS, strikes=1)
+  learners=1,
+  fragments=1,
+  period=2,
+  overlap=1,
+  quorum=1,
+  total_steps=2,
+  lease_ns=1000 * MS,
+  heartbeat_ns=200 * MS,
+  strikes=1,
+)
 PAYLOAD = m.Payload(size_bytes=64, crc32=0)
-SYNCER = checkers.Life(1, tape.Start(
-  role='syncer', node='syncer', config=CONFIG, agreement=AGREEMENT, payload_bytes=(64,),
-  digests=(100,)))
-LEARNER = checkers.Life(2, tape.Start(
-  role='learner', node='l0', config=CONFIG, digests=(100,), identity=connection.Identity(
-    learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)))
+SYNCER = checkers.Life(
+  1,
+  tape.Start(
+    role='syncer',
+    node='syncer',
+    config=CONFIG,
+    agreement=AGREEMENT,
+    payload_bytes=(64,),
+    digests=(100,),
+  ),
+)
+LEARNER = checkers.Life(
+  2,
+  tape.Start(
+    role='learner',
+    node='l0',
+    config=CONFIG,
+    digests=(100,),
+    identity=connection.Identity(learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1),
+  ),
+)
 HELD = (m.Held(version=0, digest=100),)
 
 
@@ -53,47 +76,96 @@ def say(message: m.Message, session: int = 1, handle: int | None = None) -> a.Se
 
 def ledger(**changes: Any) -> a.Report:
   values = {
-    'fragments': 1, 'trained': 20, 'merged': 20, 'discarded': {}, 'unsettled': 0,
-    'learners': {'l0': {
-      'incarnations': 1, 'steps': 2, 'tokens': 20, 'merged': 20, 'discarded': 0}},
-    'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0, 'sync': 2,
+    'fragments': 1,
+    'trained': 20,
+    'merged': 20,
+    'discarded': {},
+    'unsettled': 0,
+    'learners': {'l0': {'incarnations': 1, 'steps': 2, 'tokens': 20, 'merged': 20, 'discarded': 0}},
+    'synced': 1,
+    'cancelled': 0,
+    'repaired': 0,
+    'skipped': 0,
+    'sync': 2,
   }
   return a.Report(name='ledger', values={**values, **changes})
 
 
 def merging(**changes: Any) -> a.Report:
-  values = {'sync': 2, 'fragment': 0, 'version': 1, 'participants': ['l0'], 'waited_ns': 0,
-            'grace_ns': 0, 'tokens': 20, 'why': 'all 1 have answered', 'staleness': 0}
+  values = {
+    'sync': 2,
+    'fragment': 0,
+    'version': 1,
+    'participants': ['l0'],
+    'waited_ns': 0,
+    'grace_ns': 0,
+    'tokens': 20,
+    'why': 'all 1 have answered',
+    'staleness': 0,
+  }
   return a.Report(name='merging', values={**values, **changes})
 
 
 JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
 CONFIRM = m.Confirm(
-  nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD, stream=None, cursor=0)
+  nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD, stream=None, cursor=0
+)
 JOINED = m.Joined(incarnation=1, step=0, stream=0, cursor=0, due=())
 USE = a.UseStream(stream=0, cursor=0, rewind=False)
 PULL = m.Pull(sync=2, fragment=0)
 CONTRIBUTION = m.Contribution(
-  sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=20, stream=0, cursor=2,
-  payload=PAYLOAD)
+  sync=2,
+  fragment=0,
+  version=0,
+  steps=2,
+  tokens_from=0,
+  tokens_to=20,
+  stream=0,
+  cursor=2,
+  payload=PAYLOAD,
+)
 SNAPSHOT = {
-  'merging': [], 'versions': [1], 'digests': [101], 'last_sync': [2], 'next': 4, 'opened': 2,
+  'merging': [],
+  'versions': [1],
+  'digests': [101],
+  'last_sync': [2],
+  'next': 4,
+  'opened': 2,
   'counts': {'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0},
-  'members': [{'learner': 'l0', 'nonce': 7, 'incarnation': 1, 'left': False, 'step': 2,
-               'replaced': [], 'strikes': 0, 'worst': 0}],
+  'members': [
+    {
+      'learner': 'l0',
+      'nonce': 7,
+      'incarnation': 1,
+      'left': False,
+      'step': 2,
+      'replaced': [],
+      'strikes': 0,
+      'worst': 0,
+    }
+  ],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
   'norms': [[[5, 2]]],
   'data': {'holders': [[0, 'l0']], 'merged': [[0, [2]]], 'moves': []},
 }
 BOOKS = {
-  **SNAPSHOT, 'merging': [2], 'versions': [0], 'digests': [100], 'last_sync': [0],
-  'counts': {**SNAPSHOT['counts'], 'synced': 0}, 'norms': [[]],
+  **SNAPSHOT,
+  'merging': [2],
+  'versions': [0],
+  'digests': [100],
+  'last_sync': [0],
+  'counts': {**SNAPSHOT['counts'], 'synced': 0},
+  'norms': [[]],
   'data': {'holders': [[0, 'l0']], 'merged': [], 'moves': [[2, [['l0', 0, 0, 2]]]]},
 }
-MERGE = a.Merge(sync=2, fragment=0, version=1, books=BOOKS, participants=(
-  a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),))
-DONE = e.MergeDone(
-  sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101, norms=(5,))
+MERGE = a.Merge(
+  sync=2,
+  fragment=0,
+  version=1,
+  books=BOOKS,
+  participants=(a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),),
+)
+DONE = e.MergeDone(sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101, norms=(5,))
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
@@ -101,8 +173,13 @@ MARK = m.Mark(snapshot=1, keep=())
 SAVE_PART = a.SavePart(snapshot=1, step=2, books=SNAPSHOT, keep=())
 PART_SAVED = e.PartSaved(snapshot=1, step=2, seal='part of l0')
 MARKED = m.Marked(snapshot=1, step=2, seal='part of l0', error='')
-WRITE = a.WriteManifest(snapshot=1, step=2, seal='part of the syncer', missing=(), parts=(
-  a.Part(learner='l0', incarnation=1, step=2, seal='part of l0'),))
+WRITE = a.WriteManifest(
+  snapshot=1,
+  step=2,
+  seal='part of the syncer',
+  missing=(),
+  parts=(a.Part(learner='l0', incarnation=1, step=2, seal='part of l0'),),
+)
 
 
 def progress(step: int) -> m.Progress:
@@ -117,20 +194,23 @@ STORY = {
   'offer': Turn(LEARNER, 3, got(m.Offer(incarnation=1)), (say(CONFIRM),)),
   'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
   'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(step=0))),
-  'step 1': Turn(LEARNER, 6, e.StepDone(tokens=10, step_ns=MS),
-                 (say(progress(1)), a.Step(step=1))),
+  'step 1': Turn(LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(step=1))),
   'progress 1': Turn(SYNCER, 7, got(progress(1))),
   'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
   'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL),)),
   'pull': Turn(LEARNER, 10, got(PULL), (a.Encode(sync=2, fragment=0),)),
-  'encoded': Turn(LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=3, payload=PAYLOAD),
-                  (say(CONTRIBUTION, handle=3), a.Drop(handle=3))),
+  'encoded': Turn(
+    LEARNER,
+    11,
+    e.Encoded(sync=2, fragment=0, handle=3, payload=PAYLOAD),
+    (say(CONTRIBUTION, handle=3), a.Drop(handle=3)),
+  ),
   'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, handle=5), (MERGE, merging())),
-  'merged': Turn(SYNCER, 13, DONE,
-                 (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
+  'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
   'save': Turn(SYNCER, 14, e.Wake(), (ledger(), a.Save(step=2, snapshot=SNAPSHOT))),
-  'publish': Turn(LEARNER, 15, got(PUBLISH, handle=4),
-                  (a.Adopt(fragment=0, version=1, handle=4, whole=False),)),
+  'publish': Turn(
+    LEARNER, 15, got(PUBLISH, handle=4), (a.Adopt(fragment=0, version=1, handle=4, whole=False),)
+  ),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
   'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (SAVE_PART, say(MARK))),
@@ -138,8 +218,12 @@ STORY = {
   'part': Turn(LEARNER, 18, PART_SAVED, (say(MARKED),)),
   'own part': Turn(SYNCER, 18, dataclasses.replace(PART_SAVED, seal='part of the syncer')),
   'marked': Turn(SYNCER, 19, got(MARKED), (WRITE,)),
-  'written': Turn(SYNCER, 19, e.ManifestWritten(snapshot=1), (a.Report(
-    name='snapshot', values={'number': 1, 'parts': ['l0'], 'missing': [], 'error': ''}),)),
+  'written': Turn(
+    SYNCER,
+    19,
+    e.ManifestWritten(snapshot=1),
+    (a.Report(name='snapshot', values={'number': 1, 'parts': ['l0'], 'missing': [], 'error': ''}),),
+  ),
 }
 
 
@@ -154,22 +238,28 @@ def watch(story: dict[str, Turn]) -> checkers.Checkers:
 
 def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
   """The story with other actions in one turn."""
+
   def change(story):
     story[name] = dataclasses.replace(story[name], out=out)
+
   return change
 
 
 def also(name: str, *out: a.Action) -> Callable[[dict], None]:
   """The story with more actions in one turn."""
+
   def change(story):
     story[name] = dataclasses.replace(story[name], out=(*story[name].out, *out))
+
   return change
 
 
 def then(life: checkers.Life, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
   """The story with one turn more."""
+
   def change(story):
     story['then'] = Turn(life, at, event, out)
+
   return change
 
 
@@ -179,22 +269,27 @@ def said(**changes: Any) -> m.Contribution:
 
 def contributed(message: m.Contribution, merge: a.Merge = MERGE, *more: a.Action) -> Callable:
   """The syncer hears another contribution."""
+
   def change(story):
     story['contribution'] = Turn(SYNCER, 12, got(message, handle=5), (merge, *more))
+
   return change
 
 
 def ended(**changes: Any) -> Callable[[dict], None]:
   """The outer step ends otherwise."""
+
   def change(story):
     event = dataclasses.replace(DONE, **changes)
     story['merged'] = dataclasses.replace(story['merged'], event=event)
+
   return change
 
 
 def participant(**changes: Any) -> a.Merge:
   return dataclasses.replace(
-    MERGE, participants=(dataclasses.replace(MERGE.participants[0], **changes),))
+    MERGE, participants=(dataclasses.replace(MERGE.participants[0], **changes),)
+  )
 
 
 LATE = m.Settled(sync=2, fragment=0, merged=False, reason='late')
@@ -215,16 +310,21 @@ def read_again(story):
   """Sync 4 merges other tokens, but of a batch that sync 2 has merged."""
   merge = dataclasses.replace(participant(handle=9), sync=4, version=2)
   story['then'] = Turn(SYNCER, 20, e.Wake(), (say(NEXT),))
-  story['again'] = Turn(SYNCER, 21, got(
-    said(sync=4, version=1, tokens_from=20, tokens_to=40, cursor=3), handle=9), (merge,))
+  story['again'] = Turn(
+    SYNCER,
+    21,
+    got(said(sync=4, version=1, tokens_from=20, tokens_to=40, cursor=3), handle=9),
+    (merge,),
+  )
 
 
 def leaves_untold(story):
   """A learner says goodbye, and its last step was not told of."""
-  for name in list(story)[list(story).index('progress 2'):]:
+  for name in list(story)[list(story).index('progress 2') :]:
     del story[name]
   story['then'] = Turn(
-    SYNCER, 20, got(m.Leave(reason='done')), (a.Close(session=1, reason='left'),))
+    SYNCER, 20, got(m.Leave(reason='done')), (a.Close(session=1, reason='left'),)
+  )
 
 
 BROKEN = [
@@ -233,10 +333,23 @@ BROKEN = [
   ('I1b', also('pull', ENCODE)),
   ('I1b', with_out('pull', say(m.Decline(sync=2, fragment=0, reason='empty', tokens_to=20)))),
   ('I3', with_out('contribution', dataclasses.replace(MERGE, version=2), merging())),
-  ('I3', with_out('merged', say(MERGED), say(dataclasses.replace(PUBLISH, digest=99), handle=6),
-                  a.Drop(handle=6))),
-  ('I4', then(LEARNER, got(dataclasses.replace(PUBLISH, version=0, base_version=None), handle=8),
-              a.Adopt(fragment=0, version=0, handle=8, whole=True))),
+  (
+    'I3',
+    with_out(
+      'merged',
+      say(MERGED),
+      say(dataclasses.replace(PUBLISH, digest=99), handle=6),
+      a.Drop(handle=6),
+    ),
+  ),
+  (
+    'I4',
+    then(
+      LEARNER,
+      got(dataclasses.replace(PUBLISH, version=0, base_version=None), handle=8),
+      a.Adopt(fragment=0, version=0, handle=8, whole=True),
+    ),
+  ),
   ('I4b', with_out('merged', say(MERGED), a.Drop(handle=6))),
   ('I4b', then(LEARNER, e.Wake(), say(dataclasses.replace(ADOPTED, matched=False)))),
   ('I5', with_out('contribution', dataclasses.replace(MERGE, participants=()), merging())),
@@ -252,16 +365,27 @@ BROKEN = [
   ('I7c', with_out('contribution', a.Drop(handle=5))),
   ('I7c', with_out('contribution', a.Drop(handle=5), say(LATE))),
   ('I7c', with_out('merged', say(PUBLISH, handle=6), a.Drop(handle=6))),
-  ('I9', lambda story: story.update(encoded=Turn(
-    LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=None, payload=None)))),
+  (
+    'I9',
+    lambda story: story.update(
+      encoded=Turn(LEARNER, 11, e.Encoded(sync=2, fragment=0, handle=None, payload=None))
+    ),
+  ),
   ('I9b', with_out('contribution', participant(limit=50), merging())),
   ('I9b', ended(refused=('l0',))),
   ('I9b', ended(norms=(-1,))),
   ('I9b', ended(norms=())),
-  ('I9c', lambda story: story.update(merged=Turn(
-    SYNCER, 13,
-    dataclasses.replace(DONE, handle=None, failed='every', norms=(-1,), refused=('l0',)),
-    (say(dataclasses.replace(LATE, reason='cancelled')), CANCELLED, a.ReadFragment(fragment=0))))),
+  (
+    'I9c',
+    lambda story: story.update(
+      merged=Turn(
+        SYNCER,
+        13,
+        dataclasses.replace(DONE, handle=None, failed='every', norms=(-1,), refused=('l0',)),
+        (say(dataclasses.replace(LATE, reason='cancelled')), CANCELLED, a.ReadFragment(fragment=0)),
+      )
+    ),
+  ),
   ('I11', with_out('merged', say(MERGED), say(PUBLISH, handle=6))),
   ('I11', with_out('encoded', say(CONTRIBUTION, handle=3))),
   ('I12', with_out('join', say(m.Offer(incarnation=2)))),
@@ -271,46 +395,86 @@ BROKEN = [
   ('I13b', then(LEARNER, e.Wake(), a.Exit(code=42, text=''))),
   ('I16', with_out('save', a.Save(step=2, snapshot={**SNAPSHOT, 'versions': [0]}))),
   ('I16', with_out('contribution', dataclasses.replace(MERGE, books=SNAPSHOT), merging())),
-  ('I16', with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'merging': []}),
-                   merging())),
+  (
+    'I16',
+    with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'merging': []}), merging()),
+  ),
   ('I16', with_out('contribution', MERGE, merging(), a.Save(step=2, snapshot=SNAPSHOT))),
-  ('I16', with_out('begin', dataclasses.replace(SAVE_PART, books={**SNAPSHOT, 'versions': [0]}),
-                   say(MARK))),
+  (
+    'I16',
+    with_out(
+      'begin', dataclasses.replace(SAVE_PART, books={**SNAPSHOT, 'versions': [0]}), say(MARK)
+    ),
+  ),
   ('I16b', also('own part', WRITE)),
   ('I16b', with_out('marked', dataclasses.replace(WRITE, seal='part of another'))),
   ('I16b', with_out('marked', dataclasses.replace(WRITE, parts=(), missing=(('l0', 'late'),)))),
   ('I16b', also('marked', SAVE_PART)),
   ('I16c', also('step 2', SAVE_PART)),
-  ('I16c', lambda story: story.update(part=dataclasses.replace(
-    story['part'], event=dataclasses.replace(PART_SAVED, error='no space')))),
+  (
+    'I16c',
+    lambda story: story.update(
+      part=dataclasses.replace(
+        story['part'], event=dataclasses.replace(PART_SAVED, error='no space')
+      )
+    ),
+  ),
   ('L9', with_out('marked')),
   ('I17', with_out('confirm', say(dataclasses.replace(JOINED, due=(0,))))),
   ('I17', also('offer', a.Step(step=0))),
   ('I21', read_again),
-  ('I21', with_out('save', a.Save(step=2, snapshot={**SNAPSHOT, 'data': {
-    **SNAPSHOT['data'], 'merged': []}}))),
-  ('I21', with_out('contribution', dataclasses.replace(MERGE, books={**BOOKS, 'data': {
-    **BOOKS['data'], 'moves': []}}), merging())),
+  (
+    'I21',
+    with_out(
+      'save', a.Save(step=2, snapshot={**SNAPSHOT, 'data': {**SNAPSHOT['data'], 'merged': []}})
+    ),
+  ),
+  (
+    'I21',
+    with_out(
+      'contribution',
+      dataclasses.replace(MERGE, books={**BOOKS, 'data': {**BOOKS['data'], 'moves': []}}),
+      merging(),
+    ),
+  ),
   ('I21a', with_out('confirm', say(dataclasses.replace(JOINED, cursor=1)))),
   ('I21b', with_out('encoded', say(said(cursor=3), handle=3), a.Drop(handle=3))),
   ('I21b', with_out('joined', a.Step(step=0))),
   ('I21b', with_out('joined', dataclasses.replace(USE, cursor=1), a.Step(step=0))),
   ('I19', with_out('join', say(m.Finish()))),
-  ('I19', with_out('offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0,
-                                                                  tokens=0)))),
+  (
+    'I19',
+    with_out(
+      'offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0, tokens=0))
+    ),
+  ),
   ('P1', with_out('progress 1', say(PULL))),
   ('P1', then(SYNCER, e.Wake(), say(m.Finish()))),
   ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
   ('L1', with_out('step 1', say(progress(1)))),
   ('L2a', with_out('contribution')),
-  ('L2a', with_out('progress 2', say(PULL), say(dataclasses.replace(LATE, reason='cancelled')),
-                   CANCELLED)),
+  (
+    'L2a',
+    with_out(
+      'progress 2', say(PULL), say(dataclasses.replace(LATE, reason='cancelled')), CANCELLED
+    ),
+  ),
   ('L4a', with_out('pull')),
-  ('L7', then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, snapshot={}),
-              a.Exit(code=0, text=''))),
-  ('L5', lambda story: story.update(confirm=Turn(SYNCER, 4, got(dataclasses.replace(
-    CONFIRM, held=(m.Held(version=-1, digest=0),))), (say(dataclasses.replace(
-      JOINED, due=(0,))),)))),
+  (
+    'L7',
+    then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, snapshot={}), a.Exit(code=0, text='')),
+  ),
+  (
+    'L5',
+    lambda story: story.update(
+      confirm=Turn(
+        SYNCER,
+        4,
+        got(dataclasses.replace(CONFIRM, held=(m.Held(version=-1, digest=0),))),
+        (say(dataclasses.replace(JOINED, due=(0,))),),
+      )
+    ),
+  ),
 ]
 
 
@@ -318,8 +482,9 @@ def test_the_right_story_breaks_nothing():
   watch(STORY).finished(30 * MS)
 
 
-@pytest.mark.parametrize('which', range(len(BROKEN)), ids=[
-  f'{name}-{n}' for n, (name, _) in enumerate(BROKEN)])
+@pytest.mark.parametrize(
+  'which', range(len(BROKEN)), ids=[f'{name}-{n}' for n, (name, _) in enumerate(BROKEN)]
+)
 def test_a_wrong_story_is_noticed(which):
   name, change = BROKEN[which]
   story = dict(STORY)
@@ -331,7 +496,7 @@ def test_a_wrong_story_is_noticed(which):
 
 def test_payloads_merged_out_of_order_are_noticed():
   """Two participants, the later id first."""
-  watcher = watch({name: STORY[name] for name in list(STORY)[:list(STORY).index('contribution')]})
+  watcher = watch({name: STORY[name] for name in list(STORY)[: list(STORY).index('contribution')]})
   both = (dataclasses.replace(MERGE.participants[0], learner='l1'), MERGE.participants[0])
   merge = dataclasses.replace(MERGE, participants=both)
   with pytest.raises(checkers.Violation, match='I15'):
@@ -352,7 +517,7 @@ def again(number: int, snapshot: dict | None) -> checkers.Life:
 
 def until(name: str) -> dict[str, Turn]:
   """The story up to that turn."""
-  return {turn: STORY[turn] for turn in list(STORY)[:list(STORY).index(name) + 1]}
+  return {turn: STORY[turn] for turn in list(STORY)[: list(STORY).index(name) + 1]}
 
 
 def log(watcher: checkers.Checkers, *notes: tuple) -> None:
@@ -444,8 +609,9 @@ def test_versions_go_back_only_when_a_log_was_repaired():
   watcher = watch(STORY)
   log(watcher, ('repaired', 1))
   watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
-  watcher.saw(LEARNER, 41 * MS, got(whole, handle=8),
-              (a.Adopt(fragment=0, version=0, handle=8, whole=True),))
+  watcher.saw(
+    LEARNER, 41 * MS, got(whole, handle=8), (a.Adopt(fragment=0, version=0, handle=8, whole=True),)
+  )
 
 
 def test_a_fragment_that_is_not_merged_after_healing_is_noticed():
@@ -513,8 +679,19 @@ def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
 
 def test_every_invariant_is_broken_here():
   tested = {name for name, _ in BROKEN} | {
-    'I2', 'I8', 'I8b', 'I10', 'I15', 'I20', 'I22', 'L2', 'L3', 'L6', 'L8',
-    'I23', 'L10',  # test_donation_checkers.py
+    'I2',
+    'I8',
+    'I8b',
+    'I10',
+    'I15',
+    'I20',
+    'I22',
+    'L2',
+    'L3',
+    'L6',
+    'L8',
+    'I23',
+    'L10',  # test_donation_checkers.py
   }
   assert tested == {one.id for one in (*checkers.INVARIANTS, checkers.SameAgain)}
 

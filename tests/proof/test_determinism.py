@@ -5,14 +5,14 @@ import pathlib
 
 import pytest
 
-from diloco_jax.proof.sim import seeds
-from diloco_jax.proof.sim import tapes
+from diloco_jax.proof import random_streams
+from diloco_jax.proof.sim import seeds, tapes
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SEEDS = 20
 
-RUN = '''
+RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from diloco_jax.proof.sim import seeds, tapes
@@ -20,7 +20,7 @@ for seed in range(int(sys.argv[2])):
   tape = tapes.Tapes()
   outcome = seeds.run_seed(seed, [tape])
   print(seed, outcome.events, tape.hash)
-'''
+"""
 
 
 @functools.cache
@@ -45,10 +45,13 @@ def test_another_seed_has_another_hash():
 
 def test_common_random_numbers():
   """What one learner draws does not move what another meets: the streams are its own."""
-  from diloco_jax.proof.sim import engine
-  one, two = engine.stream(5, 'network', 'l0'), engine.stream(5, 'network', 'l1')
+
+  one, two = (
+    random_streams.random_stream(5, 'network', 'l0'),
+    random_streams.random_stream(5, 'network', 'l1'),
+  )
   expected = [two.random() for _ in range(5)]
   for _ in range(1_000):
     one.random()
-  again = engine.stream(5, 'network', 'l1')
+  again = random_streams.random_stream(5, 'network', 'l1')
   assert [again.random() for _ in range(5)] == expected

@@ -4,12 +4,12 @@ import errno
 
 import pytest
 
+from diloco_jax.proof import random_streams
 from diloco_jax.proof.sim import disk as disk_lib
-from diloco_jax.proof.sim import engine
 
 
 def new_disk(seed: int) -> disk_lib.Disk:
-  return disk_lib.Disk(engine.stream(seed, 'disk'))
+  return disk_lib.Disk(random_streams.random_stream(seed, 'disk'))
 
 
 def new_log(seed: int, data: bytes = b'') -> disk_lib.Disk:

@@ -3,8 +3,7 @@
 import pathlib
 
 from diloco_jax.proof.checks import checkers
-from tests.proof import mutants
-from tests.proof import test_seeds
+from tests.proof import mutants, test_seeds
 
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'simulator.md').read_text()
 

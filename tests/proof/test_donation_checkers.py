@@ -8,18 +8,24 @@ import dataclasses
 
 import pytest
 
+from diloco_jax.proof.checks import checkers, observers
+from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions as a
 from diloco_jax.protocol import events as e
 from diloco_jax.protocol import messages as m
-from diloco_jax.proof.checks import checkers
-from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = 1_000_000
 CONFIG = transcript.protocol_config(
-  learners=2, streams=3, fragments=2, period=2, overlap=1, quorum=1, total_steps=30,
-  donor_wait_ms=2000)
+  learners=2,
+  streams=3,
+  fragments=2,
+  period=2,
+  overlap=1,
+  quorum=1,
+  total_steps=30,
+  donor_wait_ms=2000,
+)
 
 
 class Tale(observers.Observer):
@@ -68,13 +74,17 @@ def watch(tale: list, edit=lambda node, event, out: (event, out)) -> None:
 
 def test_the_right_story_breaks_nothing_and_has_a_donation_in_it(tale):
   watch(tale)
-  taken = [event for _, life, event, _ in tale
-           if isinstance(event, e.MomentsTaken) and life.start.node == 'l2']
+  taken = [
+    event
+    for _, life, event, _ in tale
+    if isinstance(event, e.MomentsTaken) and life.start.node == 'l2'
+  ]
   assert [event.matched for event in taken] == [True]
 
 
 def sends(kind, node, change):
   """Every message of a kind that a node sends is changed, or left out (None)."""
+
   def edit(who, event, out):
     if who != node:
       return event, out
@@ -84,27 +94,35 @@ def sends(kind, node, change):
         one = change(one)
       changed += [] if one is None else [one]
     return event, tuple(changed)
+
   return edit
 
 
 def says(kind, node, **values):
-  return sends(kind, node, lambda send: dataclasses.replace(
-    send, message=dataclasses.replace(send.message, **values)))
+  return sends(
+    kind,
+    node,
+    lambda send: dataclasses.replace(send, message=dataclasses.replace(send.message, **values)),
+  )
 
 
 def asks(kind, node, change):
   """Every action of a kind that a node asks for is changed."""
+
   def edit(who, event, out):
     if who == node:
       out = tuple(change(one) if isinstance(one, kind) else one for one in out)
     return event, out
+
   return edit
 
 
 def hears(kind, node, change):
   """Every event of a kind that a node hears is changed."""
+
   def edit(who, event, out):
     return (change(event) if who == node and isinstance(event, kind) else event), out
+
   return edit
 
 
@@ -115,30 +133,36 @@ def steps_at_once(who, event, out):
 
 
 def says_checkpoint(report):
-  return dataclasses.replace(report, values={**report.values, 'by': 'checkpoint'}) if (
-    report.name == 'moments') else report
+  return (
+    dataclasses.replace(report, values={**report.values, 'by': 'checkpoint'})
+    if (report.name == 'moments')
+    else report
+  )
 
 
 def of_another(send):
   return dataclasses.replace(send, session=1)
 
 
-@pytest.mark.parametrize('invariant, edit', [
-  ('I23', says(m.Joined, 'syncer', donation=1)),  # the first ones: nobody can give
-  ('I23', says(m.Donate, 'syncer', versions=(0, 0))),
-  ('I23', says(m.Donate, 'syncer', transfer=2)),
-  ('I23', sends(m.Donate, 'syncer', lambda send: dataclasses.replace(send, session=3))),
-  ('I23', says(m.Donation, 'l0', step=99)),
-  ('I23', says(m.Donation, 'l0', digest=1)),
-  ('I23', says(m.Donation, 'l0', donor='l1')),
-  ('I23', says(m.Donation, 'syncer', digest=1)),
-  ('I23', sends(m.Donation, 'syncer', of_another)),
-  ('I23', asks(a.TakeMoments, 'l2', lambda take: dataclasses.replace(take, digest=1))),
-  ('I23', hears(e.MomentsTaken, 'l2', lambda event: dataclasses.replace(event, matched=False))),
-  ('I23', asks(a.Report, 'l2', says_checkpoint)),
-  ('I17', steps_at_once),
-  ('L10', sends(m.Donate, 'syncer', lambda send: None)),
-])
+@pytest.mark.parametrize(
+  'invariant, edit',
+  [
+    ('I23', says(m.Joined, 'syncer', donation=1)),  # the first ones: nobody can give
+    ('I23', says(m.Donate, 'syncer', versions=(0, 0))),
+    ('I23', says(m.Donate, 'syncer', transfer=2)),
+    ('I23', sends(m.Donate, 'syncer', lambda send: dataclasses.replace(send, session=3))),
+    ('I23', says(m.Donation, 'l0', step=99)),
+    ('I23', says(m.Donation, 'l0', digest=1)),
+    ('I23', says(m.Donation, 'l0', donor='l1')),
+    ('I23', says(m.Donation, 'syncer', digest=1)),
+    ('I23', sends(m.Donation, 'syncer', of_another)),
+    ('I23', asks(a.TakeMoments, 'l2', lambda take: dataclasses.replace(take, digest=1))),
+    ('I23', hears(e.MomentsTaken, 'l2', lambda event: dataclasses.replace(event, matched=False))),
+    ('I23', asks(a.Report, 'l2', says_checkpoint)),
+    ('I17', steps_at_once),
+    ('L10', sends(m.Donate, 'syncer', lambda send: None)),
+  ],
+)
 def test_a_wrong_story_is_noticed(tale, invariant, edit):
   with pytest.raises(checkers.Violation) as caught:
     watch(tale, edit)

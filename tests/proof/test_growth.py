@@ -5,14 +5,15 @@ How fast it is: scripts/benchmarks/simulator.py.
 
 import sys
 
-from diloco_jax.protocol import config as config_lib
 from diloco_jax.proof.sim import seeds
+from diloco_jax.protocol import config as config_lib
 
 
 def calls_per_event(learners: int, steps: int) -> float:
   """Python and built-in calls of a whole run, checkers included, for each event."""
   config = config_lib.ProtocolConfig(
-    learners=learners, fragments=4, period=4, overlap=2, quorum=learners // 2, total_steps=steps)
+    learners=learners, fragments=4, period=4, overlap=2, quorum=learners // 2, total_steps=steps
+  )
   calls = 0
 
   def profile(frame, event, argument):

@@ -8,30 +8,31 @@ import contextlib
 import os
 import pathlib
 import sys
-from typing import Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import psutil
 
+from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import inject_faults as inject_faults_lib
 from diloco_jax.report import records
-from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import run_state as run_state_lib
 
 DEADLINE_S = 60.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
 # os.write: a handler that prints may interrupt a print.
-_TICKS = '''
+_TICKS = """
 import os, signal, time
 signal.signal(signal.SIGTERM, lambda number, frame: (os.write(1, b"bye\\n"), os._exit(0)))
 while True:
   os.write(1, b"tick\\n")
   time.sleep(0.002)
-'''
+"""
 
 
 def _program(name: str, script: str = _TICKS) -> supervisor_lib.Program:
   return supervisor_lib.Program(
-    name=name, command=[sys.executable, '-S', '-c', script], environment=_ENVIRONMENT)
+    name=name, command=[sys.executable, '-S', '-c', script], environment=_ENVIRONMENT
+  )
 
 
 class Stage:
@@ -40,11 +41,16 @@ class Stage:
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
     self.lines: list[tuple[str, str]] = []
     self.supervisor = supervisor_lib.Supervisor(
-      [_program('l0'), _program('l1')], workdir, run_state_lib.RunView(['l0', 'l1'], 100), recorder,
-      listen=lambda name, line: self.lines.append((name, line)), stop_s=DEADLINE_S,
+      [_program('l0'), _program('l1')],
+      workdir,
+      run_state_lib.RunView(['l0', 'l1'], 100),
+      recorder,
+      listen=lambda name, line: self.lines.append((name, line)),
+      stop_s=DEADLINE_S,
     )
     self.nemesis = inject_faults_lib.Nemesis(
-      self.supervisor, lambda name: _program(f'{name}-second'))
+      self.supervisor, lambda name: _program(f'{name}-second')
+    )
 
   def ticks(self, name: str) -> int:
     return self.lines.count((name, 'tick'))
@@ -109,6 +115,7 @@ def test_a_frozen_process_stands_still_and_goes_on_when_it_is_thawed(tmp_path):
 
 def test_a_frozen_process_is_ended_in_order_with_the_others(tmp_path):
   for retire in (True, False):
+
     async def scenario(stage: Stage) -> None:
       stage.nemesis.freeze('l1')
       await stage.frozen('l1')
@@ -156,7 +163,7 @@ def test_a_second_process_runs_beside_a_frozen_one_and_the_run_waits_for_it(tmp_
     await stage.ticking('l1-second')
 
   outcome, stage = run(tmp_path, scenario)
-  assert outcome.fates['l1-second'] == supervisor_lib.Fate(state='done', starts=1)
+  assert outcome.fates['l1-second'] == run_state_lib.Fate(state='done', starts=1)
   assert stage.lines.count(('l1-second', 'bye')) == 1
 
 

@@ -5,13 +5,13 @@ The machines' own check() is off: what must catch a mutant is a checker, which s
 
 import contextlib
 import multiprocessing
-from typing import Iterator
+from collections.abc import Iterator
 from unittest import mock
 
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.proof.checks import checkers
 from diloco_jax.proof.sim import seeds
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from tests.proof import mutants
 
 SEEDS = 1_000
@@ -21,8 +21,10 @@ PROCESSES = 2
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
   """Machines that do not look at themselves."""
-  with mock.patch.object(learner_machine.LearnerMachine, 'check', lambda self: None), \
-       mock.patch.object(syncer_machine.SyncerMachine, 'check', lambda self: None):
+  with (
+    mock.patch.object(learner_machine.LearnerMachine, 'check', lambda self: None),
+    mock.patch.object(syncer_machine.SyncerMachine, 'check', lambda self: None),
+  ):
     yield
 
 
@@ -52,8 +54,9 @@ def test_a_mutant_lasts_only_as_long_as_its_block():
   for mutant in mutants.MUTANTS.values():
     before = [getattr(owner, name) for owner, name, _ in mutant.replace]
     with mutant.applied():
-      assert all(getattr(owner, name) is not one
-                 for (owner, name, _), one in zip(mutant.replace, before)), mutant.name
+      assert all(
+        getattr(owner, name) is not one for (owner, name, _), one in zip(mutant.replace, before)
+      ), mutant.name
     assert before == [getattr(owner, name) for owner, name, _ in mutant.replace]
 
 

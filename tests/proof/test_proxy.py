@@ -12,13 +12,9 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import link
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.transport import grpc_client
-from diloco_jax.transport import grpc_server
-from diloco_jax.transport import payloads
 from diloco_jax.proof.faults import proxy as proxy_lib
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 20.0
 MIB = 1 << 20
@@ -35,7 +31,7 @@ class Peers:
 
   async def __aenter__(self):
     self._server = await asyncio.start_server(self._accept, '127.0.0.1', 0)
-    self.address = '127.0.0.1:%d' % self._server.sockets[0].getsockname()[1]
+    self.address = f'127.0.0.1:{self._server.sockets[0].getsockname()[1]}'
     await self.proxy.start()
     return self
 
@@ -307,10 +303,12 @@ def _ends():
   """(events of the syncer, its transport, events of the learner, its transport, the proxy)."""
   syncer_events, learner_events = queue.Queue(), queue.Queue()
   syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS)
+    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS
+  )
   behind = Behind(syncer.port)
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS)
+    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS
+  )
   yield syncer_events, syncer, learner_events, learner, behind
   learner.shutdown(0.0)
   syncer.shutdown(0.0)
@@ -319,7 +317,14 @@ def _ends():
 
 def _contribution(data: bytes) -> messages.Contribution:
   return messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=8, stream=0, cursor=1,
+    sync=1,
+    fragment=0,
+    version=0,
+    steps=1,
+    tokens_from=0,
+    tokens_to=8,
+    stream=0,
+    cursor=1,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )
 

@@ -3,19 +3,42 @@
 Another seed or the story of one: `python -m experiments.simulate --help`.
 """
 
-from diloco_jax.protocol.tape import tape
-from diloco_jax.proof.sim import many_seeds
-from diloco_jax.proof.checks import checkers
-from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks import checkers, observers
 from diloco_jax.proof.faults import plans
-from diloco_jax.proof.sim import seeds
+from diloco_jax.proof.sim import many_seeds, seeds
+from diloco_jax.protocol.tape import tape
 
 SEEDS = range(1_000)
 PROCESSES = 2
 # Seeds beyond these thousand that have failed once (docs/simulator.md tells of which bug).
 EVER_FAILED = (
-  1066, 1133, 1165, 1170, 2339, 2351, 3109, 3167, 3811, 4373, 10155, 12096, 24342, 30012, 38302,
-  44806, 48541, 54451, 60016, 60570, 63974, 64880, 71579, 81108, 83418, 87678, 88572,
+  1066,
+  1133,
+  1165,
+  1170,
+  2339,
+  2351,
+  3109,
+  3167,
+  3811,
+  4373,
+  10155,
+  12096,
+  24342,
+  30012,
+  38302,
+  44806,
+  48541,
+  54451,
+  60016,
+  60570,
+  63974,
+  64880,
+  71579,
+  81108,
+  83418,
+  87678,
+  88572,
 )
 
 

@@ -1,11 +1,12 @@
 """A record of everything that is done in a simulated world."""
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions, events, messages
-from diloco_jax.proof.sim import engine
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import engine
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import actions, events, messages
 from tests.protocol import transcript
 
 MS = engine.MS
@@ -18,8 +19,9 @@ class Recording(observers.Observer):
     self.entries: list[tuple[int, str, Any]] = []
     self.world = world_lib.World(transcript.protocol_config(**settings), watchers=[self])
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     self.entries += [(now_ns, life.start.node, action) for action in out]
 
   def start(self, *names: str, step_ms: int = 100, **how: Any) -> 'Recording':
@@ -36,7 +38,8 @@ class Recording(observers.Observer):
 
   def sent(self, kind: type, sender: str | None = None) -> list[tuple[int, Any]]:
     return [
-      (time, action.message) for time, name, action in self.of(actions.Send)
+      (time, action.message)
+      for time, name, action in self.of(actions.Send)
       if isinstance(action.message, kind) and sender in (None, name)
     ]
 

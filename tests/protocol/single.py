@@ -2,14 +2,11 @@
 
 from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.proof.sim import engine
-from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import engine, network
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from tests.protocol import transcript
 
 MS = engine.MS
@@ -19,12 +16,21 @@ MS = engine.MS
 
 
 def new_machine(**settings: Any) -> Any:
-  config = transcript.protocol_config(**{
-    'learners': 1, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'total_steps': 8,
-    **settings})
+  config = transcript.protocol_config(
+    **{
+      'learners': 1,
+      'fragments': 1,
+      'period': 2,
+      'overlap': 1,
+      'quorum': 1,
+      'total_steps': 8,
+      **settings,
+    }
+  )
   count = config.fragments
   return syncer_machine.SyncerMachine(
-    config, world_lib.AGREEMENT, (77,) * count, (network.PAYLOAD_BYTES,) * count)
+    config, world_lib.AGREEMENT, (77,) * count, (network.PAYLOAD_BYTES,) * count
+  )
 
 
 def joined(**settings: Any) -> tuple[Any, int]:
@@ -60,14 +66,27 @@ def received(session: int, message: Any, handle: int | None = None) -> events.Re
 
 
 def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
-  return messages.Join(protocol=messages.PROTOCOL_VERSION, learner=learner, nonce=nonce,
-                       agreement=world_lib.AGREEMENT, host='host', pid=1)
+  return messages.Join(
+    protocol=messages.PROTOCOL_VERSION,
+    learner=learner,
+    nonce=nonce,
+    agreement=world_lib.AGREEMENT,
+    host='host',
+    pid=1,
+  )
 
 
 def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
-  return messages.Confirm(nonce=nonce, incarnation=1, step=0, steps=0, tokens=0,
-                          held=(messages.Held(version=0, digest=77),) * fragments,
-                          stream=None, cursor=0)
+  return messages.Confirm(
+    nonce=nonce,
+    incarnation=1,
+    step=0,
+    steps=0,
+    tokens=0,
+    held=(messages.Held(version=0, digest=77),) * fragments,
+    stream=None,
+    cursor=0,
+  )
 
 
 def progress(step: int) -> messages.Progress:
@@ -75,11 +94,20 @@ def progress(step: int) -> messages.Progress:
 
 
 def contribution(
-  sync: int = 2, tokens_from: int = 0, tokens_to: int = 20, stream: int = 0,
+  sync: int = 2,
+  tokens_from: int = 0,
+  tokens_to: int = 20,
+  stream: int = 0,
 ) -> messages.Contribution:
   return messages.Contribution(
-    sync=sync, fragment=0, version=0, steps=2, tokens_from=tokens_from, tokens_to=tokens_to,
-    stream=stream, cursor=tokens_to // 10,
+    sync=sync,
+    fragment=0,
+    version=0,
+    steps=2,
+    tokens_from=tokens_from,
+    tokens_to=tokens_to,
+    stream=stream,
+    cursor=tokens_to // 10,
     payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0),
   )
 
@@ -93,29 +121,45 @@ def decline() -> messages.Decline:
 
 
 def merge_done(sync: int) -> events.MergeDone:
-  return events.MergeDone(sync=sync, fragment=0, handle=50, digest=78,
-                          payload=messages.Payload(size_bytes=64, crc32=0))
+  return events.MergeDone(
+    sync=sync, fragment=0, handle=50, digest=78, payload=messages.Payload(size_bytes=64, crc32=0)
+  )
 
 
 # --- A learner and what its syncer says -----------------------------------------------------------
 
 
 def new_learner(**settings: Any) -> Any:
-  config = transcript.protocol_config(**{
-    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'max_lag': 0,
-    'total_steps': 20, **settings})
+  config = transcript.protocol_config(
+    **{
+      'learners': 2,
+      'fragments': 2,
+      'period': 4,
+      'overlap': 1,
+      'quorum': 2,
+      'max_lag': 0,
+      'total_steps': 20,
+      **settings,
+    }
+  )
   identity = learner_machine.Identity(
-    learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1)
+    learner='l0', nonce=1, agreement=world_lib.AGREEMENT, host='host', pid=1
+  )
   return learner_machine.LearnerMachine(config, identity, (50, 51))
 
 
 def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
-  (told,) = contents(machine.handle(now_ms * MS, received(
-    session, messages.Offer(incarnation=1))), messages.Confirm)
-  return machine.handle(now_ms * MS, received(session, messages.Joined(
-    incarnation=1, step=clock, stream=0, cursor=told.cursor, due=due)))
+  (told,) = contents(
+    machine.handle(now_ms * MS, received(session, messages.Offer(incarnation=1))), messages.Confirm
+  )
+  return machine.handle(
+    now_ms * MS,
+    received(
+      session, messages.Joined(incarnation=1, step=clock, stream=0, cursor=told.cursor, due=due)
+    ),
+  )
 
 
 def train(machine: Any, now_ms: int) -> list:
@@ -123,14 +167,20 @@ def train(machine: Any, now_ms: int) -> list:
 
 
 def encoded(sync: int, fragment: int, handle: int) -> events.Encoded:
-  return events.Encoded(sync=sync, fragment=fragment, handle=handle,
-                        payload=messages.Payload(size_bytes=64, crc32=0))
+  return events.Encoded(
+    sync=sync, fragment=fragment, handle=handle, payload=messages.Payload(size_bytes=64, crc32=0)
+  )
 
 
 def publish(sync: int, fragment: int, version: int) -> messages.Publish:
   return messages.Publish(
-    sync=sync, fragment=fragment, version=version, base_version=version - 1, digest=60,
-    payload=messages.Payload(size_bytes=64, crc32=0))
+    sync=sync,
+    fragment=fragment,
+    version=version,
+    base_version=version - 1,
+    digest=60,
+    payload=messages.Payload(size_bytes=64, crc32=0),
+  )
 
 
 def contents(out: list, kind: type) -> list:

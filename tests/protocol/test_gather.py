@@ -5,17 +5,22 @@ Each test opens with the sentence that it checks and its source.
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import grace
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import quorum
 from diloco_jax.proof.sim import engine
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import gather as gather_lib
+from diloco_jax.protocol.syncer import grace, quorum
 from tests.protocol import transcript
-from tests.protocol.single import (
-  adopted, advance, contents, contribution, joined, merge_done, received, two_learners,
-)
 from tests.protocol.recording import Recording, discarded
+from tests.protocol.single import (
+  adopted,
+  advance,
+  contents,
+  contribution,
+  joined,
+  merge_done,
+  received,
+  two_learners,
+)
 
 MS = engine.MS
 
@@ -24,7 +29,8 @@ def test_grace_formula():
   # Paper section 4: xi_slack = tau * xi_step - (xi_quorum + xi_sync),
   # 0 <= xi_grace <= gamma * xi_slack.
   config = transcript.protocol_config(
-    learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750)
+    learners=2, fragments=4, period=4, overlap=2, quorum=1, total_steps=8, grace_permille=750
+  )
   window = grace.Grace()
   assert window.window_ns(config, 100) == 0, 'nothing is known yet'
   window.quorum_ns.add(30)
@@ -55,8 +61,7 @@ def test_the_grace_window_ends_in_time():
   merges = [action for _, _, action in seen.of(actions.Report) if action.name == 'merging']
   graces = [report.values['grace_ns'] for report in merges]
   assert graces[0] == 0 and graces[1] > 0, graces
-  answers = dict(
-    (message.sync, time) for time, message in seen.sent(messages.Contribution, 'l0'))
+  answers = {message.sync: time for time, message in seen.sent(messages.Contribution, 'l0')}
   for time, _, report in seen.of(actions.Report):
     if report.name == 'merging':
       waited = time - answers[report.values['sync']]
@@ -79,7 +84,7 @@ def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption
   seen = Recording(learners=1, fragments=2, period=4, overlap=1, quorum=1, total_steps=20)
   seen.start('l0').run(20_000)
   adopted: dict[int, int] = {}
-  for _, name, action in seen.entries:
+  for _, _name, action in seen.entries:
     if isinstance(action, actions.Send) and isinstance(action.message, messages.Adopted):
       adopted[action.message.fragment] = action.message.tokens
     if isinstance(action, actions.Send) and isinstance(action.message, messages.Contribution):
@@ -118,23 +123,26 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
   machine.check()
 
 
-@pytest.mark.parametrize('payloads, waiting, live, closing, verdict', [
-  (0, 2, 2, False, 'wait'),  # nobody has answered
-  (1, 1, 2, False, 'wait'),  # the quorum is not there yet
-  (2, 0, 2, False, 'merge'),  # all have answered
-  (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
-  (1, 0, 1, False, 'wait'),  # with K = M one may come back
-  (1, 0, 1, True, 'cancel'),  # but after the last step nobody is waited for
-])
+@pytest.mark.parametrize(
+  'payloads, waiting, live, closing, verdict',
+  [
+    (0, 2, 2, False, 'wait'),  # nobody has answered
+    (1, 1, 2, False, 'wait'),  # the quorum is not there yet
+    (2, 0, 2, False, 'merge'),  # all have answered
+    (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
+    (1, 0, 1, False, 'wait'),  # with K = M one may come back
+    (1, 0, 1, True, 'cancel'),  # but after the last step nobody is waited for
+  ],
+)
 def test_quorum_decisions(payloads: int, waiting: int, live: int, closing: bool, verdict: str):
-  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0)
+  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0)
   gather.payloads = {f'l{n}': None for n in range(payloads)}
   gather.waiting = {f'w{n}' for n in range(waiting)}
   assert quorum.decide(gather, 5, 2, live, closing)[0] == verdict
 
 
 def test_grace_decisions():
-  gather = quorum.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
+  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
   gather.quorum_at_ns, gather.grace_ns = 100, 50
   assert quorum.decide(gather, 149, 1, 2, False)[0] == 'wait'
   assert quorum.decide(gather, 150, 1, 2, False)[0] == 'merge'
@@ -151,7 +159,11 @@ def test_a_delta_goes_only_to_who_holds_the_version_before():
   out = machine.handle(4, merge_done(2))
   to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
   assert to == [1]
-  out = machine.handle(5, events.FragmentRead(
-    fragment=0, version=1, handle=8, digest=78, payload=messages.Payload(size_bytes=4, crc32=0)))
-  whole, = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
+  out = machine.handle(
+    5,
+    events.FragmentRead(
+      fragment=0, version=1, handle=8, digest=78, payload=messages.Payload(size_bytes=4, crc32=0)
+    ),
+  )
+  (whole,) = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
   assert (whole.session, whole.message.base_version) == (2, None)

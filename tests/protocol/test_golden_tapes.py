@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
 # No site-packages (-S), nothing but the protocol: what a bare Python can do.
-REPLAY = '''
+REPLAY = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
 from diloco_jax.protocol.tape import tape
@@ -33,13 +33,18 @@ for path in sys.argv[2:]:
   with open(path, 'rb') as file:
     print(tape.replay(file).text())
 print(hash('tape'), *sys.version_info[:2])
-'''
+"""
 
 RUN = (
-  '--config=experiments/configs/stdlib_lm.py:tiny', '--config.train.steps=36',
-  '--config.train.eval_every=0', '--config.sync.quorum=3', '--config.sync.max_lag=1',
-  '--config.chaos.enabled=true', '--config.chaos.kills[0].victim=l1',
-  '--config.chaos.kills[0].at_fraction=0.5', '--config.chaos.kills[0].down_s=0.2',
+  '--config=experiments/configs/stdlib_lm.py:tiny',
+  '--config.train.steps=36',
+  '--config.train.eval_every=0',
+  '--config.sync.quorum=3',
+  '--config.sync.max_lag=1',
+  '--config.chaos.enabled=true',
+  '--config.chaos.kills[0].victim=l1',
+  '--config.chaos.kills[0].at_fraction=0.5',
+  '--config.chaos.kills[0].down_s=0.2',
 )
 
 
@@ -62,8 +67,11 @@ def test_a_golden_tape_replays(path: pathlib.Path):
 def test_the_golden_run_has_a_kill_and_a_return():
   with open(TAPES[0], 'rb') as file:
     turns = list(tape.Reader(file))
-  joins = [turn.event.message for turn in turns
-           if isinstance(getattr(turn.event, 'message', None), messages.Join)]
+  joins = [
+    turn.event.message
+    for turn in turns
+    if isinstance(getattr(turn.event, 'message', None), messages.Join)
+  ]
   assert len({join.nonce for join in joins if join.learner == 'l1'}) == 2
   assert replay(TAPES[1]).header.start.snapshot['learner'] == 'l1'
 
@@ -88,8 +96,10 @@ def record() -> None:
   """Runs the run, checks its tapes and puts two of them here."""
   with tempfile.TemporaryDirectory() as folder:
     subprocess.run(
-      [sys.executable, '-m', 'experiments.local', *RUN, f'--workdir={folder}'], cwd=ROOT,
-      env={**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}, check=True,
+      [sys.executable, '-m', 'experiments.local', *RUN, f'--workdir={folder}'],
+      cwd=ROOT,
+      env={**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
+      check=True,
     )
     subprocess.run([sys.executable, '-m', 'experiments.replay', folder], cwd=ROOT, check=True)
     for name, target in zip(('syncer.1.0.jsonl', 'l1.2.0.jsonl'), TAPES):

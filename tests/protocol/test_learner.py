@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from diloco_jax.protocol import actions, events, messages
 from diloco_jax.proof.sim import engine
+from diloco_jax.protocol import actions, events, messages
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS
@@ -70,10 +70,13 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   train(machine, 10)
   machine.handle(11 * MS, encoded(2, 0, handle=1))
   for cancelled, pulled, answer in (
-    (6, 10, messages.Decline), (2, 14, messages.Contribution),
+    (6, 10, messages.Decline),
+    (2, 14, messages.Contribution),
   ):
-    machine.handle(12 * MS, received(1, messages.Settled(
-      sync=cancelled, fragment=0, merged=False, reason='cancelled')))
+    machine.handle(
+      12 * MS,
+      received(1, messages.Settled(sync=cancelled, fragment=0, merged=False, reason='cancelled')),
+    )
     machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0)))
     out = train(machine, 20)
     if any(isinstance(a, actions.Encode) for a in out):
@@ -104,8 +107,9 @@ def test_who_is_preempted_sees_its_share_merged_before_it_leaves():
   assert not contents(out, messages.Leave)
   empty = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0)))
   assert [m.reason for m in contents(empty, messages.Decline)] == ['contributed']
-  out = machine.handle(20 * MS, received(1, messages.Settled(
-    sync=2, fragment=0, merged=True, reason='')))
+  out = machine.handle(
+    20 * MS, received(1, messages.Settled(sync=2, fragment=0, merged=True, reason=''))
+  )
   assert [m.reason for m in contents(out, messages.Leave)] == ['preempted']
   assert isinstance(out[-1], actions.Exit) and out[-1].code == 0
   assert machine.deadline_ns is None

@@ -5,12 +5,10 @@ Each test opens with the sentence that it checks and its source.
 
 import dataclasses
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger
-from diloco_jax.protocol import messages
-from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
 from tests.protocol.recording import Recording, discarded
+from tests.protocol.single import adopted, advance, contribution, joined, received, two_learners
 
 
 def test_the_ledger_settles_ranges_once():
@@ -43,7 +41,7 @@ def test_a_repeated_contribution_counts_once():
   again = machine.handle(3, received(1, contribution(), handle=2))
   assert again == [actions.Drop(handle=2)]
   out = machine.handle(3, received(2, contribution(stream=1), handle=3))
-  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  (merge,) = [a for a in out if isinstance(a, actions.Merge)]
   assert [one.handle for one in merge.participants] == [1, 3]
 
 
@@ -51,12 +49,13 @@ def test_tokens_of_a_cancelled_sync_stay_to_be_sent_again():
   # messages.Settled: of a cancelled sync no version comes, so nothing would replace the anchor.
   machine, session = joined()
   advance(machine, session, step=2)
-  machine.handle(3, received(session, messages.Decline(
-    sync=2, fragment=0, reason='contributed', tokens_to=20)))
+  machine.handle(
+    3, received(session, messages.Decline(sync=2, fragment=0, reason='contributed', tokens_to=20))
+  )
   machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was under way
   advance(machine, session, step=4)
   out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), handle=2))
-  merge, = [a for a in out if isinstance(a, actions.Merge)]
+  (merge,) = [a for a in out if isinstance(a, actions.Merge)]
   assert merge.participants[0].tokens == 40
   machine.check()
 
@@ -65,10 +64,15 @@ def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
   # Ledger: ranges never overlap, so no token counts twice; and it must not be refused for ever.
   machine, session = joined()
   advance(machine, session, step=2)
-  machine.handle(2, received(session, messages.Decline(
-    sync=2, fragment=0, reason='bad_value', tokens_to=20)))
-  machine.handle(3, events.FragmentRead(
-    fragment=0, version=0, handle=8, digest=77, payload=messages.Payload(size_bytes=4, crc32=0)))
+  machine.handle(
+    2, received(session, messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=20))
+  )
+  machine.handle(
+    3,
+    events.FragmentRead(
+      fragment=0, version=0, handle=8, digest=77, payload=messages.Payload(size_bytes=4, crc32=0)
+    ),
+  )
   advance(machine, session, step=4)
   out = machine.handle(4, received(session, contribution(sync=4, tokens_to=40), handle=2))
   assert actions.ReadFragment(fragment=0) in out and actions.Drop(handle=2) in out

@@ -5,22 +5,25 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import run_snapshot
-from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import recovery, run_snapshot
 from tests.protocol import single
 
 CONFIG = config_lib.ProtocolConfig(
-  learners=2, fragments=1, period=1, overlap=0, quorum=1, total_steps=9, snapshot_syncs=2,
-  snapshot_wait_ns=100)
+  learners=2,
+  fragments=1,
+  period=1,
+  overlap=0,
+  quorum=1,
+  total_steps=9,
+  snapshot_syncs=2,
+  snapshot_wait_ns=100,
+)
 BOOKS = {'versions': [3]}
 SEALED = events.PartSaved(snapshot=1, step=7, seal='own')
 
@@ -40,8 +43,12 @@ class Syncer:
     return self.out.take()
 
   def marked(self, session: int, error: str = '', snapshot: int = 1) -> None:
-    self.marking.marked(self.members.by_session[session], messages.Marked(
-      snapshot=snapshot, step=8, seal='' if error else f'of {session}', error=error))
+    self.marking.marked(
+      self.members.by_session[session],
+      messages.Marked(
+        snapshot=snapshot, step=8, seal='' if error else f'of {session}', error=error
+      ),
+    )
 
   def manifest(self, now_ns: int = 1) -> actions.WriteManifest | None:
     """What is written now, if anything."""
@@ -133,8 +140,11 @@ def test_what_was_not_written_is_no_snapshot(syncer):
   syncer.marked(1)
   assert syncer.manifest(100)
   syncer.marking.written(events.ManifestWritten(snapshot=1, error='no space'))
-  assert any('snapshot 1 is given up: its manifest' in one.text for one in syncer.out.take()
-             if isinstance(one, actions.Say))
+  assert any(
+    'snapshot 1 is given up: its manifest' in one.text
+    for one in syncer.out.take()
+    if isinstance(one, actions.Say)
+  )
   assert syncer.begin()[0].keep == ()
 
 
@@ -149,16 +159,28 @@ def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syn
 
 
 def test_learners_without_a_place_have_left():
-  account = {'cursors': [5, 10], 'trained': 10, 'steps': 1, 'merged': 15, 'discarded': {},
-             'closed': False}
-  snapshot = {'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
-              'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
-              'data': {'holders': [[0, 'l1'], [1, 'l0']]}}
+  account = {
+    'cursors': [5, 10],
+    'trained': 10,
+    'steps': 1,
+    'merged': 15,
+    'discarded': {},
+    'closed': False,
+  }
+  snapshot = {
+    'members': [{'learner': 'l0', 'left': False}, {'learner': 'l1', 'left': False}],
+    'ledger': [['l0', 1, copy.deepcopy(account)], ['l1', 1, copy.deepcopy(account)]],
+    'data': {'holders': [[0, 'l1'], [1, 'l0']]},
+  }
   state = recovery.brought_back(snapshot, ['l1'], ['l0'])
   assert [row['left'] for row in state['members']] == [False, True]
   assert state['ledger'][0] == snapshot['ledger'][0] and not snapshot['members'][1]['left']
   assert state['ledger'][1][2] == {
-    **account, 'cursors': [10, 10], 'discarded': {'left': 5}, 'closed': True}
+    **account,
+    'cursors': [10, 10],
+    'discarded': {'left': 5},
+    'closed': True,
+  }
   assert state['data']['holders'] == [[1, 'l0']], 'its stream is free'
   assert recovery.brought_back(state, ['l1'], ['l0']) == state
 
@@ -168,18 +190,34 @@ def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_st
   fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
   machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
   join = messages.Join(
-    protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1)
-  confirm = messages.Confirm(nonce=7, incarnation=1, step=9, steps=9, tokens=90, stream=None,
-                             cursor=0, held=(messages.Held(version=5, digest=999),))
-  for event in (events.Connected(session=1), events.Received(session=1, message=join),
-                events.Received(session=1, message=confirm)):
+    protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1
+  )
+  confirm = messages.Confirm(
+    nonce=7,
+    incarnation=1,
+    step=9,
+    steps=9,
+    tokens=90,
+    stream=None,
+    cursor=0,
+    held=(messages.Held(version=5, digest=999),),
+  )
+  for event in (
+    events.Connected(session=1),
+    events.Received(session=1, message=join),
+    events.Received(session=1, message=confirm),
+  ):
     out = machine.handle(0, event)
-  (joined,) = [one.message for one in out
-               if isinstance(getattr(one, 'message', None), messages.Joined)]
+  (joined,) = [
+    one.message for one in out if isinstance(getattr(one, 'message', None), messages.Joined)
+  ]
   assert joined.due == (0,)
   assert actions.ReadFragment(fragment=0) in out
-  assert any('l0 holds version 5 of fragment 0, this run is at 0' in one.text
-             for one in out if isinstance(one, actions.Say))
+  assert any(
+    'l0 holds version 5 of fragment 0, this run is at 0' in one.text
+    for one in out
+    if isinstance(one, actions.Say)
+  )
 
 
 def test_who_was_brought_back_with_the_run_needs_no_donation():
@@ -189,17 +227,19 @@ def test_who_was_brought_back_with_the_run_needs_no_donation():
   single.advance(machine, session, step=2)
   snapshot = recovery.brought_back(machine.snapshot(), [], ['l1'])
   machine = type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
+  )
 
   def enters(learner: str, session: int) -> int:
     """A new process; the transfer that it shall wait for."""
     join = single.join(learner=learner, nonce=100 + session)
     [offer] = single.contents(
-      machine.handle(session, single.received(session, join)), messages.Offer)
-    claim = dataclasses.replace(
-      single.confirm(nonce=100 + session), incarnation=offer.incarnation)
+      machine.handle(session, single.received(session, join)), messages.Offer
+    )
+    claim = dataclasses.replace(single.confirm(nonce=100 + session), incarnation=offer.incarnation)
     [told] = single.contents(
-      machine.handle(session, single.received(session, claim)), messages.Joined)
+      machine.handle(session, single.received(session, claim)), messages.Joined
+    )
     return told.donation
 
   assert enters('l0', 1) == 0, 'nobody is there to give'

@@ -5,12 +5,20 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import actions, events, messages
 from diloco_jax.proof.sim import engine
-from tests.protocol.single import (
-  adopted, confirm, contribution, decline, join, joined, new_machine, progress, received,
-)
+from diloco_jax.protocol import actions, events, messages
 from tests.protocol.recording import Recording
+from tests.protocol.single import (
+  adopted,
+  confirm,
+  contribution,
+  decline,
+  join,
+  joined,
+  new_machine,
+  progress,
+  received,
+)
 
 MS = engine.MS
 
@@ -55,19 +63,46 @@ def test_nothing_before_joined_touches_the_run():
     machine.check()
 
 
-@pytest.mark.parametrize('message', [
-  messages.Contribution(sync=2, fragment=9, version=0, steps=1, tokens_from=0, tokens_to=10,
-                        stream=0, cursor=1,
-                        payload=messages.Payload(size_bytes=64, crc32=0)),
-  messages.Contribution(sync=2, fragment=0, version=0, steps=1, tokens_from=10, tokens_to=0,
-                        stream=0, cursor=1,
-                        payload=messages.Payload(size_bytes=64, crc32=0)),
-  messages.Contribution(sync=2, fragment=0, version=0, steps=2, tokens_from=0, tokens_to=10,
-                        stream=0, cursor=1,
-                        payload=messages.Payload(size_bytes=64, crc32=0)),
-  messages.Adopted(fragment=1, version=0, tokens=0, matched=False),
-  messages.Decline(sync=2, fragment=1, reason='bad_value', tokens_to=0),
-])
+@pytest.mark.parametrize(
+  'message',
+  [
+    messages.Contribution(
+      sync=2,
+      fragment=9,
+      version=0,
+      steps=1,
+      tokens_from=0,
+      tokens_to=10,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=64, crc32=0),
+    ),
+    messages.Contribution(
+      sync=2,
+      fragment=0,
+      version=0,
+      steps=1,
+      tokens_from=10,
+      tokens_to=0,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=64, crc32=0),
+    ),
+    messages.Contribution(
+      sync=2,
+      fragment=0,
+      version=0,
+      steps=2,
+      tokens_from=0,
+      tokens_to=10,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=64, crc32=0),
+    ),
+    messages.Adopted(fragment=1, version=0, tokens=0, matched=False),
+    messages.Decline(sync=2, fragment=1, reason='bad_value', tokens_to=0),
+  ],
+)
 def test_impossible_messages_close_the_stream_and_change_nothing(message: Any):
   # Reliability T7: compared with what was joined before anything is done with it.
   machine, session = joined()
@@ -114,8 +149,9 @@ def test_who_joins_hears_of_syncs_that_were_cancelled():
   machine.handle(0, received(1, join()))
   machine.handle(0, received(1, confirm(fragments=2)))
   machine.handle(1, received(1, progress(3)))
-  machine.handle(2, received(1, messages.Decline(
-    sync=3, fragment=1, reason='contributed', tokens_to=0)))
+  machine.handle(
+    2, received(1, messages.Decline(sync=3, fragment=1, reason='contributed', tokens_to=0))
+  )
   machine.handle(3, received(2, join(learner='l1', nonce=8)))
   out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
   told = [a.message for a in out if isinstance(a, actions.Send)]
@@ -131,7 +167,8 @@ def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are()
   machine.handle(1, events.Disconnected(session=1, reason='gone'))
   machine.handle(2, received(2, join(nonce=9)))
   late = dataclasses.replace(
-    confirm(nonce=9), incarnation=2, held=(messages.Held(version=-1, digest=0),))
+    confirm(nonce=9), incarnation=2, held=(messages.Held(version=-1, digest=0),)
+  )
   machine.handle(2, received(2, late))
   assert machine.deadline_ns <= 300 * MS
   out = machine.handle(300 * MS, events.Wake())

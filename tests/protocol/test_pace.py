@@ -5,12 +5,11 @@ Each test opens with the sentence that it checks and its source.
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import pace
 from diloco_jax.proof.sim import engine
-from tests.protocol.single import confirm, join, new_machine, progress, received
+from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol.syncer import pace
 from tests.protocol.recording import Recording
+from tests.protocol.single import confirm, join, new_machine, progress, received
 
 MS = engine.MS
 
@@ -40,7 +39,8 @@ def test_a_fast_network_cannot_shrink_h():
   seen.world.syncer.merge_ns = 0
   seen.run(3000)
   between = [
-    action.values['steps_between'] for _, _, action in seen.of(actions.Report)
+    action.values['steps_between']
+    for _, _, action in seen.of(actions.Report)
     if action.name == 'adopted' and action.values['version'] > 1
   ]
   assert len(between) >= 20 and set(between) == {4}, between
@@ -83,7 +83,8 @@ def test_max_lag_bounds_how_far_a_learner_runs_ahead():
   # waits for".
   for max_lag in (0, 1, 2):
     seen = Recording(
-      learners=2, fragments=1, period=4, overlap=1, quorum=2, max_lag=max_lag, total_steps=12)
+      learners=2, fragments=1, period=4, overlap=1, quorum=2, max_lag=max_lag, total_steps=12
+    )
     seen.start('l0', step_ms=20).start('l1', step_ms=200).run(700)
     steps = [action.step for _, name, action in seen.of(actions.Step) if name == 'l0']
     assert max(steps) + 1 == 4 + max_lag, steps  # Step(step=s) runs inner step s + 1

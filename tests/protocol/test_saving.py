@@ -6,17 +6,23 @@ Each test opens with the sentence that it checks and its source.
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.proof.sim import engine
-from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import engine, network
 from diloco_jax.proof.sim import world as world_lib
-from tests.protocol.single import (
-  advance, confirm, contents, contribution, join, joined, merge_done, new_machine, progress,
-  received)
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import recovery
 from tests.protocol.recording import Recording
+from tests.protocol.single import (
+  advance,
+  confirm,
+  contents,
+  contribution,
+  join,
+  joined,
+  merge_done,
+  new_machine,
+  progress,
+  received,
+)
 
 MS = engine.MS
 
@@ -25,7 +31,8 @@ def test_a_busy_syncer_saves_too():
   # design section 4, Durability: a snapshot is of no half-done merge; merges that always overlap
   # must not keep it from being taken.
   seen = Recording(
-    learners=1, fragments=8, period=8, overlap=3, quorum=1, total_steps=80, save_syncs=4)
+    learners=1, fragments=8, period=8, overlap=3, quorum=1, total_steps=80, save_syncs=4
+  )
   seen.start('l0', step_ms=20)
   seen.world.syncer.merge_ns = 30 * MS
   seen.run(2000)
@@ -40,7 +47,8 @@ def test_a_snapshot_restores_the_machine():
   machine.handle(2, received(session, contribution(sync=2), handle=1))
   machine.handle(3, merge_done(2))
   again = type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot())
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot()
+  )
   assert again.snapshot() == machine.snapshot()
   again.check()
 
@@ -68,12 +76,23 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
   machine.handle(1, received(1, confirm(fragments=2)))
   machine.handle(2, received(1, progress(4)))
   assert sorted(machine._gathering.open) == [2, 4]
-  [merge] = [one for one in machine.handle(3, received(1, contribution(sync=2), handle=1))
-             if isinstance(one, actions.Merge)]
+  [merge] = [
+    one
+    for one in machine.handle(3, received(1, contribution(sync=2), handle=1))
+    if isinstance(one, actions.Merge)
+  ]
   outcome = recovery.Outcome(
-    sync=2, fragment=merge.fragment, version=1, digest=78, failed='', books=merge.books,
-    participants=tuple((one.learner, one.incarnation, one.tokens, one.steps)
-                       for one in merge.participants), norms=(1,))
+    sync=2,
+    fragment=merge.fragment,
+    version=1,
+    digest=78,
+    failed='',
+    books=merge.books,
+    participants=tuple(
+      (one.learner, one.incarnation, one.tokens, one.steps) for one in merge.participants
+    ),
+    norms=(1,),
+  )
   snapshot = recovery.recovered(new_machine(fragments=2).snapshot(), [outcome])
   following = again(machine, snapshot)
   following.handle(0, received(2, join()))
@@ -107,7 +126,8 @@ def saves(out: list) -> list:
 def again(machine: Any, snapshot: dict) -> Any:
   """The next syncer, which begins with this snapshot."""
   return type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
+  )
 
 
 def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
@@ -137,8 +157,11 @@ def test_if_it_cannot_be_saved_the_log_will_do():
   machine, _ = over()
   out = machine.handle(9, DISK_FULL)
   assert contents(out, messages.Finish)
-  assert any('every outer step since is in the log' in one.text for one in out
-             if isinstance(one, actions.Say))
+  assert any(
+    'every outer step since is in the log' in one.text
+    for one in out
+    if isinstance(one, actions.Say)
+  )
 
 
 def test_a_cancelled_sync_is_in_no_log_so_the_save_is_tried_again():

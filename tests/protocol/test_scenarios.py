@@ -24,7 +24,8 @@ def test_scenario(path: pathlib.Path):
     path.write_text(happened)
     return
   diff = difflib.unified_diff(
-    expected.splitlines(), happened.splitlines(), 'recorded', 'now', lineterm='')
+    expected.splitlines(), happened.splitlines(), 'recorded', 'now', lineterm=''
+  )
   assert happened == expected, 'behaviour changed:\n' + '\n'.join(diff)
 
 

@@ -8,14 +8,11 @@ import json
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.syncer import screening
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import recovery, screening
 from tests.protocol import single, transcript
 
 UNIT, BAD = screening.UNIT, screening.NOT_FINITE
@@ -23,9 +20,17 @@ SECOND_NS = 10**9
 
 
 def config(**changes):
-  return transcript.protocol_config(**{
-    'learners': 1, 'fragments': 1, 'period': 1, 'overlap': 0, 'quorum': 1, 'total_steps': 9,
-    **changes})
+  return transcript.protocol_config(
+    **{
+      'learners': 1,
+      'fragments': 1,
+      'period': 1,
+      'overlap': 0,
+      'quorum': 1,
+      'total_steps': 9,
+      **changes,
+    }
+  )
 
 
 # --- What is too long -----------------------------------------------------------------------------
@@ -63,11 +68,14 @@ def test_a_commit_counts_once_however_many_take_part_and_old_ones_are_forgotten(
   assert window == [[number, 2] for number in range(24, 40)]
 
 
-@pytest.mark.parametrize('field, value, words', [
-  ('norm_factor', -1, 'norm_factor is -1, it must be at least 0'),
-  ('norm_warmup', 17, 'norm_warmup is 17, it must be between 1 and 16'),
-  ('strikes', -1, 'strikes is -1'),
-])
+@pytest.mark.parametrize(
+  'field, value, words',
+  [
+    ('norm_factor', -1, 'norm_factor is -1, it must be at least 0'),
+    ('norm_warmup', 17, 'norm_warmup is 17, it must be between 1 and 16'),
+    ('strikes', -1, 'strikes is -1'),
+  ],
+)
 def test_impossible_settings_do_not_start(field, value, words):
   with pytest.raises(ValueError, match=words):
     config(**{field: value})
@@ -97,7 +105,8 @@ class Duo:
     for m in (0, 1):
       said = dataclasses.replace(
         single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20, stream=m),
-        version=self.version)
+        version=self.version,
+      )
       self.send(m + 1, said, handle=10 + m)
       self.tokens[m] += 20
     (self.merge,) = [one for one in self.out if isinstance(one, actions.Merge)]
@@ -106,14 +115,22 @@ class Duo:
   def ends(self, *norms: int) -> list:
     """The outer step ends with such norms; what the syncer does."""
     refused = tuple(
-      one.learner for one, norm in zip(self.merge.participants, norms)
-      if screening.refused(norm, one.limit))
+      one.learner
+      for one, norm in zip(self.merge.participants, norms)
+      if screening.refused(norm, one.limit)
+    )
     failed = 'every payload' if len(refused) == len(norms) else ''
     self.now_ns += 1
     done = events.MergeDone(
-      sync=self.sync, fragment=0, handle=None if failed else 50, digest=78,
-      payload=None if failed else messages.Payload(size_bytes=64, crc32=0), failed=failed,
-      norms=norms, refused=refused)
+      sync=self.sync,
+      fragment=0,
+      handle=None if failed else 50,
+      digest=78,
+      payload=None if failed else messages.Payload(size_bytes=64, crc32=0),
+      failed=failed,
+      norms=norms,
+      refused=refused,
+    )
     out = self.machine.handle(self.now_ns, done)
     self.machine.check()
     self.version += not failed
@@ -124,8 +141,10 @@ class Duo:
     self.out = []
     for m in (0, 1):
       self.tokens[m] += 10
-      self.send(m + 1, messages.Adopted(
-        fragment=0, version=self.version, tokens=self.tokens[m], matched=True))
+      self.send(
+        m + 1,
+        messages.Adopted(fragment=0, version=self.version, tokens=self.tokens[m], matched=True),
+      )
       self.send(m + 1, single.progress(self.sync + 2))
     self.sync += 2
 
@@ -175,7 +194,8 @@ def test_people_are_told_which_host_to_look_at():
   (line,) = said(duo.ends(2 * UNIT, 60 * UNIT))
   assert line == (
     'Learner l1 on host sent norm 60, 30 times the median 2 for fragment 0; rejected before '
-    'merging, its fragment is replaced. Check that host for faulty hardware.')
+    'merging, its fragment is replaced. Check that host for faulty hardware.'
+  )
 
 
 def test_a_refused_norm_does_not_become_usual():
@@ -214,8 +234,10 @@ def quarantined() -> Duo:
 
 
 def answers(machine, now_ns: int, session: int, nonce: int) -> list:
-  return told(machine.handle(now_ns, single.received(
-    session, single.join(learner='l1', nonce=nonce))), session)
+  return told(
+    machine.handle(now_ns, single.received(session, single.join(learner='l1', nonce=nonce))),
+    session,
+  )
 
 
 def test_the_process_never_comes_back_and_another_one_begins_anew():
@@ -224,8 +246,9 @@ def test_the_process_never_comes_back_and_another_one_begins_anew():
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
   (offer,) = answers(duo.machine, duo.now_ns, 4, nonce=9)
   assert offer == messages.Offer(incarnation=2)
-  duo.machine.handle(duo.now_ns, single.received(
-    4, dataclasses.replace(single.confirm(nonce=9), incarnation=2)))
+  duo.machine.handle(
+    duo.now_ns, single.received(4, dataclasses.replace(single.confirm(nonce=9), incarnation=2))
+  )
   duo.machine.check()
   assert (duo.member()['strikes'], duo.member()['worst']) == (0, 0)
   (fenced,) = answers(duo.machine, duo.now_ns, 5, nonce=8)
@@ -236,12 +259,16 @@ def test_quarantine_outlives_the_syncer():
   duo = quarantined()
   snapshot = json.loads(json.dumps(duo.machine.snapshot()))
   again = syncer_machine.SyncerMachine.restore(
-    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot)
+    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
+  )
   (refused,) = answers(again, 5, 1, nonce=8)
   assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
   free = syncer_machine.SyncerMachine.restore(
-    dataclasses.replace(duo.machine._config, strikes=0), world_lib.AGREEMENT,
-    (network.PAYLOAD_BYTES,), snapshot)
+    dataclasses.replace(duo.machine._config, strikes=0),
+    world_lib.AGREEMENT,
+    (network.PAYLOAD_BYTES,),
+    snapshot,
+  )
   assert answers(free, 5, 1, nonce=8) == [messages.Offer(incarnation=1)]  # switched off
 
 
@@ -277,12 +304,18 @@ def test_recovery_makes_of_a_record_what_the_machine_made_of_it(norms):
   before = json.loads(json.dumps(duo.machine.snapshot()))
   merge = duo.contribute()
   duo.ends(*norms)
-  refused = tuple(
-    one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
+  refused = tuple(one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
   outcome = recovery.Outcome(
-    sync=merge.sync, fragment=0, version=merge.version, norms=norms, refused=refused, digest=78,
+    sync=merge.sync,
+    fragment=0,
+    version=merge.version,
+    norms=norms,
+    refused=refused,
+    digest=78,
     participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants),
-    failed='every payload' if len(refused) == 2 else '', books=merge.books)
+    failed='every payload' if len(refused) == 2 else '',
+    books=merge.books,
+  )
   state = recovery.recovered(before, [outcome])
   after = json.loads(json.dumps(duo.machine.snapshot()))
   after.pop('merging')
@@ -295,10 +328,17 @@ def test_a_record_without_norms_is_read_as_ever():
   merge = duo.contribute()
   books = {name: value for name, value in merge.books.items() if name != 'norms'}
   outcome = recovery.Outcome(
-    sync=merge.sync, fragment=0, version=1, digest=78, failed='', books=books,
-    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants))
+    sync=merge.sync,
+    fragment=0,
+    version=1,
+    digest=78,
+    failed='',
+    books=books,
+    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants),
+  )
   state = recovery.recovered(duo.machine.snapshot(), [outcome])
   machine = syncer_machine.SyncerMachine.restore(
-    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), state)
+    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), state
+  )
   machine.check()
   assert machine.snapshot()['norms'] == [[]]

@@ -4,18 +4,23 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import shards
 from diloco_jax.proof.sim import engine
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import shards
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
-  connect, contribution, joined, merge_done, new_learner, progress, received, train,
+  connect,
+  contribution,
+  joined,
+  merge_done,
+  new_learner,
+  progress,
+  received,
+  train,
 )
 
 MS = engine.MS
-Lease = shards.Lease
+Lease = messages.Lease
 TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'streams': 2}
 
 
@@ -29,7 +34,8 @@ def books(count: int = 3, **committed: int) -> shards.Streams:
 
 def said(stream: int, cursor: int, fragment: int = 0, steps: int = 1) -> messages.Contribution:
   return dataclasses.replace(
-    contribution(stream=stream), cursor=cursor, fragment=fragment, steps=steps)
+    contribution(stream=stream), cursor=cursor, fragment=fragment, steps=steps
+  )
 
 
 def move(made: shards.Streams, stream: int, cursor: int, fragment: int = 0) -> None:
@@ -64,8 +70,11 @@ def test_a_syncer_that_has_forgotten_a_lease_believes_who_claims_it():
   assert books(v2=5).lease('l0', Lease(2, 7), None, {'l0'}) == Lease(2, 7)
 
 
-@pytest.mark.parametrize('claim', [Lease(2, 4), Lease(1, 9), Lease(3, 9)], ids=[
-  'merged further since', 'read by another', 'there is no such stream'])
+@pytest.mark.parametrize(
+  'claim',
+  [Lease(2, 4), Lease(1, 9), Lease(3, 9)],
+  ids=['merged further since', 'read by another', 'there is no such stream'],
+)
 def test_a_claim_that_does_not_hold_is_not_kept(claim):
   made = books(v2=5)
   made.lease('l1', Lease(1, 0), None, {'l1'})
@@ -135,11 +144,13 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   machine.handle(2, received(session, progress(2)))
   machine.handle(3, received(session, contribution(), handle=1))
   machine.handle(4, merge_done(2))
-  machine.handle(5, received(session, messages.Adopted(
-    fragment=0, version=1, tokens=20, matched=True)))
+  machine.handle(
+    5, received(session, messages.Adopted(fragment=0, version=1, tokens=20, matched=True))
+  )
   machine.handle(6, received(session, progress(4)))
   again = dataclasses.replace(
-    contribution(sync=4, tokens_from=20, tokens_to=40), version=1, cursor=3)
+    contribution(sync=4, tokens_from=20, tokens_to=40), version=1, cursor=3
+  )
   out = machine.handle(7, received(session, again, handle=2))
   assert actions.Drop(handle=2) in out
   assert 'duplicate' in [one.message.reason for one in out if isinstance(one, actions.Send)]
@@ -160,8 +171,9 @@ def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
   out = machine.handle(5000 * MS, received(2, messages.Offer(incarnation=1)))
   told = [one.message for one in out if isinstance(one, actions.Send)]
   assert (told[0].stream, told[0].cursor) == (0, 1)
-  out = machine.handle(5001 * MS, received(2, messages.Joined(
-    incarnation=1, step=0, stream=5, cursor=30, due=())))
+  out = machine.handle(
+    5001 * MS, received(2, messages.Joined(incarnation=1, step=0, stream=5, cursor=30, due=()))
+  )
   assert not any(isinstance(one, actions.UseStream) for one in out), 'a step runs'
   machine.handle(5002 * MS, received(2, messages.Pull(sync=2, fragment=0)))
   out = train(machine, 5010)
@@ -182,7 +194,7 @@ def test_a_learner_more_than_there_are_streams_waits_until_one_is_free():
   seen.start('l0', 'l1').run(500)
   seen.start('l2').run(1000)
   assert len(seen.sent(messages.Joined)) == 2
-  (_, _, line), = [one for one in seen.of(actions.Say) if 'l2 waits' in one[2].text]
+  ((_, _, line),) = [one for one in seen.of(actions.Say) if 'l2 waits' in one[2].text]
   assert 'others read all 2 data streams' in line.text and 'data.streams' in line.text
   seen.world.learners['l0'].stop('preempted')
   seen.run(2000)
@@ -203,6 +215,7 @@ def test_a_member_that_is_away_gives_way_and_is_given_another_stream():
   seen.run(3000)
   seen.world.network.heal(seen.world.link('l1'))
   seen.run(6000)
-  moved, = [action for _, name, action in seen.of(actions.UseStream)
-            if name == 'l1' and action.rewind]
+  (moved,) = [
+    action for _, name, action in seen.of(actions.UseStream) if name == 'l1' and action.rewind
+  ]
   assert moved.stream == 0 and moved.cursor > 0

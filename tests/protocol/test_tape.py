@@ -7,18 +7,17 @@ import json
 import pathlib
 import types
 import typing
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol import events
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape
-from diloco_jax.protocol import config as config_lib
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)
@@ -27,16 +26,30 @@ PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}
 
 
 def config(**settings: Any) -> config_lib.ProtocolConfig:
-  return config_lib.ProtocolConfig(**{
-    'learners': 2, 'fragments': 2, 'period': 4, 'overlap': 1, 'quorum': 2, 'total_steps': 20,
-    **settings})
+  return config_lib.ProtocolConfig(
+    **{
+      'learners': 2,
+      'fragments': 2,
+      'period': 4,
+      'overlap': 1,
+      'quorum': 2,
+      'total_steps': 20,
+      **settings,
+    }
+  )
 
 
 def start(**settings: Any) -> tape.Start:
-  return tape.Start(**{
-    'role': 'learner', 'node': 'l0', 'config': config(), 'digests': (5, 2**64 - 1),
-    'identity': connection.Identity(learner='l0', nonce=1, agreement='{}', host='h', pid=1),
-    **settings})
+  return tape.Start(
+    **{
+      'role': 'learner',
+      'node': 'l0',
+      'config': config(),
+      'digests': (5, 2**64 - 1),
+      'identity': connection.Identity(learner='l0', nonce=1, agreement='{}', host='h', pid=1),
+      **settings,
+    }
+  )
 
 
 def received(message: messages.Message) -> events.Received:
@@ -44,10 +57,14 @@ def received(message: messages.Message) -> events.Received:
 
 
 EVENTS = (
-  events.Wake(), events.Connected(session=1), received(messages.Offer(incarnation=1)),
+  events.Wake(),
+  events.Connected(session=1),
+  received(messages.Offer(incarnation=1)),
   received(messages.Joined(incarnation=1, step=0, stream=0, cursor=0, due=())),
-  *[events.StepDone(tokens=5, step_ns=9)] * 3, events.Stop(reason='enough'),
-  events.StepDone(tokens=5, step_ns=9), events.SaveDone(step=4),
+  *[events.StepDone(tokens=5, step_ns=9)] * 3,
+  events.Stop(reason='enough'),
+  events.StepDone(tokens=5, step_ns=9),
+  events.SaveDone(step=4),
 )
 
 
@@ -63,9 +80,16 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
     wrong = events.MergeDone(sync=1, fragment=0, handle=None, payload=None, digest=1)
     with pytest.raises(TypeError) as raised:
       start().make().handle(99, wrong)
-    lines[-1:] = [tape_line_after(lines[-2], 'Crash', index=len(EVENTS) - 1, now_ns=99,
-                                  event=json.loads(tape.encode(wrong)),
-                                  error=tape.words(raised.value))]
+    lines[-1:] = [
+      tape_line_after(
+        lines[-2],
+        'Crash',
+        index=len(EVENTS) - 1,
+        now_ns=99,
+        event=json.loads(tape.encode(wrong)),
+        error=tape.words(raised.value),
+      )
+    ]
   return lines
 
 
@@ -103,18 +127,30 @@ def edited(lines: list[bytes], number: int, edit: Any) -> list[bytes]:
 
 def classes(module: types.ModuleType) -> list[type]:
   """The dataclasses of a module, in its order."""
-  return [cls for cls in vars(module).values()
-          if inspect.isclass(cls) and dataclasses.is_dataclass(cls)
-          and cls.__module__ == module.__name__]
+  return [
+    cls
+    for cls in vars(module).values()
+    if inspect.isclass(cls) and dataclasses.is_dataclass(cls) and cls.__module__ == module.__name__
+  ]
 
 
 EVERY_CLASS = [
-  *classes(events), *classes(actions), *classes(messages), config_lib.ProtocolConfig,
-  connection.Identity, tape.Start, tape.Header, tape.Record, tape.Crash,
+  *classes(events),
+  *classes(actions),
+  *classes(messages),
+  config_lib.ProtocolConfig,
+  connection.Identity,
+  tape.Start,
+  tape.Header,
+  tape.Record,
+  tape.Crash,
 ]
 SAMPLES = {
-  int: [0, -(2**80)], bool: [True, False], str: ['', 'a"\\\n\u00fc\U0001f600\ud800,"hash":'],
-  Any: [{'a': [1, None, 'b']}], types.NoneType: [None],
+  int: [0, -(2**80)],
+  bool: [True, False],
+  str: ['', 'a"\\\n\u00fc\U0001f600\ud800,"hash":'],
+  Any: [{'a': [1, None, 'b']}],
+  types.NoneType: [None],
   dict[str, Any]: [{'z': {'b': 1}, 'a': [True, 2.5]}],
 }
 
@@ -129,12 +165,17 @@ def samples(hint: Any) -> list[Any]:
     hints = typing.get_type_hints(hint)
     of_field = {field.name: samples(hints[field.name]) for field in dataclasses.fields(hint)}
     count = max((len(values) for values in of_field.values()), default=1)
-    return [hint(**{name: values[n % len(values)] for name, values in of_field.items()})
-            for n in range(count)]
+    return [
+      hint(**{name: values[n % len(values)] for name, values in of_field.items()})
+      for n in range(count)
+    ]
   arguments = typing.get_args(hint)
   if typing.get_origin(hint) is tuple:
-    return [(), tuple(samples(arguments[0]))] if arguments[1:] == (...,) else [
-      tuple(samples(argument)[0] for argument in arguments)]
+    return (
+      [(), tuple(samples(arguments[0]))]
+      if arguments[1:] == (...,)
+      else [tuple(samples(argument)[0] for argument in arguments)]
+    )
   return [value for argument in arguments for value in samples(argument)]
 
 
@@ -146,9 +187,14 @@ def test_every_class_comes_back_as_it_went(cls: type):
     assert tape.encode(tape.decode(cls, json.loads(text))) == text
 
 
-@pytest.mark.parametrize('module, union', [
-  (events, events.Event), (actions, actions.Action), (messages, messages.Message),
-])
+@pytest.mark.parametrize(
+  'module, union',
+  [
+    (events, events.Event),
+    (actions, actions.Action),
+    (messages, messages.Message),
+  ],
+)
 def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleType, union: Any):
   assert set(classes(module)) - PARTS == set(typing.get_args(union))
   for cls in typing.get_args(union):
@@ -156,25 +202,45 @@ def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleTyp
       assert type(tape.decode(union, json.loads(tape.encode(value)))) is cls
 
 
-@pytest.mark.parametrize('data, words', [
-  ({'kind': 'Dance'}, "the kind of value is 'Dance', it must be one of Connected, "),
-  ({'session': 1}, 'the kind of value is None'),
-  ({'kind': ['Wake']}, "is ['Wake']"),
-  ('Wake', "value is 'Wake', it must be one of Connected"),
-  ({'kind': 'Stop'}, 'value.Stop has the fields -, here it has reason'),
-  ({'kind': 'Stop', 'reason': 'x', 'why': 'y'}, 'has the fields reason, why, here it has reason'),
-  ({'kind': 'Stop', 'reason': 1}, 'value.Stop.reason is 1, it must be of type str'),
-  ({'kind': 'StepDone', 'tokens': True, 'step_ns': 1}, 'tokens is True, it must be of type int'),
-  ({'kind': 'StepDone', 'tokens': 1.0, 'step_ns': 1}, 'tokens is 1.0, it must be of type int'),
-  ({'kind': 'Received', 'session': 1, 'handle': 'x', 'message': {'kind': 'Finish'}},
-   "value.Received.handle is 'x', it must be of type int"),
-  ({'kind': 'Received', 'session': 1, 'handle': None, 'message': {'kind': 'Wake'}},
-   "the kind of value.Received.message is 'Wake', it must be one of Join, "),
-  ({'kind': 'Received', 'session': 1, 'handle': None,
-    'message': {'kind': 'Joined', 'incarnation': 1, 'step': 0, 'stream': 0, 'cursor': 0,
-                'due': 3, 'donation': 0}},
-   'message.Joined.due is 3, it must be a list'),
-])
+@pytest.mark.parametrize(
+  'data, words',
+  [
+    ({'kind': 'Dance'}, "the kind of value is 'Dance', it must be one of Connected, "),
+    ({'session': 1}, 'the kind of value is None'),
+    ({'kind': ['Wake']}, "is ['Wake']"),
+    ('Wake', "value is 'Wake', it must be one of Connected"),
+    ({'kind': 'Stop'}, 'value.Stop has the fields -, here it has reason'),
+    ({'kind': 'Stop', 'reason': 'x', 'why': 'y'}, 'has the fields reason, why, here it has reason'),
+    ({'kind': 'Stop', 'reason': 1}, 'value.Stop.reason is 1, it must be of type str'),
+    ({'kind': 'StepDone', 'tokens': True, 'step_ns': 1}, 'tokens is True, it must be of type int'),
+    ({'kind': 'StepDone', 'tokens': 1.0, 'step_ns': 1}, 'tokens is 1.0, it must be of type int'),
+    (
+      {'kind': 'Received', 'session': 1, 'handle': 'x', 'message': {'kind': 'Finish'}},
+      "value.Received.handle is 'x', it must be of type int",
+    ),
+    (
+      {'kind': 'Received', 'session': 1, 'handle': None, 'message': {'kind': 'Wake'}},
+      "the kind of value.Received.message is 'Wake', it must be one of Join, ",
+    ),
+    (
+      {
+        'kind': 'Received',
+        'session': 1,
+        'handle': None,
+        'message': {
+          'kind': 'Joined',
+          'incarnation': 1,
+          'step': 0,
+          'stream': 0,
+          'cursor': 0,
+          'due': 3,
+          'donation': 0,
+        },
+      },
+      'message.Joined.due is 3, it must be a list',
+    ),
+  ],
+)
 def test_what_this_code_does_not_know_is_an_error_with_both_values(data: Any, words: str):
   with pytest.raises(tape.TapeError) as error:
     tape.decode(events.Event, data)
@@ -183,8 +249,10 @@ def test_what_this_code_does_not_know_is_an_error_with_both_values(data: Any, wo
 
 def test_a_config_that_cannot_be_is_an_error():
   data = json.loads(tape.encode(config()))
-  for name, value, words in (('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
-                             ('redial_ns', [1], 'redial_ns has 1 items, it must have 2')):
+  for name, value, words in (
+    ('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
+    ('redial_ns', [1], 'redial_ns has 1 items, it must have 2'),
+  ):
     with pytest.raises(tape.TapeError, match=words):
       tape.decode(config_lib.ProtocolConfig, {**data, name: value})
 
@@ -215,8 +283,9 @@ def test_snapshots_are_plain_json(name: str):
 
 
 def starts() -> Iterator[tape.Start]:
-  of_syncer = start(role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8),
-                    identity=None)
+  of_syncer = start(
+    role='syncer', node='syncer', agreement='{}', payload_bytes=(8, 8), identity=None
+  )
   for one in (start(), of_syncer):
     yield one
     yield dataclasses.replace(one, digests=None, snapshot=one.make().snapshot())
@@ -255,17 +324,21 @@ def test_segments_are_one_tape():
   assert cut.hash != whole.hash  # headers are in the chain
 
 
-@pytest.mark.parametrize('left, words', [
-  (slice(2, None), 'segment 1 comes where segment 0 is due'),
-  (slice(6, None), 'the first line is no header'),
-])
+@pytest.mark.parametrize(
+  'left, words',
+  [
+    (slice(2, None), 'segment 1 comes where segment 0 is due'),
+    (slice(6, None), 'the first line is no header'),
+  ],
+)
 def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
   lines = recorded(segments=(1, 7))
   with pytest.raises(tape.TapeError, match=f'line 1: {words}'):
     # A line that is no header and follows nothing has no right hash either: made right here.
     rest = lines[left]
-    tape.replay([sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]]
-                if 'first' in words else rest)
+    tape.replay(
+      [sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
+    )
 
 
 def without_hash(line: bytes) -> dict:
@@ -281,7 +354,7 @@ def test_a_segment_that_is_missing_or_follows_something_else():
   with pytest.raises(tape.TapeError, match='segment 2 comes where segment 1 is due'):
     tape.replay(lines[:second] + lines[third:])
   with pytest.raises(tape.TapeError, match='lines are missing between them'):
-    tape.replay(lines[:second - 1] + lines[second:])
+    tape.replay(lines[: second - 1] + lines[second:])
   other = edited(lines, second, lambda data: data['start']['identity'].update(seed=9))
   with pytest.raises(tape.TapeError, match='segment 1 is of a machine with another start'):
     tape.replay(other)
@@ -291,16 +364,16 @@ def test_every_line_changed_left_out_or_moved_is_found():
   lines = recorded(segments=(5,))
   for n, line in enumerate(lines):
     for at in (1, len(line) // 2, line.rindex(b'"hash":"') + 9):
-      changed = line[:at] + (b'0' if line[at:at + 1] != b'0' else b'1') + line[at + 1:]
+      changed = line[:at] + (b'0' if line[at : at + 1] != b'0' else b'1') + line[at + 1 :]
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], changed, *lines[n + 1:]])
+        tape.replay([*lines[:n], changed, *lines[n + 1 :]])
     if n + 1 < len(lines):  # without its last line a tape is a shorter tape
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], *lines[n + 1:]])
+        tape.replay([*lines[:n], *lines[n + 1 :]])
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], lines[n + 1], line, *lines[n + 2:]])
+        tape.replay([*lines[:n], lines[n + 1], line, *lines[n + 2 :]])
     with pytest.raises(tape.TapeError, match=f'line {n + 2}: '):
-      tape.replay([*lines[:n + 1], line, *lines[n + 1:]])
+      tape.replay([*lines[: n + 1], line, *lines[n + 1 :]])
 
 
 def test_a_torn_last_line_is_said_and_is_no_divergence():
@@ -329,11 +402,14 @@ def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
     tape.replay(lines)
 
 
-@pytest.mark.parametrize('edit, words', [
-  (lambda data: data.update(index=7), 'turn 7 comes where turn 3 is due'),
-  (lambda data: data['event'].update(kind='Dance'), "the kind of turn.Record.event is 'Dance'"),
-  (lambda data: data.update(why=1), 'has the fields index, now_ns, event, actions, why'),
-])
+@pytest.mark.parametrize(
+  'edit, words',
+  [
+    (lambda data: data.update(index=7), 'turn 7 comes where turn 3 is due'),
+    (lambda data: data['event'].update(kind='Dance'), "the kind of turn.Record.event is 'Dance'"),
+    (lambda data: data.update(why=1), 'has the fields index, now_ns, event, actions, why'),
+  ],
+)
 def test_a_line_that_makes_no_sense_is_named(edit: Any, words: str):
   with pytest.raises(tape.TapeError, match=f'line 5: .*{words}'):
     tape.replay(edited(recorded(), 4, edit))
@@ -341,8 +417,9 @@ def test_a_line_that_makes_no_sense_is_named(edit: Any, words: str):
 
 def test_nothing_comes_after_the_end():
   lines = recorded()
-  more = tape_line_after(lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'},
-                         actions=[])
+  more = tape_line_after(
+    lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'}, actions=[]
+  )
   with pytest.raises(tape.TapeError, match=r'comes after the end \(exit\)'):
     tape.replay([*lines, more])
 
@@ -374,16 +451,25 @@ def test_one_edited_action_is_shown_with_its_context():
   assert '\n  both      {"kind":"Step","step":2}' in text
 
 
-@pytest.mark.parametrize('edit, words', [
-  (lambda data: data['actions'].pop(), 'recorded  nothing\n  replayed  {"kind":"Step"'),
-  (lambda data: data['actions'].append({'kind': 'Say', 'text': 'x'}),
-   'recorded  {"kind":"Say","text":"x"}\n  replayed  nothing'),
-  (lambda data: data['actions'].reverse(), 'recorded  {"kind":"Step"'),
-  (lambda data: data.update(now_ns=10**12), 'replayed  {"kind":"Close"'),
-  (lambda data: data['event'].update(kind='Encoded', sync=1, fragment=0, handle=1, payload=None)
-   or [data['event'].pop(name) for name in ('tokens', 'step_ns')],
-   'replayed  raised IndexError: pop from an empty deque'),
-])
+@pytest.mark.parametrize(
+  'edit, words',
+  [
+    (lambda data: data['actions'].pop(), 'recorded  nothing\n  replayed  {"kind":"Step"'),
+    (
+      lambda data: data['actions'].append({'kind': 'Say', 'text': 'x'}),
+      'recorded  {"kind":"Say","text":"x"}\n  replayed  nothing',
+    ),
+    (lambda data: data['actions'].reverse(), 'recorded  {"kind":"Step"'),
+    (lambda data: data.update(now_ns=10**12), 'replayed  {"kind":"Close"'),
+    (
+      lambda data: (
+        data['event'].update(kind='Encoded', sync=1, fragment=0, handle=1, payload=None)
+        or [data['event'].pop(name) for name in ('tokens', 'step_ns')]
+      ),
+      'replayed  raised IndexError: pop from an empty deque',
+    ),
+  ],
+)
 def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
   result = tape.replay(edited(recorded(), 6, edit))
   assert result.divergence.turn.index == 5
@@ -392,6 +478,7 @@ def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
 
 def test_the_order_of_a_dict_counts():
   """An order that depends on the hash seed must not pass."""
+
   def edit(data: dict) -> None:
     values = data['actions'][0]['values']
     data['actions'][0]['values'] = dict(reversed(values.items()))
@@ -402,7 +489,8 @@ def test_the_order_of_a_dict_counts():
 def test_a_long_difference_is_shown_where_it_is():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
   found = tape.Divergence(
-    tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ())
+    tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
+  )
   lines = found.text().splitlines()
   assert 'xhere' in lines[-2] and 'xHERE' in lines[-1] and max(map(len, lines)) < 300
 
@@ -414,10 +502,13 @@ def test_a_recorded_crash_is_reproduced_with_its_traceback():
   assert isinstance(result.crash, TypeError) and result.crash.__traceback__ is not None
 
 
-@pytest.mark.parametrize('edit, words', [
-  (lambda data: data.update(event={'kind': 'Wake'}), 'recorded  raised TypeError: not an event'),
-  (lambda data: data.update(error='KeyError: 3'), 'recorded  raised KeyError: 3'),
-])
+@pytest.mark.parametrize(
+  'edit, words',
+  [
+    (lambda data: data.update(event={'kind': 'Wake'}), 'recorded  raised TypeError: not an event'),
+    (lambda data: data.update(error='KeyError: 3'), 'recorded  raised KeyError: 3'),
+  ],
+)
 def test_a_crash_that_does_not_come_back_is_a_divergence(edit: Any, words: str):
   lines = recorded(crash=True)
   result = tape.replay(edited(lines, len(lines) - 1, edit))

@@ -20,11 +20,9 @@ What happened is told by proof/sim/narrate.py, one line per action: milliseconds
 
 from typing import Any
 
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.proof.sim import engine
-from diloco_jax.proof.sim import processes
-from diloco_jax.proof.sim import narrate
+from diloco_jax.proof.sim import engine, narrate, processes
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import config as config_lib
 
 MS = engine.MS
 LINK = ('up', 'down', 'bulk')
@@ -74,7 +72,7 @@ class Script:
         self._set(self._process(name), options)
       case 'for', [duration, *quiet]:
         self._pass(int(duration), bool(quiet))
-      case ('freeze' | 'thaw'), [name]:
+      case (('freeze' | 'thaw'), [name]):
         getattr(self._process(name), verb)()
       case 'reset', [name]:
         self._world.network.reset(self._process(name))
@@ -88,7 +86,7 @@ class Script:
         self._process(name).stop('preempted')
       case 'restart', ['syncer']:
         self._world.start_syncer()
-      case ('nan' | 'flip'), [name, fragment]:
+      case (('nan' | 'flip'), [name, fragment]):
         process = self._process(name)
         (process.nan if verb == 'nan' else process.flips).add(int(fragment))
       case 'spoil', [name, how, number]:
@@ -107,8 +105,7 @@ class Script:
   def _start(self, name: str, how: list[str], options: dict[str, str]) -> None:
     width = options.pop('width', '8')
     agreement = world_lib.AGREEMENT.replace('8', width)
-    process = self._world.start(
-      name, agreement, restored='restored' in how, second='second' in how)
+    process = self._world.start(name, agreement, restored='restored' in how, second='second' in how)
     self._set(process, options)
 
   def _set(self, process: processes.Process, options: dict[str, str]) -> None:

@@ -53,9 +53,14 @@ def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   assert tails.read() == []
   for name, times in (('a', (1, 3)), ('b', (2, 4))):
     (folder / f'{name}.jsonl').write_text(
-      ''.join(json.dumps({'name': 'x', 'time': t}) + '\n' for t in times))
+      ''.join(json.dumps({'name': 'x', 'time': t}) + '\n' for t in times)
+    )
   assert [(name, fact['time']) for name, fact in tails.read()] == [
-    ('a', 1), ('b', 2), ('a', 3), ('b', 4)]
+    ('a', 1),
+    ('b', 2),
+    ('a', 3),
+    ('b', 4),
+  ]
   (folder / 'c.jsonl').write_text('{"name": "x", "time": 0}\n')
   assert [name for name, _ in tails.read()] == ['c']
 
@@ -77,7 +82,8 @@ def test_curves_and_log_lines(tmp_path, capsys):
   recorder.completed(step=20, seconds=0.187, tokens=2044, loss=3.0214)
   recorder.close()
   assert capsys.readouterr().out == (
-    'completed step: 20, seconds: 0.187, tokens/s: 10930, loss: 3.021\n')
+    'completed step: 20, seconds: 0.187, tokens/s: 10930, loss: 3.021\n'
+  )
   events = b''.join(p.read_bytes() for p in (tmp_path / 'tensorboard' / 'l0').iterdir())
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
 
@@ -97,7 +103,12 @@ def test_the_view_follows_a_life():
     view.update(process, fact)
   learner = view.learners['l0']
   assert (learner.state, learner.step, learner.incarnation, learner.staleness, learner.merged) == (
-    'training', 41, 2, 1, 1)
+    'training',
+    41,
+    2,
+    1,
+    1,
+  )
   assert learner.tokens_per_second == 200
   assert view.progress == 0.41
   assert (view.syncer.sync, view.syncer.outer_steps, view.syncer.eval_loss) == (7, 1, 2.5)

@@ -7,24 +7,36 @@ import pytest
 from rich import console as console_lib
 
 from diloco_jax.report import history as history_lib
-from diloco_jax.report import live
-from diloco_jax.report import records
-from diloco_jax.report import summary as summary_lib
-from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import live, records
 from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import summary as summary_lib
 from experiments.configs import stdlib_lm
 
 _LEDGER = {
-  'name': 'ledger', 'fragments': 4, 'trained': 250, 'merged': 601, 'unsettled': 0,
-  'discarded': {'late': 150, 'overwritten': 249}, 'synced': 9,
-  'wire_bytes_up': 1_000, 'wire_bytes_down': 3_000, 'wire_bytes_data_parallel': 80_000,
+  'name': 'ledger',
+  'fragments': 4,
+  'trained': 250,
+  'merged': 601,
+  'unsettled': 0,
+  'discarded': {'late': 150, 'overwritten': 249},
+  'synced': 9,
+  'wire_bytes_up': 1_000,
+  'wire_bytes_down': 3_000,
+  'wire_bytes_data_parallel': 80_000,
   'learners': {'l0': {'incarnations': 2, 'steps': 3}, 'l1': {'incarnations': 1, 'steps': 2}},
 }
 
 
 def step(at_s: float, number: int, steps: int, loss: float) -> dict:
-  return {'time': at_s, 'name': 'step', 'step': number, 'steps': steps, 'tokens': 50 * steps,
-          'loss': loss, 'seconds': 0.5}
+  return {
+    'time': at_s,
+    'name': 'step',
+    'step': number,
+    'steps': steps,
+    'tokens': 50 * steps,
+    'loss': loss,
+    'seconds': 0.5,
+  }
 
 
 def child(at_s: float, name: str, state: str, text: str = '') -> dict:
@@ -58,9 +70,9 @@ _ROWS = [
   ('supervisor', exited(25, 'l1', 0)),
 ]
 _FATES = {
-  'syncer': supervisor_lib.Fate(state='done', starts=1),
-  'l0': supervisor_lib.Fate(state='done', starts=2, kills=1),
-  'l1': supervisor_lib.Fate(state='refused', starts=1, last_error='another model'),
+  'syncer': run_state_lib.Fate(state='done', starts=1),
+  'l0': run_state_lib.Fate(state='done', starts=2, kills=1),
+  'l1': run_state_lib.Fate(state='refused', starts=1, last_error='another model'),
 }
 
 
@@ -84,25 +96,37 @@ def test_the_summary_adds_up(config, history):
   assert (summary['eval_loss_start'], summary['eval_loss_end']) == (5.5, 3.5)
   assert (summary['outer_steps'], summary['inner_steps_between_syncs_mean']) == (9, 6)
   assert [summary[f'wire_bytes_{name}'] for name in ('up', 'down', 'data_parallel')] == [
-    1_000, 3_000, 80_000]
+    1_000,
+    3_000,
+    80_000,
+  ]
 
 
 def test_a_life_that_ended_counts_as_down_until_the_next_step(config, history):
   learners = summary_lib.summarize(config, history, _FATES, wall_seconds=15.0)['learners']
-  assert learners['l0'].items() >= {
-    'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
+  assert (
+    learners['l0'].items()
+    >= {'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
+  )
   assert learners['l1']['seconds_down'] == 0
   assert [life.ended for life in history.learners['l0'].lives] == ['killed', 'done']
 
 
 def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
   """The first supervisor was killed, so nobody wrote down how its children ended."""
-  history = history_lib.History([
-    ('supervisor', child(1, 'l0', 'starting')), ('l0', step(2, 1, 1, 5.0)),
-    ('supervisor', child(100, 'l0', 'starting')), ('l0', step(101, 2, 1, 4.0)),
-  ], ['l0'])
+  history = history_lib.History(
+    [
+      ('supervisor', child(1, 'l0', 'starting')),
+      ('l0', step(2, 1, 1, 5.0)),
+      ('supervisor', child(100, 'l0', 'starting')),
+      ('l0', step(101, 2, 1, 4.0)),
+    ],
+    ['l0'],
+  )
   assert [(life.started_s, life.ended_s, life.ended) for life in history.learners['l0'].lives] == [
-    (0, 1, 'stopped'), (99, None, '')]
+    (0, 1, 'stopped'),
+    (99, None, ''),
+  ]
   assert history.learners['l0'].seconds_down(history.end_s) == 0
 
 
@@ -120,7 +144,9 @@ def test_bytes_add_up_over_the_lives_of_a_syncer():
 
 
 def test_the_text_says_it_to_a_stranger(config, history, tmp_path):
-  text = summary_lib.text(summary_lib.summarize(config, history, _FATES, wall_seconds=15.0), tmp_path)
+  text = summary_lib.text(
+    summary_lib.summarize(config, history, _FATES, wall_seconds=15.0), tmp_path
+  )
   for words in (
     'held-out loss  5.500 before, 3.500 after',
     'learner l0  3 steps, 1 contributions merged; killed once, 9.0 s until it trained again',
@@ -150,10 +176,13 @@ def test_a_run_that_never_began_has_a_report_too(config, tmp_path):
 
 
 def test_a_learner_alone_has_no_ledger(config):
-  history = history_lib.History([
-    ('l0', {'time': 1, 'name': 'eval', 'step': 0, 'loss': 5.0, 'which': 'local'}),
-    ('l0', step(2, 1, 1, 4.0)),
-  ], ['l0', 'l1'])
+  history = history_lib.History(
+    [
+      ('l0', {'time': 1, 'name': 'eval', 'step': 0, 'loss': 5.0, 'which': 'local'}),
+      ('l0', step(2, 1, 1, 4.0)),
+    ],
+    ['l0', 'l1'],
+  )
   summary = summary_lib.summarize(config, history, {}, wall_seconds=1.0)
   assert (summary['tokens_trained'], summary['tokens_merged'], summary['outer_steps']) == (50, 0, 0)
 
@@ -165,8 +194,16 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
   console = console_lib.Console(file=io.StringIO(), width=100)
   console.print(live.picture(view, elapsed_s=14))
   text = console.file.getvalue()
-  for words in ('l0', 'starting', 'l1', 'training', 'held-out loss', '5.500', '50% of 10 steps',
-                'started again'):
+  for words in (
+    'l0',
+    'starting',
+    'l1',
+    'training',
+    'held-out loss',
+    '5.500',
+    '50% of 10 steps',
+    'started again',
+  ):
     assert words in text
 
 

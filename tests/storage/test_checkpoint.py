@@ -1,6 +1,5 @@
 """A checkpoint reads back bit for bit, or is refused, or the one before it is used."""
 
-from concurrent import futures
 import gc
 import logging
 import pathlib
@@ -9,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def _state(value: float):
 
 
 def _shardings(mesh_config: config_lib.MeshConfig, like):
-  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:mesh_config.num_devices])
+  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
   return mesh_lib.tree_shardings(mesh, like), mesh_lib.replicated(mesh)
 
 
@@ -92,8 +92,9 @@ def test_restores_onto_another_mesh(tmp_path):
   like = {'embedding': jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
   saved_on, anchor_sharding = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  checkpoints.save(1, jax.device_put(like, saved_on), 0,
-                   [jax.device_put(jnp.ones(32), anchor_sharding)])
+  checkpoints.save(
+    1, jax.device_put(like, saved_on), 0, [jax.device_put(jnp.ones(32), anchor_sharding)]
+  )
   wanted, anchor_sharding = _shardings(config_lib.MeshConfig(tensor=4), like)
   restored = checkpoints.restore(wanted, anchor_sharding, like)
   assert restored.state['embedding'].sharding == wanted['embedding']
@@ -118,8 +119,9 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
         pass
       os.kill(os.getpid(), signal.SIGKILL)
       """)
-  died = subprocess.run([sys.executable, '-c', child, str(tmp_path)], capture_output=True,
-                        text=True, timeout=120)
+  died = subprocess.run(
+    [sys.executable, '-c', child, str(tmp_path)], capture_output=True, text=True, timeout=120
+  )
   assert died.returncode == -signal.SIGKILL, died.stderr
   assert list(tmp_path.glob('2*tmp*')), 'the save was over before the kill'
 
@@ -204,8 +206,11 @@ def test_nothing_readable_is_an_error_and_nothing_saved_is_not(tmp_path):
 def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   _save(tmp_path, 1)
   wider = _state(0) | {'w': jnp.zeros((8, 9))}
-  with pytest.raises(ValueError, match=r'state/w was saved as \[\[8, 8\].*this island has '
-                     r'\[\[8, 9\].*configuration it was saved with'):
+  with pytest.raises(
+    ValueError,
+    match=r'state/w was saved as \[\[8, 8\].*this island has '
+    r'\[\[8, 9\].*configuration it was saved with',
+  ):
     _restore(tmp_path, wider)
   with pytest.raises(ValueError, match='state/w was saved as .* no such leaf'):
     _restore(tmp_path, {'count': jnp.int32(0)})

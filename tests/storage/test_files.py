@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import wal
 from diloco_jax.storage import wal_format as fmt
-from diloco_jax.storage import files as files_lib
 
 RUN = 'files'
 

@@ -13,13 +13,13 @@ import threading
 import jax
 import pytest
 
-from diloco_jax.node import loop
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.report import records
 from diloco_jax.launch import one_process
+from diloco_jax.node import loop
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol.tape import tape
+from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from experiments.configs import stdlib_lm
 
@@ -52,8 +52,13 @@ def names(workdir: pathlib.Path) -> list[str]:
 
 def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, '-m', 'experiments.replay', *map(str, words)], cwd=ROOT, text=True,
-    capture_output=True, timeout=DEADLINE_S, **more)
+    [sys.executable, '-m', 'experiments.replay', *map(str, words)],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    timeout=DEADLINE_S,
+    **more,
+  )
 
 
 # --- Lives and segments ---------------------------------------------------------------------------
@@ -156,15 +161,21 @@ class Stub:
 
 def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
   start = tape.Start(
-    role='learner', node='l0', digests=(1,),
+    role='learner',
+    node='l0',
+    digests=(1,),
     config=config_lib.ProtocolConfig(
-      learners=1, fragments=1, period=1, overlap=0, quorum=1, total_steps=1),
+      learners=1, fragments=1, period=1, overlap=0, quorum=1, total_steps=1
+    ),
     identity=connection.Identity(learner='l0', nonce=1, agreement='', host='', pid=1),
   )
   inbox, stub = loop.Inbox(), Stub()
   inbox.post(events.Wake())
-  inbox.post(events.MergeDone(  # what no learner ever asked for
-    sync=1, fragment=0, handle=None, payload=None, digest=1))
+  inbox.post(
+    events.MergeDone(  # what no learner ever asked for
+      sync=1, fragment=0, handle=None, payload=None, digest=1
+    )
+  )
   with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
     node = loop.Node(start.make(), inbox, stub, stub, stub, stub, stub, out)
     with pytest.raises(loop.MachineCrash) as error:
@@ -178,7 +189,7 @@ def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
   assert 'machine.py", line' in done.stdout
 
 
-CHILD = '''
+CHILD = """
 import resource, signal, sys
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
@@ -195,14 +206,18 @@ print('done', flush=True)
 if not int(limit):
   signal.pause()
 out.close()
-'''
+"""
 
 
 def child(workdir: pathlib.Path, limit: int) -> subprocess.Popen[str]:
   return subprocess.Popen(
     [sys.executable, '-c', CHILD, str(workdir), str(GOLDEN / 'learner.jsonl'), str(limit)],
-    cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    env={**os.environ, 'PYTHONPATH': str(ROOT)})
+    cwd=ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+  )
 
 
 def test_a_killed_process_loses_no_turn(tmp_path):
@@ -272,8 +287,10 @@ def test_the_program_says_one_line_for_each_life(tmp_path):
   write(tmp_path)
   done = program(tmp_path, GOLDEN / 'syncer.jsonl')
   assert (done.returncode, done.stderr) == (0, '')
-  found = [re.fullmatch('(.*): identical: [0-9]+ events, hash [0-9a-f]{64}', line)[1]
-           for line in done.stdout.splitlines()]
+  found = [
+    re.fullmatch('(.*): identical: [0-9]+ events, hash [0-9a-f]{64}', line)[1]
+    for line in done.stdout.splitlines()
+  ]
   assert found == ['l1.1', 'l1.2', 'syncer.jsonl']
 
 
@@ -291,14 +308,20 @@ def test_the_program_shows_a_divergence_and_goes_on(tmp_path):
   assert '  recorded  nothing\n  replayed  {' in done.stdout
   assert f'The tape is of commit {tapes.commit()} ' in done.stdout
   assert re.search(r'^l1\.3: identical', done.stdout, re.MULTILINE)
-  assert re.search(r'^l1\.4: damaged: .*l1\.4\.0\.jsonl, line 1: not a line', done.stdout,
-                   re.MULTILINE)
+  assert re.search(
+    r'^l1\.4: damaged: .*l1\.4\.0\.jsonl, line 1: not a line', done.stdout, re.MULTILINE
+  )
 
 
-@pytest.mark.parametrize('words, error', [
-  ((), 'no tape given'), (('/nowhere',), 'there is no tape /nowhere'), (('--tape=x',), 'tape'),
-  (('tests/runtime',), 'there are no tapes in tests/runtime'),
-])
+@pytest.mark.parametrize(
+  'words, error',
+  [
+    ((), 'no tape given'),
+    (('/nowhere',), 'there is no tape /nowhere'),
+    (('--tape=x',), 'tape'),
+    (('tests/runtime',), 'there are no tapes in tests/runtime'),
+  ],
+)
 def test_the_program_refuses_in_one_line(words, error):
   done = program(*words)
   assert done.returncode == 42 and not done.stdout
@@ -308,8 +331,14 @@ def test_the_program_refuses_in_one_line(words, error):
 
 def test_the_program_starts_without_jax():
   code = 'import sys, experiments.replay; print({"jax", "numpy"} & sys.modules.keys())'
-  done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, text=True, capture_output=True,
-                        timeout=DEADLINE_S, check=True)
+  done = subprocess.run(
+    [sys.executable, '-c', code],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    timeout=DEADLINE_S,
+    check=True,
+  )
   assert done.stdout == 'set()\n'
 
 
@@ -340,7 +369,8 @@ def test_a_run_that_was_stopped_and_went_on_replays(tmp_path):
   for _ in range(2):
     enough = threading.Event()
     controller = one_process.SingleController(
-      config, tmp_path, lambda name, enough=enough: Watched(tmp_path, name, enough))
+      config, tmp_path, lambda name, enough=enough: Watched(tmp_path, name, enough)
+    )
     controller.start()
     assert enough.wait(DEADLINE_S)
     controller.stop('enough')

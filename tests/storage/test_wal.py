@@ -13,10 +13,9 @@ import struct
 import numpy as np
 import pytest
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format as fmt
-from diloco_jax.storage import wal_recovery
 from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.storage import wal, wal_recovery
+from diloco_jax.storage import wal_format as fmt
 
 RUN = 'torture'
 MARK_BYTES = fmt.ENTRY_HEADER_BYTES
@@ -57,7 +56,7 @@ class Storage(disk_lib.Disk):
 
   def append(self, name: str, *pieces: bytes) -> None:
     data = b''.join(pieces)
-    part = data[:self._draw.randrange(len(data) + 1)]
+    part = data[: self._draw.randrange(len(data) + 1)]
     write = super().append
     self._turn('append', lambda: write(name, data), lambda: write(name, part))
 
@@ -70,6 +69,7 @@ class Storage(disk_lib.Disk):
     def fail() -> None:
       self.failing_fsyncs = 1
       fsync(name)
+
     self._turn('fsync', lambda: fsync(name), failed=fail)
 
   def rename(self, old: str, new: str) -> None:
@@ -156,9 +156,7 @@ def expected(count: int) -> list[tuple[int, bytes]]:
 
 def marks(disk: Storage, name: str) -> list[int]:
   """Where the marks of a segment begin."""
-  return [
-    place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.MARK
-  ]
+  return [place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.MARK]
 
 
 # --- What it is for -------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ def test_golden_bytes():
   (data,) = disk.copy().values()
   assert data.hex() == GOLDEN
   assert disk.names() == ['00000000000000000001.wal']
-  record, = wal.open_log(Storage(files={disk.names()[0]: bytes.fromhex(GOLDEN)}), RUN).records()
+  (record,) = wal.open_log(Storage(files={disk.names()[0]: bytes.fromhex(GOLDEN)}), RUN).records()
   assert bytes(record.payload) == b'seven bytes'
 
 
@@ -228,8 +226,10 @@ GOLDEN = (
   'bab5acf3'  # its CRC
   '0100000000000000'  # first record
   '9270c8c38be2579a7e73a7f2eb3584a363824074311d4f5c26ab8ceb96901d5a'  # chain before
-  '746f7274757265' + '00' * 57 +  # run
-  '00000000'  # zeros
+  '746f7274757265'
+  + '00'
+  * 57  # run
+  + '00000000'  # zeros
   '235859bc'  # CRC
   'd157ec0a'  # record: found by
   '01000000'  # kind
@@ -257,7 +257,7 @@ GOLDEN = (
 def test_every_prefix_of_a_log_is_a_prefix_of_its_records():
   disk = Storage()
   write_log(disk, 20)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   seen = set()
   for size in range(len(data)):
     torn = Storage(files={name: data[:size]})
@@ -277,8 +277,8 @@ def test_every_prefix_of_a_log_is_a_prefix_of_its_records():
 def test_a_log_that_was_cut_goes_on():
   disk = Storage()
   write_log(disk, 4)
-  (name, data), = disk.copy().items()
-  cut = Storage(files={name: data[:-MARK_BYTES - 1]})  # the last byte of record 4 and its mark
+  ((name, data),) = disk.copy().items()
+  cut = Storage(files={name: data[: -MARK_BYTES - 1]})  # the last byte of record 4 and its mark
   log = wal.open_log(cut, RUN)
   assert log.last == 3
   assert 'DD403' in log.recovered.words[0]
@@ -288,7 +288,7 @@ def test_a_log_that_was_cut_goes_on():
   assert read_log(wal.open_log(cut, RUN)) == expected(4)
 
 
-@pytest.mark.parametrize('flip', [0x01, 0xff])
+@pytest.mark.parametrize('flip', [0x01, 0xFF])
 @pytest.mark.parametrize('segment_bytes', [1 << 20, 600])
 def test_no_flipped_byte_changes_what_is_read_back(segment_bytes: int, flip: int):
   """Damage to a record or a header is refused; damage to a mark costs nothing."""
@@ -319,7 +319,7 @@ def test_without_its_mark_a_flip_in_the_last_record_is_a_torn_tail():
   """The window that wal_recovery documents: power was lost before the last mark was on disk."""
   disk = Storage()
   write_log(disk, 5, group=1)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   data = data[:-MARK_BYTES]
   for place in range(marks(disk, name)[3] + MARK_BYTES, len(data)):
     bad = bytearray(data)
@@ -333,11 +333,11 @@ def test_without_its_mark_a_flip_in_the_last_record_is_a_torn_tail():
 def test_what_was_recovered_is_proven_from_then_on():
   disk = Storage()
   write_log(disk, 5, group=1)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   unmarked = Storage(files={name: data[:-MARK_BYTES]})
   assert wal.open_log(unmarked, RUN).last == 5
   assert unmarked.copy() == {name: data}
-  bad = data[:-MARK_BYTES - 1] + bytes([data[-MARK_BYTES - 1] ^ 1]) + data[-MARK_BYTES:]
+  bad = data[: -MARK_BYTES - 1] + bytes([data[-MARK_BYTES - 1] ^ 1]) + data[-MARK_BYTES:]
   with pytest.raises(fmt.WalDamaged, match='payload of record 5'):
     wal.open_log(Storage(files={name: bad}), RUN)
 
@@ -379,7 +379,7 @@ class Story:
         self.broken += 1
       except fmt.WalFull:
         if self.log is not None and self.log.last < len(self.history):
-          del self.history[self.log.last:]  # the record was not taken
+          del self.history[self.log.last :]  # the record was not taken
     raise AssertionError('never finished')
 
   def recover(self) -> None:
@@ -388,8 +388,8 @@ class Story:
     assert self.committed <= log.last <= len(self.history)
     self.committed = log.last
     assert log.first <= self.snapshot + 1
-    assert read_log(log) == self.history[log.first - 1:log.last]
-    del self.history[log.last:]
+    assert read_log(log) == self.history[log.first - 1 : log.last]
+    del self.history[log.last :]
     assert log.chain == chain_after(self.history)
     self.log = log
 
@@ -398,7 +398,7 @@ class Story:
     log = self.log
     for _ in range(1 + len(self.history) % 3):
       number = log.last + 1
-      self.history[number - 1:] = [(1 + number % 5, payload(number + len(self.disk.calls)))]
+      self.history[number - 1 :] = [(1 + number % 5, payload(number + len(self.disk.calls)))]
       log.append(*self.history[-1])
     log.commit()
     self.committed = log.last
@@ -553,9 +553,9 @@ def test_a_missing_segment_is_refused():
 def test_damage_names_file_offset_and_repair():
   disk = Storage()
   write_log(disk, 5, group=1)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   place = marks(disk, name)[1] + MARK_BYTES
-  bad = data[:place] + b'\0' + data[place + 1:]
+  bad = data[:place] + b'\0' + data[place + 1 :]
   words = refused(Storage(files={name: bad}))
   assert words == (
     f'DD402 WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
@@ -567,7 +567,7 @@ def test_damage_names_file_offset_and_repair():
 def test_a_log_of_another_version_is_refused_with_both():
   disk = Storage()
   write_log(disk, 1)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   older = struct.pack('<8sI', b'DJAXWAL\n', 0)
   older += struct.pack('<I', fmt.zlib.crc32(older)) + b'of another layout'
   words = refused(Storage(files={name: older}), fmt.WalUnsupported)
@@ -650,7 +650,7 @@ def test_a_programming_error_writes_nothing():
 def test_what_changes_under_an_open_log_is_never_skipped():
   disk = Storage()
   write_log(disk, 3, group=1)
-  (name, data), = disk.copy().items()
+  ((name, data),) = disk.copy().items()
   log = wal.open_log(disk, RUN)
   for place in range(fmt.SEGMENT_HEADER_BYTES, len(data) - MARK_BYTES):
     if any(at <= place < at + MARK_BYTES for at in marks(disk, name)):
@@ -676,9 +676,9 @@ def test_compaction_keeps_every_record_from_the_number_on():
     assert disk.calls[before:] == ['remove', 'fsync_names'] * len(dropped)  # never a gap
     assert disk.names() == [name for name in files if name not in dropped]
     assert log.first <= min(number, 20)
-    assert read_log(log, after=number - 1) == expected(20)[number - 1:]
+    assert read_log(log, after=number - 1) == expected(20)[number - 1 :]
     again = wal.open_log(disk, RUN, after=number - 1 if number <= 21 else 20)
-    assert read_log(again, after=number - 1) == expected(20)[number - 1:]
+    assert read_log(again, after=number - 1) == expected(20)[number - 1 :]
 
 
 def test_behind_a_snapshot_of_everything_only_an_empty_segment_is_left():
@@ -713,7 +713,7 @@ def test_repair_of_a_damaged_log_makes_it_open_again():
   files = disk.copy()
   name = sorted(files)[1]
   place = marks(disk, name)[0] + MARK_BYTES  # where the next record begins
-  bad = Storage(files=files | {name: files[name][:place] + b'rot' + files[name][place + 3:]})
+  bad = Storage(files=files | {name: files[name][:place] + b'rot' + files[name][place + 3 :]})
   with pytest.raises(fmt.WalDamaged) as error:
     wal.open_log(bad, RUN)
   good = error.value.last_good

@@ -16,22 +16,20 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.storage import wal_format
+from diloco_jax.config import build
+from diloco_jax.launch import program
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape
-from diloco_jax.config import build
+from diloco_jax.storage import checkpoint, wal_format
 from diloco_jax.storage import files as files_lib
-from diloco_jax.launch import program
+from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import outer_log
-from diloco_jax.transport import payloads as payloads_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import work as syncer_work
-from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.transport import payloads as payloads_lib
 from experiments.configs import stdlib_lm
 
 DEADLINE_S = 120
@@ -100,7 +98,8 @@ class Rig:
       self.theta = global_model_lib.Theta(assembled)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
       self.start = syncer_process.recover(
-        assembled, self.theta, self.checkpoints, self.log, self.records)
+        assembled, self.theta, self.checkpoints, self.log, self.records
+      )
     except BaseException:
       self.log.close()
       raise
@@ -108,8 +107,16 @@ class Rig:
     self.posted: queue.SimpleQueue[events.Event] = queue.SimpleQueue()
     self.failed: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     self.work = syncer_work.SyncerWork(
-      assembled, self.theta, self.posted.put, self.failed.put, self.payloads, self.records,
-      self.checkpoints, self.log, evaluation=None, snapshots=None,
+      assembled,
+      self.theta,
+      self.posted.put,
+      self.failed.put,
+      self.payloads,
+      self.records,
+      self.checkpoints,
+      self.log,
+      evaluation=None,
+      snapshots=None,
     )
     self.work.start()
 
@@ -124,8 +131,12 @@ class Rig:
     return self.posted.get(timeout=DEADLINE_S)
 
   def save(self, sync: int) -> events.SaveDone:
-    snapshot = {**books(self.assembled, sync), 'versions': list(self.theta.versions),
-                'digests': [self.theta.digest(p) for p in range(2)], 'merging': []}
+    snapshot = {
+      **books(self.assembled, sync),
+      'versions': list(self.theta.versions),
+      'digests': [self.theta.digest(p) for p in range(2)],
+      'merging': [],
+    }
     self.work.submit(actions.Save(step=sync, snapshot=snapshot))
     return self.posted.get(timeout=DEADLINE_S)
 
@@ -159,15 +170,20 @@ def merge_of(
   version = len(made) + (sync == REFUSED)
   participants = tuple(
     actions.Participant(
-      learner=name, incarnation=1, tokens=TOKENS + 32 * m, steps=STEPS,
+      learner=name,
+      incarnation=1,
+      tokens=TOKENS + 32 * m,
+      steps=STEPS,
       handle=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
-    ) for m, name in enumerate(names)
+    )
+    for m, name in enumerate(names)
   )
   under_way = books(assembled, sync)
   under_way['merging'] = [sync]
   under_way['data']['moves'] = [[sync, [[name, m, p, sync] for m, name in enumerate(names)]]]
   return actions.Merge(
-    sync=sync, fragment=p, version=version, participants=participants, books=under_way)
+    sync=sync, fragment=p, version=version, participants=participants, books=under_way
+  )
 
 
 def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
@@ -183,7 +199,10 @@ def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -
 def books(assembled: build.Assembly, sync: int) -> dict:
   """A machine's snapshot that was taken at a sync: everybody has an account."""
   start = tape.Start(
-    role='syncer', node='syncer', config=assembled.protocol, digests=(0,) * 2,
+    role='syncer',
+    node='syncer',
+    config=assembled.protocol,
+    digests=(0,) * 2,
     payload_bytes=assembled.payload_bytes,
   )
   snapshot = start.make().snapshot()
@@ -210,8 +229,10 @@ def _expected(assembled) -> list[list]:
   after = [bits(theta)]
   for sync in range(1, SYNCS + 1):
     merge = merge_of(assembled, sync, store)
-    shares = [global_model_lib.Share(store.get(one.handle), one.tokens, one.steps)
-              for one in merge.participants]
+    shares = [
+      global_model_lib.Share(store.get(one.handle), one.tokens, one.steps)
+      for one in merge.participants
+    ]
     merged = theta.merge(merge.fragment, shares, theta.width(len(shares)))
     assert bool(merged.failed) == (sync == REFUSED), merged
     after.append(bits(theta))
@@ -226,7 +247,11 @@ def _expected(assembled) -> list[list]:
 def test_a_record_comes_back_as_it_was(sizes):
   given = [os.urandom(size) for size in sizes]
   outcome = recovery.Outcome(
-    sync=7, fragment=3, version=2, digest=2**64 - 1, failed='not finite\n"quoted"',
+    sync=7,
+    fragment=3,
+    version=2,
+    digest=2**64 - 1,
+    failed='not finite\n"quoted"',
     participants=tuple((f'l{m}', m, 2**40, 5) for m in range(len(sizes))),
     books={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
   )
@@ -239,8 +264,9 @@ def test_a_record_comes_back_as_it_was(sizes):
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
 def test_a_record_of_another_length_is_refused(damage):
-  outcome = recovery.Outcome(sync=1, fragment=0, version=1, participants=(('l0', 1, 8, 1),),
-                             digest=1, failed='', books={})
+  outcome = recovery.Outcome(
+    sync=1, fragment=0, version=1, participants=(('l0', 1, 8, 1),), digest=1, failed='', books={}
+  )
   data = b''.join(outer_log.encode(outer_log.OuterStep(outcome, 1, [b'12345678'])))
   with pytest.raises(ValueError, match='bytes are left for payloads'):
     outer_log.decode(memoryview(damage(data)))
@@ -298,8 +324,9 @@ def test_the_log_reaches_back_to_the_older_checkpoint_and_not_beyond(rig, expect
 
 def _damage(folder: pathlib.Path) -> None:
   """Turns over a bit in the largest file of a checkpoint."""
-  path = max((path for path in folder.rglob('*') if path.is_file()),
-             key=lambda path: path.stat().st_size)
+  path = max(
+    (path for path in folder.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size
+  )
   data = bytearray(path.read_bytes())
   data[len(data) // 2] ^= 1
   path.write_bytes(data)
@@ -338,15 +365,23 @@ def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tm
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
   outcome = recovery.Outcome(
-    sync=2, fragment=0, version=1, digest=123, failed='', books=merge.books,
+    sync=2,
+    fragment=0,
+    version=1,
+    digest=123,
+    failed='',
+    books=merge.books,
     participants=tuple((one.learner, 1, one.tokens, one.steps) for one in merge.participants),
   )
   given = [life.payloads.get(one.handle) for one in merge.participants]
   life.log.commit(outer_log.OuterStep(outcome, 3, given))
   life.crash()
   before = _content(tmp_path / 'wal')
-  with pytest.raises(program.NeverRetry, match='Record 2 of the log .* sync 2, fragment 0, version '
-                     '1 has digest [0-9a-f]{16}, was committed with 000000000000007b') as refusal:
+  with pytest.raises(
+    program.NeverRetry,
+    match='Record 2 of the log .* sync 2, fragment 0, version '
+    '1 has digest [0-9a-f]{16}, was committed with 000000000000007b',
+  ) as refusal:
     with program.log_failures():
       rig()
   assert refusal.value.code == 42
@@ -367,8 +402,9 @@ def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assemb
 
 def test_the_log_of_another_run_is_refused(rig, assembled, tmp_path):
   rig().crash()
-  with contextlib.closing(outer_log.OuterLog(
-      files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)) as other:
+  with contextlib.closing(
+    outer_log.OuterLog(files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)
+  ) as other:
     with pytest.raises(program.NeverRetry, match='belongs to the run') as refusal:
       with program.log_failures():
         other.recover(None, {})
@@ -431,7 +467,11 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
 
 
 def test_74_and_42_are_exit_codes_with_one_line(capsys):
-  for error, code in ((program.DiskFailed('the disk\nfailed'), 74), (program.NeverRetry('bad'), 42)):
+  for error, code in (
+    (program.DiskFailed('the disk\nfailed'), 74),
+    (program.NeverRetry('bad'), 42),
+  ):
+
     def main(argv, error=error):
       raise error
 

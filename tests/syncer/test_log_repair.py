@@ -16,9 +16,8 @@ import sys
 
 import pytest
 
-from diloco_jax.storage import wal_format
-from diloco_jax.storage import wal_recovery
 from diloco_jax.launch import program
+from diloco_jax.storage import wal_format, wal_recovery
 from diloco_jax.syncer import log_repair
 from tests.syncer import test_durability as durability
 
@@ -65,9 +64,19 @@ def run(*arguments: str, before: str = '') -> subprocess.CompletedProcess:
   """The command in a process of its own; `before`: what a shell does first."""
   command = shlex.join([sys.executable, '-m', 'experiments.wal_repair', *arguments])
   return subprocess.run(
-    ['bash', '-c', f'{before}exec {command}'], cwd=ROOT, text=True, capture_output=True,
-    timeout=200, env={**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu',
-                      'PYTHONWARNINGS': '', 'PYTHONDONTWRITEBYTECODE': '1'})
+    ['bash', '-c', f'{before}exec {command}'],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    timeout=200,
+    env={
+      **os.environ,
+      'PYTHONPATH': str(ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'PYTHONWARNINGS': '',
+      'PYTHONDONTWRITEBYTECODE': '1',
+    },
+  )
 
 
 def segments(folder: pathlib.Path) -> list[pathlib.Path]:

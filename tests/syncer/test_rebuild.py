@@ -6,18 +6,13 @@ import shutil
 
 import pytest
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.config import build
-from diloco_jax.config import run_config
-from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
-from diloco_jax.syncer import rebuild
-from diloco_jax.report import records
+from diloco_jax.config import build, run_config
 from diloco_jax.launch import one_process
-from diloco_jax.storage import tapes
+from diloco_jax.protocol import actions, events
+from diloco_jax.report import records
+from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import tapes, wal, wal_format
+from diloco_jax.syncer import outer_log, rebuild
 from experiments.configs import stdlib_lm
 
 
@@ -35,8 +30,7 @@ def _config(keep_log: bool) -> run_config.Config:
 
 
 def _run(config: run_config.Config, folder) -> None:
-  one_process.run(
-    config, folder, lambda name: records.Recorder(folder, name, tensorboard=False))
+  one_process.run(config, folder, lambda name: records.Recorder(folder, name, tensorboard=False))
   (folder / run_config.FILE).write_text(json.dumps(config.to_dict()))
 
 

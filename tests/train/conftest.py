@@ -12,14 +12,16 @@ from diloco_jax.train import island as island_lib
 
 @pytest.fixture(name='model')
 def _model() -> config_lib.ModelConfig:
-  return config_lib.ModelConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2,
-                                head_dim=8, hidden_dim=32)
+  return config_lib.ModelConfig(
+    num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
+  )
 
 
 @pytest.fixture(name='data')
 def _data() -> config_lib.DataConfig:
-  return config_lib.DataConfig(seq_len=16, batch_size=4, streams=4, eval_batches=2,
-                               eval_batch_size=4)
+  return config_lib.DataConfig(
+    seq_len=16, batch_size=4, streams=4, eval_batches=2, eval_batch_size=4
+  )
 
 
 @pytest.fixture(name='optimizer')
@@ -44,13 +46,21 @@ def _make_island(model, optimizer, data, corpus):
   """Builds islands on the first devices there are; closes them at the end."""
   built = []
 
-  def make(mesh: config_lib.MeshConfig | None = None, first_device: int = 0,
-           **kwargs) -> island_lib.Island:
+  def make(
+    mesh: config_lib.MeshConfig | None = None, first_device: int = 0, **kwargs
+  ) -> island_lib.Island:
     mesh = mesh or config_lib.MeshConfig()
-    devices = jax.devices()[first_device:first_device + mesh.num_devices]
+    devices = jax.devices()[first_device : first_device + mesh.num_devices]
     model.num_layers = 1  # a second layer tells nothing more about islands, and is to be compiled
-    settings = dict(model=model, optimizer=optimizer, data=data, mesh=mesh, total_steps=100,
-                    devices=devices, corpus=corpus)
+    settings = {
+      'model': model,
+      'optimizer': optimizer,
+      'data': data,
+      'mesh': mesh,
+      'total_steps': 100,
+      'devices': devices,
+      'corpus': corpus,
+    }
     built.append(island_lib.Island(**settings | kwargs))
     return built[-1]
 

@@ -1,13 +1,15 @@
 """Wrong configurations do not start, and say which two values disagree and what to do."""
 
+import pytest
 from absl import flags
 from ml_collections import config_flags
-import pytest
 
 from diloco_jax.train import config as config_lib
 
 
-@pytest.mark.parametrize('config, words', [
+@pytest.mark.parametrize(
+  'config, words',
+  [
     (config_lib.ModelConfig(num_heads=4, num_kv_heads=3), ['4', '3', 'multiple']),
     (config_lib.ModelConfig(head_dim=31), ['31', 'use 32']),
     (config_lib.ModelConfig(dtype='float16'), ['float16', 'float32', 'bfloat16']),
@@ -21,7 +23,8 @@ from diloco_jax.train import config as config_lib
     (config_lib.DataConfig(streams=0), ['streams', '0']),
     (config_lib.DataConfig(seed=-1), ['-1', '4294967296']),
     (config_lib.MeshConfig(fsdp=0), ['fsdp', '0']),
-])
+  ],
+)
 def test_each_part_refuses_what_cannot_work(config, words):
   with pytest.raises(ValueError) as error:
     config.validate()
@@ -29,8 +32,12 @@ def test_each_part_refuses_what_cannot_work(config, words):
 
 
 def test_parts_must_fit_together():
-  parts = dict(model=config_lib.ModelConfig(), optimizer=config_lib.OptimizerConfig(),
-               data=config_lib.DataConfig(), mesh=config_lib.MeshConfig(data=2))
+  parts = {
+    'model': config_lib.ModelConfig(),
+    'optimizer': config_lib.OptimizerConfig(),
+    'data': config_lib.DataConfig(),
+    'mesh': config_lib.MeshConfig(data=2),
+  }
   config_lib.validate(**parts)
   with pytest.raises(ValueError, match='batch_size 7 does not split 2 ways'):
     config_lib.validate(**parts | {'data': config_lib.DataConfig(batch_size=7)})
@@ -38,15 +45,19 @@ def test_parts_must_fit_together():
     config_lib.validate(**parts | {'model': config_lib.ModelConfig(vocab_size=100)})
 
 
-@pytest.mark.parametrize('config, argument, expected', [
+@pytest.mark.parametrize(
+  'config, argument, expected',
+  [
     (config_lib.ModelConfig(), '--config.num_layers=8', ('num_layers', 8)),
     (config_lib.OptimizerConfig(), '--config.learning_rate=0.5', ('learning_rate', 0.5)),
     (config_lib.DataConfig(), '--config.corpus=/texts', ('corpus', '/texts')),
     (config_lib.MeshConfig(), '--config.data=4', ('data', 4)),
-])
+  ],
+)
 def test_flags_override_fields(config, argument, expected):
   values = flags.FlagValues()
-  holder = config_flags.DEFINE_config_dataclass('config', config, flag_values=values,
-                                                sys_argv=['main', argument])
+  holder = config_flags.DEFINE_config_dataclass(
+    'config', config, flag_values=values, sys_argv=['main', argument]
+  )
   values(['main', argument])
   assert getattr(holder.value, expected[0]) == expected[1]

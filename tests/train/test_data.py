@@ -30,14 +30,19 @@ def test_a_pass_of_all_streams_is_every_window_once(numbered):
   assert set(rows) <= set(windows)
 
 
-@pytest.mark.parametrize('streams, learners', [
-  (16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)])
+@pytest.mark.parametrize(
+  'streams, learners', [(16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)]
+)
 def test_learners_read_every_window_once_before_any_twice(numbered, streams, learners):
   """Issue 4: every example is trained on about once, however many streams nobody leases."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
   windows = data_lib.Windows(numbered.train_bytes, 16)
-  rows = [row for number in range(streams // learners) for v in range(learners)
-          for row in _pass(numbered, config, v, number)]
+  rows = [
+    row
+    for number in range(streams // learners)
+    for v in range(learners)
+    for row in _pass(numbered, config, v, number)
+  ]
   assert len(set(rows)) == len(rows) >= len(windows) - streams
 
 
@@ -46,8 +51,12 @@ def test_any_number_of_learners_reads_about_evenly(numbered, streams, learners):
   """After one epoch's worth of passes nothing was read more than twice, and little is unread."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
   windows = data_lib.Windows(numbered.train_bytes, 16)
-  rows = [row for number in range(streams // learners) for v in range(learners)
-          for row in _pass(numbered, config, v, number)]
+  rows = [
+    row
+    for number in range(streams // learners)
+    for v in range(learners)
+    for row in _pass(numbered, config, v, number)
+  ]
   counts = collections.Counter(rows)
   assert max(counts.values()) <= 2
   assert len(counts) >= 0.6 * len(windows)
@@ -56,7 +65,7 @@ def test_any_number_of_learners_reads_about_evenly(numbered, streams, learners):
 def test_every_byte_but_the_first_is_a_target_once(numbered):
   windows = data_lib.Windows(numbered.train_bytes, 16)
   targets = np.concatenate([window[1:] for window in windows])
-  np.testing.assert_array_equal(targets, numbered.train_bytes[1:len(targets) + 1])
+  np.testing.assert_array_equal(targets, numbered.train_bytes[1 : len(targets) + 1])
   assert len(numbered.train_bytes) - len(targets) <= 16
 
 

@@ -81,7 +81,7 @@ def test_a_state_of_another_shape_is_refused(make_island):
   island = make_island()
   params = _host(island.params)
   params['embedding'] = params['embedding'][:, :8]
-  with pytest.raises(ValueError, match=r"embedding.*\(256, 8\).*\(256, 16\)"):
+  with pytest.raises(ValueError, match=r'embedding.*\(256, 8\).*\(256, 16\)'):
     island.params = params
   del params['embedding']
   with pytest.raises(ValueError, match='embedding'):

@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
@@ -15,12 +15,13 @@ from diloco_jax.train import step as step_lib
 
 class Device(NamedTuple):
   """What `islands` reads of a device."""
+
   id: int
   slice_index: int
 
 
 def _one_step(model, optimizer, mesh_config, batch):
-  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[:mesh_config.num_devices])
+  mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
   tx = optimizer_lib.make_optimizer(optimizer, 100)
   state, shardings = step_lib.init_state(model, tx, mesh, seed=0)
   train_step = step_lib.make_train_step(model, tx, mesh, shardings)
@@ -37,8 +38,9 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
     np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
   # Adam divides by sqrt(v): where a gradient is almost zero its rounding is all there is, so the
   # gradients' moments are compared, not the parameters.
-  for one, other in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state),
-                        strict=True):
+  for one, other in zip(
+    jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state), strict=True
+  ):
     np.testing.assert_allclose(one, other, atol=1e-5)
 
   layer = sharded_state.params['layers'][0]
@@ -72,7 +74,7 @@ def test_what_no_rule_names_is_replicated():
 
 
 def test_islands_are_runs_of_devices_without_slices():
-  assert mesh_lib.islands(jax.devices()[:8], 4) == [jax.devices()[i:i + 2] for i in (0, 2, 4, 6)]
+  assert mesh_lib.islands(jax.devices()[:8], 4) == [jax.devices()[i : i + 2] for i in (0, 2, 4, 6)]
   with pytest.raises(ValueError, match='8 devices do not make 3 equal islands'):
     mesh_lib.islands(jax.devices()[:8], 3)
 

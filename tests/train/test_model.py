@@ -70,7 +70,8 @@ def test_rope_scores_depend_on_distance_only(model):
   query_H, key_H = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
   sin_LxH, cos_LxH = model_lib._rope_table(model, 10)
   turn = lambda v_H: model_lib._rope(
-      jnp.broadcast_to(v_H[None, None, None, :], (1, 10, 1, 8)), sin_LxH, cos_LxH)[0, :, 0]
+    jnp.broadcast_to(v_H[None, None, None, :], (1, 10, 1, 8)), sin_LxH, cos_LxH
+  )[0, :, 0]
   score_LxL = turn(query_H) @ turn(key_H).T
   for offset in range(-9, 10):
     diagonal = jnp.diagonal(score_LxL, offset)
@@ -80,8 +81,10 @@ def test_rope_scores_depend_on_distance_only(model):
 
 def test_layers_are_leaves_of_their_own(model):
   params, _ = _draw(model)
-  paths = {jax.tree_util.keystr(path): leaf.shape
-           for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+  paths = {
+    jax.tree_util.keystr(path): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  }
   assert paths["['layers'][1]['query']"] == (16, 4, 8)
   assert paths["['layers'][1]['key']"] == (16, 2, 8)
   assert {model_lib.label(path) for path in paths} == {'embedding', 'body'}

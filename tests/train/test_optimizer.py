@@ -12,9 +12,18 @@ from diloco_jax.train import optimizer as optimizer_lib
 _CONFIG = config_lib.OptimizerConfig(learning_rate=0.5, warmup_steps=10, end_lr_ratio=0.1)
 
 
-@pytest.mark.parametrize('clock, rate', [
-    (0, 0.05), (4, 0.25), (9, 0.5), (10, 0.5), (60, 0.275), (110, 0.05), (500, 0.05),
-])
+@pytest.mark.parametrize(
+  'clock, rate',
+  [
+    (0, 0.05),
+    (4, 0.25),
+    (9, 0.5),
+    (10, 0.5),
+    (60, 0.275),
+    (110, 0.05),
+    (500, 0.05),
+  ],
+)
 def test_rate_warms_up_and_decays(clock, rate):
   np.testing.assert_allclose(optimizer_lib.learning_rate(_CONFIG, 110, clock), rate, rtol=1e-5)
 
@@ -30,9 +39,16 @@ def test_equals_optax_adamw_when_the_clock_is_the_count():
   ours = optimizer_lib.make_optimizer(_CONFIG, 110)
   mask = {'w': True, 'b': False}
   theirs = optax.chain(
-      optax.clip_by_global_norm(_CONFIG.clip_norm),
-      optax.adamw(lambda count: optimizer_lib.learning_rate(_CONFIG, 110, count), b1=_CONFIG.b1,
-                  b2=_CONFIG.b2, eps=_CONFIG.eps, weight_decay=_CONFIG.weight_decay, mask=mask))
+    optax.clip_by_global_norm(_CONFIG.clip_norm),
+    optax.adamw(
+      lambda count: optimizer_lib.learning_rate(_CONFIG, 110, count),
+      b1=_CONFIG.b1,
+      b2=_CONFIG.b2,
+      eps=_CONFIG.eps,
+      weight_decay=_CONFIG.weight_decay,
+      mask=mask,
+    ),
+  )
   our_params = their_params = params
   our_state, their_state = ours.init(params), theirs.init(params)
   for clock in range(3):

@@ -13,8 +13,9 @@ from diloco_jax.train import step as step_lib
 
 @pytest.fixture(name='stepped', scope='module')
 def _stepped():
-  model = config_lib.ModelConfig(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2,
-                                 head_dim=8, hidden_dim=32)
+  model = config_lib.ModelConfig(
+    num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
+  )
   optimizer = config_lib.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
   tx = optimizer_lib.make_optimizer(optimizer, 100)
@@ -35,27 +36,28 @@ def test_golden_step(stepped):
   the compiler rounds differently: widen nothing beyond 1e-3.
   """
   _, initial, after, metrics = stepped
-  rms = lambda tree: float(np.sqrt(np.mean(np.concatenate(
-      [np.square(leaf).ravel() for leaf in jax.tree.leaves(tree)]))))
+  rms = lambda tree: float(
+    np.sqrt(np.mean(np.concatenate([np.square(leaf).ravel() for leaf in jax.tree.leaves(tree)])))
+  )
   update = jax.tree.map(lambda a, b: np.asarray(a) - b, after.params, initial.params)
   statistics = {
-      'loss': float(metrics['loss']),
-      'grad_norm': float(metrics['grad_norm']),
-      'initial_rms': rms(initial.params),
-      'update_rms': rms(update),
-      'mu_rms': rms(after.opt_state[1].mu),
-      'num_parameters': sum(leaf.size for leaf in jax.tree.leaves(initial.params)),
+    'loss': float(metrics['loss']),
+    'grad_norm': float(metrics['grad_norm']),
+    'initial_rms': rms(initial.params),
+    'update_rms': rms(update),
+    'mu_rms': rms(after.opt_state[1].mu),
+    'num_parameters': sum(leaf.size for leaf in jax.tree.leaves(initial.params)),
   }
   assert statistics == pytest.approx(_GOLDEN, rel=1e-3)
 
 
 _GOLDEN = {
-    'loss': 5.56210,
-    'grad_norm': 1.61886,
-    'initial_rms': 0.159400,
-    'update_rms': 0.00500014,
-    'mu_rms': 0.000982851,
-    'num_parameters': 10352,
+  'loss': 5.56210,
+  'grad_norm': 1.61886,
+  'initial_rms': 0.159400,
+  'update_rms': 0.00500014,
+  'mu_rms': 0.000982851,
+  'num_parameters': 10352,
 }
 
 

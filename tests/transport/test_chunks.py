@@ -3,11 +3,11 @@
 import struct
 import zlib
 
-from hypothesis import given, settings, strategies as st
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from diloco_jax.transport import chunks
-from diloco_jax.transport import errors
+from diloco_jax.transport import chunks, errors
 
 MIB = chunks.CHUNK_BYTES
 
@@ -32,8 +32,16 @@ def assembler(max_payload_bytes=1 << 24, max_open=2):
 
 def frame(data=b'abc', **changes):
   """A frame with some fields changed and a right header check, as a hostile peer would make it."""
-  fields = dict(magic=chunks.MAGIC, version=chunks.VERSION, header=chunks.HEADER_BYTES, transfer=7,
-                total=len(data), index=0, count=1, crc32=zlib.crc32(data)) | changes
+  fields = {
+    'magic': chunks.MAGIC,
+    'version': chunks.VERSION,
+    'header': chunks.HEADER_BYTES,
+    'transfer': 7,
+    'total': len(data),
+    'index': 0,
+    'count': 1,
+    'crc32': zlib.crc32(data),
+  } | changes
   header = struct.pack('<4sHHQQIII', *fields.values())
   return header + struct.pack('<I', zlib.crc32(header)) + data
 
@@ -48,7 +56,7 @@ def refused(frames, receiver):
 def test_golden_bytes():
   assert list(chunks.split(7, b'abc')) == [GOLDEN]
   transfer = assembler().add(GOLDEN)
-  assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441c2)
+  assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441C2)
 
 
 @pytest.mark.parametrize('size', [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB])
@@ -97,17 +105,20 @@ def test_every_flipped_bit_is_an_error(offset):
     refused([bytes(broken)], assembler())
 
 
-@pytest.mark.parametrize('clause, changes', [
-  ('magic', dict(magic=b'DLCA')),
-  ('version', dict(version=2)),
-  ('version', dict(header=36)),
-  ('transfer', dict(transfer=0)),
-  ('count', dict(count=2)),
-  ('count', dict(total=2**63)),
-  ('index', dict(index=1)),
-  ('size', dict(total=4)),
-  ('checksum', dict(crc32=0)),
-])
+@pytest.mark.parametrize(
+  'clause, changes',
+  [
+    ('magic', {'magic': b'DLCA'}),
+    ('version', {'version': 2}),
+    ('version', {'header': 36}),
+    ('transfer', {'transfer': 0}),
+    ('count', {'count': 2}),
+    ('count', {'total': 2**63}),
+    ('index', {'index': 1}),
+    ('size', {'total': 4}),
+    ('checksum', {'crc32': 0}),
+  ],
+)
 def test_one_error_per_clause(clause, changes):
   assert refused([frame(**changes)], assembler()) == clause
 

@@ -6,12 +6,8 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import link
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.transport import grpc_client
-from diloco_jax.transport import grpc_server
-from diloco_jax.transport import payloads
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 60
 MIB = 1 << 20
@@ -35,10 +31,14 @@ class End:
 @pytest.fixture(name='ends')
 def _ends():
   """The syncer, a learner, and the syncer's number of their session."""
-  syncer = End(lambda post, kept: grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', post, kept, LIMITS))
-  learner = End(lambda post, kept: grpc_client.GrpcLearnerTransport(
-    lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS))
+  syncer = End(
+    lambda post, kept: grpc_server.GrpcSyncerTransport('127.0.0.1:0', post, kept, LIMITS)
+  )
+  learner = End(
+    lambda post, kept: grpc_client.GrpcLearnerTransport(
+      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS
+    )
+  )
   learner.transport.dial(1)
   assert isinstance(learner.hears(), events.Connected)
   yield syncer, learner, syncer.hears().session
@@ -51,10 +51,19 @@ def announced(data):
 
 
 DONATION = messages.Donation(
-  transfer=1, donor='l0', step=7, versions=(1, 2), digest=3, payload=announced(MOMENTS))
+  transfer=1, donor='l0', step=7, versions=(1, 2), digest=3, payload=announced(MOMENTS)
+)
 CONTRIBUTION = messages.Contribution(
-  sync=2, fragment=0, version=1, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
-  payload=announced(FRAGMENT))
+  sync=2,
+  fragment=0,
+  version=1,
+  steps=1,
+  tokens_from=0,
+  tokens_to=1,
+  stream=0,
+  cursor=1,
+  payload=announced(FRAGMENT),
+)
 
 
 def test_a_contribution_overtakes_a_donation_that_was_sent_before(ends):

@@ -1,7 +1,6 @@
 """What only real sockets and processes can show: peers that are killed, frozen or hostile, refused
 addresses, health and reflection."""
 
-from concurrent import futures
 import dataclasses
 import os
 import queue
@@ -10,23 +9,25 @@ import socket
 import subprocess
 import sys
 import zlib
+from concurrent import futures
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-import pytest
 
-from diloco_jax.transport import link
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.transport import grpc_client
-from diloco_jax.transport import grpc_server
-from diloco_jax.transport import grpc_session
-from diloco_jax.transport import payloads
-from diloco_jax.transport import chunks
-from diloco_jax.transport import stream_crc
-from diloco_jax.transport import sync_pb2
-from diloco_jax.transport import translate
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import (
+  chunks,
+  grpc_client,
+  grpc_server,
+  grpc_session,
+  link,
+  payloads,
+  stream_crc,
+  sync_pb2,
+  translate,
+)
 
 DEADLINE_S = 20
 MIB = 1 << 20
@@ -66,7 +67,8 @@ while True:
 def syncer():
   inbox = queue.Queue()
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), LIMITS)
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), LIMITS
+  )
   transport.inbox = inbox
   yield transport
   transport.shutdown(0.0)
@@ -80,7 +82,8 @@ def dial():
   def make(port, limits=LIMITS):
     inbox = queue.Queue()
     transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits)
+      lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits
+    )
     transport.inbox = inbox
     transport.dial(1)
     made.append(transport)
@@ -97,8 +100,12 @@ def child():
   started = []
 
   def start(source, *args):
-    process = subprocess.Popen([sys.executable, '-c', source, *args], stdout=subprocess.PIPE,
-                               text=True, env={**os.environ, 'PYTHONPATH': os.getcwd()})
+    process = subprocess.Popen(
+      [sys.executable, '-c', source, *args],
+      stdout=subprocess.PIPE,
+      text=True,
+      env={**os.environ, 'PYTHONPATH': os.getcwd()},
+    )
     started.append(process)
     return process
 
@@ -126,7 +133,8 @@ def raw_streams(port, control=(), bulk=None, token=None):
   if token is None:
     token = dict(first.initial_metadata())[grpc_session.TOKEN]
   second = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-    iter(bulk or ()), metadata=((grpc_session.TOKEN, token),))
+    iter(bulk or ()), metadata=((grpc_session.TOKEN, token),)
+  )
   return channel, first, second
 
 
@@ -172,8 +180,13 @@ def test_closing_a_frozen_learner_waits_for_nobody(syncer, child):
   process.send_signal(signal.SIGSTOP)
   data = bytes(4 * MIB)
   publish = messages.Publish(
-    sync=1, fragment=0, version=1, base_version=0, digest=0,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+    sync=1,
+    fragment=0,
+    version=1,
+    base_version=0,
+    digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
+  )
   for _ in range(16):  # more than flow control lets out
     syncer.send(number, publish, data)
   session = syncer._find(number)
@@ -195,7 +208,8 @@ def test_another_grpc_server_is_no_syncer(dial):
     yield from ()
 
   handler = grpc.method_handlers_generic_handler(
-    grpc_session.SERVICE, {'Control': grpc.stream_stream_rpc_method_handler(control)})
+    grpc_session.SERVICE, {'Control': grpc.stream_stream_rpc_method_handler(control)}
+  )
   with futures.ThreadPoolExecutor(2) as pool:
     server = grpc.server(pool)
     server.add_generic_rpc_handlers((handler,))
@@ -208,15 +222,26 @@ def test_another_grpc_server_is_no_syncer(dial):
 # --- Addresses ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('address', [
-  '0.0.0.0:0', '[::]:0', ':::0', 'localhost:0', '10.0.0.1:0', 'example.com:7', ':0',
-  'unix:/tmp/x:1'])
+@pytest.mark.parametrize(
+  'address',
+  [
+    '0.0.0.0:0',
+    '[::]:0',
+    ':::0',
+    'localhost:0',
+    '10.0.0.1:0',
+    'example.com:7',
+    ':0',
+    'unix:/tmp/x:1',
+  ],
+)
 def test_only_loopback_addresses_are_listened_on_and_dialed(address):
   with pytest.raises(ValueError, match='transport security does not exist yet.*127.0.0.1'):
     grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS)
   inbox = queue.Queue()
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS)
+    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS
+  )
   learner.dial(1)
   assert 'transport security does not exist yet' in inbox.get(timeout=DEADLINE_S).reason
   learner.shutdown(0.0)
@@ -242,7 +267,8 @@ def test_an_address_needs_a_port(address):
 def test_a_port_in_use_is_one_clear_line(syncer):
   with pytest.raises(OSError, match='in use') as caught:
     grpc_server.GrpcSyncerTransport(
-      f'127.0.0.1:{syncer.port}', print, payloads.PayloadStore(), LIMITS)
+      f'127.0.0.1:{syncer.port}', print, payloads.PayloadStore(), LIMITS
+    )
   assert '\n' not in str(caught.value)
 
 
@@ -255,25 +281,29 @@ def frame_of(data, transfer=1):
 
 def oversized_frame():
   fields = chunks._FIELDS.pack(
-    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, 1, 2**63, 0, 2**32 - 1, 0)
+    chunks.MAGIC, chunks.VERSION, chunks.HEADER_BYTES, 1, 2**63, 0, 2**32 - 1, 0
+  )
   return fields + chunks._CHECK.pack(zlib.crc32(fields)) + bytes(MIB)
 
 
 NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(step=-1))
 
 
-@pytest.mark.parametrize('control, bulk, clause', [
-  ((), (b'garbage' * 10,), 'magic'),
-  ((), (b'',), 'truncated'),
-  ((), (frame_of(b'abc')[:-1],), 'size'),
-  ((), (frame_of(b'abc')[:-1] + b'x',), 'checksum'),
-  ((), (oversized_frame(),), 'count'),
-  ((), tuple(frame_of(b'abc', n) for n in range(1, 7)), 'unannounced'),
-  ((stream_crc.Seal().close(b'\xff\xff'),), (), 'protobuf'),
-  ((stream_crc.Seal().close(b''),), (), 'body'),
-  ((stream_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
-  ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
-])
+@pytest.mark.parametrize(
+  'control, bulk, clause',
+  [
+    ((), (b'garbage' * 10,), 'magic'),
+    ((), (b'',), 'truncated'),
+    ((), (frame_of(b'abc')[:-1],), 'size'),
+    ((), (frame_of(b'abc')[:-1] + b'x',), 'checksum'),
+    ((), (oversized_frame(),), 'count'),
+    ((), tuple(frame_of(b'abc', n) for n in range(1, 7)), 'unannounced'),
+    ((stream_crc.Seal().close(b'\xff\xff'),), (), 'protobuf'),
+    ((stream_crc.Seal().close(b''),), (), 'body'),
+    ((stream_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
+    ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
+  ],
+)
 def test_garbage_ends_its_own_session_only(syncer, dial, control, bulk, clause):
   good = dial(syncer.port)
   number = connected(syncer)
@@ -305,7 +335,8 @@ def test_a_session_token_serves_once(syncer):
     connected(syncer)
     token = dict(first.initial_metadata())[grpc_session.TOKEN]
     third = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-      iter(()), metadata=((grpc_session.TOKEN, token),))
+      iter(()), metadata=((grpc_session.TOKEN, token),)
+    )
     assert status_of(third)[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -313,7 +344,8 @@ def test_control_without_bulk_is_given_up(dial):
   inbox = queue.Queue()
   hasty = dataclasses.replace(LIMITS, handshake_s=0.2)
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), hasty)
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), hasty
+  )
   with grpc.insecure_channel(f'127.0.0.1:{transport.port}') as channel:
     control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
     code, details = status_of(control)
@@ -326,9 +358,21 @@ def test_a_payload_beyond_the_limit_is_refused_when_announced(syncer, dial):
   learner = dial(syncer.port, dataclasses.replace(LIMITS, max_payload_bytes=16 * MIB))
   connected(learner), connected(syncer)
   data = bytes(4 * MIB + 1)
-  learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))), data)
+  learner.send(
+    1,
+    messages.Contribution(
+      sync=1,
+      fragment=0,
+      version=0,
+      steps=1,
+      tokens_from=0,
+      tokens_to=1,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
+    ),
+    data,
+  )
   lost = event_of(syncer)
   assert str(4 * MIB + 1) in lost.reason and str(4 * MIB) in lost.reason
 
@@ -336,9 +380,21 @@ def test_a_payload_beyond_the_limit_is_refused_when_announced(syncer, dial):
 def test_a_wrong_total_checksum_is_never_delivered(syncer, dial):
   learner = dial(syncer.port)
   connected(learner), connected(syncer)
-  learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
-    payload=messages.Payload(size_bytes=3, crc32=1)), b'abc')
+  learner.send(
+    1,
+    messages.Contribution(
+      sync=1,
+      fragment=0,
+      version=0,
+      steps=1,
+      tokens_from=0,
+      tokens_to=1,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=3, crc32=1),
+    ),
+    b'abc',
+  )
   assert 'announces' in event_of(syncer).reason
 
 
@@ -352,12 +408,25 @@ def test_more_sessions_than_granted_are_refused_in_words(syncer, dial):
 def test_a_peer_that_is_too_slow_is_disconnected(syncer, dial):
   learner = dial(syncer.port, dataclasses.replace(LIMITS, max_queued_bytes=10))
   connected(learner)
-  learner.send(1, messages.Contribution(
-    sync=1, fragment=0, version=0, steps=1, tokens_from=0, tokens_to=1, stream=0, cursor=1,
-    payload=messages.Payload(size_bytes=11, crc32=zlib.crc32(bytes(11)))), bytes(11))
+  learner.send(
+    1,
+    messages.Contribution(
+      sync=1,
+      fragment=0,
+      version=0,
+      steps=1,
+      tokens_from=0,
+      tokens_to=1,
+      stream=0,
+      cursor=1,
+      payload=messages.Payload(size_bytes=11, crc32=zlib.crc32(bytes(11))),
+    ),
+    bytes(11),
+  )
   lost = event_of(learner)
   assert lost.reason == (
-    'too slow: 0 payload bytes wait to go out and 11 more would be over the 10 granted')
+    'too slow: 0 payload bytes wait to go out and 11 more would be over the 10 granted'
+  )
 
 
 def test_a_message_that_the_wire_cannot_carry_ends_the_session_in_words(syncer, dial):
@@ -381,9 +450,10 @@ def test_health_is_answered(syncer, service):
 def test_reflection_tells_the_schema(syncer):
   with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    requests = [reflection_pb2.ServerReflectionRequest(list_services=''),
-                reflection_pb2.ServerReflectionRequest(
-                  file_containing_symbol=grpc_session.SERVICE)]
+    requests = [
+      reflection_pb2.ServerReflectionRequest(list_services=''),
+      reflection_pb2.ServerReflectionRequest(file_containing_symbol=grpc_session.SERVICE),
+    ]
     listed, described = stub.ServerReflectionInfo(iter(requests), timeout=DEADLINE_S)
   names = {s.name for s in listed.list_services_response.service}
   assert names >= {grpc_session.SERVICE, 'grpc.health.v1.Health'}

@@ -4,8 +4,8 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import link
 from diloco_jax.protocol import messages
+from diloco_jax.transport import link
 
 
 def split(transfer, payload):
@@ -21,8 +21,13 @@ def outbox(max_bytes=100, max_messages=10):
 
 def publish(data, fragment=0, version=1, base=0):
   return messages.Publish(
-    sync=version, fragment=fragment, version=version, base_version=base, digest=0,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+    sync=version,
+    fragment=fragment,
+    version=version,
+    base_version=base,
+    digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
+  )
 
 
 def pull(sync):
@@ -198,8 +203,13 @@ def test_what_a_peer_can_make_us_keep_is_bounded():
 
 def donation(data, transfer=1):
   return messages.Donation(
-    transfer=transfer, donor='l0', step=1, versions=(1,), digest=0,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)))
+    transfer=transfer,
+    donor='l0',
+    step=1,
+    versions=(1,),
+    digest=0,
+    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
+  )
 
 
 def frame_of(box, now_s=0.0):

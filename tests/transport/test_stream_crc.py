@@ -4,8 +4,7 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import errors
-from diloco_jax.transport import stream_crc
+from diloco_jax.transport import errors, stream_crc
 
 ENVELOPES = (b'first', b'2', b'third envelope')
 
@@ -36,7 +35,7 @@ def test_any_flipped_bit_is_noticed():
       flipped = bytearray(data)
       flipped[bit // 8] ^= 1 << bit % 8
       with pytest.raises(errors.WireError) as caught:
-        opened([*stream[:which], bytes(flipped), *stream[which + 1:]])
+        opened([*stream[:which], bytes(flipped), *stream[which + 1 :]])
       assert caught.value.clause == 'checksum'
 
 

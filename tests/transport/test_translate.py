@@ -6,13 +6,12 @@ import re
 import types
 import typing
 
-from hypothesis import given, settings, strategies as st
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import errors
-from diloco_jax.transport import sync_pb2
-from diloco_jax.transport import translate
+from diloco_jax.transport import errors, sync_pb2, translate
 
 DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
 CASES = [(direction, cls) for direction in DIRECTIONS for cls in direction.classes]
@@ -71,22 +70,25 @@ def test_round_trip(case):
 
 
 def join(**changes):
-  fields = dict(protocol=1, learner='l0', nonce=5, agreement='{}', host='h', pid=1)
+  fields = {'protocol': 1, 'learner': 'l0', 'nonce': 5, 'agreement': '{}', 'host': 'h', 'pid': 1}
   return messages.Join(**fields | changes)
 
 
-@pytest.mark.parametrize('message, clause', [
-  (join(protocol=-1), 'range'),
-  (join(pid=2**63), 'range'),
-  (join(nonce=2**64), 'range'),
-  (join(nonce=-1), 'range'),
-  (join(learner='x' * 64), 'length'),
-  (join(learner='ü' * 32), 'length'),
-  (join(agreement='x' * 65537), 'length'),
-  (join(learner='\ud800'), 'string'),
-  (join(learner=None), 'type'),
-  (messages.Finish(), 'body'),
-])
+@pytest.mark.parametrize(
+  'message, clause',
+  [
+    (join(protocol=-1), 'range'),
+    (join(pid=2**63), 'range'),
+    (join(nonce=2**64), 'range'),
+    (join(nonce=-1), 'range'),
+    (join(learner='x' * 64), 'length'),
+    (join(learner='ü' * 32), 'length'),
+    (join(agreement='x' * 65537), 'length'),
+    (join(learner='\ud800'), 'string'),
+    (join(learner=None), 'type'),
+    (messages.Finish(), 'body'),
+  ],
+)
 def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(message, clause):
   with pytest.raises(errors.WireError) as caught:
     translate.LEARNER_TO_SYNCER.encode(message)
@@ -97,19 +99,25 @@ def envelope(**body):
   return sync_pb2.ControlRequest(**body).SerializeToString()
 
 
-@pytest.mark.parametrize('data, clause', [
-  (b'', 'body'),
-  (b'\xff', 'protobuf'),
-  (b'\x08', 'protobuf'),
-  (bytes.fromhex('fa0100'), 'body'),  # body 31, of some later version
-  (envelope(contribution=sync_pb2.Contribution(sync=1)), 'missing'),
-  (envelope(progress=sync_pb2.Progress(tokens=-1)), 'range'),
-  (envelope(join=sync_pb2.Join(learner='x' * 64)), 'length'),
-  (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held()] * 4097)), 'length'),
-  (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held(version=-2)])), 'range'),
-  (envelope(contribution=sync_pb2.Contribution(payload=sync_pb2.Payload(size_bytes=-1))), 'range'),
-  (b'\x12\x03\x12\x01\xff', 'protobuf'),  # learner is no UTF-8
-])
+@pytest.mark.parametrize(
+  'data, clause',
+  [
+    (b'', 'body'),
+    (b'\xff', 'protobuf'),
+    (b'\x08', 'protobuf'),
+    (bytes.fromhex('fa0100'), 'body'),  # body 31, of some later version
+    (envelope(contribution=sync_pb2.Contribution(sync=1)), 'missing'),
+    (envelope(progress=sync_pb2.Progress(tokens=-1)), 'range'),
+    (envelope(join=sync_pb2.Join(learner='x' * 64)), 'length'),
+    (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held()] * 4097)), 'length'),
+    (envelope(confirm=sync_pb2.Confirm(held=[sync_pb2.Held(version=-2)])), 'range'),
+    (
+      envelope(contribution=sync_pb2.Contribution(payload=sync_pb2.Payload(size_bytes=-1))),
+      'range',
+    ),
+    (b'\x12\x03\x12\x01\xff', 'protobuf'),  # learner is no UTF-8
+  ],
+)
 def test_hostile_bytes_are_a_typed_error(data, clause):
   with pytest.raises(errors.WireError) as caught:
     translate.LEARNER_TO_SYNCER.decode(data)

@@ -11,13 +11,8 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import link
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.transport import grpc_client
-from diloco_jax.transport import grpc_server
-from diloco_jax.transport import in_process
-from diloco_jax.transport import payloads
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import grpc_client, grpc_server, in_process, link, payloads
 
 DEADLINE_S = 20
 MIB = 1 << 20
@@ -56,7 +51,6 @@ class End:
 
 
 class InProcessWorld:
-
   def __init__(self):
     self.hub = in_process.InProcessHub()
     self.ends = []
@@ -81,7 +75,6 @@ class InProcessWorld:
 
 
 class GrpcWorld(InProcessWorld):
-
   def __init__(self):
     self.ends = []
     self.port = 0
@@ -132,14 +125,25 @@ def describe(data):
 
 def contribution(data, fragment=0):
   return messages.Contribution(
-    sync=1, fragment=fragment, version=0, steps=1, tokens_from=0, tokens_to=8, stream=0, cursor=1,
+    sync=1,
+    fragment=fragment,
+    version=0,
+    steps=1,
+    tokens_from=0,
+    tokens_to=8,
+    stream=0,
+    cursor=1,
     payload=describe(data),
   )
 
 
 def publish(data, fragment=0, version=1, base_version=0):
   return messages.Publish(
-    sync=1, fragment=fragment, version=version, base_version=base_version, digest=3,
+    sync=1,
+    fragment=fragment,
+    version=version,
+    base_version=base_version,
+    digest=3,
     payload=describe(data),
   )
 
@@ -212,10 +216,10 @@ def test_the_syncer_closes_and_the_learner_is_told_why(world):
   syncer.transport.send(number, publish(data), data)
   syncer.transport.close(number, 'fenced: another process, größer')
   assert syncer.next() == events.Disconnected(
-    session=number, reason='fenced: another process, größer')
+    session=number, reason='fenced: another process, größer'
+  )
   assert received_bytes(learner, publish(data)) == data
-  assert learner.next() == events.Disconnected(
-    session=1, reason='fenced: another process, größer')
+  assert learner.next() == events.Disconnected(session=1, reason='fenced: another process, größer')
 
 
 def test_both_ends_close_at_once(world):
@@ -306,11 +310,14 @@ def test_two_learners_at_once_do_not_mix(world):
     assert received_bytes(learner, publish(blob)) == blob
 
 
-@pytest.mark.parametrize('message, payload', [
-  (progress(1), b'stray'),
-  (contribution(b'abc'), None),
-  (contribution(b'abc'), b'ab'),
-])
+@pytest.mark.parametrize(
+  'message, payload',
+  [
+    (progress(1), b'stray'),
+    (contribution(b'abc'), None),
+    (contribution(b'abc'), b'ab'),
+  ],
+)
 def test_a_payload_that_is_not_the_announced_one_is_refused(world, message, payload):
   syncer, learner = world.syncer(), world.learner()
   connect(syncer, learner)

@@ -4,8 +4,7 @@ import pathlib
 import re
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks
-from diloco_jax.transport import translate
+from diloco_jax.transport import chunks, translate
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOC = (ROOT / 'docs' / 'wire_format.md').read_text()
@@ -19,7 +18,8 @@ def test_every_message_is_in_the_table_with_its_direction_and_payload():
   }
   senders['both'] = senders['learner'] & senders['syncer']
   assert {name for name, _, _ in rows} == {
-    cls.__name__ for cls in senders['learner'] | senders['syncer']}
+    cls.__name__ for cls in senders['learner'] | senders['syncer']
+  }
   for name, sender, payload in rows:
     cls = getattr(messages, name)
     assert cls in senders[sender] and (sender == 'both' or cls not in senders['both'])

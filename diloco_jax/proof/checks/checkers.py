@@ -18,47 +18,82 @@ The ids I1 ... are those of safety and L1 ... those of liveness. A run that brea
 learners: whatever looks at all of them is done once a sync, once a heartbeat or at the end.
 """
 
-from typing import Any, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.invariants import (
+  contributions,
+  data,
+  donation,
+  durability,
+  ids,
+  invariant,
+  liveness,
+  pace,
+  screening,
+  snapshots,
+  tokens,
+)
 from diloco_jax.proof.checks.model import donation as donation_book
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import run as run_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
-from diloco_jax.proof.checks.invariants import contributions
-from diloco_jax.proof.checks.invariants import data
-from diloco_jax.proof.checks.invariants import donation
-from diloco_jax.proof.checks.invariants import durability
-from diloco_jax.proof.checks.invariants import ids
-from diloco_jax.proof.checks.invariants import invariant
-from diloco_jax.proof.checks.invariants import liveness
-from diloco_jax.proof.checks.invariants import pace
-from diloco_jax.proof.checks.invariants import screening
-from diloco_jax.proof.checks.invariants import snapshots
-from diloco_jax.proof.checks.invariants import tokens
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import tape
 
 Life = observers.Life
 Violation = invariant.Violation
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
 INVARIANTS: tuple[type[invariant.Invariant], ...] = (
-  contributions.InOrder, contributions.Quorum, contributions.CountedOnce, contributions.OneAnswer,
-  contributions.VersionsInOrder, contributions.NeverBack, contributions.DeltasFit,
-  contributions.Fresh, tokens.HonestLearner, tokens.HonestDigests, tokens.TokensConserved,
-  tokens.Verdicts, tokens.Finite, screening.Screened, screening.Quarantine, tokens.Bounded,
+  contributions.InOrder,
+  contributions.Quorum,
+  contributions.CountedOnce,
+  contributions.OneAnswer,
+  contributions.VersionsInOrder,
+  contributions.NeverBack,
+  contributions.DeltasFit,
+  contributions.Fresh,
+  tokens.HonestLearner,
+  tokens.HonestDigests,
+  tokens.TokensConserved,
+  tokens.Verdicts,
+  tokens.Finite,
+  screening.Screened,
+  screening.Quarantine,
+  tokens.Bounded,
   durability.SnapshotIsACut,
-  durability.NothingSpokenIsLost, durability.DurableFirst, durability.RecoveredState,
-  durability.CompactionKeeps, data.BatchesOnce, data.LeasesJoin, data.HonestReader,
-  ids.Incarnations, ids.HolderStays, ids.RefusedWithReason, ids.JoinerCatchesUp,
-  ids.OnlyMembers, pace.Pace, pace.LastWord, ids.LeaseEnds,
-  liveness.NoStepWaits, liveness.NobodyIsWaitedFor, liveness.EveryPullIsAnswered,
-  liveness.MergesAgain, liveness.Joins, liveness.Contributes, liveness.NoFragmentStarves,
-  liveness.QueuesDrain, durability.FinishIsKnown, snapshots.ManifestIsTrue, snapshots.PartsAreACut,
-  snapshots.SnapshotsEnd, donation.Donated, donation.DonationEnds,
+  durability.NothingSpokenIsLost,
+  durability.DurableFirst,
+  durability.RecoveredState,
+  durability.CompactionKeeps,
+  data.BatchesOnce,
+  data.LeasesJoin,
+  data.HonestReader,
+  ids.Incarnations,
+  ids.HolderStays,
+  ids.RefusedWithReason,
+  ids.JoinerCatchesUp,
+  ids.OnlyMembers,
+  pace.Pace,
+  pace.LastWord,
+  ids.LeaseEnds,
+  liveness.NoStepWaits,
+  liveness.NobodyIsWaitedFor,
+  liveness.EveryPullIsAnswered,
+  liveness.MergesAgain,
+  liveness.Joins,
+  liveness.Contributes,
+  liveness.NoFragmentStarves,
+  liveness.QueuesDrain,
+  durability.FinishIsKnown,
+  snapshots.ManifestIsTrue,
+  snapshots.PartsAreACut,
+  snapshots.SnapshotsEnd,
+  donation.Donated,
+  donation.DonationEnds,
 )
 
 
@@ -84,10 +119,24 @@ class Checkers:
         for role, kind in getattr(method, '_after', ()):
           self._after[role][kind] = (*self._after[role].get(kind, ()), method)
     for role, tables in (
-      (LEARNER, (learner_book.LEARNER_EVENTS, learner_book.LEARNER_ACTIONS,
-                 donation_book.LEARNER_EVENTS, donation_book.LEARNER_ACTIONS)),
-      (SYNCER, (syncer_book.SYNCER_EVENTS, syncer_book.SYNCER_ACTIONS,
-                donation_book.SYNCER_EVENTS, donation_book.SYNCER_ACTIONS)),
+      (
+        LEARNER,
+        (
+          learner_book.LEARNER_EVENTS,
+          learner_book.LEARNER_ACTIONS,
+          donation_book.LEARNER_EVENTS,
+          donation_book.LEARNER_ACTIONS,
+        ),
+      ),
+      (
+        SYNCER,
+        (
+          syncer_book.SYNCER_EVENTS,
+          syncer_book.SYNCER_ACTIONS,
+          donation_book.SYNCER_EVENTS,
+          donation_book.SYNCER_ACTIONS,
+        ),
+      ),
     ):
       for kind, update in (pair for table in tables for pair in table.items()):
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)
@@ -149,8 +198,7 @@ class Checkers:
   def finished(self, now_ns: int) -> tuple[str, ...]:
     """The run is over: what must be true of it as a whole. The ids of those whose end could not be
     judged, because the run was stopped before."""
-    return tuple(
-      one.id for one in self.invariants.values() if one.finished(now_ns) is False)
+    return tuple(one.id for one in self.invariants.values() if one.finished(now_ns) is False)
 
 
 class SameAgain(invariant.Invariant):
@@ -164,6 +212,11 @@ def replays(life: Life, records: Iterable[tape.Record]) -> None:
   for record in records:
     again = tuple(machine.handle(record.now_ns, record.event))
     if again != tuple(record.actions):
-      raise Violation(SameAgain.id, SameAgain.sentence, (
-        f'{life.start.node} (process {life.number}), turn {record.index}, {record.event}: '
-        f'{record.actions}, then {again}'))
+      raise Violation(
+        SameAgain.id,
+        SameAgain.sentence,
+        (
+          f'{life.start.node} (process {life.number}), turn {record.index}, {record.event}: '
+          f'{record.actions}, then {again}'
+        ),
+      )

@@ -11,16 +11,15 @@ Marks are an observer (observers.py) of one seed; those of many seeds are added 
 import collections
 import dataclasses
 import typing
-from typing import Any, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol import events
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.faults import plans
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 
 # Others need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
@@ -30,8 +29,7 @@ VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
-LOG = (
-  'appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
+LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 SNAPSHOTS = ('of all', 'without somebody', 'given up')
 DONATIONS = ('asked', 'relayed', 'given up')
 WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
@@ -50,22 +48,32 @@ def _moves(kind: str, table: Any) -> Iterable[str]:
 def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
   """All marks that a campaign with these kinds of faults must reach."""
   return (
-    *_names('event', events.Event), *_names('action', actions.Action),
-    *_names('message', messages.Message), *_moves('sync', syncer_machine.SYNC_STATES),
+    *_names('event', events.Event),
+    *_names('action', actions.Action),
+    *_names('message', messages.Message),
+    *_moves('sync', syncer_machine.SYNC_STATES),
     *_moves('connection', connection.CONNECTION_STATES),
     *_moves('training', learner_machine.TRAINING_STATES),
     *(f'discarded {reason}' for reason in messages.Reason.ALL),
     *(f'settled {verdict}' for verdict in VERDICTS),
-    *(f'declined {reason}' for reason in DECLINES), *(f'refused {code}' for code in REFUSALS),
+    *(f'declined {reason}' for reason in DECLINES),
+    *(f'refused {code}' for code in REFUSALS),
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
-    *(f'donation {state}' for state in DONATIONS), *(f'recovered by {way}' for way in WAYS),
-    *(f'exit {code}' for code in EXITS), *(f'fault {kind}' for kind in faults),
-    *(f'lease {what}' for what in LEASES), *(f'log {kind}' for kind in LOG),
+    *(f'donation {state}' for state in DONATIONS),
+    *(f'recovered by {way}' for way in WAYS),
+    *(f'exit {code}' for code in EXITS),
+    *(f'fault {kind}' for kind in faults),
+    *(f'lease {what}' for what in LEASES),
+    *(f'log {kind}' for kind in LOG),
     *(f'snapshot {how}' for how in SNAPSHOTS),
-    'log recovered one more', 'syncer restored',
-    'learner restored', 'syncs skipped', 'fragment repaired', 'process killed',
+    'log recovered one more',
+    'syncer restored',
+    'learner restored',
+    'syncs skipped',
+    'fragment repaired',
+    'process killed',
   )
 
 
@@ -97,8 +105,10 @@ class Marks(observers.Observer):
 
   def total(self) -> dict[str, int]:
     """How often each mark was reached."""
-    kinds = {**{one: 'event' for one in typing.get_args(events.Event)},
-             **{one: 'action' for one in typing.get_args(actions.Action)}}
+    kinds = {
+      **dict.fromkeys(typing.get_args(events.Event), 'event'),
+      **dict.fromkeys(typing.get_args(actions.Action), 'action'),
+    }
     total = collections.Counter(self.counts)
     for one, count in self._types.items():
       total[f'{kinds.get(one, "message")} {one.__name__}'] += count
@@ -133,8 +143,9 @@ class Marks(observers.Observer):
     if note.kind in ('durable', 'recovered'):
       self._durable = note.number
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     kind = type(event)
     self._types[kind] += 1
     if kind is events.Received:

@@ -13,14 +13,14 @@ purpose any more. A crash of a machine is found as well: the tape ends with it.
 import collections
 import dataclasses
 import heapq
-from typing import Any, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
 from diloco_jax.proof.checks import checkers as checkers_lib
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.tape import tape
 
 SHOWN_TURNS = 50
 SHOWN_CHARACTERS = 200
@@ -75,12 +75,16 @@ class Verdict:
     if self.broken is None:
       lines.append(f'All {len(self.held)} invariants held.')
       if self.open_ended:
-        lines.append('The run was stopped before its last step, so these were not judged by its '
-                     f'end: {", ".join(self.open_ended)}.')
+        lines.append(
+          'The run was stopped before its last step, so these were not judged by its '
+          f'end: {", ".join(self.open_ended)}.'
+        )
       return '\n'.join(lines)
-    lines = lines[:1] + [f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
-                         f'  seen on {self.broken.tale}: {self.broken.detail}',
-                         f'The last {len(self.broken.before)} turns of all processes:']
+    lines = lines[:1] + [
+      f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
+      f'  seen on {self.broken.tale}: {self.broken.detail}',
+      f'The last {len(self.broken.before)} turns of all processes:',
+    ]
     return '\n'.join([*lines, *(f'  {line}' for line in self.broken.before)])
 
 
@@ -99,7 +103,9 @@ class _Counter:
 
   def looks(self, statement: type[invariant.Invariant]) -> int:
     marks = {
-      mark for name in dir(statement) for kind in ('_on', '_after')
+      mark
+      for name in dir(statement)
+      for kind in ('_on', '_after')
       for mark in getattr(getattr(statement, name), kind, ())
     }
     return sum(self._seen[mark] for mark in marks)
@@ -155,10 +161,15 @@ class _Trial:
       broken = self._broken(tale, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
       # A message that nobody sent, a payload that is not there: the books cannot even follow.
-      broken = self._broken(tale, 'books', 'What happens follows from what happened.',
-                            tape.words(error))
-    held = () if broken else tuple(
-      Held(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
+      broken = self._broken(
+        tale, 'books', 'What happens follows from what happened.', tape.words(error)
+      )
+    held = (
+      ()
+      if broken
+      else tuple(
+        Held(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
+      )
     )
     return Verdict(len(self._tales), self._turns, held, open_ended, broken)
 
@@ -177,8 +188,9 @@ class _Trial:
     ]
     return heapq.merge(*streams, key=lambda one: (one[2].now_ns, one[1].number))
 
-  def _take(self, tale: Tale, life: observers.Life, turn: tape.Record | tape.Crash,
-            last: bool) -> None:
+  def _take(
+    self, tale: Tale, life: observers.Life, turn: tape.Record | tape.Crash, last: bool
+  ) -> None:
     if self._healed_ns is not None and turn.now_ns >= self._healed_ns:
       self._checkers.healed(self._healed_ns)
       self._healed_ns = None
@@ -217,8 +229,10 @@ def _numbered(tale: Tale, life: observers.Life, first: Any, turns: Iterator) -> 
 def _line(who: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:
   """A turn in a line: time in ms since the first one shown, who, what happened, what it asked."""
   asked = [_cut(action) for action in getattr(turn, 'actions', ())]
-  return (f'{(turn.now_ns - began_ns) / 1e6:9.3f} ms {who} turn {turn.index}: {_cut(turn.event)} '
-          f'-> {"; ".join(asked) or "nothing"}')
+  return (
+    f'{(turn.now_ns - began_ns) / 1e6:9.3f} ms {who} turn {turn.index}: {_cut(turn.event)} '
+    f'-> {"; ".join(asked) or "nothing"}'
+  )
 
 
 def _cut(value: Any) -> str:

@@ -4,10 +4,10 @@ So checkers, marks, stories and tapes serve the simulated world live and real pr
 """
 
 import dataclasses
-from typing import Protocol, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 
 
@@ -52,8 +52,9 @@ class Observer(Protocol):
   def born(self, now_ns: int, life: Life) -> None:
     """A process begins."""
 
-  def saw(self, life: Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     """A machine took an event and gave its actions; they are not carried out yet."""
 
   def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
@@ -72,6 +73,7 @@ class Count(Observer):
   def __init__(self):
     self.events = 0
 
-  def saw(self, life: Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     self.events += 1

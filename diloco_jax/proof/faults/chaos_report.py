@@ -111,8 +111,10 @@ def text(facts: Facts, episodes: list[Episode], healed_ns: int) -> str:
   first_ns = min((episode.began_ns for episode in episodes), default=began_ns)
   for name in others:
     found = pace(facts.steps[name], first_ns, healed_ns)
-    lines.append(f'  {name}: {found.steps} steps, median {found.median_s * 1e3:.0f} ms apart, '
-                 f'longest gap {found.longest_s * 1e3:.0f} ms')
+    lines.append(
+      f'  {name}: {found.steps} steps, median {found.median_s * 1e3:.0f} ms apart, '
+      f'longest gap {found.longest_s * 1e3:.0f} ms'
+    )
   return '\n'.join([*lines, *_books(facts.ledger)])
 
 
@@ -125,11 +127,15 @@ def _episode(facts: Facts, episode: Episode, began_ns: int, others: list[str]) -
     return f'{at(episode.began_ns)}         {what:18} found no process'
   span = (episode.began_ns, episode.ended_ns)
   steps = ', '.join(f'{name} {within(facts.steps[name], *span)}' for name in others)
-  back = 'never took part again' if episode.recovered_ns is None else (
-    f'took part again at {at(episode.recovered_ns).strip()}'
+  back = (
+    'never took part again'
+    if episode.recovered_ns is None
+    else (f'took part again at {at(episode.recovered_ns).strip()}')
   )
-  return (f'{at(span[0])} -{at(span[1])} {what:18} {within(facts.merges, *span)} merges; '
-          f'steps: {steps}; {episode.node} {back}')
+  return (
+    f'{at(span[0])} -{at(span[1])} {what:18} {within(facts.merges, *span)} merges; '
+    f'steps: {steps}; {episode.node} {back}'
+  )
 
 
 def _books(ledger: dict[str, Any]) -> list[str]:
@@ -156,8 +162,11 @@ def complaints(facts: Facts, episodes: list[Episode]) -> list[str]:
     what, span = f'{episode.kind} of {episode.node}', (episode.began_ns, episode.ended_ns)
     if not within(facts.merges, *span):
       found.append(f'nothing was merged during the {what}')
-    found += [f'{name} took no step during the {what}' for name in untouched(facts, episodes)
-              if not within(facts.steps[name], *span)]
+    found += [
+      f'{name} took no step during the {what}'
+      for name in untouched(facts, episodes)
+      if not within(facts.steps[name], *span)
+    ]
     if episode.recovered_ns is None:
       found.append(f'after the {what} it never took part again')
   if not facts.ledger or balance(facts.ledger) or facts.ledger['unsettled']:

@@ -9,7 +9,7 @@ whole machine of the learner is slow, its heartbeats as well as its steps.
 """
 
 import asyncio
-from typing import Callable
+from collections.abc import Callable
 
 from diloco_jax.launch import supervisor as supervisor_lib
 
@@ -25,7 +25,8 @@ class Nemesis:
   """
 
   def __init__(
-    self, supervisor: supervisor_lib.Supervisor,
+    self,
+    supervisor: supervisor_lib.Supervisor,
     second: Callable[[str], supervisor_lib.Program],
   ):
     self._supervisor = supervisor

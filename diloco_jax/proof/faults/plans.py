@@ -33,11 +33,22 @@ The simulated world has these too:
 import dataclasses
 import random
 
-from diloco_jax.proof.sim import engine
+from diloco_jax.proof import random_streams
 
 KINDS = (
-  'kill', 'preempt', 'freeze', 'replace', 'slow', 'shrink', 'cut_up', 'cut_down', 'partition',
-  'reset', 'delay', 'throttle', 'corrupt',
+  'kill',
+  'preempt',
+  'freeze',
+  'replace',
+  'slow',
+  'shrink',
+  'cut_up',
+  'cut_down',
+  'partition',
+  'reset',
+  'delay',
+  'throttle',
+  'corrupt',
 )
 SIMULATED_KINDS = ('nan', 'huge', 'poison', 'flip', 'disk_full', 'fsync_fails', 'rot')
 SYNCER = 'syncer'
@@ -55,8 +66,9 @@ class Fault:
 
   def __post_init__(self):
     if self.kind not in KINDS + SIMULATED_KINDS:
-      raise ValueError(f'{self.kind!r} is not a kind of fault; use one of '
-                       f'{", ".join(KINDS + SIMULATED_KINDS)}')
+      raise ValueError(
+        f'{self.kind!r} is not a kind of fault; use one of {", ".join(KINDS + SIMULATED_KINDS)}'
+      )
 
 
 def words(fault: Fault) -> str:
@@ -69,9 +81,12 @@ def words(fault: Fault) -> str:
 
 REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
 STORM = 'storm'
-SECOND_NS = engine.SECOND
+SECOND_NS = 1_000_000_000
 USUAL_AMOUNTS = {
-  'preempt': 5 * SECOND_NS, 'slow': 5, 'delay': SECOND_NS // 5, 'throttle': 20_000,
+  'preempt': 5 * SECOND_NS,
+  'slow': 5,
+  'delay': SECOND_NS // 5,
+  'throttle': 20_000,
 }
 
 
@@ -91,8 +106,10 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
     if kind not in REAL_KINDS:
-      raise ValueError(f'{kind!r} is not a kind of fault for processes; use one of '
-                       f'{", ".join((*REAL_KINDS, STORM))}')
+      raise ValueError(
+        f'{kind!r} is not a kind of fault for processes; use one of '
+        f'{", ".join((*REAL_KINDS, STORM))}'
+      )
   victims = learners[1:] or learners
   return [
     _usual(kind, victims[index % len(victims)], index // len(victims) * for_ns, for_ns)
@@ -107,11 +124,13 @@ def draw(seed: int, learners: list[str], duration_ns: int) -> list[Fault]:
   >>> draw(3, ['l0', 'l1'], SECOND_NS) == draw(3, ['l0', 'l1'], SECOND_NS)
   True
   """
-  spared = engine.stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
+  spared = (
+    random_streams.random_stream(seed, 'spared').choice(learners) if len(learners) > 1 else None
+  )
   found = []
   for node in learners:
     if node != spared:
-      found += _drawn(engine.stream(seed, 'plan', node), node, duration_ns)
+      found += _drawn(random_streams.random_stream(seed, 'plan', node), node, duration_ns)
   return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
 
 
@@ -129,6 +148,4 @@ def _drawn(draw_: random.Random, node: str, duration_ns: int) -> list[Fault]:
 
 
 def _usual(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
-  return Fault(
-    at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=USUAL_AMOUNTS.get(kind, 0)
-  )
+  return Fault(at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=USUAL_AMOUNTS.get(kind, 0))

@@ -23,7 +23,7 @@ import asyncio
 import dataclasses
 import socket
 import struct
-from typing import Callable
+from collections.abc import Callable
 
 PIECE_BYTES = 1 << 16
 HELD_PIECES = 16
@@ -99,7 +99,7 @@ class Lane:
     """A piece in the sizes in which the rate lets it pass, one byte wrong if that was asked for."""
     if self._flip_bytes and len(data) >= self._flip_bytes:
       middle = len(data) // 2
-      data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1:]
+      data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
       self._flip_bytes = 0
       self.flipped += 1
     if not self._toxics.rate:

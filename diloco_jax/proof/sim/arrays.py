@@ -11,7 +11,8 @@ the same number, whoever does it (simulated_log.py does it again), and anything 
 import dataclasses
 import hashlib
 import json
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
@@ -102,23 +103,39 @@ class Theta:
     self.batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
   def outer_step(
-    self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
+    self,
+    fragment: int,
+    version: int,
+    shares: Sequence[Share],
+    grads: Sequence[Gradient],
   ) -> int:
     """The value that it makes; nothing is changed yet."""
     names = [learner for learner, *_ in shares]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(version == self.versions[fragment] + 1, 'Versions are 1, 2, 3, ...', version,
-          self.versions)
+    claim(
+      version == self.versions[fragment] + 1, 'Versions are 1, 2, 3, ...', version, self.versions
+    )
     for (learner, _, tokens, steps), grad in zip(shares, grads, strict=True):
       claim(learner == grad.learner, 'A payload counts for who sent it.', learner, grad)
       true_tokens, true_steps = grad.end - grad.start, grad.steps
-      claim((tokens, steps) == (true_tokens, true_steps) if grad.exact else
-            tokens <= true_tokens and steps <= true_steps, 'Weights are what was trained.',
-            learner, tokens, steps, grad)
+      claim(
+        (tokens, steps) == (true_tokens, true_steps)
+        if grad.exact
+        else tokens <= true_tokens and steps <= true_steps,
+        'Weights are what was trained.',
+        learner,
+        tokens,
+        steps,
+        grad,
+      )
     return value(self.values[fragment], fragment, version, shares, grads)
 
   def take(
-    self, fragment: int, version: int, shares: Sequence[Share], grads: Sequence[Gradient],
+    self,
+    fragment: int,
+    version: int,
+    shares: Sequence[Share],
+    grads: Sequence[Gradient],
     result: int,
   ) -> None:
     """The outer step is done."""
@@ -128,19 +145,35 @@ class Theta:
     self.versions[fragment], self.values[fragment] = version, result
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
-    _add(self.ranges.setdefault((grad.nonce, fragment), []), grad.start, grad.end,
-         'No token is merged twice.', grad)
+    _add(
+      self.ranges.setdefault((grad.nonce, fragment), []),
+      grad.start,
+      grad.end,
+      'No token is merged twice.',
+      grad,
+    )
     for stream, first, end in grad.reads:
-      _add(self.batches.setdefault((stream, fragment), []), first, end,
-           'No batch is merged twice.', grad)
+      _add(
+        self.batches.setdefault((stream, fragment), []),
+        first,
+        end,
+        'No batch is merged twice.',
+        grad,
+      )
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
   def saved(self) -> dict:
     """As JSON types."""
     ranges = [[*key, spans] for key, spans in self.ranges.items()]
     batches = [[*key, spans] for key, spans in self.batches.items()]
-    return {'values': self.values, 'versions': self.versions, 'merged': self.merged,
-            'ranges': ranges, 'batches': batches, 'finite': self.finite}
+    return {
+      'values': self.values,
+      'versions': self.versions,
+      'merged': self.merged,
+      'ranges': ranges,
+      'batches': batches,
+      'finite': self.finite,
+    }
 
   @classmethod
   def load(cls, saved: dict) -> 'Theta':
@@ -149,7 +182,8 @@ class Theta:
     theta.finite = saved['finite']
     theta.ranges, theta.batches = (
       {(owner, p): [tuple(span) for span in spans] for owner, p, spans in saved[name]}
-      for name in ('ranges', 'batches'))
+      for name in ('ranges', 'batches')
+    )
     return theta
 
 
@@ -174,7 +208,8 @@ def screened(
   """The norms of what participants bring, and who of them is refused."""
   norms = tuple(grad.norm for grad in grads)
   refused = tuple(
-    one.learner for one, norm in zip(participants, norms) if screening.refused(norm, one.limit))
+    one.learner for one, norm in zip(participants, norms) if screening.refused(norm, one.limit)
+  )
   for one, grad in zip(participants, grads):
     claim(grad.spoiled or one.learner not in refused, 'Nobody honest is refused.', one, grad)
   return norms, refused

@@ -15,7 +15,7 @@ import errno
 import hashlib
 import json
 import random
-from typing import Iterator
+from collections.abc import Iterator
 
 PAGE = 24  # bytes that are lost or kept together; a record here is a few hundred bytes
 
@@ -34,7 +34,7 @@ class _File:
     before: (data, durable) before each cut that is not durable yet.
   """
 
-  __slots__ = ('data', 'durable', 'lost', 'before')
+  __slots__ = ('before', 'data', 'durable', 'lost')
 
   def __init__(self, data: bytes = b''):
     self.data, self.durable = bytearray(data), len(data)
@@ -81,7 +81,7 @@ class Disk:
     return len(self._files[name].data)
 
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
-    return bytes(self._files[name].data[offset:None if count is None else offset + count])
+    return bytes(self._files[name].data[offset : None if count is None else offset + count])
 
   def create(self, name: str) -> None:
     """An empty file in place of what was there."""
@@ -94,7 +94,7 @@ class Disk:
     data = b''.join(pieces)
     self._burn(name, data)
     if self.full:
-      self._files[name].data += data[:self._draw.randrange(len(data) + 1)]
+      self._files[name].data += data[: self._draw.randrange(len(data) + 1)]
       raise OSError(errno.ENOSPC, 'No space left on device')
     self._files[name].data += data
 
@@ -149,7 +149,7 @@ class Disk:
     if self.fuse < 0:
       self.fuse = None
       if data:
-        self._files[name].data += data[:self._draw.randrange(len(data) + 1)]
+        self._files[name].data += data[: self._draw.randrange(len(data) + 1)]
       if self.fuse_power:
         self.crash()
       raise Cut
@@ -195,7 +195,7 @@ class Disk:
     data, durable = self._draw.choice(states) if file.before else states[0]
     data = bytearray(data)
     if len(data) > durable and self._draw.randrange(2):
-      del data[self._draw.randint(durable, len(data)):]
+      del data[self._draw.randint(durable, len(data)) :]
     for start, end in (*file.lost, (durable, len(data))):
       self._spoil(data, start, min(end, len(data)))
     file.data, file.durable = data, len(data)

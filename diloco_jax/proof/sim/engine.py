@@ -2,8 +2,7 @@
 
 import heapq
 import itertools
-import random
-from typing import Callable
+from collections.abc import Callable
 
 MS = 1_000_000
 SECOND = 1_000 * MS
@@ -12,17 +11,6 @@ AT_ONCE = 100_000
 
 class Circle(AssertionError):
   """Things go on happening while time stands still."""
-
-
-def stream(seed: int, *names: str) -> random.Random:
-  """A random stream of its own for every use: what one policy draws more or less of does not move
-  the faults that another meets (common random numbers)."""
-  return random.Random('/'.join((str(seed), *names)))
-
-
-def chance(draw: random.Random, permille: int) -> bool:
-  """True in `permille` of 1000 cases; draws nothing if it cannot be."""
-  return permille > 0 and draw.randrange(1000) < permille
 
 
 class Engine:

@@ -4,12 +4,12 @@ Stands in for the supervisor too: a process that was killed is started again whe
 from its checkpoint, or, if its host was lost with its disk, from nothing.
 """
 
-from typing import Callable
+from collections.abc import Callable
 
-from diloco_jax.proof.sim import engine as engine_lib
-from diloco_jax.proof.sim import network
+from diloco_jax.proof import random_streams
 from diloco_jax.proof.faults import plans
-from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import network, processes
 from diloco_jax.proof.sim import world as world_lib
 
 SYNCER = plans.SYNCER
@@ -25,11 +25,13 @@ class Nemesis:
   """A plan on its way. Faults are undone `for_ns` after they began, and by `heal`."""
 
   def __init__(
-    self, world: world_lib.World, plan: list[plans.Fault],
+    self,
+    world: world_lib.World,
+    plan: list[plans.Fault],
     note: Callable[[int, str], None] = lambda now_ns, text: None,
   ):
     self._world, self._note = world, note
-    self._draw = engine_lib.stream(world.seed, 'nemesis')
+    self._draw = random_streams.random_stream(world.seed, 'nemesis')
     self.healing = False
     self.done: list[plans.Fault] = []  # those that found their victim
     world.on_fall = self._supervise_syncer
@@ -154,6 +156,7 @@ class Nemesis:
 
   def _kill_later(self, process: processes.Process, fault: plans.Fault) -> None:
     """Whoever has not ended when its notice is over is killed, and started again later."""
+
     def expire() -> None:
       self._kill(process)
       self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
@@ -163,10 +166,10 @@ class Nemesis:
   def _kill(self, process: processes.Process) -> None:
     if not process.alive or self.healing:
       return
-    powerless = engine_lib.chance(self._draw, POWER_LOST)
+    powerless = random_streams.chance(self._draw, POWER_LOST)
     if powerless:
       process.disk.crash()
-    if engine_lib.chance(self._draw, ROTTEN):
+    if random_streams.chance(self._draw, ROTTEN):
       process.disk.flip()
     self._world.end(process, silent=powerless)
 
@@ -178,7 +181,7 @@ class Nemesis:
         syncer.ambush = lambda fsync_ns: self._kill_within(syncer, fsync_ns)
       case 'in call':
         syncer.disk.fuse = self._draw.randrange(CALLS)
-        syncer.disk.fuse_power = engine_lib.chance(self._draw, POWER_LOST)
+        syncer.disk.fuse_power = random_streams.chance(self._draw, POWER_LOST)
 
   def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
     """Kills it while it waits for its disk, and starts it again."""
@@ -212,7 +215,7 @@ class Nemesis:
       if not world.syncer.alive and not world.start_syncer():
         self._supervise_syncer()
     elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
-      if engine_lib.chance(self._draw, HOST_LOST):
+      if random_streams.chance(self._draw, HOST_LOST):
         world.lose_disk(node)
       world.start(node, restored=True)
 

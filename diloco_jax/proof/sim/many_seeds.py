@@ -6,15 +6,13 @@ import dataclasses
 import gc
 import multiprocessing
 import os
-from typing import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
 from diloco_jax.proof.checks import coverage as coverage_lib
 from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import seeds as seeds_lib
 from diloco_jax.proof.sim import random_settings
+from diloco_jax.proof.sim import seeds as seeds_lib
+from diloco_jax.protocol import actions, events, messages
 
 CHUNK = 10
 KEPT = 50
@@ -61,7 +59,7 @@ def run(
 ) -> Iterator[Summary]:
   """Runs seeds spread over `jobs` processes (0: one per core); summaries of a few seeds each, as
   they come. `initializer` is called first in each of them."""
-  chunks = [seeds[start:start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+  chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
   with concurrent.futures.ProcessPoolExecutor(
     jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer
   ) as pool:
@@ -82,8 +80,9 @@ class _Last(observers.Observer):
   def note(self, now_ns: int, text: str) -> None:
     self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     message = getattr(event, 'message', None)
     if type(message) is messages.Heartbeat and len(out) <= 1:
       return
@@ -94,8 +93,9 @@ class _Last(observers.Observer):
       peer = f' from {self._peers.get(event.session, "?")}'
     self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
 
-  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
-              error: Exception) -> None:
+  def crashed(
+    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
     self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
 
 
@@ -104,11 +104,14 @@ def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
   last, setting = _Last(), random_settings.draw(outcome.seed)
   seeds_lib.run_seed(outcome.seed, [last], last.note)
   broken = outcome.violation
-  return '\n'.join([
-    f'seed {outcome.seed} at commit {commit} breaks {broken.invariant}: {broken.sentence}',
-    broken.detail,
-    f'config: {setting.config}',
-    f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
-    f'the last {len(last.lines)} events:', *last.lines,
-    f'replay: python -m experiments.simulate --seed={outcome.seed} --story',
-  ])
+  return '\n'.join(
+    [
+      f'seed {outcome.seed} at commit {commit} breaks {broken.invariant}: {broken.sentence}',
+      broken.detail,
+      f'config: {setting.config}',
+      f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
+      f'the last {len(last.lines)} events:',
+      *last.lines,
+      f'replay: python -m experiments.simulate --seed={outcome.seed} --story',
+    ]
+  )

@@ -4,13 +4,12 @@ Left out: heartbeats, progress reports, inner steps, dropped handles, and report
 what another line says.
 """
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.protocol import actions, events, messages
 
 MS = engine_lib.MS
 SILENT = messages.Heartbeat | messages.Progress | messages.Adopted
@@ -43,8 +42,10 @@ def words(action: Any) -> str:
     case actions.SavePart(step=step, snapshot=number):
       return f'saves its part of snapshot {number} at {step}'
     case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
-      return (f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
-              + ''.join(f', not {name}: {why}' for name, why in missing))
+      return (
+        f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
+        + ''.join(f', not {name}: {why}' for name, why in missing)
+      )
     case actions.Report(name='cancelled', values=values):
       return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
     case actions.Report(name='merging', values=values):
@@ -66,10 +67,12 @@ def _message(message: Any) -> str:
       return f'Offer incarnation {incarnation}'
     case messages.Confirm(incarnation=incarnation, step=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
-    case messages.Joined(incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due,
-                         donation=d):
-      told = (f'Joined incarnation {incarnation}, clock {step}, stream {v} from {cursor}, due '
-              f'{list(due)}')
+    case messages.Joined(
+      incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due, donation=d
+    ):
+      told = (
+        f'Joined incarnation {incarnation}, clock {step}, stream {v} from {cursor}, due {list(due)}'
+      )
       return told + (f', donation {d}' if d else '')
     case messages.Donate(transfer=transfer, step=step, versions=versions):
       return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
@@ -121,8 +124,9 @@ class Story:
   def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
     pass
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     syncer = life.start.role == 'syncer'
     if syncer and isinstance(event, events.Received) and isinstance(event.message, messages.Join):
       self._peers[event.session] = self._nodes[event.message.nonce]

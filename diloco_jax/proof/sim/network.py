@@ -18,10 +18,12 @@ Whatever reaches an end that has closed is gone.
 import dataclasses
 import itertools
 import random
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
-from diloco_jax.protocol import events
+from diloco_jax.proof import random_streams
 from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.protocol import events
 
 MS = engine_lib.MS
 RESEND_NS = 200 * MS  # how much later a lost packet comes
@@ -63,7 +65,7 @@ class Link:
     time_ns = (self.up_ns if lane == 'up' else self.down_ns) + self.delay_ns
     if self.jitter_ns:
       time_ns += self.draw.randrange(self.jitter_ns)
-    while engine_lib.chance(self.draw, self.loss):
+    while random_streams.chance(self.draw, self.loss):
       time_ns += RESEND_NS
     return time_ns
 
@@ -114,8 +116,15 @@ class Network:
   def dial(self, process: Any, link: Link, number: int) -> None:
     now = self._engine.now_ns
     session = Session(
-      next(self._numbers), link, process, number, None, {'learner': True, 'syncer': False},
-      {'up': now, 'down': now}, {'up': now, 'down': now})
+      next(self._numbers),
+      link,
+      process,
+      number,
+      None,
+      {'learner': True, 'syncer': False},
+      {'up': now, 'down': now},
+      {'up': now, 'down': now},
+    )
     self._sessions[process, number] = session
     self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
 
@@ -135,8 +144,12 @@ class Network:
     server.post(events.Connected(session=session.number))
     time_ns = self._engine.now_ns + session.link.flight_ns('down')
     session.control['down'] = time_ns
-    self._carry(session, 'down', time_ns, lambda: self._post(
-      session, 'learner', events.Connected(session=session.learner_session)))
+    self._carry(
+      session,
+      'down',
+      time_ns,
+      lambda: self._post(session, 'learner', events.Connected(session=session.learner_session)),
+    )
 
   def send(self, process: Any, number: int, message: Any, content: Any) -> None:
     """Sends a message with what is behind its handle; nothing if the session is gone."""
@@ -154,13 +167,14 @@ class Network:
     arrives_ns = max(self._engine.now_ns + link.flight_ns(lane), session.control[lane], lanes[lane])
     time_ns = lanes[lane] = arrives_ns + link.transfer_ns(bulk)
     event = events.Received(
-      session=session.number if up else session.learner_session, message=message)
+      session=session.number if up else session.learner_session, message=message
+    )
 
     def deliver() -> None:
       self._post(session, end, event, content)
 
     self._carry(session, lane, time_ns, deliver)
-    if engine_lib.chance(link.draw, link.duplicate):
+    if random_streams.chance(link.draw, link.duplicate):
       self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
 
   def close(self, process: Any, number: int) -> None:
@@ -187,8 +201,7 @@ class Network:
     for session in sessions:
       session.broken = True
       self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
-      self._engine.after(
-        session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
+      self._engine.after(session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
     return bool(sessions)
 
   def heal(self, link: Link) -> None:
@@ -216,6 +229,7 @@ class Network:
         session.link.held.append((lane, deliver))
       else:
         deliver()
+
     self._engine.at(time_ns, arrive)
 
   def _post(self, session: Session, side: str, event: Any, content: Any = None) -> None:

@@ -10,23 +10,20 @@ import abc
 import collections
 import dataclasses
 import itertools
-from typing import Any, Callable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from diloco_jax.storage import wal_format
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol import events
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.proof.sim import arrays
+from diloco_jax.proof import random_streams
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import arrays, hardware, network, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
-from diloco_jax.proof.sim import hardware
 from diloco_jax.proof.sim import simulated_log as simulated_log_lib
-from diloco_jax.proof.sim import network
-from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import snapshots
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.storage import wal_format
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # a full disk is tried again
@@ -96,8 +93,11 @@ class Process(abc.ABC):
     generation, deadline_ns = self._wake, self.machine.deadline_ns
     if not self.alive or deadline_ns is None:
       return
-    arrays.claim(not after_wake or deadline_ns > self.world.engine.now_ns,
-                 'A wake moves the deadline.', self.name)
+    arrays.claim(
+      not after_wake or deadline_ns > self.world.engine.now_ns,
+      'A wake moves the deadline.',
+      self.name,
+    )
     self.world.engine.at(deadline_ns, lambda: self._timer(generation))
 
   def _timer(self, generation: int) -> None:
@@ -145,16 +145,19 @@ class Process(abc.ABC):
 
   def save(self, step: int, state: dict, start_ns: int) -> None:
     """Writes a checkpoint in stages, between which the process may die; then SaveDone."""
-    self.stage(self.checkpoints.save(state), start_ns,
-               lambda error: events.SaveDone(step=step, error=error))
+    self.stage(
+      self.checkpoints.save(state), start_ns, lambda error: events.SaveDone(step=step, error=error)
+    )
 
   def stage(
     self, stages: Iterator[None], start_ns: int, done: Callable[[str], events.Event]
   ) -> None:
     """Carries out the stages of a save; `done` is the event that answers it."""
     third = self.save_ns // 3
-    self.world.engine.at(start_ns, lambda: self._save_on(
-      stages, iter((third, third, self.save_ns - 2 * third, 0)), done))
+    self.world.engine.at(
+      start_ns,
+      lambda: self._save_on(stages, iter((third, third, self.save_ns - 2 * third, 0)), done),
+    )
 
   def _save_on(
     self, stages: Iterator[None], times_ns: Iterator[int], done: Callable[[str], events.Event]
@@ -196,8 +199,9 @@ def _reachable(table: Any) -> frozenset[tuple[str, str]]:
   states = {state for source, target, _ in table for state in (source, target)}
   moves = {(state, state) for state in states}
   for _ in states:
-    moves |= {(first, target) for first, last in moves for source, target, _ in table
-              if source == last}
+    moves |= {
+      (first, target) for first, last in moves for source, target, _ in table if source == last
+    }
   return frozenset(moves)
 
 
@@ -208,8 +212,9 @@ TRAINING_MOVES = _reachable(learner_machine.TRAINING_STATES)
 class Learner(Process):
   """A learner's process."""
 
-  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk,
-               island: hardware.Island):
+  def __init__(
+    self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk, island: hardware.Island
+  ):
     super().__init__(world, name, life, disk)
     identity, restored = life.start.identity, life.start.snapshot is not None
     self.learner, self.nonce = identity.learner, identity.nonce
@@ -264,8 +269,11 @@ class Learner(Process):
         self.world.parts[seal] = self.disk
       return events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error)
 
-    self.stage(snapshots.save_part(self.disk, save.snapshot, state, save.keep),
-               self.world.engine.now_ns, done)
+    self.stage(
+      snapshots.save_part(self.disk, save.snapshot, state, save.keep),
+      self.world.engine.now_ns,
+      done,
+    )
 
   @property
   def done(self) -> bool:
@@ -307,8 +315,9 @@ class Learner(Process):
     before = self.machine._connection.state, self.machine._training
     super()._handle(event)
     after = self.machine._connection.state, self.machine._training
-    arrays.claim((before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.',
-                 before, after)
+    arrays.claim(
+      (before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.', before, after
+    )
     arrays.claim((before[1], after[1]) in TRAINING_MOVES, 'Training moves as drawn.', before, after)
 
   def _encode(self, sync: int, fragment: int) -> None:
@@ -316,12 +325,27 @@ class Learner(Process):
     (start, steps), content = self.adopted[fragment], None
     if fragment not in self.nan:
       content = arrays.Gradient(
-        self.learner, self.nonce, start, self.tokens, self.steps - steps, self._exact,
-        self._last_reads(self.steps - steps), self._spoils(fragment))
+        self.learner,
+        self.nonce,
+        start,
+        self.tokens,
+        self.steps - steps,
+        self._exact,
+        self._last_reads(self.steps - steps),
+        self._spoils(fragment),
+      )
     self.nan.discard(fragment)
-    self.answer(self.island.encode_ns, events.Encoded(
-      sync=sync, fragment=fragment, handle=None, payload=content and PAYLOAD,
-    ), content, lane='egress')
+    self.answer(
+      self.island.encode_ns,
+      events.Encoded(
+        sync=sync,
+        fragment=fragment,
+        handle=None,
+        payload=content and PAYLOAD,
+      ),
+      content,
+      lane='egress',
+    )
 
   def _spoils(self, fragment: int) -> str:
     """What becomes of the next snapshot behind the encoder."""
@@ -336,37 +360,48 @@ class Learner(Process):
     arrays.claim(adopt.whole == (published.base is None), 'A delta is no whole value.', adopt)
     held = self.values[fragment]
     fits = published.base in (None, held)
-    arrays.claim(fits or held < 0, 'A delta is applied to the value it was measured from.',
-                 self.name, adopt, published, held)
+    arrays.claim(
+      fits or held < 0,
+      'A delta is applied to the value it was measured from.',
+      self.name,
+      adopt,
+      published,
+      held,
+    )
     self.values[fragment] = published.value if fits else -1
     if fragment in self.flips:
       self.flips.discard(fragment)
       self.world.flipped += 1
       self.values[fragment] = -1
     self.adopted[fragment] = (self.tokens, self.steps)
-    self.answer(self.island.adopt_ns, events.AdoptDone(
-      fragment=fragment, version=adopt.version, digest=abs(self.values[fragment]),
-    ), lane='egress')
-
+    self.answer(
+      self.island.adopt_ns,
+      events.AdoptDone(
+        fragment=fragment,
+        version=adopt.version,
+        digest=abs(self.values[fragment]),
+      ),
+      lane='egress',
+    )
 
   def _read_moments(self, transfer: int) -> None:
     """A snapshot that is brought to the host beside the steps, on a lane of its own."""
     self._boundary()
     content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
     event = events.MomentsRead(
-      transfer=transfer, handle=None, payload=content and PAYLOAD, digest=self.moments)
+      transfer=transfer, handle=None, payload=content and PAYLOAD, digest=self.moments
+    )
     self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
 
   def _take_moments(self, take: actions.TakeMoments) -> None:
     self._boundary()
     arrays.claim(not self.steps, 'Moments are taken before the first step.', self.name)
     moments = self.contents.pop(take.handle)
-    garbled = engine_lib.chance(self.island.draw, self.island.garble)
+    garbled = random_streams.chance(self.island.draw, self.island.garble)
     matched = moments.value == take.digest and not garbled
     if matched:
       self.moments = moments.value
-    self.answer(self.island.adopt_ns, events.MomentsTaken(
-      transfer=take.transfer, matched=matched))
+    self.answer(self.island.adopt_ns, events.MomentsTaken(transfer=take.transfer, matched=matched))
 
 
 class Syncer(Process):
@@ -375,8 +410,14 @@ class Syncer(Process):
   Work is carried out one after the other, each in stages between which the process may die.
   """
 
-  def __init__(self, world: Any, life: observers.Life, disk: disk_lib.Disk,
-               journal: simulated_log_lib.Journal, theta: arrays.Theta):
+  def __init__(
+    self,
+    world: Any,
+    life: observers.Life,
+    disk: disk_lib.Disk,
+    journal: simulated_log_lib.Journal,
+    theta: arrays.Theta,
+  ):
     super().__init__(world, 'syncer', life, disk)
     self.theta, self.journal = theta, journal
     self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
@@ -437,9 +478,16 @@ class Syncer(Process):
   def _read(self, p: int) -> Iterator[int]:
     yield self.read_ns
     theta = self.theta
-    self.post(events.FragmentRead(
-      fragment=p, version=theta.versions[p], handle=0, digest=theta.values[p], payload=PAYLOAD,
-    ), arrays.Published(None, theta.values[p]))
+    self.post(
+      events.FragmentRead(
+        fragment=p,
+        version=theta.versions[p],
+        handle=0,
+        digest=theta.values[p],
+        payload=PAYLOAD,
+      ),
+      arrays.Published(None, theta.values[p]),
+    )
 
   def _merge(self, merge: actions.Merge) -> Iterator[int]:
     """The outer step; MergeDone once it is committed."""
@@ -453,21 +501,37 @@ class Syncer(Process):
     if self.not_finite or len(refused) == len(shares):
       failed = 'not finite' if self.not_finite else 'every payload was rejected'
       self.not_finite, value = False, base
-    yield from self._commit(recovery.Outcome(
-      sync=merge.sync, fragment=p, version=merge.version, participants=shares, digest=value,
-      failed=failed, books=merge.books, norms=norms, refused=refused), grads)
+    yield from self._commit(
+      recovery.Outcome(
+        sync=merge.sync,
+        fragment=p,
+        version=merge.version,
+        participants=shares,
+        digest=value,
+        failed=failed,
+        books=merge.books,
+        norms=norms,
+        refused=refused,
+      ),
+      grads,
+    )
     done = events.MergeDone(
-      sync=merge.sync, fragment=p, handle=None, payload=None, digest=value, failed=failed,
-      norms=norms, refused=refused)
+      sync=merge.sync,
+      fragment=p,
+      handle=None,
+      payload=None,
+      digest=value,
+      failed=failed,
+      norms=norms,
+      refused=refused,
+    )
     if failed:
       self.post(done)
       return
     self.theta.take(p, merge.version, *made_of, value)
     self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, value))
 
-  def _commit(
-    self, outcome: recovery.Outcome, grads: list[arrays.Gradient]
-  ) -> Iterator[int]:
+  def _commit(self, outcome: recovery.Outcome, grads: list[arrays.Gradient]) -> Iterator[int]:
     """Until it is durable."""
     while True:
       try:
@@ -476,8 +540,14 @@ class Syncer(Process):
       except wal_format.WalFull:
         self.world.logged('full')
       yield RETRY_NS
-    self.world.logged('appended', number, outcome.digest, outcome.failed, norms=outcome.norms,
-                      refused=outcome.refused)
+    self.world.logged(
+      'appended',
+      number,
+      outcome.digest,
+      outcome.failed,
+      norms=outcome.norms,
+      refused=outcome.refused,
+    )
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
@@ -485,10 +555,17 @@ class Syncer(Process):
 
   def _save_part(self, save: actions.SavePart) -> Iterator[int]:
     """The syncer's part of a snapshot of the whole run."""
-    arrays.claim(save.books['versions'] == self.theta.versions,
-                 'A snapshot is of no half-done merge.', save.books['versions'])
-    state = {'snapshot': save.books, 'theta': self.theta.saved(), **self.journal.position,
-             'at_ns': self.world.now_ns}
+    arrays.claim(
+      save.books['versions'] == self.theta.versions,
+      'A snapshot is of no half-done merge.',
+      save.books['versions'],
+    )
+    state = {
+      'snapshot': save.books,
+      'theta': self.theta.saved(),
+      **self.journal.position,
+      'at_ns': self.world.now_ns,
+    }
     seal, error = snapshots.seal(state), ''
     yield MS
     try:
@@ -502,8 +579,10 @@ class Syncer(Process):
 
   def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
     manifest = {
-      'snapshot': write.snapshot, 'syncer': write.seal,
-      'learners': {part.learner: part.seal for part in write.parts}}
+      'snapshot': write.snapshot,
+      'syncer': write.seal,
+      'learners': {part.learner: part.seal for part in write.parts},
+    }
     error = ''
     yield MS
     try:
@@ -516,10 +595,15 @@ class Syncer(Process):
   def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> Iterator[int]:
     """A checkpoint, and what it makes superfluous is dropped from the log."""
     theta = self.theta
-    arrays.claim(snapshot['versions'] == theta.versions,
-                 'A snapshot is of no half-done merge.', snapshot['versions'], theta.versions)
+    arrays.claim(
+      snapshot['versions'] == theta.versions,
+      'A snapshot is of no half-done merge.',
+      snapshot['versions'],
+      theta.versions,
+    )
     stages = self.checkpoints.save(
-      {'snapshot': snapshot, 'theta': theta.saved(), **self.journal.position})
+      {'snapshot': snapshot, 'theta': theta.saved(), **self.journal.position}
+    )
     third = self.save_ns // 3
     try:
       for _ in stages:

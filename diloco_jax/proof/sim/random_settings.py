@@ -7,10 +7,11 @@ common fault does not hide another. Every theme draws from a stream of its own (
 import dataclasses
 import random
 
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof import random_streams
 from diloco_jax.proof.faults import plans
+from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import config as config_lib
 
 MS, SECOND = engine_lib.MS, engine_lib.SECOND
 
@@ -57,7 +58,10 @@ LEASES = (SECOND, SECOND, 2 * SECOND, 4 * SECOND)
 
 
 def _config(
-  draw: random.Random, screen: random.Random, lease_ns: int, spare_streams: int,
+  draw: random.Random,
+  screen: random.Random,
+  lease_ns: int,
+  spare_streams: int,
   donor_wait_ns: int,
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
@@ -106,8 +110,17 @@ AMOUNTS = {
   'fsync_fails': (1, 2),
 }
 SYNCER_KINDS = (
-  'kill', 'preempt', 'freeze', 'partition', 'reset', 'delay', 'nan', 'disk_full', 'fsync_fails',
-  'rot', 'corrupt',
+  'kill',
+  'preempt',
+  'freeze',
+  'partition',
+  'reset',
+  'delay',
+  'nan',
+  'disk_full',
+  'fsync_fails',
+  'rot',
+  'corrupt',
 )
 DURABILITY_KINDS = ('kill', 'nan', 'disk_full', 'fsync_fails', 'rot')  # what only a log survives
 
@@ -118,33 +131,48 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
   for node in (plans.SYNCER, *(f'l{i}' for i in range(learners))):
     kinds = SYNCER_KINDS if node == plans.SYNCER else plans.KINDS + plans.SIMULATED_KINDS
     for kind in kinds:
-      if not _rate(engine_lib.stream(seed, 'rate', kind), 1):
+      if not _rate(random_streams.random_stream(seed, 'rate', kind), 1):
         continue
-      draw = engine_lib.stream(seed, 'plan', node, kind)
+      draw = random_streams.random_stream(seed, 'plan', node, kind)
       often = node == plans.SYNCER and kind in DURABILITY_KINDS
       for _ in range(max(0, draw.randrange(-4, 4) if often else draw.randrange(-12, 3))):
-        found.append(plans.Fault(
-          at_ns=draw.randrange(until_ns), kind=kind, node=node, for_ns=draw.choice(DURATIONS),
-          amount=draw.choice(AMOUNTS.get(kind, (0,)))))
+        found.append(
+          plans.Fault(
+            at_ns=draw.randrange(until_ns),
+            kind=kind,
+            node=node,
+            for_ns=draw.choice(DURATIONS),
+            amount=draw.choice(AMOUNTS.get(kind, (0,))),
+          )
+        )
   return sorted(found, key=lambda fault: (fault.at_ns, fault.node, fault.kind))
 
 
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
-  lease_ns = engine_lib.stream(seed, 'lease').choice(LEASES)
-  spare_streams = engine_lib.stream(seed, 'streams').choice((0, 0, 1, 3))
-  donor = engine_lib.stream(seed, 'donor')
+  lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
+  spare_streams = random_streams.random_stream(seed, 'streams').choice((0, 0, 1, 3))
+  donor = random_streams.random_stream(seed, 'donor')
   donor_wait_ns = donor.choice((0, SECOND // 2, 2 * SECOND, 8 * SECOND))
   config = _config(
-    engine_lib.stream(seed, 'config'), engine_lib.stream(seed, 'screening'), lease_ns,
-    spare_streams, donor_wait_ns)
-  snapshots = engine_lib.stream(seed, 'snapshots')
+    random_streams.random_stream(seed, 'config'),
+    random_streams.random_stream(seed, 'screening'),
+    lease_ns,
+    spare_streams,
+    donor_wait_ns,
+  )
+  snapshots = random_streams.random_stream(seed, 'snapshots')
   config = dataclasses.replace(
-    config, snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
-    snapshot_wait_ns=snapshots.choice([300 * MS, 3 * SECOND]))
-  net, hardware = engine_lib.stream(seed, 'links'), engine_lib.stream(seed, 'islands')
+    config,
+    snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
+    snapshot_wait_ns=snapshots.choice([300 * MS, 3 * SECOND]),
+  )
+  net, hardware = (
+    random_streams.random_stream(seed, 'links'),
+    random_streams.random_stream(seed, 'islands'),
+  )
   learners = range(config.learners)
-  heal_ns = engine_lib.stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
+  heal_ns = random_streams.random_stream(seed, 'healing').choice((SECOND, 3 * SECOND, 8 * SECOND))
   return Setting(
     config=config,
     up_ns=[net.choice((0, MS, 7 * MS, 40 * MS, 150 * MS)) for _ in learners],
@@ -158,11 +186,11 @@ def draw(seed: int) -> Setting:
     loss=_rate(net, 5, 50, 200),
     duplicate=_rate(net, 5, 50, 300),
     noise=_rate(hardware, 100, 2_000),
-    fsync_ns=engine_lib.stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
+    fsync_ns=random_streams.random_stream(seed, 'fsync').choice((0, 5 * MS, 50 * MS)),
     ask_ns=_rate(snapshots, MS, heal_ns // 3, heal_ns // 2),
     plan=_plan(seed, config.learners, heal_ns),
     heal_ns=heal_ns,
-    guest_ns=engine_lib.stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
+    guest_ns=random_streams.random_stream(seed, 'guest').choice((None, None, None, heal_ns // 3)),
   )
 
 

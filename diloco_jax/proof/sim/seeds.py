@@ -7,19 +7,17 @@ checkers (what a tape holds) and the claims of arrays.py and below (what only th
 
 import dataclasses
 import traceback
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
-from diloco_jax.proof.sim import arrays
 from diloco_jax.proof.checks import checkers as checkers_lib
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import arrays, processes, random_settings, snapshots
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import faults as faults_lib
-from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import processes
-from diloco_jax.proof.sim import snapshots
-from diloco_jax.proof.sim import random_settings
 from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
 
 CALM_NS = 1_200 * engine_lib.SECOND  # far more than any healed run needs
 GOODBYE_NS = 30 * engine_lib.SECOND
@@ -49,7 +47,9 @@ class Outcome:
 
 
 def run_seed(
-  seed: int, watchers: Sequence[observers.Observer] = (), note: Any = lambda now_ns, text: None,
+  seed: int,
+  watchers: Sequence[observers.Observer] = (),
+  note: Any = lambda now_ns, text: None,
 ) -> Outcome:
   """Runs one seed; a violation ends it and is in the outcome.
 
@@ -67,20 +67,27 @@ def run_seed(
     _run(world, setting, nemesis, checkers, note)
   except checkers_lib.Violation as broken:
     violation = Violation(
-      invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail))
+      invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail)
+    )
   except arrays.Untrue as broken:
     violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
   except engine_lib.Circle as circle:
-    violation = Violation(
-      invariant='circle', sentence='A run moves on.', detail=str(circle))
+    violation = Violation(invariant='circle', sentence='A run moves on.', detail=str(circle))
   except processes.MachineCrash as crash:
     violation = Violation(
-      invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}')
+      invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}'
+    )
   except AssertionError as broken:
     violation = Violation(
-      invariant='check', sentence='A machine finds itself sound.', detail=f'{broken}\n{_where()}')
-  return Outcome(seed=seed, events=count.events, virtual_ns=world.now_ns,
-                 faults=tuple(fault.kind for fault in nemesis.done), violation=violation)
+      invariant='check', sentence='A machine finds itself sound.', detail=f'{broken}\n{_where()}'
+    )
+  return Outcome(
+    seed=seed,
+    events=count.events,
+    virtual_ns=world.now_ns,
+    faults=tuple(fault.kind for fault in nemesis.done),
+    violation=violation,
+  )
 
 
 def _where() -> str:
@@ -88,8 +95,11 @@ def _where() -> str:
 
 
 def _run(
-  world: world_lib.World, setting: random_settings.Setting, nemesis: faults_lib.Nemesis,
-  checkers: checkers_lib.Checkers, note: Any,
+  world: world_lib.World,
+  setting: random_settings.Setting,
+  nemesis: faults_lib.Nemesis,
+  checkers: checkers_lib.Checkers,
+  note: Any,
 ) -> None:
   random_settings.furnish(world, setting)
   for which in range(setting.config.learners):
@@ -126,18 +136,38 @@ def _check_books(world: world_lib.World) -> None:
   discarded = sum(ledger['discarded'].values())
   arrays.claim(
     ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
-    and ledger['unsettled'] == 0, 'Every token trained is merged or discarded.', ledger)
-  arrays.claim(world.flipped or not ledger['repaired'],
-               'No published value differs unless a bit was flipped.', ledger)
+    and ledger['unsettled'] == 0,
+    'Every token trained is merged or discarded.',
+    ledger,
+  )
+  arrays.claim(
+    world.flipped or not ledger['repaired'],
+    'No published value differs unless a bit was flipped.',
+    ledger,
+  )
   arrays.claim(theta.finite, 'The global state is finite.')
-  arrays.claim(ledger['merged'] == sum(theta.merged.values()),
-               'What the ledger calls merged was merged.', ledger, theta.merged)
+  arrays.claim(
+    ledger['merged'] == sum(theta.merged.values()),
+    'What the ledger calls merged was merged.',
+    ledger,
+    theta.merged,
+  )
   for name, row in ledger['learners'].items():
     trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
-    arrays.claim(row['merged'] == theta.merged.get(name, 0),
-                 'What the ledger calls merged was merged.', name, row, theta.merged)
-    arrays.claim(world.rolled_back or row['tokens'] <= trained,
-                 'No more tokens are counted than were trained.', name, row, trained)
+    arrays.claim(
+      row['merged'] == theta.merged.get(name, 0),
+      'What the ledger calls merged was merged.',
+      name,
+      row,
+      theta.merged,
+    )
+    arrays.claim(
+      world.rolled_back or row['tokens'] <= trained,
+      'No more tokens are counted than were trained.',
+      name,
+      row,
+      trained,
+    )
 
 
 def _check_snapshots(world: world_lib.World) -> None:
@@ -148,8 +178,12 @@ def _check_snapshots(world: world_lib.World) -> None:
     arrays.claim(manifest is not None, 'A manifest is whole or not there.', number)
     for seal in (manifest['syncer'], *manifest['learners'].values()):
       where = world.parts[seal]
-      arrays.claim(where.rot or snapshots.part(where, number, seal) is not None,
-                   'What a manifest names is there, and is what was saved.', number, manifest)
+      arrays.claim(
+        where.rot or snapshots.part(where, number, seal) is not None,
+        'What a manifest names is there, and is what was saved.',
+        number,
+        manifest,
+      )
 
 
 def run_calm(config: config_lib.ProtocolConfig) -> int:

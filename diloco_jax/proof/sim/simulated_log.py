@@ -16,14 +16,13 @@ The world also knows what no program can ask: which records no power loss takes 
 
 import collections
 import struct
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from diloco_jax.storage import wal
-from diloco_jax.storage import wal_format
-from diloco_jax.storage import wal_recovery
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.proof.sim import arrays
 from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.protocol.syncer import recovery
+from diloco_jax.storage import wal, wal_format, wal_recovery
 
 RUN = 'simulated'
 OUTER_STEP = 1  # the kind of its records
@@ -188,8 +187,11 @@ def lost_unseen(disk: disk_lib.Disk, durable: int, rot: Sequence[tuple[str, int]
   entries = list(wal_format.entries_in(disk.read(name)))
   if wal_format.first_of(name) > durable or any(one.proven >= durable for _, one in entries):
     return False
-  ends = [place + wal_format.ENTRY_HEADER_BYTES + one.length for place, one in entries
-          if one.number < durable]
+  ends = [
+    place + wal_format.ENTRY_HEADER_BYTES + one.length
+    for place, one in entries
+    if one.number < durable
+  ]
   start = max(ends, default=wal_format.SEGMENT_HEADER_BYTES)
   return any(file == name and place >= start for file, place in rot)
 

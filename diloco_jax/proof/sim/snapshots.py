@@ -7,7 +7,8 @@ meant to be written, so whatever a disk has made of it since is told from it.
 
 import hashlib
 import json
-from typing import Any, Collection, Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from diloco_jax.proof.sim import disk as disk_lib
 
@@ -79,5 +80,8 @@ def _read(disk: disk_lib.Disk, name: str, expected: str) -> Any:
 
 
 def _numbers(disk: disk_lib.Disk, kind: str) -> list[int]:
-  return [int(name.removeprefix(kind)) for name in disk.names()
-          if name.startswith(kind) and not name.endswith(_NEW)]
+  return [
+    int(name.removeprefix(kind))
+    for name in disk.names()
+    if name.startswith(kind) and not name.endswith(_NEW)
+  ]

@@ -2,12 +2,11 @@
 
 import hashlib
 import pathlib
-from typing import Sequence
+from collections.abc import Sequence
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
 from diloco_jax.proof.checks import observers
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.tape import tape
 
 
 class Tapes(observers.Observer):
@@ -40,12 +39,14 @@ class Tapes(observers.Observer):
       self._files[life.number] = self._folder / f'{node}.{self._lives[node]}.0.jsonl'
     self._write(life, writer.header())
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     self._write(life, self._writers[life.number].turn(now_ns, event, out))
 
-  def crashed(self, life: observers.Life, now_ns: int, event: events.Event,
-              error: Exception) -> None:
+  def crashed(
+    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
     self._write(life, self._writers[life.number].crash(now_ns, event, error))
 
   def _write(self, life: observers.Life, line: bytes) -> None:

@@ -9,24 +9,20 @@ Observers see what a tape would hold: processes that are born and die, and every
 
 import dataclasses
 import itertools
-from typing import Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from diloco_jax.storage import wal_format
-from diloco_jax.protocol import actions
+from diloco_jax.proof import random_streams
+from diloco_jax.proof.checks import observers
+from diloco_jax.proof.sim import arrays, hardware, processes, simulated_log, snapshots
+from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.proof.sim import engine as engine_lib
+from diloco_jax.proof.sim import network as network_lib
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape
-from diloco_jax.proof.sim import arrays
-from diloco_jax.proof.sim import disk as disk_lib
-from diloco_jax.proof.sim import engine as engine_lib
-from diloco_jax.proof.sim import hardware
-from diloco_jax.proof.sim import simulated_log
-from diloco_jax.proof.sim import network as network_lib
-from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import processes
-from diloco_jax.proof.sim import snapshots
+from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'
 CHECKED_ALWAYS = 16  # up to so many learners check() runs after every event
@@ -36,7 +32,9 @@ class World:
   """Hosts and processes, and the hand that starts and ends them."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, seed: int = 0,
+    self,
+    config: config_lib.ProtocolConfig,
+    seed: int = 0,
     watchers: Sequence[observers.Observer] = (),
   ):
     self.config, self.seed = config, seed
@@ -66,17 +64,19 @@ class World:
   def link(self, name: str) -> network_lib.Link:
     """The way of a learner's host to the syncer."""
     if name not in self._links:
-      self._links[name] = network_lib.Link(engine_lib.stream(self.seed, 'network', name))
+      self._links[name] = network_lib.Link(random_streams.random_stream(self.seed, 'network', name))
     return self._links[name]
 
   def island(self, name: str) -> hardware.Island:
     if name not in self._islands:
-      self._islands[name] = hardware.Island(engine_lib.stream(self.seed, 'hardware', name))
+      self._islands[name] = hardware.Island(
+        random_streams.random_stream(self.seed, 'hardware', name)
+      )
     return self._islands[name]
 
   def disk(self, name: str) -> disk_lib.Disk:
     if name not in self._disks:
-      self._disks[name] = disk_lib.Disk(engine_lib.stream(self.seed, 'disk', name))
+      self._disks[name] = disk_lib.Disk(random_streams.random_stream(self.seed, 'disk', name))
     return self._disks[name]
 
   def restore_hosts(self) -> None:
@@ -106,8 +106,13 @@ class World:
   def start_syncer(self) -> bool:
     """Starts the syncer from what its disk holds; False: the disk does not let it start now."""
     start = tape.Start(
-      role='syncer', node='syncer', config=self.config, agreement=AGREEMENT,
-      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments, digests=self.initial)
+      role='syncer',
+      node='syncer',
+      config=self.config,
+      agreement=AGREEMENT,
+      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
+      digests=self.initial,
+    )
     disk = self.disk('syncer')
     try:
       found = self._recover(disk, start.make().snapshot())
@@ -118,7 +123,9 @@ class World:
       self.logged('cut', text='while it began')
       return False
     snapshot = found.snapshot and {
-      **found.snapshot, syncer_machine.MANIFESTS: snapshots.manifests(disk)}
+      **found.snapshot,
+      syncer_machine.MANIFESTS: snapshots.manifests(disk),
+    }
     life = self._life(dataclasses.replace(start, snapshot=snapshot))
     self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
     self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
@@ -130,7 +137,7 @@ class World:
 
   def _recover(self, disk: disk_lib.Disk, fresh: dict) -> simulated_log.Recovered:
     """As production does it, and an operator where production refuses."""
-    rot, self._rotten = disk.rot[self._rotten:], len(disk.rot)
+    rot, self._rotten = disk.rot[self._rotten :], len(disk.rot)
     if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
       self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
     try:
@@ -158,7 +165,11 @@ class World:
     self.on_fall()
 
   def start(
-    self, name: str, agreement: str = AGREEMENT, restored: bool = False, second: bool = False,
+    self,
+    name: str,
+    agreement: str = AGREEMENT,
+    restored: bool = False,
+    second: bool = False,
   ) -> processes.Learner:
     """Starts a learner's process; `restored`: from its checkpoint if there is one that is whole;
     `second`: beside the first, on a host of its own."""
@@ -167,10 +178,18 @@ class World:
     disk = self.disk(key)
     snapshot = disk_lib.Checkpoints(disk).newest() if restored else None
     identity = learner_machine.Identity(
-      learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce)
-    life = self._life(tape.Start(
-      role='learner', node=key, config=self.config, identity=identity, snapshot=snapshot,
-      digests=self.initial if snapshot is None else None))
+      learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce
+    )
+    life = self._life(
+      tape.Start(
+        role='learner',
+        node=key,
+        config=self.config,
+        identity=identity,
+        snapshot=snapshot,
+        digests=self.initial if snapshot is None else None,
+      )
+    )
     process = self.learners[key] = processes.Learner(self, key, life, disk, self.island(key))
     self._begin(process)
     return process
@@ -184,14 +203,21 @@ class World:
   def _begin(self, process: processes.Process) -> None:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
-  def saw(self, life: observers.Life, now_ns: int, event: events.Event,
-          out: Sequence[actions.Action]) -> None:
+  def saw(
+    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+  ) -> None:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)
 
   def logged(
-    self, kind: str, number: int = 0, digest: int = 0, failed: str = '', text: str = '',
-    norms: tuple[int, ...] = (), refused: tuple[str, ...] = (),
+    self,
+    kind: str,
+    number: int = 0,
+    digest: int = 0,
+    failed: str = '',
+    text: str = '',
+    norms: tuple[int, ...] = (),
+    refused: tuple[str, ...] = (),
   ) -> None:
     """Tells observers what happened to the syncer's log."""
     note = observers.LogNote(kind, number, digest, failed, text, norms, refused)
@@ -204,9 +230,7 @@ class World:
     for watcher in self._watchers:
       watcher.crashed(life, now_ns, event, error)
 
-  def end(
-    self, process: processes.Process, killed: bool = True, silent: bool = False
-  ) -> None:
+  def end(self, process: processes.Process, killed: bool = True, silent: bool = False) -> None:
     """A process is gone; its streams break, what it had sent still arrives. `silent`: its host has
     lost power, so nobody is told."""
     process.alive = False

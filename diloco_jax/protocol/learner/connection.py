@@ -13,10 +13,8 @@ its Confirm on a learner keeps its own lease alive with heartbeats.
 import dataclasses
 import random
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 
 CONNECTION_STATES = (
   ('away', 'dialing', 'the pause is over'),
@@ -99,10 +97,16 @@ class Connection:
     self.state = 'joining'
     self._heard_ns = now_ns
     me = self._identity
-    self.send(messages.Join(
-      protocol=messages.PROTOCOL_VERSION, learner=me.learner, nonce=me.nonce,
-      agreement=me.agreement, host=me.host, pid=me.pid,
-    ))
+    self.send(
+      messages.Join(
+        protocol=messages.PROTOCOL_VERSION,
+        learner=me.learner,
+        nonce=me.nonce,
+        agreement=me.agreement,
+        host=me.host,
+        pid=me.pid,
+      )
+    )
 
   def confirm(self, now_ns: int, confirm: messages.Confirm) -> None:
     """Accepts an offer."""

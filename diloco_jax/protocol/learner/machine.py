@@ -26,16 +26,12 @@ import collections
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import connection as connection_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.learner import moments as moments_lib
-from diloco_jax.protocol import action_list
 from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol.syncer import shards as shards_lib
+from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
+from diloco_jax.protocol.learner import connection as connection_lib
+from diloco_jax.protocol.learner import moments as moments_lib
 
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
@@ -92,18 +88,21 @@ class LearnerMachine:
     self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
     self._incarnation = 0
     # Where it reads, what it told of that, and where it is to go at the next boundary.
-    self._position: shards_lib.Lease | None = None
-    self._claim: shards_lib.Lease | None = None
-    self._lease: shards_lib.Lease | None = None
+    self._position: messages.Lease | None = None
+    self._claim: messages.Lease | None = None
+    self._lease: messages.Lease | None = None
     self._training = 'waiting'
     self.step = 0
     self.steps = 0
     self.tokens = 0
-    held = [UNKNOWN] * config.fragments if digests is None else [
-      messages.Held(version=0, digest=digest) for digest in digests
+    held = (
+      [UNKNOWN] * config.fragments
+      if digests is None
+      else [messages.Held(version=0, digest=digest) for digest in digests]
+    )
+    self._anchors = [
+      _Anchor(h.version, h.digest, next_due=self._schedule.offsets[p]) for p, h in enumerate(held)
     ]
-    self._anchors = [_Anchor(h.version, h.digest, next_due=self._schedule.offsets[p])
-                     for p, h in enumerate(held)]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
     self._given: set[int] = set()  # syncs whose verdict on our share has not come on this stream
@@ -119,7 +118,7 @@ class LearnerMachine:
     self._saved_steps = 0
     self._ending = self._refused = ''
     self._saving = False
-    self._part = run_snapshot_lib.LearnerPart(self._connection, self._out)
+    self._part = checkpoints_lib.LearnerPart(self._connection, self._out)
     self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -245,19 +244,26 @@ class LearnerMachine:
     going_on = incarnation == self._incarnation
     self._claim = (self._lease or self._position) if going_on else None
     stream, cursor = self._claim or (None, 0)
-    self._connection.confirm(now_ns, messages.Confirm(
-      nonce=self._identity.nonce, incarnation=incarnation, step=self.step,
-      steps=self.steps if going_on else 0, tokens=self.tokens if going_on else 0,
-      held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
-      stream=stream, cursor=cursor,
-    ))
+    self._connection.confirm(
+      now_ns,
+      messages.Confirm(
+        nonce=self._identity.nonce,
+        incarnation=incarnation,
+        step=self.step,
+        steps=self.steps if going_on else 0,
+        tokens=self.tokens if going_on else 0,
+        held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
+        stream=stream,
+        cursor=cursor,
+      ),
+    )
 
   def _joined(self, now_ns: int, joined: messages.Joined) -> None:
     self._connection.welcomed()
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
     if (joined.stream, joined.cursor) != self._claim:
-      self._lease = shards_lib.Lease(joined.stream, joined.cursor)
+      self._lease = messages.Lease(joined.stream, joined.cursor)
     self.step = max(self.step, joined.step)
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
@@ -289,10 +295,14 @@ class LearnerMachine:
       self._out.drop(encoded.handle)
     elif encoded.handle is None:
       self._given.discard(encoded.sync)
-      self._connection.send(messages.Decline(
-        sync=encoded.sync, fragment=encoded.fragment, reason=messages.Reason.BAD_VALUE,
-        tokens_to=message.tokens_to,
-      ))
+      self._connection.send(
+        messages.Decline(
+          sync=encoded.sync,
+          fragment=encoded.fragment,
+          reason=messages.Reason.BAD_VALUE,
+          tokens_to=message.tokens_to,
+        )
+      )
     else:
       self._connection.send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
       self._out.drop(encoded.handle)
@@ -307,7 +317,10 @@ class LearnerMachine:
       if self._pulls.get(settled.fragment) == settled.sync:
         del self._pulls[settled.fragment]
     self._out.report(
-      'settled', sync=settled.sync, fragment=settled.fragment, merged=settled.merged,
+      'settled',
+      sync=settled.sync,
+      fragment=settled.fragment,
+      merged=settled.merged,
       reason=settled.reason,
     )
 
@@ -324,10 +337,15 @@ class LearnerMachine:
   def _progress(self, step_ns: int) -> None:
     if self._connection.joined:
       self._told_step = self.step
-      self._connection.send(messages.Progress(
-        step=self.step, steps=self.steps, tokens=self.tokens, step_ns=step_ns,
-        finished=self.step >= self._config.total_steps,
-      ))
+      self._connection.send(
+        messages.Progress(
+          step=self.step,
+          steps=self.steps,
+          tokens=self.tokens,
+          step_ns=step_ns,
+          finished=self.step >= self._config.total_steps,
+        )
+      )
 
   def _boundary(self, now_ns: int) -> None:
     """Between two steps: the only moment at which parameters are read or replaced."""
@@ -343,7 +361,8 @@ class LearnerMachine:
         self._training = 'training'
     trains = self._training in ('training', 'trained')
     self._giver.boundary(
-      trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors))
+      trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors)
+    )
     if self._training == 'training' and self.step >= self._config.total_steps:
       self._training = 'trained'
       self._report_state('trained')
@@ -363,11 +382,12 @@ class LearnerMachine:
     elif self._told_step != self.step:
       self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
 
-  def _move(self, lease: shards_lib.Lease) -> None:
+  def _move(self, lease: messages.Lease) -> None:
     """Goes on reading elsewhere. What it has trained since its anchors is not its own to send any
     more: others read those batches, so it is undone."""
-    self._out.do(actions.UseStream(
-      stream=lease.stream, cursor=lease.cursor, rewind=self._position is not None))
+    self._out.do(
+      actions.UseStream(stream=lease.stream, cursor=lease.cursor, rewind=self._position is not None)
+    )
     self._position, self._lease = lease, None
     for anchor in self._anchors:
       anchor.steps, anchor.tokens = self.steps, self.tokens
@@ -385,22 +405,36 @@ class LearnerMachine:
       return
     if publish.base_version is not None and publish.base_version != anchor.version:
       self._out.drop(handle)
-      self._connection.send(messages.Adopted(
-        fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
-      ))
+      self._connection.send(
+        messages.Adopted(
+          fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
+        )
+      )
       return
-    self._out.do(actions.Adopt(
-      fragment=fragment, version=publish.version, handle=handle,
-      whole=publish.base_version is None,
-    ))
+    self._out.do(
+      actions.Adopt(
+        fragment=fragment,
+        version=publish.version,
+        handle=handle,
+        whole=publish.base_version is None,
+      )
+    )
     self._out.report(
-      'adopted', fragment=fragment, version=publish.version, sync=publish.sync, step=self.step,
-      steps_between=self.steps - anchor.steps, whole=publish.base_version is None,
+      'adopted',
+      fragment=fragment,
+      version=publish.version,
+      sync=publish.sync,
+      step=self.step,
+      steps_between=self.steps - anchor.steps,
+      whole=publish.base_version is None,
       staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
     )
     self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
     self._anchors[fragment] = _Anchor(
-      publish.version, publish.digest, steps=self.steps, tokens=self.tokens,
+      publish.version,
+      publish.digest,
+      steps=self.steps,
+      tokens=self.tokens,
       next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
     )
     self._adopting.append((self._connection.session, self._anchors[fragment]))
@@ -420,9 +454,14 @@ class LearnerMachine:
       self._tell_adopted(done.fragment, anchor)
 
   def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:
-    self._connection.send(messages.Adopted(
-      fragment=fragment, version=anchor.version, tokens=anchor.tokens, matched=anchor.sound,
-    ))
+    self._connection.send(
+      messages.Adopted(
+        fragment=fragment,
+        version=anchor.version,
+        tokens=anchor.tokens,
+        matched=anchor.sound,
+      )
+    )
 
   def _answer(self, fragment: int, sync: int) -> None:
     """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
@@ -434,18 +473,28 @@ class LearnerMachine:
       if steps == 0 and self._may_step():
         return
       reason = 'contributed' if anchor.contributed else 'empty'
-      self._connection.send(messages.Decline(
-        sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens
-      ))
+      self._connection.send(
+        messages.Decline(sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens)
+      )
     else:
       anchor.contributed = sync
       self._given.add(sync)
       nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
-      self._encoding.append((self._connection.session, messages.Contribution(
-        sync=sync, fragment=fragment, version=anchor.version, steps=steps,
-        tokens_from=anchor.tokens, tokens_to=self.tokens, payload=nothing,
-        **self._position._asdict(),
-      )))
+      self._encoding.append(
+        (
+          self._connection.session,
+          messages.Contribution(
+            sync=sync,
+            fragment=fragment,
+            version=anchor.version,
+            steps=steps,
+            tokens_from=anchor.tokens,
+            tokens_to=self.tokens,
+            payload=nothing,
+            **self._position._asdict(),
+          ),
+        )
+      )
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
 
@@ -503,15 +552,16 @@ class LearnerMachine:
   # --- What others may see ------------------------------------------------------------------------
 
   def _report_state(self, state: str, **values: Any) -> None:
-    self._out.report(
-      'state', state=state, incarnation=self._incarnation, step=self.step, **values
-    )
+    self._out.report('state', state=state, incarnation=self._incarnation, step=self.step, **values)
 
   def snapshot(self) -> dict[str, Any]:
     """What a checkpoint keeps of the protocol, as JSON types."""
     return {
-      'learner': self._identity.learner, 'incarnation': self._incarnation, 'step': self.step,
-      'steps': self.steps, 'tokens': self.tokens,
+      'learner': self._identity.learner,
+      'incarnation': self._incarnation,
+      'step': self.step,
+      'steps': self.steps,
+      'tokens': self.tokens,
       'versions': [anchor.version for anchor in self._anchors],
     }
 

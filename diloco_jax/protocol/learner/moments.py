@@ -21,13 +21,9 @@ gives is of one moment. One snapshot at a time is on its way off the device.
 import collections
 import dataclasses
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection as connection_lib
-from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 
 Way = messages.Way
 
@@ -41,9 +37,7 @@ FRESH = (
 class Giver:
   """Answers the syncer's Donate."""
 
-  def __init__(
-    self, learner: str, connection: connection_lib.Connection, out: action_list.Outbox
-  ):
+  def __init__(self, learner: str, connection: connection_lib.Connection, out: action_list.Outbox):
     self._learner = learner
     self._connection = connection
     self._out = out
@@ -66,12 +60,22 @@ class Giver:
     if not trains:
       self._asked = None
       self._connection.send(messages.NoDonation(transfer=asked.transfer, reason='not training'))
-    elif moments_relay_lib.seen(step, versions, asked.step, asked.versions):
+    elif messages.dominates(step, versions, asked.step, asked.versions):
       self._asked = None
       nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is read
-      self._reading.append((self._connection.session, messages.Donation(
-        transfer=asked.transfer, donor=self._learner, step=step, versions=versions, digest=0,
-        payload=nothing)))
+      self._reading.append(
+        (
+          self._connection.session,
+          messages.Donation(
+            transfer=asked.transfer,
+            donor=self._learner,
+            step=step,
+            versions=versions,
+            digest=0,
+            payload=nothing,
+          ),
+        )
+      )
       self._out.do(actions.ReadMoments(transfer=asked.transfer))
 
   def read(self, read: events.MomentsRead) -> None:
@@ -84,7 +88,8 @@ class Giver:
       self._connection.send(messages.NoDonation(transfer=read.transfer, reason='bad_value'))
     else:
       self._connection.send(
-        dataclasses.replace(donation, digest=read.digest, payload=read.payload), read.handle)
+        dataclasses.replace(donation, digest=read.digest, payload=read.payload), read.handle
+      )
       self._out.drop(read.handle)
 
 
@@ -92,8 +97,11 @@ class Taker:
   """Decides which `way` a process gets its moments; '' until then."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, restored: bool,
-    connection: connection_lib.Connection, out: action_list.Outbox,
+    self,
+    config: config_lib.ProtocolConfig,
+    restored: bool,
+    connection: connection_lib.Connection,
+    out: action_list.Outbox,
   ):
     self._config = config
     self._restored = restored
@@ -153,12 +161,16 @@ class Taker:
     late = step - donation.step
     if late > self._config.period:
       self._out.drop(handle)
-      self._decide(self._own(step), step,
-                   f'that of {donation.donor} is {late} steps old, at most {self._config.period}')
+      self._decide(
+        self._own(step),
+        step,
+        f'that of {donation.donor} is {late} steps old, at most {self._config.period}',
+      )
     else:
       self._taking, self.deadline_ns = donation, None
-      self._out.do(actions.TakeMoments(
-        transfer=donation.transfer, handle=handle, digest=donation.digest))
+      self._out.do(
+        actions.TakeMoments(transfer=donation.transfer, handle=handle, digest=donation.digest)
+      )
 
   def taken(self, taken: events.MomentsTaken, step: int) -> None:
     donation, self._taking = self._taking, None
@@ -174,8 +186,7 @@ class Taker:
     self.way, self.deadline_ns = way, None
     self._forget()
     if way != Way.START:
-      self._out.report(
-        'moments', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+      self._out.report('moments', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
     if way == Way.DONOR:
       self._out.say(f'recovered by: donor {donor}, moments of its step {donated}')
     elif way != Way.START and self._config.donor_wait_ns:

@@ -13,14 +13,13 @@ tokens are discarded with the reason (verdicts.py), unless they can be sent agai
 is told.
 """
 
+from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 from diloco_jax.protocol.syncer import published as published_lib
-from diloco_jax.protocol.syncer import quorum as quorum_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import verdicts
 
@@ -46,14 +45,14 @@ class Gathering:
     self._published = published
     self._out = out
     self.grace = grace_lib.Grace()
-    self.open: dict[int, quorum_lib.Gather] = {}
+    self.open: dict[int, gather_lib.Gather] = {}
 
   @property
   def merging(self) -> bool:
     """An outer step is under way."""
     return any(gather.merging for gather in self.open.values())
 
-  def pull(self, gather: quorum_lib.Gather, member: members_lib.Member) -> None:
+  def pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
     gather.asked.add(member.learner)
     gather.waiting.add(member.learner)
     self._out.send(member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment))
@@ -77,8 +76,12 @@ class Gathering:
   ) -> None:
     gather = self.open.get(message.sync)
     reason = verdicts.judge(
-      message, member.learner, gather, self._published.fragments[message.fragment],
-      self._ledger.of(member).cursors[message.fragment], self._config.max_staleness,
+      message,
+      member.learner,
+      gather,
+      self._published.fragments[message.fragment],
+      self._ledger.of(member).cursors[message.fragment],
+      self._config.max_staleness,
     )
     if not reason and not self._streams.counts(member.learner, message):
       reason = Reason.DUPLICATE
@@ -90,7 +93,7 @@ class Gathering:
     if len(gather.payloads) == self._config.quorum and gather.quorum_at_ns is None:
       self._quorum_reached(now_ns, gather)
 
-  def _quorum_reached(self, now_ns: int, gather: quorum_lib.Gather) -> None:
+  def _quorum_reached(self, now_ns: int, gather: gather_lib.Gather) -> None:
     gather.quorum_at_ns = now_ns
     self.grace.quorum_ns.add(now_ns - gather.opened_ns)
     times = [m.step_ns.value for m in self._members.by_session.values() if m.step_ns.samples]
@@ -124,9 +127,7 @@ class Gathering:
     if sync in self.open:
       self.open[sync].waiting.discard(member.learner)
 
-  def adopted(
-    self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted
-  ) -> None:
+  def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """The learner's anchor was replaced. A payload that waits in an open sync of this fragment (the
     replacement was a repair) does not count any more: what it covers is overwritten."""
     for gather in self.open.values():
@@ -139,9 +140,15 @@ class Gathering:
 
   def settle(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
     """Tells a learner what became of its part in a sync; '' if it was merged."""
-    self._out.send(member.session, messages.Settled(
-      sync=sync, fragment=fragment, merged=not reason, reason=reason,
-    ))
+    self._out.send(
+      member.session,
+      messages.Settled(
+        sync=sync,
+        fragment=fragment,
+        merged=not reason,
+        reason=reason,
+      ),
+    )
 
   def check(self) -> None:
     """Asserts that no two are of one fragment, and that each is sound."""

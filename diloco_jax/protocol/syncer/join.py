@@ -26,12 +26,11 @@ Refusals are pure functions: the first reason that holds, with both sides and th
 
 import dataclasses
 
+from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.protocol.syncer import shards as shards_lib
 
@@ -146,9 +145,7 @@ class Admission:
     self._offered[session] = _Offered(join, incarnation)
     self._out.send(session, messages.Offer(incarnation=incarnation))
 
-  def confirm(
-    self, now_ns: int, session: int, confirm: messages.Confirm
-  ) -> messages.Join | None:
+  def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> messages.Join | None:
     """The Join that this confirms, if the id is free still. `admit` is to follow."""
     offered = self._offered.pop(session, None)
     if session in self._members.by_session:
@@ -171,7 +168,8 @@ class Admission:
     refused = taken(join, self._members, self._config, now_ns)
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
-        code='OFFER_PASSED', text='Another process took this id meanwhile.',
+        code='OFFER_PASSED',
+        text='Another process took this id meanwhile.',
         retry_ns=self._config.heartbeat_ns,
       )
     return refused

@@ -14,8 +14,8 @@ Hence always, per incarnation::
 
 import dataclasses
 
-from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import members as members_lib
 
 Reason = messages.Reason
 

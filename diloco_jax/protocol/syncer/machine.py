@@ -38,26 +38,23 @@ theory of its own, and none calls back::
 import copy
 from typing import Any
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
-from diloco_jax.protocol import events
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
-from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import membership as membership_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
+from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import quorum as quorum_lib
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
-from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import recovery, verdicts
+from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
-from diloco_jax.protocol.syncer import verdicts
 
 Reason = messages.Reason
 SAFE = 'the older ones are untouched and every outer step since is in the log'
@@ -99,7 +96,8 @@ class SyncerMachine:
     self._pace = pace_lib.Pace(config, self._schedule, self._members)
     self._published = published_lib.Published(
       [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
-      self._members, self._out,
+      self._members,
+      self._out,
     )
     self._streams = shards_lib.Streams(config.data_streams, config.fragments)
     self._gathering = gathering_lib.Gathering(
@@ -107,8 +105,16 @@ class SyncerMachine:
     )
     self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
     self._membership = membership_lib.Membership(
-      config, agreement, self._members, self._ledger, self._pace, self._published,
-      self._gathering, self._streams, self._relay, self._out,
+      config,
+      agreement,
+      self._members,
+      self._ledger,
+      self._pace,
+      self._published,
+      self._gathering,
+      self._streams,
+      self._relay,
+      self._out,
     )
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = checkpoints_lib.Saving(config.save_syncs)
@@ -138,8 +144,13 @@ class SyncerMachine:
     """When a Wake is wanted."""
     if self._exiting:
       return None if self._exited else self._sweep_ns
-    times = [self._sweep_ns, self._linger_ns, self._membership.admission.deadline_ns,
-             self._marking.deadline_ns, self._relay.deadline_ns]
+    times = [
+      self._sweep_ns,
+      self._linger_ns,
+      self._membership.admission.deadline_ns,
+      self._marking.deadline_ns,
+      self._relay.deadline_ns,
+    ]
     if not self._holds_back:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
@@ -195,8 +206,10 @@ class SyncerMachine:
         self._membership.admission.join(now_ns, session, message)
       case messages.Confirm():
         self._membership.confirm(now_ns, session, message)
-      case _ if member is None or self._exiting or verdicts.impossible(
-        message, bool(member.sent), self._config.fragments
+      case _ if (
+        member is None
+        or self._exiting
+        or verdicts.impossible(message, bool(member.sent), self._config.fragments)
       ):
         # It speaks for nobody (replaced, timed out, never joined), it makes no sense, or the books
         # are closed and what comes now is for the next syncer.
@@ -253,7 +266,7 @@ class SyncerMachine:
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
     sync = self._pace.open()
-    gather = self._gathering.open[sync] = quorum_lib.Gather(
+    gather = self._gathering.open[sync] = gather_lib.Gather(
       sync=sync, fragment=self._schedule.fragment(sync), opened_ns=now_ns
     )
     for member in self._members.live():
@@ -271,7 +284,7 @@ class SyncerMachine:
         due = self._schedule.last_due(fragment, self._pace.next - 1)
         self._gathering.settle(member, due, fragment, messages.CANCELLED)
 
-  def _decide(self, now_ns: int, gather: quorum_lib.Gather) -> None:
+  def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
     closing = gather.sync > self._config.total_steps
     verdict, why = quorum_lib.decide(
       gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
@@ -282,25 +295,37 @@ class SyncerMachine:
       del self._gathering.open[gather.sync]
       self._cancel(gather, why)
 
-  def _merge(self, now_ns: int, gather: quorum_lib.Gather, why: str) -> None:
+  def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
     """Settles what is there, in the order of learner ids, and has it merged."""
     participants = [
       self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
     ]
     gather.merging, gather.participants = True, tuple(participants)
-    self._streams.merge(gather.sync, gather.fragment, (
-      (one.learner, gather.payloads[one.learner][0]) for one in participants))
+    self._streams.merge(
+      gather.sync,
+      gather.fragment,
+      ((one.learner, gather.payloads[one.learner][0]) for one in participants),
+    )
     base = self._published.fragments[gather.fragment].version
     self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
-    self._out.do(actions.Merge(
-      sync=gather.sync, fragment=gather.fragment, version=base + 1,
-      participants=gather.participants, books=self.snapshot(),
-    ))
+    self._out.do(
+      actions.Merge(
+        sync=gather.sync,
+        fragment=gather.fragment,
+        version=base + 1,
+        participants=gather.participants,
+        books=self.snapshot(),
+      )
+    )
     gather.facts = {
-      'sync': gather.sync, 'fragment': gather.fragment, 'version': base + 1,
+      'sync': gather.sync,
+      'fragment': gather.fragment,
+      'version': base + 1,
       'participants': [p.learner for p in participants],
-      'waited_ns': now_ns - gather.opened_ns, 'grace_ns': gather.grace_ns,
-      'tokens': sum(p.tokens for p in participants), 'why': why,
+      'waited_ns': now_ns - gather.opened_ns,
+      'grace_ns': gather.grace_ns,
+      'tokens': sum(p.tokens for p in participants),
+      'why': why,
       'staleness': max(base - message.version for message, _ in gather.payloads.values()),
     }
     self._out.report('merging', **gather.facts)
@@ -316,8 +341,11 @@ class SyncerMachine:
     )
     assert settled, (learner, message)
     return actions.Participant(
-      learner=learner, incarnation=member.incarnation, handle=handle,
-      tokens=message.tokens_to - message.tokens_from, steps=message.steps,
+      learner=learner,
+      incarnation=member.incarnation,
+      handle=handle,
+      tokens=message.tokens_to - message.tokens_from,
+      steps=message.steps,
       limit=self._screening.limit(message.fragment, message.steps),
     )
 
@@ -337,16 +365,20 @@ class SyncerMachine:
     if self._screening.strike(now_ns, member, fragment, what):
       self._membership.quarantine(member)
 
-  def _publish(self, gather: quorum_lib.Gather, done: events.MergeDone) -> None:
+  def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
     self._marking.outer_step()
     merged = [one for one in gather.participants if one.learner not in done.refused]
-    self._out.report('synced', **{  # not before: now it is durable
-      **gather.facts, 'participants': [one.learner for one in merged],
-      'tokens': sum(one.tokens for one in merged),
-    })
+    self._out.report(
+      'synced',
+      **{  # not before: now it is durable
+        **gather.facts,
+        'participants': [one.learner for one in merged],
+        'tokens': sum(one.tokens for one in merged),
+      },
+    )
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
@@ -359,7 +391,7 @@ class SyncerMachine:
       self._published.send_delta(member, publish, done.handle)
     self._out.drop(done.handle)
 
-  def _fail(self, gather: quorum_lib.Gather, why: str) -> None:
+  def _fail(self, gather: gather_lib.Gather, why: str) -> None:
     """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
     or their next range would start among those tokens and be refused as a duplicate for ever."""
     self._gathering.grace.merge_failed(gather.fragment)
@@ -373,7 +405,7 @@ class SyncerMachine:
       if member.live and member.sent:
         self._published.resend_whole(member, gather.fragment)
 
-  def _cancel(self, gather: quorum_lib.Gather, why: str) -> None:
+  def _cancel(self, gather: gather_lib.Gather, why: str) -> None:
     """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
 
     Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
@@ -471,31 +503,41 @@ class SyncerMachine:
     what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
     if done.error:
       what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
-    self._out.do(actions.Exit(
-      code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
-    ))
+    self._out.do(
+      actions.Exit(
+        code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
+      )
+    )
 
   def _tell_failed(self, now_ns: int, done: events.SaveDone) -> None:
     """Once a minute: a save that has to be made is tried again and again."""
     if now_ns < self._tell_ns:
       return
     self._tell_ns = now_ns + TELL_AGAIN_NS
-    wait = '' if self._saving.farewell or not self._closed else (
-      ' Learners hear that the run is over once it can be written; it is tried again.')
+    wait = (
+      ''
+      if self._saving.farewell or not self._closed
+      else (' Learners hear that the run is over once it can be written; it is tried again.')
+    )
     self._out.say(f'checkpoint of step {done.step} failed: {done.error}; {SAFE}.{wait}')
 
   # --- What others may see ------------------------------------------------------------------------
 
   def _report_ledger(self) -> None:
     self._out.report(
-      'ledger', **self._ledger.totals(), learners=self._ledger.learners(), **self._counts(),
+      'ledger',
+      **self._ledger.totals(),
+      learners=self._ledger.learners(),
+      **self._counts(),
       sync=self.clock,
     )
 
   def _counts(self) -> dict[str, int]:
     return {
-      'synced': self._synced, 'cancelled': self._cancelled,
-      'repaired': self._membership.repaired, 'skipped': self._skipped,
+      'synced': self._synced,
+      'cancelled': self._cancelled,
+      'repaired': self._membership.repaired,
+      'skipped': self._skipped,
     }
 
   def snapshot(self) -> dict[str, Any]:
@@ -505,16 +547,24 @@ class SyncerMachine:
     return {
       'merging': [sync for sync, gather in syncs.items() if gather.merging],
       'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
-      **self._published.snapshot(), 'next': self._pace.next, 'opened': self._pace.opened,
-      'counts': self._counts(), 'finished': self._finished,
-      'members': self._members.snapshot(), 'ledger': self._ledger.snapshot(),
+      **self._published.snapshot(),
+      'next': self._pace.next,
+      'opened': self._pace.opened,
+      'counts': self._counts(),
+      'finished': self._finished,
+      'members': self._members.snapshot(),
+      'ledger': self._ledger.snapshot(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
-      'data': self._streams.snapshot(), recovery.BACK: sorted(self._membership.brought_back),
+      'data': self._streams.snapshot(),
+      recovery.BACK: sorted(self._membership.brought_back),
     }
 
   @classmethod
   def restore(
-    cls, config: config_lib.ProtocolConfig, agreement: str, payload_bytes: tuple[int, ...],
+    cls,
+    config: config_lib.ProtocolConfig,
+    agreement: str,
+    payload_bytes: tuple[int, ...],
     snapshot: dict[str, Any],
   ) -> 'SyncerMachine':
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
@@ -543,8 +593,14 @@ class SyncerMachine:
   def check(self) -> None:
     """Asserts what must hold between any two events."""
     for part in (
-      self._membership, self._gathering, self._pace, self._ledger, self._streams, self._screening,
-      self._marking, self._relay,
+      self._membership,
+      self._gathering,
+      self._pace,
+      self._ledger,
+      self._streams,
+      self._screening,
+      self._marking,
+      self._relay,
     ):
       part.check()
     syncs = self._gathering.open.keys()

@@ -127,8 +127,18 @@ class Members:
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
   def snapshot(self) -> list:
-    fields = ('learner', 'stream', 'incarnation', 'nonce', 'host', 'pid', 'step', 'left', 'strikes',
-              'worst')
+    fields = (
+      'learner',
+      'stream',
+      'incarnation',
+      'nonce',
+      'host',
+      'pid',
+      'step',
+      'left',
+      'strikes',
+      'worst',
+    )
     return [
       {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}
       for _, m in sorted(self.by_id.items())

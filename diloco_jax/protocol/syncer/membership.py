@@ -16,14 +16,13 @@ modes it would wait for them.
 
 from typing import Any
 
-from diloco_jax.protocol.syncer import join as join_lib
+from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
+from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
+from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening
@@ -58,8 +57,7 @@ class Membership:
     self._gathering = gathering
     self._relay = relay
     self._out = out
-    self.admission = join_lib.Admission(
-      config, agreement, members, ledger, streams, out)
+    self.admission = join_lib.Admission(config, agreement, members, ledger, streams, out)
     self.brought_back: set[str] = set()  # with the run (recovery.BACK)
     self.repaired = 0  # adopted values that differed from what was published
     self._told_to_wait: set[int] = set()  # sessions
@@ -88,10 +86,8 @@ class Membership:
       elif member.caught_up:
         self._caught_up(member)
 
-  def _lease(
-    self, member: members_lib.Member, confirm: messages.Confirm
-  ) -> shards_lib.Lease | None:
-    claim = None if confirm.stream is None else shards_lib.Lease(confirm.stream, confirm.cursor)
+  def _lease(self, member: members_lib.Member, confirm: messages.Confirm) -> messages.Lease | None:
+    claim = None if confirm.stream is None else messages.Lease(confirm.stream, confirm.cursor)
     return self._streams.lease(member.learner, claim, member.stream, self._live())
 
   def _live(self) -> set[str]:
@@ -109,8 +105,12 @@ class Membership:
       )
 
   def _welcome(
-    self, now_ns: int, member: members_lib.Member, held: tuple[messages.Held, ...],
-    lease: shards_lib.Lease, finished: bool,
+    self,
+    now_ns: int,
+    member: members_lib.Member,
+    held: tuple[messages.Held, ...],
+    lease: messages.Lease,
+    finished: bool,
   ) -> None:
     member.stream = lease.stream
     self._published.compare(member, held)
@@ -122,10 +122,17 @@ class Membership:
     member.awaits = 0
     if not finished and self._needs_moments(member):
       member.awaits = self._relay.promise(now_ns, member, clock)
-    self._out.send(member.session, messages.Joined(
-      incarnation=member.incarnation, step=clock, stream=lease.stream, cursor=lease.cursor,
-      due=due, donation=member.awaits,
-    ))
+    self._out.send(
+      member.session,
+      messages.Joined(
+        incarnation=member.incarnation,
+        step=clock,
+        stream=lease.stream,
+        cursor=lease.cursor,
+        due=due,
+        donation=member.awaits,
+      ),
+    )
     self._tell_cancelled(member, clock)
     for fragment in due:
       self._published.read(fragment)
@@ -144,7 +151,8 @@ class Membership:
         self._out.say(
           f'{member.learner} holds version {own.version} of fragment {p}, this run is at '
           f'{here.version}: it saw what a restore or a repair has gone back over. It is sent the '
-          'fragments as they are here, and nothing of its own counts that was trained before.')
+          'fragments as they are here, and nothing of its own counts that was trained before.'
+        )
         return
 
   def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
@@ -168,9 +176,7 @@ class Membership:
       member.step_ns.add(progress.step_ns)
     self._pace.mark(member)
 
-  def adopted(
-    self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted
-  ) -> None:
+  def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     if not adopted.matched:
       self._repair(member, adopted)
       return

@@ -27,10 +27,9 @@ until the joiner tells that it is done (Recovered), the joiner is not waited for
 
 import dataclasses
 
+from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 from diloco_jax.protocol.syncer import published as published_lib
 
 UNDER_WAY = 2
@@ -53,24 +52,15 @@ class Transfer:
   refused: set[str] = dataclasses.field(default_factory=set)
 
 
-def seen(
-  step: int, versions: tuple[int, ...], given_step: int, given_versions: tuple[int, ...]
-) -> bool:
-  """Whether a vector clock is at least another, everywhere.
-
-  >>> seen(7, (2, 3), 7, (2, 2)), seen(7, (2, 1), 6, (2, 2))
-  (True, False)
-  """
-  return step >= given_step and len(versions) == len(given_versions) and all(
-    ours >= theirs for ours, theirs in zip(versions, given_versions))
-
-
 class Relay:
   """All promises of one syncer's process. They do not outlive it, nor the joiner's stream."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, members: members_lib.Members,
-    published: published_lib.Published, out: action_list.Outbox,
+    self,
+    config: config_lib.ProtocolConfig,
+    members: members_lib.Members,
+    published: published_lib.Published,
+    out: action_list.Outbox,
   ):
     self._config = config
     self._members = members
@@ -83,8 +73,13 @@ class Relay:
   @property
   def deadline_ns(self) -> int | None:
     """When the next promise or donor is given up."""
-    return min((min(one.deadline_ns, one.patience_ns) if one.donor else one.deadline_ns
-                for one in self._transfers.values()), default=None)
+    return min(
+      (
+        min(one.deadline_ns, one.patience_ns) if one.donor else one.deadline_ns
+        for one in self._transfers.values()
+      ),
+      default=None,
+    )
 
   def promise(self, now_ns: int, joiner: members_lib.Member, clock: int) -> int:
     """The transfer number that a process which has trained nothing yet shall wait for; 0: the run
@@ -93,8 +88,8 @@ class Relay:
       return 0
     versions = tuple(fragment.version for fragment in self._published.fragments)
     transfer = Transfer(
-      self._last + 1, joiner, joiner.session, clock, versions,
-      now_ns + self._config.donor_wait_ns)
+      self._last + 1, joiner, joiner.session, clock, versions, now_ns + self._config.donor_wait_ns
+    )
     if not self._might_give(transfer):
       return 0
     self._last = transfer.number
@@ -104,8 +99,10 @@ class Relay:
   def _might_give(self, transfer: Transfer) -> list[members_lib.Member]:
     """Everybody who can give, now or soon."""
     return [
-      member for member in self._members.live()
-      if member.caught_up and member is not transfer.joiner
+      member
+      for member in self._members.live()
+      if member.caught_up
+      and member is not transfer.joiner
       and member.learner not in transfer.refused
     ]
 
@@ -129,10 +126,15 @@ class Relay:
 
   def _able(self, transfer: Transfer) -> list[members_lib.Member]:
     """Those who can give now."""
-    return [] if transfer.joiner.due or len(self._giving) >= UNDER_WAY else [
-      member for member in self._might_give(transfer)
-      if member.step >= transfer.step and member.learner not in self._giving
-    ]
+    return (
+      []
+      if transfer.joiner.due or len(self._giving) >= UNDER_WAY
+      else [
+        member
+        for member in self._might_give(transfer)
+        if member.step >= transfer.step and member.learner not in self._giving
+      ]
+    )
 
   def _ask(self, now_ns: int, transfer: Transfer) -> None:
     able = self._able(transfer)
@@ -140,8 +142,10 @@ class Relay:
       donor = max(able, key=lambda member: member.step)  # of equals the first, in order of ids
       transfer.donor, self._giving[donor.learner] = donor.learner, transfer.number
       transfer.patience_ns = now_ns + self._config.donor_wait_ns // 2
-      self._out.send(donor.session, messages.Donate(
-        transfer=transfer.number, step=transfer.step, versions=transfer.versions))
+      self._out.send(
+        donor.session,
+        messages.Donate(transfer=transfer.number, step=transfer.step, versions=transfer.versions),
+      )
       self._report(transfer, 'asked')
     elif not self._might_give(transfer):
       self._give_up(transfer, 'no learner can donate')
@@ -153,14 +157,13 @@ class Relay:
 
   # --- What the donor says ------------------------------------------------------------------------
 
-  def donation(
-    self, member: members_lib.Member, donation: messages.Donation, handle: int
-  ) -> None:
+  def donation(self, member: members_lib.Member, donation: messages.Donation, handle: int) -> None:
     """Passes it on as it came, if the joiner still waits for it."""
     transfer = self._answered(member, donation.transfer)
     if transfer is not None:
-      if donation.donor == member.learner and seen(
-          donation.step, donation.versions, transfer.step, transfer.versions):
+      if donation.donor == member.learner and messages.dominates(
+        donation.step, donation.versions, transfer.step, transfer.versions
+      ):
         del self._transfers[transfer.number]
         self._out.send(transfer.session, donation, handle)
         self._report(transfer, 'relayed', size_bytes=donation.payload.size_bytes)
@@ -202,8 +205,13 @@ class Relay:
 
   def _report(self, transfer: Transfer, state: str, **values) -> None:
     self._out.report(
-      'donation', transfer=transfer.number, state=state, learner=transfer.joiner.learner,
-      donor=transfer.donor, **values)
+      'donation',
+      transfer=transfer.number,
+      state=state,
+      learner=transfer.joiner.learner,
+      donor=transfer.donor,
+      **values,
+    )
 
   def check(self) -> None:
     for number, transfer in self._transfers.items():

@@ -11,11 +11,11 @@ Syncs that are a whole period late are left out: catching up would sync a fragme
 inner steps, so H would shrink. Whole periods keep each fragment's turn.
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import members as members_lib
 
 
 def kth_step(steps: list[int], quorum: int) -> int:

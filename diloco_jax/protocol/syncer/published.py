@@ -19,11 +19,8 @@ and then the newest whole.
 
 import dataclasses
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 
 AHEAD = 4
 
@@ -52,9 +49,7 @@ class Published:
   def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
     """A learner enters: what it does not hold as it is published is due to it."""
     ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
-    member.sent = [
-      held.version if held == our else None for held, our in zip(learner_held, ours)
-    ]
+    member.sent = [held.version if held == our else None for held, our in zip(learner_held, ours)]
     member.due = {p for p, version in enumerate(member.sent) if version is None}
     member.on_way = [[] for _ in self.fragments]
     member.behind.clear()
@@ -66,9 +61,7 @@ class Published:
     fragment.digest, fragment.last_sync = done.digest, done.sync
     return self._announce(done.fragment, base, done.payload)
 
-  def send_delta(
-    self, member: members_lib.Member, publish: messages.Publish, handle: int
-  ) -> None:
+  def send_delta(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
     """Sends a new version to a learner that holds the one before and is not too far behind."""
     p = publish.fragment
     if not member.sent or member.sent[p] != publish.base_version:
@@ -118,8 +111,12 @@ class Published:
   ) -> messages.Publish:
     now = self.fragments[fragment]
     return messages.Publish(
-      sync=now.last_sync, fragment=fragment, version=now.version, base_version=base,
-      digest=now.digest, payload=payload,
+      sync=now.last_sync,
+      fragment=fragment,
+      version=now.version,
+      base_version=base,
+      digest=now.digest,
+      payload=payload,
     )
 
   def snapshot(self) -> dict[str, list[int]]:

@@ -4,62 +4,12 @@ With K payloads there, the grace window runs; what has arrived when it ends is m
 that is withdrawn before may take the quorum with it; the window starts anew once K are there again.
 """
 
-import dataclasses
-from typing import Any
-
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import gather as gather_lib
 
 
-@dataclasses.dataclass(slots=True)
-class Gather:
-  """One open sync: whom it still waits for, and what it has."""
-
-  sync: int
-  fragment: int
-  opened_ns: int
-  asked: set[str] = dataclasses.field(default_factory=set)
-  waiting: set[str] = dataclasses.field(default_factory=set)
-  payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
-  quorum_at_ns: int | None = None
-  grace_ns: int = 0
-  merging: bool = False
-  participants: tuple[actions.Participant, ...] = ()
-  facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the outer step, to be told
-
-  @property
-  def deadline_ns(self) -> int | None:
-    """The end of the grace window."""
-    if self.merging or self.quorum_at_ns is None:
-      return None
-    return self.quorum_at_ns + self.grace_ns
-
-  def withdraw(self, learner: str, quorum: int) -> int | None:
-    """Takes a learner's payload out again; its handle, if it was there and is not being merged."""
-    if self.merging or learner not in self.payloads:
-      return None
-    _, handle = self.payloads.pop(learner)
-    if len(self.payloads) < quorum:
-      self.quorum_at_ns = None
-    return handle
-
-  def abandon(self) -> list[int]:
-    """Takes all payloads out; their handles. Those being merged are the shell's already."""
-    if self.merging:
-      return []
-    handles = [handle for _, handle in self.payloads.values()]
-    self.payloads.clear()
-    return handles
-
-  def check(self, live: set[str], quorum: int) -> None:
-    """Asserts that a merge has its quorum, and that only the live are waited for."""
-    if self.merging:
-      assert len(self.participants) >= quorum, self
-    else:
-      assert self.payloads.keys() | self.waiting <= live, (self, live)
-
-
-def decide(gather: Gather, now_ns: int, quorum: int, live: int, closing: bool) -> tuple[str, str]:
+def decide(
+  gather: gather_lib.Gather, now_ns: int, quorum: int, live: int, closing: bool
+) -> tuple[str, str]:
   """('wait' | 'merge' | 'cancel', why) for one gather.
 
   Args:

@@ -16,12 +16,11 @@ is told again: learners come back with their totals, and what they trained is se
 
 import copy
 import dataclasses
-from typing import Any, Collection, Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
-from diloco_jax.protocol.syncer import ledger
 from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import screening
-from diloco_jax.protocol.syncer import shards
+from diloco_jax.protocol.syncer import ledger, screening, shards
 
 UNSAVED = 'unsaved'  # of what `recovered` returns: how many outer steps no checkpoint holds
 BACK = 'back'  # learners that were brought back with the run and have not joined since
@@ -72,8 +71,7 @@ def recovered(snapshot: dict[str, Any], outcomes: Iterable[Outcome]) -> dict[str
   for sync, outcome in ended.items():  # in the order in which they ended
     if sync in merging:
       _close(state, outcome)
-  return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs,
-          UNSAVED: unsaved}
+  return {**state, 'versions': versions, 'digests': digests, 'last_sync': syncs, UNSAVED: unsaved}
 
 
 def brought_back(
@@ -98,7 +96,8 @@ def _close(state: dict[str, Any], outcome: Outcome) -> None:
   """A merge that was under way in the books has ended."""
   state['counts']['cancelled' if outcome.failed else 'synced'] += 1
   state['data'] = shards.ended(
-    state['data'], outcome.sync, len(state['versions']), outcome.refused, made=not outcome.failed)
+    state['data'], outcome.sync, len(state['versions']), outcome.refused, made=not outcome.failed
+  )
   accounts = {(learner, incarnation): fields for learner, incarnation, fields in state['ledger']}
   for learner, incarnation, tokens, _ in outcome.participants:
     if outcome.failed or learner in outcome.refused:

@@ -26,18 +26,14 @@ snapshots that are, whoever saves a part may remove all others.
 """
 
 import dataclasses
-from typing import Any, Iterable
+from collections.abc import Iterable
+from typing import Any
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import connection as connection_lib
-from diloco_jax.protocol import events
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 
 KEPT = 2  # snapshots, beside the one being taken
-WORDS = 200  # characters of an error that cross the wire
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,12 +99,13 @@ class Marking:
     self._wanted, self._outer_steps, self._last = False, 0, self._last + 1
     joined = self._joined()
     self._taking = _Taking(
-      self._last, now_ns + self._wait_ns, {member.learner: member.session for member in joined})
-    self._out.do(actions.SavePart(
-      snapshot=self._last, step=step, books=books, keep=tuple(self._kept)))
+      self._last, now_ns + self._wait_ns, {member.learner: member.session for member in joined}
+    )
+    self._out.do(
+      actions.SavePart(snapshot=self._last, step=step, books=books, keep=tuple(self._kept))
+    )
     for member in joined:
-      self._out.send(
-        member.session, messages.Mark(snapshot=self._last, keep=tuple(self._kept)))
+      self._out.send(member.session, messages.Mark(snapshot=self._last, keep=tuple(self._kept)))
 
   def marked(self, member: members_lib.Member, marked: messages.Marked) -> None:
     """A learner has saved its part, or could not."""
@@ -122,8 +119,8 @@ class Marking:
       taking.missing[member.learner] = f'it could not save: {marked.error}'
     else:
       taking.parts[member.learner] = actions.Part(
-        learner=member.learner, incarnation=member.incarnation, step=marked.step,
-        seal=marked.seal)
+        learner=member.learner, incarnation=member.incarnation, step=marked.step, seal=marked.seal
+      )
 
   def saved(self, done: events.PartSaved) -> None:
     """The syncer's own part is on its disk, or is not."""
@@ -151,11 +148,15 @@ class Marking:
       return
     if taking.parts:
       taking.writing = True
-      self._out.do(actions.WriteManifest(
-        snapshot=taking.snapshot, step=taking.own.step, seal=taking.own.seal,
-        parts=tuple(part for _, part in sorted(taking.parts.items())),
-        missing=tuple(sorted(taking.missing.items())),
-      ))
+      self._out.do(
+        actions.WriteManifest(
+          snapshot=taking.snapshot,
+          step=taking.own.step,
+          seal=taking.own.seal,
+          parts=tuple(part for _, part in sorted(taking.parts.items())),
+          missing=tuple(sorted(taking.missing.items())),
+        )
+      )
     else:
       self._give_up('no learner has saved its part')
 
@@ -171,10 +172,17 @@ class Marking:
       return
     self._taking = None
     without = ''.join(f'; without {name}: {why}' for name, why in sorted(taking.missing.items()))
-    self._out.say(f'snapshot {number} of {len(taking.parts)} learners at sync {taking.own.step} '
-                  f'is complete{without}')
-    self._out.report('snapshot', number=number, parts=sorted(taking.parts),
-                     missing=sorted(taking.missing), error='')
+    self._out.say(
+      f'snapshot {number} of {len(taking.parts)} learners at sync {taking.own.step} '
+      f'is complete{without}'
+    )
+    self._out.report(
+      'snapshot',
+      number=number,
+      parts=sorted(taking.parts),
+      missing=sorted(taking.missing),
+      error='',
+    )
 
   def abandon(self) -> None:
     """The syncer ends: what is not written yet never will be, unless it is being written."""
@@ -183,8 +191,9 @@ class Marking:
 
   def _give_up(self, why: str) -> None:
     number, self._taking = self._taking.snapshot, None
-    self._out.say(f'snapshot {number} is given up: {why}. Training goes on; older snapshots are '
-                  'untouched.')
+    self._out.say(
+      f'snapshot {number} is given up: {why}. Training goes on; older snapshots are untouched.'
+    )
     self._out.report('snapshot', number=number, parts=[], missing=[], error=why)
 
   def check(self) -> None:
@@ -196,43 +205,3 @@ class Marking:
       assert taking.snapshot == self._last, (taking, self._last)
       assert not (taking.writing and taking.awaited), taking
       assert not taking.awaited.keys() & (taking.parts.keys() | taking.missing.keys()), taking
-
-
-class LearnerPart:
-  """A learner's half: the mark it heard, and its part that is being saved.
-
-  A mark that comes while a part or a checkpoint is being saved waits for a later boundary; of
-  several the newest counts. What was asked for on a stream is told on that stream or not at all.
-  """
-
-  def __init__(self, connection: connection_lib.Connection, out: action_list.Outbox):
-    self._connection = connection
-    self._out = out
-    self._heard = 0  # the newest on this stream
-    self._mark: messages.Mark | None = None  # to be saved at a boundary
-    self._session: int | None = None  # who wants to hear of the one being saved
-    self.saving = False
-
-  def heard(self, mark: messages.Mark) -> None:
-    if mark.snapshot > self._heard:  # else it was said twice
-      self._heard, self._mark = mark.snapshot, mark
-
-  def forget(self) -> None:
-    """The stream is gone."""
-    self._heard, self._mark, self._session = 0, None, None
-
-  def begin(self, step: int, books: dict[str, Any]) -> None:
-    """At a boundary at which nothing else is being saved."""
-    if self._mark is None or self.saving:
-      return
-    mark, self._mark = self._mark, None
-    self.saving, self._session = True, self._connection.session
-    self._out.do(actions.SavePart(
-      snapshot=mark.snapshot, step=step, books=books, keep=mark.keep))
-
-  def saved(self, done: events.PartSaved) -> None:
-    self.saving = False
-    if self._connection.joined and self._session == self._connection.session:
-      self._connection.send(messages.Marked(
-        snapshot=done.snapshot, step=done.step, seal=done.seal, error=done.error[:WORDS]))
-    self._session = None

@@ -20,14 +20,11 @@ A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-4
 2^-64 is 0. The functions are pure; recovery.py follows them as well.
 """
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import action_list
 
 UNIT = 1 << 64  # norms are counted in parts of 1.0
 NOT_FINITE = -1
@@ -116,8 +113,13 @@ class Screening:
       if one.learner in done.refused:
         what = words(norm, self.windows[done.fragment])
         self._out.report(
-          'refused', sync=done.sync, fragment=done.fragment, learner=one.learner,
-          incarnation=one.incarnation, tokens=one.tokens, why=what,
+          'refused',
+          sync=done.sync,
+          fragment=done.fragment,
+          learner=one.learner,
+          incarnation=one.incarnation,
+          tokens=one.tokens,
+          why=what,
         )
         if present and self.strike(now_ns, member, done.fragment, what):
           quarantined.append(member)
@@ -129,9 +131,7 @@ class Screening:
       self.windows[done.fragment] = taken(self.windows[done.fragment], merged)
     return quarantined
 
-  def strike(
-    self, now_ns: int, member: members_lib.Member, fragment: int, what: str
-  ) -> bool:
+  def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
     """A pseudo-gradient of this learner was refused; whether that puts it into quarantine."""
     before = self._members.quarantined(member)
     member.strikes, member.worst = struck(member.strikes, member.worst)

@@ -20,16 +20,10 @@ the claims of those who come back, and a contribution counts only if none of its
 for its fragment before: this holds whatever else was forgotten.
 """
 
-from typing import Any, Collection, Iterable, NamedTuple
+from collections.abc import Collection, Iterable
+from typing import Any
 
 from diloco_jax.protocol import messages
-
-
-class Lease(NamedTuple):
-  """A stream, and the batch to go on with."""
-
-  stream: int
-  cursor: int
 
 
 class Streams:
@@ -49,8 +43,8 @@ class Streams:
   # --- Leases -------------------------------------------------------------------------------------
 
   def lease(
-    self, learner: str, claim: Lease | None, former: int | None, live: Collection[str]
-  ) -> Lease | None:
+    self, learner: str, claim: messages.Lease | None, former: int | None, live: Collection[str]
+  ) -> messages.Lease | None:
     """A stream for a learner that enters; None: all are read, or wait for an outer step to end.
 
     Args:
@@ -67,11 +61,14 @@ class Streams:
     if former in free:
       return self._begin(learner, former)
     if not unheld:
-      free = [stream for stream, holder in self._holders.items()
-              if holder not in live and not self._moving(stream)]
+      free = [
+        stream
+        for stream, holder in self._holders.items()
+        if holder not in live and not self._moving(stream)
+      ]
     return self._begin(learner, min(free, key=self._order)) if free else None
 
-  def _may_keep(self, learner: str, claim: Lease) -> bool:
+  def _may_keep(self, learner: str, claim: messages.Lease) -> bool:
     """Nobody else reads it, nor has read on from behind it."""
     if not claim.stream < self._streams:
       return False
@@ -82,10 +79,10 @@ class Streams:
   def _order(self, stream: int) -> tuple[int, int]:
     return self.committed(stream), stream
 
-  def _begin(self, learner: str, stream: int) -> Lease:
-    return self._hold(learner, Lease(stream, self.committed(stream)))
+  def _begin(self, learner: str, stream: int) -> messages.Lease:
+    return self._hold(learner, messages.Lease(stream, self.committed(stream)))
 
-  def _hold(self, learner: str, lease: Lease) -> Lease:
+  def _hold(self, learner: str, lease: messages.Lease) -> messages.Lease:
     self.give_back(learner)
     self._holders[lease.stream] = learner
     return lease
@@ -106,7 +103,8 @@ class Streams:
     stream, first = contribution.stream, contribution.cursor - contribution.steps
     merged = self._merged.get(stream)
     return self._holders.get(stream) == learner and (
-      merged is None or first >= merged[contribution.fragment])
+      merged is None or first >= merged[contribution.fragment]
+    )
 
   def merge(
     self, sync: int, fragment: int, payloads: Iterable[tuple[str, messages.Contribution]]
@@ -136,7 +134,7 @@ class Streams:
   def load(self, snapshot: dict[str, Any]) -> None:
     self._holders = dict(snapshot['holders'])
     self._merged = {stream: list(cursors) for stream, cursors in snapshot['merged']}
-    self._moves = {sync: moves for sync, moves in snapshot['moves']}
+    self._moves = dict(snapshot['moves'])
 
   def check(self) -> None:
     """Asserts that nobody holds two, and that cursors are possible."""

@@ -11,8 +11,8 @@ stream is closed and nothing changes. A contribution is judged against what was 
 """
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import published
-from diloco_jax.protocol.syncer import quorum
 
 Reason = messages.Reason
 
@@ -36,7 +36,7 @@ def impossible(message: messages.FromLearner, joined: bool, fragments: int) -> b
 def judge(
   message: messages.Contribution,
   learner: str,
-  gather: quorum.Gather | None,
+  gather: gather_lib.Gather | None,
   fragment: published.Fragment,
   cursor: int,
   max_staleness: int,
@@ -64,9 +64,7 @@ def judge(
   return Reason.DUPLICATE if message.tokens_from < cursor else ''
 
 
-def needs_anchor(
-  message: messages.Contribution, version: int, anchored: int, reason: str
-) -> bool:
+def needs_anchor(message: messages.Contribution, version: int, anchored: int, reason: str) -> bool:
   """Whether a learner whose payload was discarded must be sent the fragment (now at `version`).
 
   A range that starts before what is settled, from an anchor that is not about to be replaced, would

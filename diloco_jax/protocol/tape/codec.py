@@ -13,7 +13,8 @@ import functools
 import json
 import types
 import typing
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 SHOWN = 240  # characters of a value that a message shows
 
@@ -125,8 +126,9 @@ def _read_one_of(by_kind: dict[str, _Decoder], data: Any, path: str) -> Any:
 def _read_fields(cls: type, decoders: dict[str, _Decoder], data: dict, path: str) -> Any:
   given = [name for name in data if name != 'kind']
   if set(given) != decoders.keys():
-    raise TapeError(f'{path} has the fields {", ".join(given) or "-"}, here it has '
-                    f'{", ".join(decoders) or "-"}')
+    raise TapeError(
+      f'{path} has the fields {", ".join(given) or "-"}, here it has {", ".join(decoders) or "-"}'
+    )
   values = {name: read(data[name], f'{path}.{name}') for name, read in decoders.items()}
   try:
     return cls(**values)

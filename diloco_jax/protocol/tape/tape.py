@@ -27,12 +27,13 @@ import dataclasses
 import hashlib
 import json
 import re
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol import events
+from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import codec as tape_codec
@@ -80,7 +81,9 @@ class Start:
     """A new machine. Raises ValueError for a role that is none."""
     match self.role:
       case 'syncer' if self.snapshot is None:
-        return syncer_machine.SyncerMachine(self.config, self.agreement, self.digests, self.payload_bytes)
+        return syncer_machine.SyncerMachine(
+          self.config, self.agreement, self.digests, self.payload_bytes
+        )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
           self.config, self.agreement, self.payload_bytes, self.snapshot
@@ -145,7 +148,10 @@ class Writer:
   """Turns the turns of one machine into the lines of its tape."""
 
   def __init__(
-    self, start: Start, config_digest: str = '', commit: str = 'unknown',
+    self,
+    start: Start,
+    config_digest: str = '',
+    commit: str = 'unknown',
     versions: dict[str, str] | None = None,
   ):
     self._start = start
@@ -159,16 +165,20 @@ class Writer:
   def header(self) -> bytes:
     """The line with which the next segment begins; to be written before any turn."""
     header = Header(
-      schema=SCHEMA, segment=self._segment, previous=self.hash, role=self._start.role,
-      node=self._start.node, start=self._start, config_digest=self._config_digest,
-      commit=self._commit, versions=self._versions,
+      schema=SCHEMA,
+      segment=self._segment,
+      previous=self.hash,
+      role=self._start.role,
+      node=self._start.node,
+      start=self._start,
+      config_digest=self._config_digest,
+      commit=self._commit,
+      versions=self._versions,
     )
     self._segment += 1
     return self._line(header)
 
-  def turn(
-    self, now_ns: int, event: events.Event, actions: Sequence[actions_lib.Action]
-  ) -> bytes:
+  def turn(self, now_ns: int, event: events.Event, actions: Sequence[actions_lib.Action]) -> bytes:
     """The line of the next turn. Raises TapeError for what JSON cannot hold."""
     line = self._line(Record(self.index, now_ns, event, tuple(actions)))
     self.index += 1
@@ -252,8 +262,10 @@ class Reader:
     header = self._header_of(body) if body.startswith(_HEADER) else None
     follows = _chain(header.previous if header else self.hash, body)
     if found != follows:
-      raise TapeError(f'the hash of the line is {found}, what it says and the line before make '
-                      f'{follows}: it was changed, or one before it is missing')
+      raise TapeError(
+        f'the hash of the line is {found}, what it says and the line before make '
+        f'{follows}: it was changed, or one before it is missing'
+      )
     self._continue(header)
     self.hash = found
     return header or self._turn_of(body)
@@ -262,9 +274,11 @@ class Reader:
     data = _parse(body)
     schema, commit = data.get('schema'), data.get('commit')
     if schema != SCHEMA:
-      raise TapeError(f'the schema of the tape is {tape_codec.short(schema)}, this code reads '
-                      f'{SCHEMA}; replay it with the code of its commit '
-                      f'({tape_codec.short(commit)})')
+      raise TapeError(
+        f'the schema of the tape is {tape_codec.short(schema)}, this code reads '
+        f'{SCHEMA}; replay it with the code of its commit '
+        f'({tape_codec.short(commit)})'
+      )
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:
@@ -274,11 +288,15 @@ class Reader:
         raise TapeError('the first line is no header')
       return
     if header.segment != self._segments:
-      raise TapeError(f'segment {header.segment} comes where segment {self._segments} is due: a '
-                      'tape is read from its first segment on, all of them in order')
+      raise TapeError(
+        f'segment {header.segment} comes where segment {self._segments} is due: a '
+        'tape is read from its first segment on, all of them in order'
+      )
     if header.previous != self.hash:
-      raise TapeError(f'segment {header.segment} follows the hash {header.previous}, the segment '
-                      f'before it ends with {self.hash}: lines are missing between them')
+      raise TapeError(
+        f'segment {header.segment} follows the hash {header.previous}, the segment '
+        f'before it ends with {self.hash}: lines are missing between them'
+      )
     if self.header is not None and encode(header.start) != encode(self.header.start):
       raise TapeError(f'segment {header.segment} is of a machine with another start')
     self._segments += 1
@@ -429,8 +447,10 @@ def _answer(answer: Record | Crash | tuple | Exception) -> list[str]:
 
 def _turn_text(turn: Record | Crash) -> str:
   kinds = [type(action).__name__ for action in getattr(turn, 'actions', ())]
-  return (f'turn {turn.index} at {turn.now_ns} ns  {_cut(encode(turn.event))} -> '
-          f'{", ".join(kinds) or "nothing"}')
+  return (
+    f'turn {turn.index} at {turn.now_ns} ns  {_cut(encode(turn.event))} -> '
+    f'{", ".join(kinds) or "nothing"}'
+  )
 
 
 def _first_difference(a: str, b: str) -> int:

@@ -1,10 +1,8 @@
 """Safety: every payload counts once, against the right version, in one order."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import published
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -93,8 +91,10 @@ class NeverBack(invariant.Invariant):
 
 class DeltasFit(invariant.Invariant):
   id = 'I4b'
-  sentence = ('A delta goes to those who hold its base, to all who can take it, and is applied to '
-              'it; who could not take one is sent the newest value once it can.')
+  sentence = (
+    'A delta goes to those who hold its base, to all who can take it, and is applied to '
+    'it; who could not take one is sent the newest value once it can.'
+  )
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
@@ -145,9 +145,11 @@ class DeltasFit(invariant.Invariant):
 
 class Quorum(invariant.Invariant):
   id = 'I5'
-  sentence = ('An outer step has the payloads of at least K different learners, live and joined, '
-              'and begins when everybody has answered or the grace window, as long as the paper '
-              'has it, is over.')
+  sentence = (
+    'An outer step has the payloads of at least K different learners, live and joined, '
+    'and begins when everybody has answered or the grace window, as long as the paper '
+    'has it, is over.'
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -160,7 +162,7 @@ class Quorum(invariant.Invariant):
     if {one.handle for one in merge.participants} != gather.payloads.keys():
       self.fail(merge, gather.payloads)
     silence_ns = self.config.lease_ns + self.config.heartbeat_ns
-    for peer, message in gather.payloads.values():
+    for peer, _message in gather.payloads.values():
       if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
         self.fail(merge, peer)
 
@@ -184,15 +186,17 @@ class Fresh(invariant.Invariant):
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
     version = book.lineage.versions[merge.fragment]
-    for peer, message in book.gathers[merge.sync].payloads.values():
+    for _peer, message in book.gathers[merge.sync].payloads.values():
       if not 0 <= version - message.version <= self.config.max_staleness:
         self.fail(merge, message, f'the newest version is {version}')
 
 
 class InOrder(invariant.Invariant):
   id = 'I15'
-  sentence = ('Payloads are merged, and learners are served, in the order of learner ids, whatever '
-              'order they came in.')
+  sentence = (
+    'Payloads are merged, and learners are served, in the order of learner ids, whatever '
+    'order they came in.'
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -203,7 +207,8 @@ class InOrder(invariant.Invariant):
   @invariant.after(SYNCER, events.MergeDone, events.FragmentRead)
   def published(self, book, now_ns, event, out):
     names = [
-      book.peers[one.session].join.learner for one in out
+      book.peers[one.session].join.learner
+      for one in out
       if type(one) is actions.Send and type(one.message) is messages.Publish
     ]
     if names != sorted(names):

@@ -1,16 +1,17 @@
 """Safety: every batch of the data streams counts once, and nothing is skipped."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, messages
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
 
 class BatchesOnce(invariant.Invariant):
   id = 'I21'
-  sentence = ('No batch of a data stream is merged twice for a fragment, by whichever process; the '
-              'cursors that a syncer writes down are those of the outer steps that succeeded.')
+  sentence = (
+    'No batch of a data stream is merged twice for a fragment, by whichever process; the '
+    'cursors that a syncer writes down are those of the outer steps that succeeded.'
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -31,16 +32,26 @@ class BatchesOnce(invariant.Invariant):
   @invariant.on(SYNCER, 'merging')
   def books(self, book, now_ns, report, event):
     moves = [
-      [sync, [[who.learner, stream, one.fragment, end] for who, (stream, _, end)
-              in zip(one.record.merge.participants, one.record.batches)]]
-      for sync, one in book.gathers.items() if one.record is not None
+      [
+        sync,
+        [
+          [who.learner, stream, one.fragment, end]
+          for who, (stream, _, end) in zip(one.record.merge.participants, one.record.batches)
+        ],
+      ]
+      for sync, one in book.gathers.items()
+      if one.record is not None
     ]
     merge = book.gathers[report.values['sync']].merging
     self._same(book, merge.books['data'], moves)
 
   def _same(self, book, data, moves):
-    said = {(stream, p): cursor for stream, cursors in data['merged']
-            for p, cursor in enumerate(cursors) if cursor}
+    said = {
+      (stream, p): cursor
+      for stream, cursors in data['merged']
+      for p, cursor in enumerate(cursors)
+      if cursor
+    }
     if said != book.lineage.batches:
       self.fail(f'cursors are {said}, they should be {book.lineage.batches}')
     if sorted(data['moves']) != sorted(moves):
@@ -49,8 +60,10 @@ class BatchesOnce(invariant.Invariant):
 
 class LeasesJoin(invariant.Invariant):
   id = 'I21a'
-  sentence = ('A lease of a data stream begins exactly at the committed cursor, or where the same '
-              'process has left off; no two live learners hold one stream.')
+  sentence = (
+    'A lease of a data stream begins exactly at the committed cursor, or where the same '
+    'process has left off; no two live learners hold one stream.'
+  )
 
   @invariant.on(SYNCER, messages.Joined)
   def joined(self, book, now_ns, send, event):
@@ -72,8 +85,10 @@ class LeasesJoin(invariant.Invariant):
 
 class HonestReader(invariant.Invariant):
   id = 'I21b'
-  sentence = ('A learner reads the stream that it was given, batch by batch, and tells exactly '
-              'which batches a contribution covers: one row of one stream.')
+  sentence = (
+    'A learner reads the stream that it was given, batch by batch, and tells exactly '
+    'which batches a contribution covers: one row of one stream.'
+  )
 
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):

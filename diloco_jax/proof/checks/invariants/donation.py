@@ -1,11 +1,9 @@
 """Donations: what a donor gives and a joiner takes, and that nobody waits for it for ever."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import moments_relay
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.checks.model import donation as donation_book
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import donation as donation_book
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import moments_relay
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
@@ -14,9 +12,11 @@ Way = messages.Way
 
 class Donated(invariant.Invariant):
   id = 'I23'
-  sentence = ('Donated moments are of a caught-up peer that had seen the vector clock its joiner '
-              'was given, all of one step boundary; they reach that joiner only, once, and it takes '
-              'them before its first step, if their digest fits and they are at most H steps old.')
+  sentence = (
+    'Donated moments are of a caught-up peer that had seen the vector clock its joiner '
+    'was given, all of one step boundary; they reach that joiner only, once, and it takes '
+    'them before its first step, if their digest fits and they are at most H steps old.'
+  )
 
   def __init__(self, run):
     super().__init__(run)
@@ -65,13 +65,20 @@ class Donated(invariant.Invariant):
     if type(what) is not actions.Send:
       return
     message, promise = what.message, book.promises.get(what.message.transfer)
-    if promise is None or not promise.open or not promise.peer.member or (
-        what.session != promise.peer.session):
+    if (
+      promise is None
+      or not promise.open
+      or not promise.peer.member
+      or (what.session != promise.peer.session)
+    ):
       self.fail(what, promise)
-    if type(event) is not events.Received or (event.message, event.handle) != (
-        message, what.handle) or message.donor != book.peer.join.learner:
+    if (
+      type(event) is not events.Received
+      or (event.message, event.handle) != (message, what.handle)
+      or message.donor != book.peer.join.learner
+    ):
       self.fail(what, event)
-    if not moments_relay.seen(message.step, message.versions, promise.step, promise.versions):
+    if not messages.dominates(message.step, message.versions, promise.step, promise.versions):
       self.fail(what, promise)
 
   @invariant.on(SYNCER, messages.NoDonation)
@@ -94,8 +101,9 @@ class Donated(invariant.Invariant):
     if book.running or reads or not book.training:
       self.fail(book, read, reads)
     asked, versions = self._asked[book.life.number], tuple(one.version for one in book.anchors)
-    if read.transfer != asked.transfer or not moments_relay.seen(
-        book.step, versions, asked.step, asked.versions):
+    if read.transfer != asked.transfer or not messages.dominates(
+      book.step, versions, asked.step, asked.versions
+    ):
       self.fail(book, read, asked, book.step, versions)
     reads.append((read.transfer, book.step, versions))
 
@@ -111,9 +119,12 @@ class Donated(invariant.Invariant):
         self._got.setdefault(book.life.number, {})[what.handle] = message
       return
     true = self._now.get(book.life.number)
-    if type(event) is not events.MomentsRead or message.donor != book.learner or (
-        true != (message.transfer, message.step, message.versions)) or (
-          message.digest != event.digest):
+    if (
+      type(event) is not events.MomentsRead
+      or message.donor != book.learner
+      or (true != (message.transfer, message.step, message.versions))
+      or (message.digest != event.digest)
+    ):
       self.fail(book, message, true)
 
   # --- Joiner -------------------------------------------------------------------------------------
@@ -144,15 +155,19 @@ class Donated(invariant.Invariant):
     if not book.awaits or type(event) is events.MomentsTaken:
       return True
     late = book.deadline_ns is not None and now_ns >= book.deadline_ns
-    return late or any(book.step - message.step > self.config.period
-                       for message in self._got.get(book.life.number, {}).values())
+    return late or any(
+      book.step - message.step > self.config.period
+      for message in self._got.get(book.life.number, {}).values()
+    )
 
 
 class DonationEnds(invariant.Invariant):
   id = 'L10'
-  sentence = ('Who waits for moments is served as soon as somebody can, is told at once when '
-              'nobody will, and trains with its own when its time is over: no donor that dies and '
-              'no silence holds it up.')
+  sentence = (
+    'Who waits for moments is served as soon as somebody can, is told at once when '
+    'nobody will, and trains with its own when its time is over: no donor that dies and '
+    'no silence holds it up.'
+  )
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
@@ -170,14 +185,20 @@ class DonationEnds(invariant.Invariant):
     if donor is not None and donor.member:
       return
     busy = donation_book.giving(book)
-    hopes = [peer for peer in book.members.values() if peer is not promise.peer
-             and peer.caught_up and peer.join.learner not in promise.refused]
+    hopes = [
+      peer
+      for peer in book.members.values()
+      if peer is not promise.peer and peer.caught_up and peer.join.learner not in promise.refused
+    ]
     if not hopes:
       self.fail(number, promise, 'nobody can give')
     for peer in () if promise.peer.due else hopes:
       holder = book.lineage.holders[peer.join.learner]
-      if peer.session not in busy and len(busy) < moments_relay.UNDER_WAY and (
-          holder.step >= promise.step):
+      if (
+        peer.session not in busy
+        and len(busy) < moments_relay.UNDER_WAY
+        and (holder.step >= promise.step)
+      ):
         self.fail(number, promise, f'{peer} could give')
 
   @invariant.after(LEARNER, EVERY)

@@ -1,17 +1,18 @@
 """Safety: what was said is never lost, whenever the syncer ends and whatever its disk does."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
-from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import lineage as lineage_book
+from diloco_jax.protocol import actions, messages
 
 SYNCER = invariant.SYNCER
 
 
 class SnapshotIsACut(invariant.Invariant):
   id = 'I16'
-  sentence = ("A syncer's snapshot is of one moment, between two outer steps: versions, ids and "
-              'ledger tell of the same ones.')
+  sentence = (
+    "A syncer's snapshot is of one moment, between two outer steps: versions, ids and "
+    'ledger tell of the same ones.'
+  )
 
   @invariant.on(SYNCER, actions.Save)
   def save(self, book, now_ns, save, event):
@@ -44,8 +45,10 @@ class SnapshotIsACut(invariant.Invariant):
 
 class NothingSpokenIsLost(invariant.Invariant):
   id = 'I2'
-  sentence = ('No version that a learner was ever sent, or that a peer heard of, is lost by any '
-              'restart, unless an operator repaired a damaged log.')
+  sentence = (
+    'No version that a learner was ever sent, or that a peer heard of, is lost by any '
+    'restart, unless an operator repaired a damaged log.'
+  )
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
@@ -75,11 +78,14 @@ class NothingSpokenIsLost(invariant.Invariant):
 
 class DurableFirst(invariant.Invariant):
   id = 'I8'
-  sentence = ('Whatever is said of an outer step (merged, discarded, cancelled, published) has its '
-              'record durable at the moment it is sent.')
+  sentence = (
+    'Whatever is said of an outer step (merged, discarded, cancelled, published) has its '
+    'record durable at the moment it is sent.'
+  )
 
-  @invariant.on(SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish,
-                'cancelled')
+  @invariant.on(
+    SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, 'cancelled'
+  )
   def said(self, book, now_ns, what, event):
     durable, told = self.run.durable, self.run.told
     if durable is not None and durable < told:
@@ -88,8 +94,10 @@ class DurableFirst(invariant.Invariant):
 
 class FinishIsKnown(invariant.Invariant):
   id = 'I8b'
-  sentence = ('Finish is sent only once a syncer that begins from what is on the disk knows that '
-              'the run is over.')
+  sentence = (
+    'Finish is sent only once a syncer that begins from what is on the disk knows that '
+    'the run is over.'
+  )
 
   @invariant.on(SYNCER, messages.Finish)
   def finish(self, book, now_ns, send, event):
@@ -107,8 +115,10 @@ class FinishIsKnown(invariant.Invariant):
 
 class RecoveredState(invariant.Invariant):
   id = 'I10'
-  sentence = ('What a syncer goes on from is the state at the last durable record, or at one '
-              'record more if that reached the disk whole.')
+  sentence = (
+    'What a syncer goes on from is the state at the last durable record, or at one '
+    'record more if that reached the disk whole.'
+  )
 
   def born(self, error):
     """A syncer goes on from what it should not."""
@@ -118,8 +128,9 @@ class RecoveredState(invariant.Invariant):
     if note.kind == 'not recovered':
       self.fail(note.text)
     if note.kind == 'recovered' and note.number != len(self.run.records):
-      self.fail(f'the log ends with record {note.number}, the state is that behind '
-                f'{len(self.run.records)}')
+      self.fail(
+        f'the log ends with record {note.number}, the state is that behind {len(self.run.records)}'
+      )
 
 
 class CompactionKeeps(invariant.Invariant):

@@ -1,20 +1,20 @@
 """Safety: who holds a learner id, and what is said to whom."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.checks.model import syncer as syncer_book
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.protocol import actions, events, messages
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
 
 class Incarnations(invariant.Invariant):
   id = 'I12'
-  sentence = ('The incarnations of a learner id are 1, 2, 3, ..., one process each; what is merged '
-              'carries the incarnation that holds the id, and who was replaced never comes back.')
+  sentence = (
+    'The incarnations of a learner id are 1, 2, 3, ..., one process each; what is merged '
+    'carries the incarnation that holds the id, and who was replaced never comes back.'
+  )
 
   @invariant.on(SYNCER, messages.Confirm)
   def confirm(self, book, now_ns, event, out):
@@ -36,7 +36,9 @@ class Incarnations(invariant.Invariant):
     peer = book.peers[send.session]
     holder = book.lineage.holders[peer.join.learner]
     if not peer.member or (holder.nonce, holder.incarnation) != (
-        peer.join.nonce, send.message.incarnation):
+      peer.join.nonce,
+      send.message.incarnation,
+    ):
       self.fail(send, peer, holder)
 
   @invariant.on(SYNCER, actions.Merge)
@@ -52,7 +54,8 @@ class Incarnations(invariant.Invariant):
 def _stays(peer: syncer_book.Peer, out: Sequence[actions.Action]) -> bool:
   """Whether this stream is open, and not closed in this turn."""
   return peer.open and not any(
-    type(one) is actions.Close and one.session == peer.session for one in out)
+    type(one) is actions.Close and one.session == peer.session for one in out
+  )
 
 
 class HolderStays(invariant.Invariant):
@@ -111,8 +114,11 @@ class RefusedWithReason(invariant.Invariant):
       case 'FENCED':
         true = holder is not None and peer.join.nonce in holder.replaced
       case 'QUARANTINED':
-        true = holder is not None and peer.join.nonce == holder.nonce and (
-          0 < self.config.strikes <= holder.worst)
+        true = (
+          holder is not None
+          and peer.join.nonce == holder.nonce
+          and (0 < self.config.strikes <= holder.worst)
+        )
       case 'ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':
@@ -136,8 +142,10 @@ class RefusedWithReason(invariant.Invariant):
 
 class JoinerCatchesUp(invariant.Invariant):
   id = 'I17'
-  sentence = ('A joiner trains and contributes only on published values: whatever it does not hold '
-              'as published is due to it, and is adopted first.')
+  sentence = (
+    'A joiner trains and contributes only on published values: whatever it does not hold '
+    'as published is due to it, and is adopted first.'
+  )
 
   @invariant.on(SYNCER, messages.Joined)
   def joined(self, book, now_ns, send, event):
@@ -165,8 +173,10 @@ class JoinerCatchesUp(invariant.Invariant):
 
 class OnlyMembers(invariant.Invariant):
   id = 'I19'
-  sentence = ('Nothing about the run is said to a peer that has not joined, and nothing at all on '
-              'a stream that is closed.')
+  sentence = (
+    'Nothing about the run is said to a peer that has not joined, and nothing at all on '
+    'a stream that is closed.'
+  )
 
   @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
   def member(self, book, now_ns, send, event):
@@ -180,8 +190,9 @@ class OnlyMembers(invariant.Invariant):
     if peer is None or not peer.open:
       self.fail(send, peer)
 
-  @invariant.on(LEARNER, messages.Progress, messages.Contribution, messages.Decline,
-                messages.Adopted)
+  @invariant.on(
+    LEARNER, messages.Progress, messages.Contribution, messages.Decline, messages.Adopted
+  )
   def learner(self, book, now_ns, send, event):
     if not book.joined or send.session != book.session:
       self.fail(book, send)

@@ -4,7 +4,8 @@ It is shown every record before the books (sim/books) take it, and every turn af
 can compare what a machine does with what is true. It never asks a machine.
 """
 
-from typing import Any, Callable, Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import run as run_book
@@ -37,6 +38,7 @@ def _mark(name: str, role: str, kinds: Iterable[Any]) -> Callable:
   def decorate(method: Callable) -> Callable:
     setattr(method, name, [(role, kind) for kind in kinds])
     return method
+
   return decorate
 
 

@@ -1,19 +1,19 @@
 """Liveness: no step waits, nobody is waited for, and once all is healed the run gets on."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
+from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
-from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, events, messages
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
 
 class NoStepWaits(invariant.Invariant):
   id = 'L1'
-  sentence = ('A learner takes every step that it wants, in every phase, faults included: one runs '
-              'whenever the settings allow it, and none when they do not.')
+  sentence = (
+    'A learner takes every step that it wants, in every phase, faults included: one runs '
+    'whenever the settings allow it, and none when they do not.'
+  )
 
   @invariant.on(LEARNER, actions.Step)
   def step(self, book, now_ns, step, event):
@@ -28,8 +28,10 @@ class NoStepWaits(invariant.Invariant):
 
 class NobodyIsWaitedFor(invariant.Invariant):
   id = 'L2a'
-  sentence = ('An open sync is decided once everybody has answered or its grace window is over, '
-              'and never cancelled before.')
+  sentence = (
+    'An open sync is decided once everybody has answered or its grace window is over, '
+    'and never cancelled before.'
+  )
 
   @invariant.after(SYNCER, EVERY)
   def turn(self, book, now_ns, event, out):
@@ -56,15 +58,20 @@ class NobodyIsWaitedFor(invariant.Invariant):
     gather = book.gathers.get(report.values['sync'])
     if gather is None:
       return  # its outer step was refused
-    if gather.waiting or len(gather.payloads) >= self.config.quorum or (
-        not self._hopeless(book, gather)):
+    if (
+      gather.waiting
+      or len(gather.payloads) >= self.config.quorum
+      or (not self._hopeless(book, gather))
+    ):
       self.fail(report.values, gather)
 
 
 class EveryPullIsAnswered(invariant.Invariant):
   id = 'L4a'
-  sentence = ('At a step boundary every pull is answered, unless the fragment is due or nothing '
-              'was trained on it yet.')
+  sentence = (
+    'At a step boundary every pull is answered, unless the fragment is due or nothing '
+    'was trained on it yet.'
+  )
 
   @invariant.after(LEARNER, EVERY)
   def turn(self, book, now_ns, event, out):
@@ -136,15 +143,23 @@ class Joins(invariant.Invariant):
 
   def died(self, now_ns, book, killed):
     born_ns, _ = self._alive.pop(book.life.number)
-    if not killed and not book.ending and not book.ever_joined and book.refused is not None and (
-        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED') and self._alone(now_ns, born_ns, book)):
+    if (
+      not killed
+      and not book.ending
+      and not book.ever_joined
+      and book.refused is not None
+      and (
+        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED') and self._alone(now_ns, born_ns, book)
+      )
+    ):
       self.fail(book, book.refused)
     self._died_ns[book.learner] = now_ns
 
   def _alone(self, now_ns, born_ns, book) -> bool:
     """Whether it has long been the only one of its id."""
     if self._healed_ns is None or any(
-        other is not book and other.learner == book.learner for _, other in self._alive.values()):
+      other is not book and other.learner == book.learner for _, other in self._alive.values()
+    ):
       return False
     since_ns = max(born_ns, self._healed_ns, self._died_ns.get(book.learner, 0))
     return now_ns - since_ns > self.LEASES * self.config.lease_ns
@@ -163,8 +178,10 @@ class Joins(invariant.Invariant):
 
 class Contributes(invariant.Invariant):
   id = 'L5'
-  sentence = ('A joiner becomes a contributor: what is due to it is sent, and once it has caught '
-              'up every sync that opens, and every one that is open, asks it for its share.')
+  sentence = (
+    'A joiner becomes a contributor: what is due to it is sent, and once it has caught '
+    'up every sync that opens, and every one that is open, asks it for its share.'
+  )
 
   def __init__(self, run):
     super().__init__(run)
@@ -218,8 +235,10 @@ class Contributes(invariant.Invariant):
 
 class NoFragmentStarves(invariant.Invariant):
   id = 'L6'
-  sentence = ('Every fragment has its turn: each of its due syncs became a version, was cancelled, '
-              'was left out with all others of its period, or ended with its syncer.')
+  sentence = (
+    'Every fragment has its turn: each of its due syncs became a version, was cancelled, '
+    'was left out with all others of its period, or ended with its syncer.'
+  )
 
   def finished(self, now_ns):
     syncer = self.run.syncer

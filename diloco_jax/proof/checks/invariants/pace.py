@@ -1,16 +1,17 @@
 """Safety: when syncs open, and how a run ends."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, messages
 
 EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 
 
 class Pace(invariant.Invariant):
   id = 'P1'
-  sentence = ('Sync t opens once K live learners have reached step t, in the order of the '
-              'schedule; no two of one fragment are in flight.')
+  sentence = (
+    'Sync t opens once K live learners have reached step t, in the order of the '
+    'schedule; no two of one fragment are in flight.'
+  )
 
   def __init__(self, run):
     super().__init__(run)

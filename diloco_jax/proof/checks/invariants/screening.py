@@ -1,18 +1,18 @@
 """Safety: no learner's bad update reaches the model, nor costs the others theirs."""
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import lineage as lineage_book
+from diloco_jax.protocol import actions, events, messages
 
 SYNCER = invariant.SYNCER
 
 
 class Screened(invariant.Invariant):
   id = 'I9b'
-  sentence = ('Each payload is judged by itself: what is not finite, or too long for what was '
-              'merged of its fragment before, is left out of the outer step, and nothing else.')
+  sentence = (
+    'Each payload is judged by itself: what is not finite, or too long for what was '
+    'merged of its fragment before, is left out of the outer step, and nothing else.'
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -36,16 +36,20 @@ class Screened(invariant.Invariant):
     if len(done.norms) != len(participants):
       self.fail(done, participants)
     true = tuple(
-      one.learner for one, norm in zip(participants, done.norms)
-      if norm < 0 or (one.limit is not None and norm > one.limit))
+      one.learner
+      for one, norm in zip(participants, done.norms)
+      if norm < 0 or (one.limit is not None and norm > one.limit)
+    )
     if done.refused != true or (len(true) == len(participants) and not done.failed):
       self.fail(done, f'refused should be {true}')
 
 
 class Quarantine(invariant.Invariant):
   id = 'I9c'
-  sentence = ('Who sends as many bad updates in a row as the settings say is put into quarantine '
-              'at once, and that process takes part no more.')
+  sentence = (
+    'Who sends as many bad updates in a row as the settings say is put into quarantine '
+    'at once, and that process takes part no more.'
+  )
 
   def _out(self, book, peer):
     worst = book.lineage.holders[peer.join.learner].worst

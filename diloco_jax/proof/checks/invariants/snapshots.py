@@ -2,11 +2,9 @@
 
 import dataclasses
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.checks.model import syncer as syncer_book
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.protocol import actions, events, messages
 
 SYNCER, LEARNER, EVERY = invariant.SYNCER, invariant.LEARNER, invariant.EVERY
 
@@ -70,9 +68,11 @@ class _Snapshots(invariant.Invariant):
 
 class ManifestIsTrue(_Snapshots):
   id = 'I16b'
-  sentence = ('A manifest names the part that the syncer saved for it and that of each learner '
-              'that told so on the stream on which it was asked; everybody else who was asked is '
-              'missing for a reason; and one snapshot is taken at a time.')
+  sentence = (
+    'A manifest names the part that the syncer saved for it and that of each learner '
+    'that told so on the stream on which it was asked; everybody else who was asked is '
+    'missing for a reason; and one snapshot is taken at a time.'
+  )
 
   @invariant.on(SYNCER, actions.SavePart)
   def begins(self, book, now_ns, save, event):
@@ -94,8 +94,11 @@ class ManifestIsTrue(_Snapshots):
       self.fail(write, f'asked were {sorted(taking.asked)}')
     for part in write.parts:
       told, peer = taking.told.get(part.learner), taking.asked[part.learner]
-      if told is None or told.error or (told.step, told.seal, peer.incarnation) != (
-          part.step, part.seal, part.incarnation):
+      if (
+        told is None
+        or told.error
+        or (told.step, told.seal, peer.incarnation) != (part.step, part.seal, part.incarnation)
+      ):
         self.fail(part, f'the learner told {told}')
     for learner, why in missing.items():
       told = taking.told.get(learner)
@@ -115,8 +118,10 @@ class _LearnersPart:
 
 class PartsAreACut(invariant.Invariant):
   id = 'I16c'
-  sentence = ('A part of a learner is of a step boundary after it heard the mark on its stream, '
-              "and knows of every token that the syncer's part has heard of.")
+  sentence = (
+    'A part of a learner is of a step boundary after it heard the mark on its stream, '
+    "and knows of every token that the syncer's part has heard of."
+  )
 
   def __init__(self, run):
     super().__init__(run)
@@ -140,7 +145,8 @@ class PartsAreACut(invariant.Invariant):
     if book.running:
       self.fail(book, save.snapshot, 'a step is running')
     self.saving[book.nonce] = _LearnersPart(
-      save.snapshot, book.learner, book.incarnation, book.told_tokens)
+      save.snapshot, book.learner, book.incarnation, book.told_tokens
+    )
 
   @invariant.on(LEARNER, events.PartSaved)
   def saved(self, book, now_ns, event, out):
@@ -151,7 +157,8 @@ class PartsAreACut(invariant.Invariant):
   @invariant.on(SYNCER, actions.SavePart)
   def begins(self, book, now_ns, save, event):
     self.trained[book.life.number, save.snapshot] = {
-      (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']}
+      (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']
+    }
 
   @invariant.on(SYNCER, actions.WriteManifest)
   def written(self, book, now_ns, write, event):
@@ -159,7 +166,10 @@ class PartsAreACut(invariant.Invariant):
     for one in write.parts:
       part = self.sealed.get(one.seal)
       if part is None or (part.snapshot, part.learner, part.incarnation) != (
-          write.snapshot, one.learner, one.incarnation):
+        write.snapshot,
+        one.learner,
+        one.incarnation,
+      ):
         self.fail(one, f'saved was {part}')
       heard = trained.get((one.learner, one.incarnation), 0)
       if part.tokens < heard:
@@ -168,8 +178,10 @@ class PartsAreACut(invariant.Invariant):
 
 class SnapshotsEnd(_Snapshots):
   id = 'L9'
-  sentence = ("A snapshot that was begun ends: once the syncer's part is saved it waits for nobody "
-              'who has answered or is gone, and for nobody longer than snapshot_wait_ns.')
+  sentence = (
+    "A snapshot that was begun ends: once the syncer's part is saved it waits for nobody "
+    'who has answered or is gone, and for nobody longer than snapshot_wait_ns.'
+  )
 
   @invariant.on(SYNCER, actions.WriteManifest)
   def written(self, book, now_ns, write, event):
@@ -182,7 +194,10 @@ class SnapshotsEnd(_Snapshots):
     taking = self.of(book)
     if taking is None or taking.own is None or book.exiting:
       return
-    waits = [one for one in taking.asked
-             if one not in taking.told and not self.excused(taking, one, now_ns)]
+    waits = [
+      one
+      for one in taking.asked
+      if one not in taking.told and not self.excused(taking, one, now_ns)
+    ]
     if not waits:
       self.fail(f'snapshot {taking.number} waits, answered have {sorted(taking.told)}')

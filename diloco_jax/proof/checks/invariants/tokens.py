@@ -2,11 +2,9 @@
 
 import collections
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import published
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol.syncer import published
 
 Reason = messages.Reason
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
@@ -20,8 +18,14 @@ class HonestLearner(invariant.Invariant):
   def contribute(self, book, now_ns, send, event):
     said, snapshot = send.message, book.handles[send.handle]
     true = (snapshot.sync, snapshot.fragment, snapshot.version, snapshot.steps, *snapshot.told)
-    if true != (said.sync, said.fragment, said.version, said.steps, said.tokens_from,
-                said.tokens_to):
+    if true != (
+      said.sync,
+      said.fragment,
+      said.version,
+      said.steps,
+      said.tokens_from,
+      said.tokens_to,
+    ):
       self.fail(book, said, snapshot)
 
   @invariant.on(LEARNER, messages.Progress)
@@ -74,8 +78,10 @@ class HonestDigests(invariant.Invariant):
 
 class TokensConserved(invariant.Invariant):
   id = 'I7'
-  sentence = ('Every fragment-token is merged, discarded with its reason or unsettled: the '
-              "syncer's ledger is what the learners' own counts and its verdicts add up to.")
+  sentence = (
+    'Every fragment-token is merged, discarded with its reason or unsettled: the '
+    "syncer's ledger is what the learners' own counts and its verdicts add up to."
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -110,8 +116,13 @@ class TokensConserved(invariant.Invariant):
   @invariant.on(SYNCER, 'ledger')
   def counts(self, book, now_ns, report, event):
     values, lineage = report.values, book.lineage
-    true = (sum(lineage.versions), sum(lineage.cancelled), lineage.repaired,
-            lineage.skipped * self.config.fragments, lineage.opened)
+    true = (
+      sum(lineage.versions),
+      sum(lineage.cancelled),
+      lineage.repaired,
+      lineage.skipped * self.config.fragments,
+      lineage.opened,
+    )
     said = tuple(values[name] for name in ('synced', 'cancelled', 'repaired', 'skipped', 'sync'))
     if said != true:
       self.fail(f'synced, cancelled, repaired, skipped, sync are {said}, they should be {true}')
@@ -173,8 +184,7 @@ class Verdicts(invariant.Invariant):
   def _nonces(self, ended, done, refused):
     """The processes whose payloads were refused in an outer step, or were not."""
     return {
-      peer.join.nonce for peer, _ in ended.merged
-      if (peer.join.learner in done.refused) == refused
+      peer.join.nonce for peer, _ in ended.merged if (peer.join.learner in done.refused) == refused
     }
 
   def _discarded(self, book, send, event):
@@ -193,7 +203,8 @@ class Verdicts(invariant.Invariant):
       case Reason.DUPLICATE:
         merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data stream
         true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
-          message.cursor - message.steps < merged)
+          message.cursor - message.steps < merged
+        )
       case Reason.BAD_VALUE:
         true = message.payload.size_bytes != book.life.start.payload_bytes[said.fragment]
       case _:
@@ -220,19 +231,24 @@ class Verdicts(invariant.Invariant):
     if settled or any(other is peer for other, _ in held):
       return  # said twice
     for action in out:
-      if type(action) is actions.Send and action.session == peer.session and (
-          type(action.message) is messages.Settled and action.message.sync == message.sync):
+      if (
+        type(action) is actions.Send
+        and action.session == peer.session
+        and (type(action.message) is messages.Settled and action.message.sync == message.sync)
+      ):
         return
     self.fail(event, 'nothing was answered')
 
   @invariant.after(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):
     told = {
-      (one.session, one.message.merged) for one in out
-      if type(one) is actions.Send and type(one.message) is messages.Settled
+      (one.session, one.message.merged)
+      for one in out
+      if type(one) is actions.Send
+      and type(one.message) is messages.Settled
       and one.message.sync == done.sync
     }
-    for peer, message in book.ended.merged:
+    for peer, _message in book.ended.merged:
       merged = not done.failed and peer.join.learner not in done.refused
       if peer.member and (peer.session, merged) not in told:
         self.fail(done, f'{peer.join.learner} was not told')
@@ -247,8 +263,11 @@ class Finite(invariant.Invariant):
     """A snapshot that was refused is declined, on the stream that asked for it."""
     if event.handle is None and book.joined and book.last_encoded.session == book.session:
       for action in out:
-        if type(action) is actions.Send and type(action.message) is messages.Decline and (
-            action.message.reason == Reason.BAD_VALUE):
+        if (
+          type(action) is actions.Send
+          and type(action.message) is messages.Decline
+          and (action.message.reason == Reason.BAD_VALUE)
+        ):
           return
       self.fail(book, event, 'it was not declined')
 
@@ -266,15 +285,21 @@ class Finite(invariant.Invariant):
 
   @invariant.after(SYNCER, events.MergeDone)
   def failed(self, book, now_ns, done, out):
-    if done.failed and done.fragment not in book.reads and not book.exiting and any(
-        peer.member for peer, _ in book.ended.merged):
+    if (
+      done.failed
+      and done.fragment not in book.reads
+      and not book.exiting
+      and any(peer.member for peer, _ in book.ended.merged)
+    ):
       self.fail(done, 'no fresh anchor is read for its participants')
 
 
 class Bounded(invariant.Invariant):
   id = 'I11'
-  sentence = ('Memory is bounded: a syncer keeps one payload of a learner for each open sync, a '
-              'learner a few versions that it has not adopted yet; at the end nothing is kept.')
+  sentence = (
+    'Memory is bounded: a syncer keeps one payload of a learner for each open sync, a '
+    'learner a few versions that it has not adopted yet; at the end nothing is kept.'
+  )
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
@@ -292,8 +317,9 @@ class Bounded(invariant.Invariant):
   @invariant.after(SYNCER, messages.Contribution)
   def contribution(self, book, now_ns, event, out):
     gather = book.pending.get(event.handle)
-    if gather is not None and len(gather.payloads) > len({
-        peer.join.learner for peer, _ in gather.payloads.values()}):
+    if gather is not None and len(gather.payloads) > len(
+      {peer.join.learner for peer, _ in gather.payloads.values()}
+    ):
       self.fail(gather)
 
   @invariant.after(LEARNER, EVERY)

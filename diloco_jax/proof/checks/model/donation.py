@@ -5,11 +5,10 @@ Extends the books of the syncer (`SyncerBook.promises`, `Peer.awaits`) and of th
 """
 
 import dataclasses
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import actions, events, messages
 
 Way = messages.Way
 
@@ -30,8 +29,11 @@ class Promise:
 
 def giving(book) -> set[int]:
   """Sessions of the donors that were asked and have neither answered nor gone."""
-  return {session for session, _ in book.asked.items() if session in book.peers
-          and book.peers[session].member}
+  return {
+    session
+    for session, _ in book.asked.items()
+    if session in book.peers and book.peers[session].member
+  }
 
 
 # --- The syncer -----------------------------------------------------------------------------------
@@ -43,7 +45,8 @@ def promises(book, now_ns: int, send: actions.Send, event: Any) -> None:
   peer.awaits = message.donation
   if message.donation:
     book.promises[message.donation] = Promise(
-      peer, message.step, tuple(book.lineage.versions), now_ns)
+      peer, message.step, tuple(book.lineage.versions), now_ns
+    )
     book.waiting.add(message.donation)
 
 
@@ -80,7 +83,9 @@ def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
 
 SYNCER_EVENTS: dict[type, Callable] = {messages.Recovered: recovered}
 SYNCER_ACTIONS: dict[Any, Callable] = {
-  messages.Joined: promises, messages.Donate: asks, messages.Donation: answer,
+  messages.Joined: promises,
+  messages.Donate: asks,
+  messages.Donation: answer,
   messages.NoDonation: answer,
 }
 
@@ -126,7 +131,10 @@ def decides(book, now_ns: int, report: actions.Report, event: Any) -> None:
 
 
 LEARNER_EVENTS: dict[type, Callable] = {
-  messages.Joined: welcomed, events.Disconnected: hung_up, events.MomentsTaken: taken,
-  messages.Donation: heard, messages.NoDonation: heard,
+  messages.Joined: welcomed,
+  events.Disconnected: hung_up,
+  events.MomentsTaken: taken,
+  messages.Donation: heard,
+  messages.NoDonation: heard,
 }
 LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, 'moments': decides}

@@ -2,14 +2,13 @@
 
 import collections
 import dataclasses
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.proof.checks import observers
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import schedule as schedule_lib
 
 Range = tuple[int, int]
 Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
@@ -46,8 +45,9 @@ class LearnerBook:
   """One learner's process. Counts are of the whole process; `base_*` is where its incarnation
   began (a syncer that went back may give a process a second one)."""
 
-  def __init__(self, config: config_lib.ProtocolConfig, schedule: schedule_lib.Schedule,
-               life: observers.Life):
+  def __init__(
+    self, config: config_lib.ProtocolConfig, schedule: schedule_lib.Schedule, life: observers.Life
+  ):
     digests = life.start.digests if life.start.snapshot is None else None
     self.life, self.config, self.schedule = life, config, schedule
     self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
@@ -228,10 +228,18 @@ class LearnerBook:
     p, anchor = encode.fragment, self.anchors[encode.fragment]
     anchor.contributed = encode.sync
     self.pulls.pop(p, None)
-    self.encoding.append(Snapshot(
-      encode.sync, p, anchor.version, self.session, self.trained_on(anchor),
-      (anchor.tokens, self.tokens), (self.told(anchor), self.told_tokens),
-      self.last_reads(self.steps - anchor.steps)))
+    self.encoding.append(
+      Snapshot(
+        encode.sync,
+        p,
+        anchor.version,
+        self.session,
+        self.trained_on(anchor),
+        (anchor.tokens, self.tokens),
+        (self.told(anchor), self.told_tokens),
+        self.last_reads(self.steps - anchor.steps),
+      )
+    )
 
   def declines(self, now_ns: int, send: actions.Send, event: Any) -> None:
     if self.pulls.get(send.message.fragment) == send.message.sync:
@@ -240,8 +248,7 @@ class LearnerBook:
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
     publish, p = self.handles.pop(adopt.handle), adopt.fragment
     ended = max(self.anchors[p].ended, publish.sync)
-    self.anchors[p] = Anchor(
-      publish.version, publish.digest, self.tokens, self.steps, ended=ended)
+    self.anchors[p] = Anchor(publish.version, publish.digest, self.tokens, self.steps, ended=ended)
     self.adopting.append(self.anchors[p])
     self._set_limit()
     if p in self.pulls and self.pulls[p] <= publish.sync:

@@ -11,10 +11,10 @@ be sent an older one.
 
 import copy
 import dataclasses
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import actions, messages
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -66,8 +66,7 @@ class Account:
       self.move(p, self.trained, reason)
 
   def copy(self) -> 'Account':
-    return dataclasses.replace(
-      self, cursors=list(self.cursors), discarded=dict(self.discarded))
+    return dataclasses.replace(self, cursors=list(self.cursors), discarded=dict(self.discarded))
 
 
 @dataclasses.dataclass(slots=True)
@@ -111,10 +110,14 @@ class Lineage:
   def copy(self) -> 'Lineage':
     lists = ('versions', 'digests', 'last_sync', 'cancelled', 'abandoned')
     return dataclasses.replace(
-      self, **{name: list(getattr(self, name)) for name in lists},
+      self,
+      **{name: list(getattr(self, name)) for name in lists},
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
-      merged_upto=dict(self.merged_upto), norms=dict(self.norms), batches=dict(self.batches))
+      merged_upto=dict(self.merged_upto),
+      norms=dict(self.norms),
+      batches=dict(self.batches),
+    )
 
   def committed(self, stream: int) -> int:
     """The first batch that no merge has covered for any fragment."""
@@ -148,8 +151,11 @@ class Lineage:
     for (learner, incarnation), account in self.accounts.items():
       number, tokens, merged, discarded = rows.get(learner, (0, 0, 0, 0))
       rows[learner] = (
-        max(number, incarnation), tokens + account.trained, merged + account.merged,
-        discarded + sum(account.discarded.values()))
+        max(number, incarnation),
+        tokens + account.trained,
+        merged + account.merged,
+        discarded + sum(account.discarded.values()),
+      )
     return rows
 
 
@@ -233,13 +239,18 @@ def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
   said = {name: snapshot[name] for name in true}
   said['members'] = {
     row['learner']: (
-      row['nonce'], row['incarnation'], row['left'], row['step'], tuple(row['replaced']),
-      row['strikes'], row['worst'])
+      row['nonce'],
+      row['incarnation'],
+      row['left'],
+      row['step'],
+      tuple(row['replaced']),
+      row['strikes'],
+      row['worst'],
+    )
     for row in snapshot['members']
   }
   true['members'] = {
-    name: (
-      one.nonce, one.incarnation, one.left, one.step, one.replaced, one.strikes, one.worst)
+    name: (one.nonce, one.incarnation, one.left, one.step, one.replaced, one.strikes, one.worst)
     for name, one in lineage.holders.items()
   }
   said['ledger'] = {

@@ -4,16 +4,17 @@ Books are updated after the checkers (proof/checks/checkers.py) have seen a reco
 both sides of it.
 """
 
-from typing import Any, Sequence
+from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import recovery
 
 Book = learner_book.LearnerBook | syncer_book.SyncerBook
 
@@ -92,7 +93,7 @@ class Run:
       version = lineage.versions[p]
       for lost in range(version + 1, len(history)):
         self.lost.add((p, lost, history[lost]))
-      self.history[p] = history[:version + 1] or [lineage.digests[p]]
+      self.history[p] = history[: version + 1] or [lineage.digests[p]]
       if len(self.history[p]) <= version:
         self.publish(p, lineage.digests[p])  # it is durable, but nobody had been told
     for holder in lineage.holders.values():
@@ -133,8 +134,10 @@ class Run:
     """Whether a snapshot has heard of all whose work was under way at a record."""
     members = {row['learner'] for row in snapshot['members']}
     return all(
-      one.learner in members for under_way in record.under_way
-      for one in under_way.merge.participants)
+      one.learner in members
+      for under_way in record.under_way
+      for one in under_way.merge.participants
+    )
 
   def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
     """What is true behind a record: that of a syncer that decided nothing more."""
@@ -189,8 +192,9 @@ class Run:
 
   def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
     zeros = [0] * self.config.fragments
-    return lineage_book.Lineage(list(zeros), list(digests), list(zeros), list(zeros), list(zeros),
-                   self.schedule.next(0))
+    return lineage_book.Lineage(
+      list(zeros), list(digests), list(zeros), list(zeros), list(zeros), self.schedule.next(0)
+    )
 
 
 def _struck(
@@ -199,8 +203,10 @@ def _struck(
   """Who was refused in an outer step of which only a snapshot tells: those with more strikes."""
   strikes = {row['learner']: row['strikes'] for row in snapshot['members']}
   return tuple(
-    one.learner for one in record.merge.participants
-    if strikes[one.learner] > before.holders[one.learner].strikes)
+    one.learner
+    for one in record.merge.participants
+    if strikes[one.learner] > before.holders[one.learner].strikes
+  )
 
 
 def _believe(

@@ -2,16 +2,15 @@
 
 import collections
 import dataclasses
-from typing import Any, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
-from diloco_jax.protocol.syncer import grace
-from diloco_jax.protocol import messages
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import grace
 
 Reason = messages.Reason
 Range = tuple[int, int]
@@ -33,7 +32,8 @@ class Peer:
   awaits: int = 0  # the donation that was promised to it, until it tells that it is done
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
   on_way: dict[int, list[int]] = dataclasses.field(
-    default_factory=lambda: collections.defaultdict(list))  # fragment: versions not adopted yet
+    default_factory=lambda: collections.defaultdict(list)
+  )  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # where its process was in the data when it confirmed
   lease: Range | None = None  # where it was told to read
@@ -90,8 +90,9 @@ class Window:
     self._quorum_ns.add(waited_ns)
     if not self._sync_ns.samples:
       return 0
-    fastest_ns = min((self._steps_ns[one].value for one in nonces if one in self._steps_ns),
-                     default=0)
+    fastest_ns = min(
+      (self._steps_ns[one].value for one in nonces if one in self._steps_ns), default=0
+    )
     needed_ns = self._quorum_ns.value + self._sync_ns.value
     slack_ns = max(0, self._config.overlap * fastest_ns - needed_ns)
     return slack_ns * self._config.grace_permille // 1000
@@ -100,7 +101,7 @@ class Window:
 class SyncerBook:
   """One syncer's process."""
 
-  def __init__(self, run: 'Run', life: observers.Life, lineage: lineage_book.Lineage):
+  def __init__(self, run: Any, life: observers.Life, lineage: lineage_book.Lineage):
     self.run, self.life, self.lineage = run, life, lineage
     self.config, self.schedule = run.config, run.schedule
     self.peers: dict[int, Peer] = {}
@@ -188,7 +189,8 @@ class SyncerBook:
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
       holder = self.lineage.holders[learner] = lineage_book.Holder(
-        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce))
+        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce)
+      )
     elif learner in self.members:  # the same process on a new stream: the old one goes first
       self._release(self.members[learner])
     holder.left, holder.step = False, max(holder.step, confirm.step)
@@ -250,7 +252,8 @@ class SyncerBook:
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
       peer.on_way[message.fragment] = [
-        version for version in peer.on_way[message.fragment] if version > message.version]
+        version for version in peer.on_way[message.fragment] if version > message.version
+      ]
 
   def left(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer = self.peer
@@ -350,7 +353,8 @@ class SyncerBook:
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
-      (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged)
+      (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged
+    )
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
     record.number = len(self.run.records) + 1
     record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
@@ -384,7 +388,8 @@ class SyncerBook:
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
     saved = lineage_book.Saved(
-      save.snapshot, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed)
+      save.snapshot, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed
+    )
     self.saving.append(saved)
     self.run.saved.append(saved)
 

@@ -1,0 +1,60 @@
+"""Held-out loss of the global model, evaluated on a thread of its own."""
+
+import queue
+import threading
+from typing import Any
+
+import jax
+
+from diloco_jax.config import build
+from diloco_jax.report import records as records_lib
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.train import config as train_config
+from diloco_jax.train import data, evaluate
+from diloco_jax.train import mesh as mesh_lib
+
+
+class Evaluation:
+  """Held-out loss of the published model on copies of it, beside the work and in no one's way."""
+
+  def __init__(
+    self, assembled: build.Assembly, theta: global_model_lib.Theta, records: records_lib.Recorder
+  ):
+    self._config = assembled.config
+    self._theta = theta
+    self._records = records
+    self._error: BaseException | None = None
+    self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+    self._thread = threading.Thread(target=self._guarded, name='evaluation', daemon=True)
+    self._thread.start()
+
+  def submit(self, step: int) -> None:
+    """Evaluates the model as it is now (called on the thread that changes it)."""
+    self._queue.put((step, self._theta.params()))
+
+  def stop(self) -> None:
+    """Waits for what was submitted; raises what went wrong."""
+    self._queue.put(None)
+    self._thread.join()
+    if self._error is not None:
+      raise self._error
+
+  def _guarded(self) -> None:
+    try:
+      self._run()
+    except BaseException as error:  # training goes on without a held-out loss; the end tells it
+      self._error = error
+      self._records.say(f'evaluation stopped: {error!r}')
+
+  def _run(self) -> None:
+    config = self._config
+    mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.local_devices()[:1])
+    shardings = mesh_lib.tree_shardings(mesh, self._theta.shapes)
+    eval_step = evaluate.make_eval_step(config.model, mesh, shardings)
+    corpus = data.load_corpus(config.data.corpus)
+    batches = [mesh_lib.put_batch(mesh, batch) for batch in data.eval_batches(corpus, config.data)]
+    while (task := self._queue.get()) is not None:
+      step, params = task
+      loss = evaluate.evaluate(eval_step, jax.device_put(params, shardings), batches)
+      self._records.report('eval', {'step': step, 'loss': loss, 'which': 'global'})
+      self._records.scalars(step, {'evaluation/loss': loss})
