@@ -1,0 +1,49 @@
+"""docs/architecture.md says what is there: it is drawn from the code, and what it names exists."""
+
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = (ROOT / 'docs' / 'architecture.md').read_text()
+SPEC = importlib.util.spec_from_file_location('diagrams', ROOT / 'scripts' / 'diagrams.py')
+diagrams = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(diagrams)
+
+
+@pytest.mark.parametrize('document', diagrams.BLOCKS, ids=lambda path: path.name)
+def test_a_document_is_drawn_from_the_code(document: pathlib.Path):
+  text = document.read_text()
+  new = diagrams.rewritten(text, diagrams.BLOCKS[document])
+  assert new == text, 'run: python scripts/diagrams.py'
+
+
+def way() -> list[tuple[str, list[str]]]:
+  """(file, functions) for every stop of a fragment."""
+  section = PAGE.split('## The way of a fragment')[1].split('\n## ')[0]
+  rows = [row.split('|')[2] for row in section.splitlines() if row.startswith('|')]
+  found = []
+  for cell in rows:
+    for file, names in re.findall(r'`([\w/]+\.py)`((?: `\w+`,?)*)', cell):
+      found.append((file, re.findall(r'\w+', names)))
+  return found
+
+
+def test_every_file_that_is_named_exists():
+  named = re.findall(r'`([\w/]+/[\w/]+\.py)`', PAGE)
+  assert len(named) > 50
+  for file in named:
+    assert (ROOT / 'diloco_jax' / file).is_file() or (ROOT / file).is_file(), file
+
+
+def test_the_way_of_a_fragment_names_functions_that_exist():
+  for file, names in way():
+    text = (ROOT / 'diloco_jax' / file).read_text()
+    for name in names:
+      assert re.search(rf'\bdef {name}\(|\b{name} =', text), (file, name)
+
+
+def test_the_way_of_a_fragment_is_short():
+  assert len({file for file, _ in way()}) < 36
