@@ -26,7 +26,6 @@ from diloco_jax.protocol.syncer import (
   grace,
   ledger,
   members,
-  membership,
   moments_relay,
   pace,
   published,
@@ -153,7 +152,7 @@ def discard_without_ledger(original):
 
 @mutant(
   'What was trained after the snapshot and then overwritten is forgotten.',
-  membership.Membership,
+  join_lib.Membership,
   'adopted',
   'I7 I16',
 )
@@ -628,7 +627,7 @@ def no_hold_on_a_live_id(original):
 
 @mutant(
   'A Join holds the id, before it is confirmed.',
-  join_lib.Admission,
+  join_lib.Membership,
   'join',
   'I7 I12 I13 I13b I16 I19',
 )
@@ -939,7 +938,7 @@ def books_before_it_is_settled(original):
   return _merge
 
 
-@mutant('Wrong bits are counted and left as they are.', membership.Membership, '_repair', 'I4b')
+@mutant('Wrong bits are counted and left as they are.', join_lib.Membership, '_repair', 'I4b')
 def wrong_bits_are_left(original):
   def _repair(self, member, adopted):
     self.repaired += 1
@@ -947,7 +946,7 @@ def wrong_bits_are_left(original):
   return _repair
 
 
-@mutant('Who takes over an id is never answered.', join_lib.Admission, 'confirm', 'L3 L5 I13 I17')
+@mutant('Who takes over an id is never answered.', join_lib.Membership, 'confirm', 'L3 L5 I13 I17')
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
     offered = self._offered.get(session)

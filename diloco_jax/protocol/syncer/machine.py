@@ -23,7 +23,7 @@ run ends they are settled as lost.
 This file has the one entry, the decisions of a sync's life and the end of the run. Each part has a
 theory of its own, and none calls back::
 
-    membership.py   a member's life from Confirm to its end;  join.py: how it gets there
+    join.py         the way in and out: from Join to the end of a life
     pace.py         which sync opens next, and when
     gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
     quorum.py       when a sync has waited enough;  grace.py: how long it may
@@ -44,9 +44,9 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
+from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import membership as membership_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -104,7 +104,7 @@ class SyncerMachine:
       config, self._members, self._ledger, self._published, self._streams, self._out
     )
     self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
-    self._membership = membership_lib.Membership(
+    self._membership = join_lib.Membership(
       config,
       agreement,
       self._members,
@@ -147,7 +147,7 @@ class SyncerMachine:
     times = [
       self._sweep_ns,
       self._linger_ns,
-      self._membership.admission.deadline_ns,
+      self._membership.deadline_ns,
       self._marking.deadline_ns,
       self._relay.deadline_ns,
     ]
@@ -203,7 +203,7 @@ class SyncerMachine:
       case messages.Join() | messages.Confirm() if self._exiting:
         pass  # too late
       case messages.Join():
-        self._membership.admission.join(now_ns, session, message)
+        self._membership.join(now_ns, session, message)
       case messages.Confirm():
         self._membership.confirm(now_ns, session, message)
       case _ if (
@@ -579,7 +579,7 @@ class SyncerMachine:
     machine._ledger.load(snapshot['ledger'])
     machine._screening.windows = snapshot.get('norms', machine._screening.windows)
     machine._streams.load(snapshot['data'])
-    machine._membership.admission.started = True
+    machine._membership.started = True
     machine._membership.brought_back = set(snapshot.get(recovery.BACK, ()))
     machine._saving.farewell = machine._pace.over
     machine._marking.load(snapshot.get(MANIFESTS, ()))
