@@ -16,10 +16,10 @@ from typing import Any
 from unittest import mock
 
 from diloco_jax.proof.sim import processes, simulated_log
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
+from diloco_jax.protocol.learner import connection, moments
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.learner import moments
 from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
@@ -89,6 +89,7 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
+MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -975,6 +976,61 @@ def pull_is_forgotten(original):
       original(self, fragment, sync)
 
   return _answer
+
+
+# --- States ---------------------------------------------------------------------------------------
+
+
+@mutant(
+  'A sync that has no quorum is tried once more after it was cancelled.',
+  SyncerMachine,
+  '_cancel',
+  'I24 P1',
+  also=(MOVES,),
+)
+def cancelled_sync_gathers_again(original):
+  def _cancel(self, gather, why):
+    original(self, gather, why)
+    if not why.startswith('all'):
+      return
+    gather.move('gathering')
+    for member in self._members.live():
+      if member.caught_up:
+        self._gathering.pull(gather, member)
+
+  return _cancel
+
+
+@mutant(
+  'A learner that hears nothing while it joins dials at once, over the stream that it has.',
+  connection.Connection,
+  'keep',
+  'I24',
+  also=(MOVES,),
+)
+def dials_while_joining(original):
+  def keep(self, now_ns, ending):
+    if self.state == 'joining' and now_ns - self._heard_ns > self._config.heartbeat_ns:
+      self._dial(now_ns)
+    original(self, now_ns, ending)
+
+  return keep
+
+
+@mutant(
+  'A learner whose clock has reached T goes on training while it is not told to end.',
+  LearnerMachine,
+  '_may_step',
+  'I24 L1',
+  also=(MOVES,),
+)
+def trains_after_the_last_step(original):
+  def _may_step(self):
+    if self._training == 'trained' and not self._ending:
+      self._train('training')
+    return original(self)
+
+  return _may_step
 
 
 # --- Data streams ---------------------------------------------------------------------------------

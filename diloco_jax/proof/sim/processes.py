@@ -20,8 +20,6 @@ from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import simulated_log as simulated_log_lib
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.storage import wal_format
 
@@ -194,21 +192,6 @@ class Process(abc.ABC):
       deliver()
 
 
-def _reachable(table: Any) -> frozenset[tuple[str, str]]:
-  """The moves that one event may cause: those of the table, and those over others."""
-  states = {state for source, target, _ in table for state in (source, target)}
-  moves = {(state, state) for state in states}
-  for _ in states:
-    moves |= {
-      (first, target) for first, last in moves for source, target, _ in table if source == last
-    }
-  return frozenset(moves)
-
-
-CONNECTION_MOVES = _reachable(connection.CONNECTION_STATES)
-TRAINING_MOVES = _reachable(learner_machine.TRAINING_STATES)
-
-
 class Learner(Process):
   """A learner's process."""
 
@@ -312,13 +295,7 @@ class Learner(Process):
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
-    before = self.machine._connection.state, self.machine._training
     super()._handle(event)
-    after = self.machine._connection.state, self.machine._training
-    arrays.claim(
-      (before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.', before, after
-    )
-    arrays.claim((before[1], after[1]) in TRAINING_MOVES, 'Training moves as drawn.', before, after)
 
   def _encode(self, sync: int, fragment: int) -> None:
     self._boundary()

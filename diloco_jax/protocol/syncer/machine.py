@@ -1,6 +1,6 @@
 """The syncer: gathers pseudo-gradients, has them merged, publishes the result.
 
-The life of a sync (docs/protocol.md draws it from SYNC_STATES)::
+The life of a sync (SYNC_STATES in gather.py)::
 
     due --K live learners reached t, a slot is free--> gathering
     gathering --quorum and grace over, or all answered--> merging
@@ -60,14 +60,6 @@ Reason = messages.Reason
 SAFE = 'the older ones are untouched and every outer step since is in the log'
 TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
 MANIFESTS = 'manifests'
-
-SYNC_STATES = (
-  ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
-  ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
-  ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
-  ('merging', 'published', 'the outer step is done'),
-  ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
-)
 
 
 class SyncerMachine:
@@ -269,6 +261,7 @@ class SyncerMachine:
     gather = self._gathering.open[sync] = gather_lib.Gather(
       sync=sync, fragment=self._schedule.fragment(sync), opened_ns=now_ns
     )
+    gather.move('gathering')
     for member in self._members.live():
       if member.caught_up:
         self._gathering.pull(gather, member)
@@ -300,7 +293,8 @@ class SyncerMachine:
     participants = [
       self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
     ]
-    gather.merging, gather.participants = True, tuple(participants)
+    gather.move('merging')
+    gather.participants = tuple(participants)
     self._streams.merge(
       gather.sync,
       gather.fragment,
@@ -366,6 +360,7 @@ class SyncerMachine:
       self._membership.quarantine(member)
 
   def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
+    gather.move('published')
     publish = self._published.advance(done)
     self._synced += 1
     self._saving.outer_step()
@@ -411,6 +406,7 @@ class SyncerMachine:
     Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
     for handle in gather.abandon():
       self._out.drop(handle)
+    gather.move('cancelled')
     for member in self._members.live():
       if member.sent:
         self._gathering.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
