@@ -409,8 +409,8 @@ def quarantined_comes_back(original):
 
 @mutant('A syncer that begins again has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
 def strikes_not_recovered(original):
-  def recovered(snapshot, outcomes):
-    state = original(snapshot, outcomes)
+  def recovered(load, snapshot, records):
+    state = original(load, snapshot, records)
     for row in state['members']:
       row['strikes'] = row['worst'] = 0
     return state
@@ -420,8 +420,8 @@ def strikes_not_recovered(original):
 
 @mutant('A syncer that begins again has forgotten the norms.', recovery, 'recovered', 'I10 I2')
 def norms_not_recovered(original):
-  def recovered(snapshot, outcomes):
-    state = original(snapshot, outcomes)
+  def recovered(load, snapshot, records):
+    state = original(load, snapshot, records)
     return {**state, 'norms': [[] for _ in state['norms']]}
 
   return recovered
@@ -434,12 +434,9 @@ def closing_syncs_are_lost(original):
   return lambda self, next_sync, opened, undecided: original(self, next_sync, opened, ())
 
 
-@mutant('A redone outer step merges what was refused.', recovery, '_close', 'I10 I2')
+@mutant('A redone outer step merges what was refused.', SyncerMachine, 'ended', 'I10 I2')
 def recovery_merges_the_refused(original):
-  def _close(state, outcome):
-    original(state, dataclasses.replace(outcome, refused=()))
-
-  return _close
+  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, refused=()))
 
 
 # --- Quorum and pace ------------------------------------------------------------------------------
@@ -773,8 +770,8 @@ def order_of_a_set(original):
   'An outer step is spoken of before its record is durable.', processes.Syncer, '_commit', 'I8'
 )
 def ack_before_fsync(original):
-  def _commit(self, outcome, grads):
-    before, job = self.journal.last, original(self, outcome, grads)
+  def _commit(self, step):
+    before, job = self.journal.last, original(self, step)
     for delay_ns in job:
       if self.journal.last > before:
         self.world.engine.after(delay_ns, lambda: next(job, None))
@@ -867,17 +864,19 @@ def unproven_is_not_rewritten(original):
 
 @mutant('Recovery forgets the last record.', recovery, 'recovered', 'I2 I10')
 def last_record_forgotten(original):
-  return lambda snapshot, outcomes: original(snapshot, list(outcomes)[:-1])
+  return lambda load, snapshot, records: original(load, snapshot, records[:-1])
 
 
-@mutant('Recovery counts an outer step that was refused.', recovery, '_close', 'I10')
+@mutant('Recovery counts an outer step that was refused.', SyncerMachine, 'ended', 'I10')
 def refused_merge_counts(original):
-  return lambda state, outcome: original(state, dataclasses.replace(outcome, failed=''))
+  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, failed=''))
 
 
-@mutant('Recovery forgets that outer steps were under way in the books.', recovery, '_close', 'I10')
+@mutant(
+  'Recovery forgets that outer steps were under way in the books.', SyncerMachine, 'ended', 'I10'
+)
 def under_way_forgotten(original):
-  return lambda state, outcome: None
+  return lambda self, merge, done: None
 
 
 @mutant('Recovery merges again what the checkpoint holds.', wal.Wal, 'records', 'I10')
@@ -903,8 +902,8 @@ def position_is_one_too_far(original):
 )
 def compacts_too_early(original):
   def _checkpoint(self, step, snapshot):
-    self.journal._log.roll()
-    self.journal._log.drop_before(self.journal.last + 1)
+    self.journal._wal.roll()
+    self.journal._wal.drop_before(self.journal.last + 1)
     self.world.logged('compacted', self.journal.first)
     yield from original(self, step, snapshot)
 

@@ -353,6 +353,14 @@ class SyncerMachine:
     for member in self._screening.ended(now_ns, gather.participants, done):
       self._membership.quarantine(member)
 
+  def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
+    """How an outer step has ended that was under way when the last process did (recovery.py)."""
+    gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
+    gather.participants = merge.participants
+    self._gathering.open[merge.sync] = gather
+    self._merged(0, done)
+    self._out.take()
+
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
     """A learner's own encoder has refused its values."""
     what = screening_lib.words(screening_lib.NOT_FINITE, [])
@@ -567,22 +575,36 @@ class SyncerMachine:
 
     Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
     recovery.UNSAVED."""
+    machine = cls.load(config, agreement, payload_bytes, snapshot)
+    machine._pace.reopen(snapshot['undecided'])
+    machine._saving.farewell = machine._pace.over
+    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
+    machine._marking.load(snapshot.get(MANIFESTS, ()))
+    machine._marking.resume(machine._synced)
+    return machine
+
+  @classmethod
+  def load(
+    cls,
+    config: config_lib.ProtocolConfig,
+    agreement: str,
+    payload_bytes: tuple[int, ...],
+    snapshot: dict[str, Any],
+  ) -> 'SyncerMachine':
+    """The machine of a snapshot, but for its open syncs: recovery.py ends those that were merging,
+    `restore` lets it go on."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
-    machine._pace.resume(snapshot['next'], snapshot['opened'], snapshot.get('undecided', ()))
+    machine._pace.load(snapshot['next'], snapshot['opened'])
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
-    machine._screening.windows = snapshot.get('norms', machine._screening.windows)
+    machine._screening.windows = snapshot['norms']
     machine._streams.load(snapshot['data'])
     machine._membership.started = True
-    machine._membership.brought_back = set(snapshot.get(recovery.BACK, ()))
-    machine._saving.farewell = machine._pace.over
-    machine._marking.load(snapshot.get(MANIFESTS, ()))
+    machine._membership.brought_back = set(snapshot[recovery.BACK])
     counts = snapshot['counts']
     machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
-    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
-    machine._marking.resume(machine._synced)
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
     return machine
 
