@@ -1326,8 +1326,8 @@ def old_moments_are_taken(original):
 def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
-      session, donation_ = self._giver._reading[0]
-      self._giver._reading[0] = session, dataclasses.replace(donation_, step=self.step)
+      session, covers = self._giver._reading[0]
+      self._giver._reading[0] = session, {**covers, 'step': self.step}
     original(self, now_ns, event)
 
   return _dispatch

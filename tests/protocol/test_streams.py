@@ -184,9 +184,9 @@ def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
   assert not any(isinstance(one, actions.Encode) for one in out), 'there is nothing to give'
   out = train(machine, 5020)
   assert any(isinstance(one, actions.Encode) for one in out)
-  _, message = machine._encoding[0]
-  assert (message.stream, message.cursor, message.steps) == (5, 31, 1)
-  assert (message.tokens_from, message.tokens_to) == (20, 30)
+  _, covers = machine._encoding[0]
+  assert (covers['stream'], covers['cursor'], covers['steps']) == (5, 31, 1)
+  assert (covers['tokens_from'], covers['tokens_to']) == (20, 30)
 
 
 # --- In a run -------------------------------------------------------------------------------------

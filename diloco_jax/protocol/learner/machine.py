@@ -110,7 +110,7 @@ class LearnerMachine:
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
     # Work under way, in the order in which it will be answered, with the session it began on: a
     # stream may break and the same sync or version come again meanwhile.
-    self._encoding: collections.deque[tuple[int, messages.Contribution]] = collections.deque()
+    self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = False
@@ -289,8 +289,8 @@ class LearnerMachine:
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """The snapshot is bytes now; it is void if the stream changed meanwhile."""
-    session, message = self._encoding.popleft()
-    assert (message.sync, message.fragment) == (encoded.sync, encoded.fragment), (message, encoded)
+    session, covers = self._encoding.popleft()
+    assert (covers['sync'], covers['fragment']) == (encoded.sync, encoded.fragment), encoded
     if not self._connection.joined or session != self._connection.session:
       self._out.drop(encoded.handle)
     elif encoded.handle is None:
@@ -300,11 +300,12 @@ class LearnerMachine:
           sync=encoded.sync,
           fragment=encoded.fragment,
           reason=messages.Reason.BAD_VALUE,
-          tokens_to=message.tokens_to,
+          tokens_to=covers['tokens_to'],
         )
       )
     else:
-      self._connection.send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
+      message = messages.Contribution(**covers, payload=encoded.payload)
+      self._connection.send(message, encoded.handle)
       self._out.drop(encoded.handle)
 
   def _settled(self, settled: messages.Settled) -> None:
@@ -482,22 +483,16 @@ class LearnerMachine:
     else:
       anchor.contributed = sync
       self._given.add(sync)
-      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
-      self._encoding.append(
-        (
-          self._connection.session,
-          messages.Contribution(
-            sync=sync,
-            fragment=fragment,
-            version=anchor.version,
-            steps=steps,
-            tokens_from=anchor.tokens,
-            tokens_to=self.tokens,
-            payload=nothing,
-            **self._position._asdict(),
-          ),
-        )
-      )
+      covers = {
+        'sync': sync,
+        'fragment': fragment,
+        'version': anchor.version,
+        'steps': steps,
+        'tokens_from': anchor.tokens,
+        'tokens_to': self.tokens,
+        **self._position._asdict(),
+      }
+      self._encoding.append((self._connection.session, covers))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
 
