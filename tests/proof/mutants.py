@@ -428,10 +428,10 @@ def norms_not_recovered(original):
 
 
 @mutant(
-  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'resume', 'I7 P1'
+  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'reopen', 'I7 P1'
 )
 def closing_syncs_are_lost(original):
-  return lambda self, next_sync, opened, undecided: original(self, next_sync, opened, ())
+  return lambda self, undecided: original(self, ())
 
 
 @mutant('A redone outer step merges what was refused.', SyncerMachine, 'ended', 'I10 I2')
@@ -1079,12 +1079,18 @@ def cursors_forgotten(original):
 
 @mutant(
   'Recovery forgets the cursors of outer steps that were under way in the books.',
-  shards,
+  SyncerMachine,
   'ended',
   'I21 I21a',
 )
 def cursors_under_way_forgotten(original):
-  return lambda *args, made: original(*args, made=False)
+  end = shards.Streams.end
+
+  def ended(self, merge, done):
+    with mock.patch.object(shards.Streams, 'end', lambda *args, made: end(*args, made=False)):
+      original(self, merge, done)
+
+  return ended
 
 
 @mutant('Every lease begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
