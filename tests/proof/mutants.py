@@ -361,12 +361,12 @@ def _without_refused(done: events.MergeDone) -> events.MergeDone:
   return dataclasses.replace(done, refused=())
 
 
-@mutant('The tokens of who was refused stay merged.', SyncerMachine, '_publish', 'I7 I7c I16')
+@mutant('The tokens of who was refused stay merged.', gathering.Gathering, '_publish', 'I7 I7c I16')
 def refused_tokens_stay_merged(original):
   return lambda self, gather, done: original(self, gather, _without_refused(done))
 
 
-@mutant('With one that was refused everybody is.', SyncerMachine, '_publish', 'I7 I7c I16')
+@mutant('With one that was refused everybody is.', gathering.Gathering, '_publish', 'I7 I7c I16')
 def the_innocent_are_punished(original):
   def _publish(self, gather, done):
     everybody = tuple(one.learner for one in gather.participants) if done.refused else ()
@@ -482,7 +482,7 @@ def _fails_without_repeats(original):
   'I5 L2a',
   also=(
     (quorum, 'decide', _decides_with_repeats),
-    (SyncerMachine, '_fail', _fails_without_repeats),
+    (gathering.Gathering, '_fail', _fails_without_repeats),
   ),
 )
 def quorum_counts_a_learner_twice(original):
@@ -713,16 +713,16 @@ def saves_during_a_merge(original):
 
 @mutant(
   'The waiting of a lock-step learner is not ended by a cancelled sync.',
-  SyncerMachine,
-  '_cancel',
+  gathering.Gathering,
+  'cancel',
   'I7c L1 L2a L6',
 )
 def cancel_is_not_told(original):
-  def _cancel(self, gather, why):
+  def cancel(self, gather, why):
     with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
       original(self, gather, why)
 
-  return _cancel
+  return cancel
 
 
 # --- Resources and determinism --------------------------------------------------------------------
@@ -982,22 +982,22 @@ def pull_is_forgotten(original):
 
 @mutant(
   'A sync that has no quorum is tried once more after it was cancelled.',
-  SyncerMachine,
-  '_cancel',
+  gathering.Gathering,
+  'cancel',
   'I24 P1',
   also=(MOVES,),
 )
 def cancelled_sync_gathers_again(original):
-  def _cancel(self, gather, why):
+  def cancel(self, gather, why):
     original(self, gather, why)
     if not why.startswith('all'):
       return
     gather.move('gathering')
     for member in self._members.live():
       if member.caught_up:
-        self._gathering.pull(gather, member)
+        self.pull(gather, member)
 
-  return _cancel
+  return cancel
 
 
 @mutant(

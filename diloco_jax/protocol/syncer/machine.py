@@ -111,7 +111,7 @@ class SyncerMachine:
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = checkpoints_lib.Saving(config.save_syncs)
     self._marking = run_snapshot_lib.Marking(config, self._members, self._out)
-    self._synced = self._cancelled = self._skipped = 0
+    self._skipped = 0
     self._stopping = ''
     self._finished = False  # everybody is told that the run is over
     self._exiting = False
@@ -285,8 +285,7 @@ class SyncerMachine:
     if verdict == 'merge':
       self._merge(now_ns, gather, why)
     elif verdict == 'cancel':
-      del self._gathering.open[gather.sync]
-      self._cancel(gather, why)
+      self._gathering.cancel(gather, why)
 
   def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
     """Settles what is there, in the order of learner ids, and has it merged."""
@@ -344,12 +343,10 @@ class SyncerMachine:
     )
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
-    gather = self._gathering.open.pop(done.sync)
-    self._streams.end(done.sync, done.refused, made=not done.failed)
-    if done.failed:
-      self._fail(gather, done.failed)
-    else:
-      self._publish(gather, done)
+    gather = self._gathering.end(done)
+    if not done.failed:
+      self._saving.outer_step()
+      self._marking.outer_step()
     for member in self._screening.ended(now_ns, gather.participants, done):
       self._membership.quarantine(member)
 
@@ -366,60 +363,6 @@ class SyncerMachine:
     what = screening_lib.words(screening_lib.NOT_FINITE, [])
     if self._screening.strike(now_ns, member, fragment, what):
       self._membership.quarantine(member)
-
-  def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
-    gather.move('published')
-    publish = self._published.advance(done)
-    self._synced += 1
-    self._saving.outer_step()
-    self._marking.outer_step()
-    merged = [one for one in gather.participants if one.learner not in done.refused]
-    self._out.report(
-      'synced',
-      **{  # not before: now it is durable
-        **gather.facts,
-        'participants': [one.learner for one in merged],
-        'tokens': sum(one.tokens for one in merged),
-      },
-    )
-    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
-    for one in gather.participants:
-      if one.learner in done.refused:  # the new version is its fresh anchor
-        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
-        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
-    for member in self._members.live():
-      end = ends.get((member.learner, member.incarnation))
-      if end is not None:
-        self._gathering.settle(member, done.sync, done.fragment, end)
-      self._published.send_delta(member, publish, done.handle)
-    self._out.drop(done.handle)
-
-  def _fail(self, gather: gather_lib.Gather, why: str) -> None:
-    """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
-    or their next range would start among those tokens and be refused as a duplicate for ever."""
-    self._gathering.grace.merge_failed(gather.fragment)
-    for one in gather.participants:
-      account = self._ledger.open(one.learner, one.incarnation)
-      account.revoke(one.tokens, Reason.BAD_VALUE)
-    self._out.say(f'Outer step {gather.sync} refused: {why}')
-    self._cancel(gather, why)
-    for learner in sorted(gather.asked):
-      member = self._members.by_id[learner]
-      if member.live and member.sent:
-        self._published.resend_whole(member, gather.fragment)
-
-  def _cancel(self, gather: gather_lib.Gather, why: str) -> None:
-    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
-
-    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
-    for handle in gather.abandon():
-      self._out.drop(handle)
-    gather.move('cancelled')
-    for member in self._members.live():
-      if member.sent:
-        self._gathering.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
-    self._cancelled += 1
-    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
 
   # --- The end of the run -------------------------------------------------------------------------
 
@@ -509,7 +452,8 @@ class SyncerMachine:
       what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
     self._out.do(
       actions.Exit(
-        code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
+        code=0,
+        text=f'syncer done at sync {self.clock}, {self._gathering.synced} outer steps: {what}',
       )
     )
 
@@ -538,8 +482,8 @@ class SyncerMachine:
 
   def _counts(self) -> dict[str, int]:
     return {
-      'synced': self._synced,
-      'cancelled': self._cancelled,
+      'synced': self._gathering.synced,
+      'cancelled': self._gathering.cancelled,
       'repaired': self._membership.repaired,
       'skipped': self._skipped,
     }
@@ -580,7 +524,7 @@ class SyncerMachine:
     machine._saving.farewell = machine._pace.over
     machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
     machine._marking.load(snapshot.get(MANIFESTS, ()))
-    machine._marking.resume(machine._synced)
+    machine._marking.resume(machine._gathering.synced)
     return machine
 
   @classmethod
@@ -604,7 +548,8 @@ class SyncerMachine:
     machine._membership.started = True
     machine._membership.brought_back = set(snapshot[recovery.BACK])
     counts = snapshot['counts']
-    machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
+    machine._gathering.synced = counts['synced']
+    machine._gathering.cancelled = counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
     return machine
 
