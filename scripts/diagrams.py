@@ -17,12 +17,12 @@ sys.path.insert(0, str(ROOT))
 
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import gather
 
 PACKAGE = ROOT / 'diloco_jax'
 SHELVES = ('protocol', 'proof')  # rooms that are made of rooms
 TABLES = (
-  ('A sync (`protocol/syncer/machine.py`, SYNC_STATES)', syncer_machine.SYNC_STATES),
+  ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
   (
     "A learner's connection (`protocol/learner/connection.py`, CONNECTION_STATES)",
     connection.CONNECTION_STATES,

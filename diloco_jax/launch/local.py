@@ -6,7 +6,7 @@ WORKDIR/logs/              what every process said
 WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
 WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints
-WORKDIR/syncer/wal/        the log of outer steps        (syncer/outer_log.py)
+WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
 WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
 WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)

@@ -30,9 +30,8 @@ from absl import logging
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import program
 from diloco_jax.protocol import agreement
-from diloco_jax.storage import checkpoint, manifests
+from diloco_jax.storage import checkpoint, manifests, outer_log
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
 
 LATEST = 'latest'
 MAY_DIFFER = ('sync.learners', 'sync.quorum')

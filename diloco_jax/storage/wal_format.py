@@ -42,6 +42,8 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol.tape import codec
+
 VERSION = 1
 MARK = 0
 PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of this size
@@ -241,7 +243,7 @@ def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
 
   Equal headers (same keys in the same order) have equal bytes; NaN is refused.
   """
-  text = json.dumps(header, separators=(',', ':'), allow_nan=False).encode()
+  text = codec.encode(header).encode()
   text += b' ' * (-(_CRC.size + len(text)) % 8)  # so that the arrays are aligned when read back
   return [struct.pack('<I', len(text)) + text, *arrays]
 

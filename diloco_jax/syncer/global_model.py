@@ -1,12 +1,12 @@
 """Theta on the syncer: master, published value and outer state of every fragment, and how it moves.
 
 A flat float32 vector per fragment. What is merged now and what is merged again from the log
-(outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
+(storage/outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
 """
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +22,6 @@ from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
 NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
-
-
-class Share(NamedTuple):
-  """What one participant brings to an outer step."""
-
-  payload: memoryview | bytes  # its encoded pseudo-gradient
-  tokens: int
-  steps: int
 
 
 class Merged(NamedTuple):
@@ -154,21 +146,30 @@ class Theta:
     norm = float(self._norm[p](np.frombuffer(payload, np.uint8)))
     return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
 
-  def merge(self, p: int, shares: Sequence[Share | None], width: int) -> Merged:
+  def merge(
+    self,
+    p: int,
+    participants: Sequence[actions.Participant],
+    payloads: Sequence[memoryview | bytes],
+    refused: Collection[str],
+    width: int,
+  ) -> Merged:
     """Carries out an outer step of fragment p; its next version, unless it is refused.
 
     Args:
-      shares: in the order of learner ids; None is left out, as if it were absent.
-      width: rows of the stack; those beyond the shares are absent learners. Part of the input: a
-        sum over more rows may be rounded in another order.
+      p: the fragment.
+      participants: in the order of learner ids.
+      payloads: theirs, in the same order.
+      refused: learners that are left out, as if they were absent.
+      width: rows of the stack; those beyond the participants are absent learners. Part of the
+        input: a sum over more rows may be rounded in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
     tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
-    for m, share in enumerate(shares):
-      if share is None:
-        continue
-      payloads_MxB[m] = np.frombuffer(share.payload, np.uint8)
-      tokens_M[m], steps_M[m] = share.tokens, share.steps
+    for m, (one, payload) in enumerate(zip(participants, payloads, strict=True)):
+      if one.learner not in refused:
+        payloads_MxB[m] = np.frombuffer(payload, np.uint8)
+        tokens_M[m], steps_M[m] = one.tokens, one.steps
     result = self._outer_step[p](
       self.masters[p],
       self.published[p],
@@ -178,7 +179,9 @@ class Theta:
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state
-    failed = '' if bool(result.ok) else NOT_FINITE if any(shares) else NOBODY
+    failed = ''
+    if not bool(result.ok):
+      failed = NOT_FINITE if any(one.learner not in refused for one in participants) else NOBODY
     if not failed:
       self.versions[p] += 1
     return Merged(
@@ -194,7 +197,7 @@ class Theta:
     if not self._warm:
       for p, size in enumerate(self._assembled.payload_bytes):
         self.norm(p, bytes(size))
-        self.merge(p, (), self.width(1))
+        self.merge(p, (), (), (), self.width(1))
       self._warm = True
 
   def forget(self) -> None:

@@ -21,9 +21,8 @@ import pathlib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from diloco_jax.storage import checkpoint, wal, wal_format, wal_recovery
+from diloco_jax.storage import checkpoint, outer_log, wal, wal_format, wal_recovery
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
 
 LOG, CHECKPOINTS = 'wal', 'ckpt'
 

@@ -2,10 +2,11 @@
 
 The same function serves a process of its own (gRPC) and the single-controller mode (in process):
 only the transport differs. However the last process ended, this one goes on from the newest
-checkpoint and the log of outer steps behind it (outer_log.py).
+checkpoint and the log of outer steps behind it (storage/outer_log.py).
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 import time
@@ -21,11 +22,11 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, manifests, tapes
+from diloco_jax.storage import checkpoint, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_log, snapshot_work
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
@@ -100,7 +101,7 @@ def run(
     WalError: the log cannot be recovered, or the disk failed on the way.
   """
   manifests.require_no_restore(workdir)
-  log = outer_log.OuterLog(
+  log = commit.CommitLog(
     files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
   )
   try:
@@ -116,7 +117,7 @@ def _run(
   inbox: loop.Inbox,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
-  log: outer_log.OuterLog,
+  log: commit.CommitLog,
 ) -> actions.Exit:
   payloads = payloads_lib.PayloadStore()
   transport = make_transport(inbox.post, payloads)
@@ -176,7 +177,7 @@ def recover(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   checkpoints: checkpoint.Checkpoints,
-  log: outer_log.OuterLog,
+  log: commit.CommitLog,
   records: records_lib.Recorder,
   kept: Sequence[int] = (),
   brought_back: dict[str, Any] | None = None,
@@ -205,24 +206,32 @@ def recover(
     theta.restore(restored.state, snapshot['versions'])
   if brought_back and snapshot.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
     snapshot = recovery.brought_back(snapshot, brought_back['gone'], brought_back.get('back', ()))
-  found = log.recover(theta, snapshot)
-  if restored is None and not found.replayed and not kept:
+  load = functools.partial(
+    syncer_machine.SyncerMachine.load,
+    assembled.protocol,
+    assembled.agreement,
+    assembled.payload_bytes,
+  )
+  replayed = log.recover(theta, snapshot)
+  snapshot = {name: snapshot[name] for name in snapshot if name not in log.position}
+  if restored is None and not replayed and not kept:
     return start
+  snapshot = recovery.recovered(load, snapshot, replayed)
   records.say(
-    f'syncer goes on from {origin} and {found.replayed} later outer steps in its log, at sync '
-    f'{found.snapshot["opened"]}'
+    f'syncer goes on from {origin} and {len(replayed)} later outer steps in its log, at sync '
+    f'{snapshot["opened"]}'
   )
   records.report(
     'recovered',
     {
-      'replayed': found.replayed,
-      'sync': found.snapshot['opened'],
-      'versions': found.snapshot['versions'],
+      'replayed': len(replayed),
+      'sync': snapshot['opened'],
+      'versions': snapshot['versions'],
       'seconds': time.monotonic() - began_s,
       **log.position,
     },
   )
-  snapshot = {**found.snapshot, syncer_machine.MANIFESTS: list(kept)}
+  snapshot = {**snapshot, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, snapshot=snapshot)
 
 

@@ -20,9 +20,8 @@ from diloco_jax.config import build, run_config
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import tapes, wal
+from diloco_jax.storage import outer_log, tapes, wal
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_log
 
 Versions = dict[tuple[int, int], int]  # (fragment, version): digest of the published value
 
@@ -76,10 +75,10 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
   for record in log.records():
-    outcome = outer_log.redo(theta, record, files.place)
-    refused += bool(outcome.failed)
-    if not outcome.failed:
-      made[outcome.fragment, outcome.version] = outcome.digest
+    merge, done, *_ = outer_log.redo(theta, record, files.place)
+    refused += bool(done.failed)
+    if not done.failed:
+      made[merge.fragment, merge.version] = done.digest
   _compare(made, told)
   digests = tuple(made[p, version] for p, version in enumerate(theta.versions))
   return Rebuilt(log.last, refused, len(told), digests)

@@ -12,9 +12,8 @@ from typing import Any
 from diloco_jax.config import build
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import run_snapshot
-from diloco_jax.storage import checkpoint, manifests, tapes
+from diloco_jax.storage import checkpoint, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
 
 
 class SyncerSnapshots:

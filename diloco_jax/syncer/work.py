@@ -16,12 +16,11 @@ import numpy as np
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import checkpoint, outer_log
+from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_log, snapshot_work
 from diloco_jax.transport import payloads as payloads_lib
 
 
@@ -37,7 +36,7 @@ class SyncerWork:
     payloads: ports.Payloads,
     records: records_lib.Recorder,
     checkpoints: checkpoint.Checkpoints,
-    log: outer_log.OuterLog,
+    log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
     snapshots: snapshot_work.SyncerSnapshots,
   ):
@@ -97,12 +96,7 @@ class SyncerWork:
     p, width = merge.fragment, self._theta.width(len(merge.participants))
     payloads = [self._payloads.get(one.handle) for one in merge.participants]
     screened = self._theta.screen(merge.participants, payloads, p)
-    step = outer_log.OuterStep(_outcome(merge, screened), width, payloads)
-    merged = self._theta.merge(p, outer_log.shares(step), width)
-    outcome = dataclasses.replace(step.outcome, digest=merged.digest, failed=merged.failed)
-    self._log.commit(step._replace(outcome=outcome))
-    for one in merge.participants:
-      self._payloads.drop(one.handle)
+    merged = self._theta.merge(p, merge.participants, payloads, screened.refused, width)
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
@@ -113,6 +107,9 @@ class SyncerWork:
       norms=screened.norms,
       refused=screened.refused,
     )
+    self._log.write(outer_log.OuterStep(merge, done, width, payloads))
+    for one in merge.participants:
+      self._payloads.drop(one.handle)
     if merged.failed:
       self._post(done)
       return
@@ -161,23 +158,6 @@ class SyncerWork:
       return
     failpoints.reached('save.after')
     if not self._assembled.config.sync.keep_log:
-      self._log.compact(self._checkpoints)
+      self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')
     self._post(events.SaveDone(step=step))
-
-
-def _outcome(merge: actions.Merge, screened: global_model_lib.Screened) -> recovery.Outcome:
-  """As far as it is known before the outer step."""
-  return recovery.Outcome(
-    sync=merge.sync,
-    fragment=merge.fragment,
-    version=merge.version,
-    participants=tuple(
-      (one.learner, one.incarnation, one.tokens, one.steps) for one in merge.participants
-    ),
-    digest=0,
-    failed='',
-    books=merge.books,
-    norms=screened.norms,
-    refused=screened.refused,
-  )

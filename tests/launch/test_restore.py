@@ -16,9 +16,8 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.launch import local, restore
-from diloco_jax.storage import checkpoint, manifests, wal
+from diloco_jax.storage import checkpoint, manifests, outer_log, wal
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import outer_log
 from diloco_jax.syncer import process as syncer_process
 from experiments.configs import stdlib_lm
 

@@ -16,17 +16,16 @@ from typing import Any
 from unittest import mock
 
 from diloco_jax.proof.sim import processes, simulated_log
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
+from diloco_jax.protocol.learner import connection, moments
 from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.learner import moments
 from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
   grace,
   ledger,
   members,
-  membership,
   moments_relay,
   pace,
   published,
@@ -90,6 +89,7 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
+MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def discard_without_ledger(original):
 
 @mutant(
   'What was trained after the snapshot and then overwritten is forgotten.',
-  membership.Membership,
+  join_lib.Membership,
   'adopted',
   'I7 I16',
 )
@@ -361,12 +361,12 @@ def _without_refused(done: events.MergeDone) -> events.MergeDone:
   return dataclasses.replace(done, refused=())
 
 
-@mutant('The tokens of who was refused stay merged.', SyncerMachine, '_publish', 'I7 I7c I16')
+@mutant('The tokens of who was refused stay merged.', gathering.Gathering, '_publish', 'I7 I7c I16')
 def refused_tokens_stay_merged(original):
   return lambda self, gather, done: original(self, gather, _without_refused(done))
 
 
-@mutant('With one that was refused everybody is.', SyncerMachine, '_publish', 'I7 I7c I16')
+@mutant('With one that was refused everybody is.', gathering.Gathering, '_publish', 'I7 I7c I16')
 def the_innocent_are_punished(original):
   def _publish(self, gather, done):
     everybody = tuple(one.learner for one in gather.participants) if done.refused else ()
@@ -409,8 +409,8 @@ def quarantined_comes_back(original):
 
 @mutant('A syncer that begins again has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
 def strikes_not_recovered(original):
-  def recovered(snapshot, outcomes):
-    state = original(snapshot, outcomes)
+  def recovered(load, snapshot, records):
+    state = original(load, snapshot, records)
     for row in state['members']:
       row['strikes'] = row['worst'] = 0
     return state
@@ -420,26 +420,23 @@ def strikes_not_recovered(original):
 
 @mutant('A syncer that begins again has forgotten the norms.', recovery, 'recovered', 'I10 I2')
 def norms_not_recovered(original):
-  def recovered(snapshot, outcomes):
-    state = original(snapshot, outcomes)
+  def recovered(load, snapshot, records):
+    state = original(load, snapshot, records)
     return {**state, 'norms': [[] for _ in state['norms']]}
 
   return recovered
 
 
 @mutant(
-  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'resume', 'I7 P1'
+  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'reopen', 'I7 P1'
 )
 def closing_syncs_are_lost(original):
-  return lambda self, next_sync, opened, undecided: original(self, next_sync, opened, ())
+  return lambda self, undecided: original(self, ())
 
 
-@mutant('A redone outer step merges what was refused.', recovery, '_close', 'I10 I2')
+@mutant('A redone outer step merges what was refused.', SyncerMachine, 'ended', 'I10 I2')
 def recovery_merges_the_refused(original):
-  def _close(state, outcome):
-    original(state, dataclasses.replace(outcome, refused=()))
-
-  return _close
+  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, refused=()))
 
 
 # --- Quorum and pace ------------------------------------------------------------------------------
@@ -485,7 +482,7 @@ def _fails_without_repeats(original):
   'I5 L2a',
   also=(
     (quorum, 'decide', _decides_with_repeats),
-    (SyncerMachine, '_fail', _fails_without_repeats),
+    (gathering.Gathering, '_fail', _fails_without_repeats),
   ),
 )
 def quorum_counts_a_learner_twice(original):
@@ -628,7 +625,7 @@ def no_hold_on_a_live_id(original):
 
 @mutant(
   'A Join holds the id, before it is confirmed.',
-  join_lib.Admission,
+  join_lib.Membership,
   'join',
   'I7 I12 I13 I13b I16 I19',
 )
@@ -716,16 +713,16 @@ def saves_during_a_merge(original):
 
 @mutant(
   'The waiting of a lock-step learner is not ended by a cancelled sync.',
-  SyncerMachine,
-  '_cancel',
+  gathering.Gathering,
+  'cancel',
   'I7c L1 L2a L6',
 )
 def cancel_is_not_told(original):
-  def _cancel(self, gather, why):
+  def cancel(self, gather, why):
     with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
       original(self, gather, why)
 
-  return _cancel
+  return cancel
 
 
 # --- Resources and determinism --------------------------------------------------------------------
@@ -773,8 +770,8 @@ def order_of_a_set(original):
   'An outer step is spoken of before its record is durable.', processes.Syncer, '_commit', 'I8'
 )
 def ack_before_fsync(original):
-  def _commit(self, outcome, grads):
-    before, job = self.journal.last, original(self, outcome, grads)
+  def _commit(self, step):
+    before, job = self.journal.last, original(self, step)
     for delay_ns in job:
       if self.journal.last > before:
         self.world.engine.after(delay_ns, lambda: next(job, None))
@@ -867,17 +864,19 @@ def unproven_is_not_rewritten(original):
 
 @mutant('Recovery forgets the last record.', recovery, 'recovered', 'I2 I10')
 def last_record_forgotten(original):
-  return lambda snapshot, outcomes: original(snapshot, list(outcomes)[:-1])
+  return lambda load, snapshot, records: original(load, snapshot, records[:-1])
 
 
-@mutant('Recovery counts an outer step that was refused.', recovery, '_close', 'I10')
+@mutant('Recovery counts an outer step that was refused.', SyncerMachine, 'ended', 'I10')
 def refused_merge_counts(original):
-  return lambda state, outcome: original(state, dataclasses.replace(outcome, failed=''))
+  return lambda self, merge, done: original(self, merge, dataclasses.replace(done, failed=''))
 
 
-@mutant('Recovery forgets that outer steps were under way in the books.', recovery, '_close', 'I10')
+@mutant(
+  'Recovery forgets that outer steps were under way in the books.', SyncerMachine, 'ended', 'I10'
+)
 def under_way_forgotten(original):
-  return lambda state, outcome: None
+  return lambda self, merge, done: None
 
 
 @mutant('Recovery merges again what the checkpoint holds.', wal.Wal, 'records', 'I10')
@@ -903,8 +902,8 @@ def position_is_one_too_far(original):
 )
 def compacts_too_early(original):
   def _checkpoint(self, step, snapshot):
-    self.journal._log.roll()
-    self.journal._log.drop_before(self.journal.last + 1)
+    self.journal._wal.roll()
+    self.journal._wal.drop_before(self.journal.last + 1)
     self.world.logged('compacted', self.journal.first)
     yield from original(self, step, snapshot)
 
@@ -939,7 +938,7 @@ def books_before_it_is_settled(original):
   return _merge
 
 
-@mutant('Wrong bits are counted and left as they are.', membership.Membership, '_repair', 'I4b')
+@mutant('Wrong bits are counted and left as they are.', join_lib.Membership, '_repair', 'I4b')
 def wrong_bits_are_left(original):
   def _repair(self, member, adopted):
     self.repaired += 1
@@ -947,7 +946,7 @@ def wrong_bits_are_left(original):
   return _repair
 
 
-@mutant('Who takes over an id is never answered.', join_lib.Admission, 'confirm', 'L3 L5 I13 I17')
+@mutant('Who takes over an id is never answered.', join_lib.Membership, 'confirm', 'L3 L5 I13 I17')
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
     offered = self._offered.get(session)
@@ -976,6 +975,61 @@ def pull_is_forgotten(original):
       original(self, fragment, sync)
 
   return _answer
+
+
+# --- States ---------------------------------------------------------------------------------------
+
+
+@mutant(
+  'A sync that has no quorum is tried once more after it was cancelled.',
+  gathering.Gathering,
+  'cancel',
+  'I24 P1',
+  also=(MOVES,),
+)
+def cancelled_sync_gathers_again(original):
+  def cancel(self, gather, why):
+    original(self, gather, why)
+    if not why.startswith('all'):
+      return
+    gather.move('gathering')
+    for member in self._members.live():
+      if member.caught_up:
+        self.pull(gather, member)
+
+  return cancel
+
+
+@mutant(
+  'A learner that hears nothing while it joins dials at once, over the stream that it has.',
+  connection.Connection,
+  'keep',
+  'I24',
+  also=(MOVES,),
+)
+def dials_while_joining(original):
+  def keep(self, now_ns, ending):
+    if self.state == 'joining' and now_ns - self._heard_ns > self._config.heartbeat_ns:
+      self._dial(now_ns)
+    original(self, now_ns, ending)
+
+  return keep
+
+
+@mutant(
+  'A learner whose clock has reached T goes on training while it is not told to end.',
+  LearnerMachine,
+  '_may_step',
+  'I24 L1',
+  also=(MOVES,),
+)
+def trains_after_the_last_step(original):
+  def _may_step(self):
+    if self._training == 'trained' and not self._ending:
+      self._train('training')
+    return original(self)
+
+  return _may_step
 
 
 # --- Data streams ---------------------------------------------------------------------------------
@@ -1025,12 +1079,18 @@ def cursors_forgotten(original):
 
 @mutant(
   'Recovery forgets the cursors of outer steps that were under way in the books.',
-  shards,
+  SyncerMachine,
   'ended',
   'I21 I21a',
 )
 def cursors_under_way_forgotten(original):
-  return lambda *args, made: original(*args, made=False)
+  end = shards.Streams.end
+
+  def ended(self, merge, done):
+    with mock.patch.object(shards.Streams, 'end', lambda *args, made: end(*args, made=False)):
+      original(self, merge, done)
+
+  return ended
 
 
 @mutant('Every lease begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
@@ -1272,8 +1332,8 @@ def old_moments_are_taken(original):
 def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
-      session, donation_ = self._giver._reading[0]
-      self._giver._reading[0] = session, dataclasses.replace(donation_, step=self.step)
+      session, covers = self._giver._reading[0]
+      self._giver._reading[0] = session, {**covers, 'step': self.step}
     original(self, now_ns, event)
 
   return _dispatch

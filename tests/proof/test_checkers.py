@@ -294,6 +294,7 @@ def participant(**changes: Any) -> a.Merge:
 
 LATE = m.Settled(sync=2, fragment=0, merged=False, reason='late')
 CANCELLED = a.Report(name='cancelled', values={'sync': 2, 'fragment': 0, 'why': 'all'})
+TRAINED = a.Report(name='state', values={'state': 'trained', 'incarnation': 1, 'step': 2})
 ENCODE = a.Encode(sync=2, fragment=0)
 REFUSED = m.Refused(code='FENCED', text='', retry_ns=None)
 NEXT = m.Pull(sync=4, fragment=0)
@@ -475,6 +476,8 @@ BROKEN = [
       )
     ),
   ),
+  ('I24', then(LEARNER, e.Wake(), a.Dial(session=2))),
+  ('I24', then(LEARNER, e.Wake(), TRAINED, TRAINED)),
 ]
 
 

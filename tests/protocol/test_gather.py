@@ -146,7 +146,7 @@ def test_grace_decisions():
   gather.quorum_at_ns, gather.grace_ns = 100, 50
   assert quorum.decide(gather, 149, 1, 2, False)[0] == 'wait'
   assert quorum.decide(gather, 150, 1, 2, False)[0] == 'merge'
-  gather.merging = True
+  gather.state = 'merging'
   assert quorum.decide(gather, 999, 1, 2, False) == ('wait', 'merging')
 
 

@@ -4,6 +4,7 @@ Each test opens with the sentence that it checks and its source.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from diloco_jax.proof.sim import engine, network
@@ -81,19 +82,13 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
     for one in machine.handle(3, received(1, contribution(sync=2), handle=1))
     if isinstance(one, actions.Merge)
   ]
-  outcome = recovery.Outcome(
-    sync=2,
-    fragment=merge.fragment,
-    version=1,
-    digest=78,
-    failed='',
-    books=merge.books,
-    participants=tuple(
-      (one.learner, one.incarnation, one.tokens, one.steps) for one in merge.participants
-    ),
-    norms=(1,),
+  done = events.MergeDone(
+    sync=2, fragment=merge.fragment, handle=None, payload=None, digest=78, norms=(1,)
   )
-  snapshot = recovery.recovered(new_machine(fragments=2).snapshot(), [outcome])
+  load = functools.partial(
+    type(machine).load, machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,) * 2
+  )
+  snapshot = recovery.recovered(load, new_machine(fragments=2).snapshot(), [(merge, done)])
   following = again(machine, snapshot)
   following.handle(0, received(2, join()))
   held = tuple(messages.Held(version=v, digest=d) for v, d in ((1, 78), (0, 77)))

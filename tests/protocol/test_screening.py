@@ -4,6 +4,7 @@ What is "too long" is pure; what follows is shown on one syncer with two learner
 """
 
 import dataclasses
+import functools
 import json
 
 import pytest
@@ -305,40 +306,22 @@ def test_recovery_makes_of_a_record_what_the_machine_made_of_it(norms):
   merge = duo.contribute()
   duo.ends(*norms)
   refused = tuple(one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
-  outcome = recovery.Outcome(
+  done = events.MergeDone(
     sync=merge.sync,
     fragment=0,
-    version=merge.version,
+    handle=None,
+    payload=None,
+    digest=78,
+    failed='every payload' if len(refused) == 2 else '',
     norms=norms,
     refused=refused,
-    digest=78,
-    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants),
-    failed='every payload' if len(refused) == 2 else '',
-    books=merge.books,
   )
-  state = recovery.recovered(before, [outcome])
+  load = functools.partial(
+    syncer_machine.SyncerMachine.load,
+    duo.machine._config,
+    world_lib.AGREEMENT,
+    (network.PAYLOAD_BYTES,),
+  )
+  state = recovery.recovered(load, before, [(merge, done)])
   after = json.loads(json.dumps(duo.machine.snapshot()))
-  after.pop('merging')
   assert json.loads(json.dumps(state)) == {**after, recovery.UNSAVED: 1}
-
-
-def test_a_record_without_norms_is_read_as_ever():
-  """Of a release that did not screen."""
-  duo = Duo()
-  merge = duo.contribute()
-  books = {name: value for name, value in merge.books.items() if name != 'norms'}
-  outcome = recovery.Outcome(
-    sync=merge.sync,
-    fragment=0,
-    version=1,
-    digest=78,
-    failed='',
-    books=books,
-    participants=tuple((p.learner, p.incarnation, p.tokens, p.steps) for p in merge.participants),
-  )
-  state = recovery.recovered(duo.machine.snapshot(), [outcome])
-  machine = syncer_machine.SyncerMachine.restore(
-    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), state
-  )
-  machine.check()
-  assert machine.snapshot()['norms'] == [[]]

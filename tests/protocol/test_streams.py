@@ -129,13 +129,16 @@ def test_a_batch_counts_once_for_each_fragment():
   assert not made.counts('l1', said(0, 9, fragment=1, steps=1)), 'it is not its stream'
 
 
-def test_books_know_how_an_outer_step_under_way_ends():
-  made = books(2, v1=3)
-  made.merge(4, 1, [('l0', said(0, 6))])
-  before = made.snapshot()
-  assert shards.ended(before, 4, 2, (), made=False)['merged'] == before['merged']
-  assert shards.ended(before, 4, 2, (), made=True)['merged'] == [[0, [0, 6]], [1, [3, 0]]]
-  assert shards.ended(before, 4, 2, (), made=True)['moves'] == []
+@pytest.mark.parametrize(
+  'made, merged', [(False, [[1, [3, 0]]]), (True, [[0, [0, 6]], [1, [3, 0]]])]
+)
+def test_an_outer_step_under_way_ends_after_a_restart_too(made, merged):
+  before = books(2, v1=3)
+  before.merge(4, 1, [('l0', said(0, 6))])
+  after = shards.Streams(2, 2)
+  after.load(before.snapshot())
+  after.end(4, (), made)
+  assert after.snapshot()['merged'] == merged and after.snapshot()['moves'] == []
 
 
 def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
@@ -181,9 +184,9 @@ def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
   assert not any(isinstance(one, actions.Encode) for one in out), 'there is nothing to give'
   out = train(machine, 5020)
   assert any(isinstance(one, actions.Encode) for one in out)
-  _, message = machine._encoding[0]
-  assert (message.stream, message.cursor, message.steps) == (5, 31, 1)
-  assert (message.tokens_from, message.tokens_to) == (20, 30)
+  _, covers = machine._encoding[0]
+  assert (covers['stream'], covers['cursor'], covers['steps']) == (5, 31, 1)
+  assert (covers['tokens_from'], covers['tokens_to']) == (20, 30)
 
 
 # --- In a run -------------------------------------------------------------------------------------

@@ -62,12 +62,10 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
   assert screened.norms[1] == screening.NOT_FINITE and screened.norms[3] > 1000 * limit
   honest = 1e-2 * math.sqrt(size) * screening.UNIT
   assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
-  shares = [global_model_lib.Share(one, 64, 4) for one in payloads]
-  good = [shares[0], None, shares[2], None]
-  absent = [shares[0], None, shares[2]]
-  assert theta.merge(0, good, 4).digest == without.merge(0, absent, 4).digest
-  assert not theta.merge(0, [None] * 4, 4).digest != theta.digest(0)  # nobody is left: unchanged
-  assert theta.merge(0, [None] * 4, 4).failed == global_model_lib.NOBODY
+  merged = theta.merge(0, participants, payloads, ('l1', 'l3'), 4)
+  assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',), 4).digest
+  nobody = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'), 4)
+  assert nobody.failed == global_model_lib.NOBODY and nobody.digest == theta.digest(0)
 
 
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import wal, wal_recovery
 from diloco_jax.storage import wal_format as fmt
 
@@ -751,5 +752,5 @@ def test_packed_arrays_are_aligned_and_headers_are_canonical():
     header, data = fmt.unpack(b''.join(buffers))
     assert (header, bytes(data)) == ({'text': text}, b'array')
     assert len(buffers[0]) % 8 == 0
-  with pytest.raises(ValueError):
+  with pytest.raises(codec.TapeError):
     fmt.pack({'loss': float('nan')})

@@ -21,12 +21,11 @@ from diloco_jax.launch import program
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import ledger as ledger_lib
-from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape
-from diloco_jax.storage import checkpoint, wal_format
+from diloco_jax.storage import checkpoint, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.syncer import outer_log
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
@@ -93,7 +92,7 @@ class Rig:
     self.assembled = assembled
     self.records = Records()
     self.disk = Disk(folder / 'wal')
-    self.log = outer_log.OuterLog(self.disk, assembled.agreement, self.records.say, retry_s=0.01)
+    self.log = commit.CommitLog(self.disk, assembled.agreement, self.records.say, retry_s=0.01)
     try:
       self.theta = global_model_lib.Theta(assembled)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
@@ -120,25 +119,29 @@ class Rig:
     )
     self.work.start()
 
-  def submit(self, sync: int) -> actions.Merge:
+  def submit(self, sync: int) -> None:
     """Asks for the outer step of a sync: its payloads follow from its number."""
-    merge = merge_of(self.assembled, sync, self.payloads)
-    self.work.submit(merge)
-    return merge
+    self.work.submit(merge_of(self.assembled, sync, self.payloads))
 
   def merge(self, sync: int) -> events.MergeDone:
-    self.submit(sync)
+    """The same once what was asked for before has ended, which the books know."""
+    merge = merge_of(self.assembled, sync, self.payloads)
+    merge.books.update(self._published())
+    self.work.submit(merge)
     return self.posted.get(timeout=DEADLINE_S)
 
   def save(self, sync: int) -> events.SaveDone:
     snapshot = {
       **books(self.assembled, sync),
-      'versions': list(self.theta.versions),
-      'digests': [self.theta.digest(p) for p in range(2)],
+      **self._published(),
       'merging': [],
     }
     self.work.submit(actions.Save(step=sync, snapshot=snapshot))
     return self.posted.get(timeout=DEADLINE_S)
+
+  def _published(self) -> dict:
+    versions, digests = list(self.theta.versions), [self.theta.digest(p) for p in range(2)]
+    return {'versions': versions, 'digests': digests}
 
   def crash(self) -> None:
     """Nothing is saved, nobody says good-bye."""
@@ -229,11 +232,10 @@ def _expected(assembled) -> list[list]:
   after = [bits(theta)]
   for sync in range(1, SYNCS + 1):
     merge = merge_of(assembled, sync, store)
-    shares = [
-      global_model_lib.Share(store.get(one.handle), one.tokens, one.steps)
-      for one in merge.participants
-    ]
-    merged = theta.merge(merge.fragment, shares, theta.width(len(shares)))
+    payloads = [store.get(one.handle) for one in merge.participants]
+    refused = NAMES if sync == REFUSED else ()
+    width = theta.width(len(payloads))
+    merged = theta.merge(merge.fragment, merge.participants, payloads, refused, width)
     assert bool(merged.failed) == (sync == REFUSED), merged
     after.append(bits(theta))
   assert len({str(state) for state in after}) == SYNCS  # each differs, but for the refused one
@@ -243,31 +245,43 @@ def _expected(assembled) -> list[list]:
 # --- Records --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
-def test_a_record_comes_back_as_it_was(sizes):
-  given = [os.urandom(size) for size in sizes]
-  outcome = recovery.Outcome(
+def ended(merge: actions.Merge, **changes) -> events.MergeDone:
+  done = events.MergeDone(
+    sync=merge.sync, fragment=merge.fragment, handle=None, payload=None, digest=1
+  )
+  return dataclasses.replace(done, **changes)
+
+
+def merge_with(participants: int) -> actions.Merge:
+  return actions.Merge(
     sync=7,
     fragment=3,
     version=2,
-    digest=2**64 - 1,
-    failed='not finite\n"quoted"',
-    participants=tuple((f'l{m}', m, 2**40, 5) for m in range(len(sizes))),
+    participants=tuple(
+      actions.Participant(learner=f'l{m}', incarnation=m, handle=m, tokens=2**40, steps=5)
+      for m in range(participants)
+    ),
     books={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
   )
-  buffers = outer_log.encode(outer_log.OuterStep(outcome, 4, given))
+
+
+@pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
+def test_a_record_comes_back_as_it_was(sizes):
+  given = [os.urandom(size) for size in sizes]
+  merge = merge_with(len(sizes))
+  done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
+  buffers = outer_log.encode(outer_log.OuterStep(merge, done, 4, given))
   assert all(a is b for a, b in zip(buffers[1:], given))  # not copied
   read = outer_log.decode(memoryview(b''.join(buffers)))
-  assert read.outcome == outcome and read.width == 4
+  assert (read.merge, read.done, read.width) == (merge, done, 4)
   assert [bytes(view) for view in read.payloads] == given
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
 def test_a_record_of_another_length_is_refused(damage):
-  outcome = recovery.Outcome(
-    sync=1, fragment=0, version=1, participants=(('l0', 1, 8, 1),), digest=1, failed='', books={}
-  )
-  data = b''.join(outer_log.encode(outer_log.OuterStep(outcome, 1, [b'12345678'])))
+  merge = merge_with(1)
+  step = outer_log.OuterStep(merge, ended(merge), 1, [b'12345678'])
+  data = b''.join(outer_log.encode(step))
   with pytest.raises(ValueError, match='bytes are left for payloads'):
     outer_log.decode(memoryview(damage(data)))
 
@@ -364,17 +378,8 @@ def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tm
   life = rig()
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
-  outcome = recovery.Outcome(
-    sync=2,
-    fragment=0,
-    version=1,
-    digest=123,
-    failed='',
-    books=merge.books,
-    participants=tuple((one.learner, 1, one.tokens, one.steps) for one in merge.participants),
-  )
   given = [life.payloads.get(one.handle) for one in merge.participants]
-  life.log.commit(outer_log.OuterStep(outcome, 3, given))
+  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), 3, given))
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(
@@ -403,7 +408,7 @@ def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assemb
 def test_the_log_of_another_run_is_refused(rig, assembled, tmp_path):
   rig().crash()
   with contextlib.closing(
-    outer_log.OuterLog(files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)
+    commit.CommitLog(files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)
   ) as other:
     with pytest.raises(program.NeverRetry, match='belongs to the run') as refusal:
       with program.log_failures():
@@ -446,7 +451,7 @@ def test_a_crash_on_a_full_disk_loses_what_nobody_has_seen(rig, expected):
   life.submit(2)
   life.records.said.get(timeout=DEADLINE_S)
   life.crash()
-  assert isinstance(life.failed.get(timeout=DEADLINE_S), outer_log.Closed)
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), commit.Closed)
   assert bits(rig().theta) == expected[1]
 
 
@@ -482,5 +487,5 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys):
 def test_a_second_syncer_in_the_same_folder_is_refused(rig, assembled, tmp_path):
   life = rig()
   with pytest.raises(files_lib.DirectoryError, match=f'DD406 .*pid {os.getpid()}'):
-    outer_log.OuterLog(files_lib.Files(tmp_path / 'wal'), assembled.agreement, print)
+    commit.CommitLog(files_lib.Files(tmp_path / 'wal'), assembled.agreement, print)
   assert not life.merge(1).failed  # and the first one goes on

@@ -11,8 +11,8 @@ from diloco_jax.launch import one_process
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import tapes, wal, wal_format
-from diloco_jax.syncer import outer_log, rebuild
+from diloco_jax.storage import outer_log, tapes, wal, wal_format
+from diloco_jax.syncer import rebuild
 from experiments.configs import stdlib_lm
 
 

@@ -33,6 +33,7 @@ from diloco_jax.proof.checks.invariants import (
   pace,
   screening,
   snapshots,
+  states,
   tokens,
 )
 from diloco_jax.proof.checks.model import donation as donation_book
@@ -94,6 +95,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   snapshots.SnapshotsEnd,
   donation.Donated,
   donation.DonationEnds,
+  states.AsDrawn,
 )
 
 

@@ -9,17 +9,14 @@ Marks are an observer (observers.py) of one seed; those of many seeds are added 
 """
 
 import collections
-import dataclasses
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import diagrams
 from diloco_jax.proof.faults import plans
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import machine as syncer_machine
 
 # Others need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
@@ -41,19 +38,13 @@ def _names(kind: str, union: Any) -> Iterable[str]:
   return (f'{kind} {one.__name__}' for one in typing.get_args(union))
 
 
-def _moves(kind: str, table: Any) -> Iterable[str]:
-  return (f'{kind} {source} -> {target}' for source, target, _ in table)
-
-
 def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
   """All marks that a campaign with these kinds of faults must reach."""
   return (
     *_names('event', events.Event),
     *_names('action', actions.Action),
     *_names('message', messages.Message),
-    *_moves('sync', syncer_machine.SYNC_STATES),
-    *_moves('connection', connection.CONNECTION_STATES),
-    *_moves('training', learner_machine.TRAINING_STATES),
+    *(f'{diagram} {source} -> {target}' for diagram, source, target in diagrams.DRAWN),
     *(f'discarded {reason}' for reason in messages.Reason.ALL),
     *(f'settled {verdict}' for verdict in VERDICTS),
     *(f'declined {reason}' for reason in DECLINES),
@@ -77,24 +68,14 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
   )
 
 
-@dataclasses.dataclass(slots=True)
-class _Process:
-  """Where a process is on the diagrams, by its records."""
-
-  connection: str = 'away'
-  training: str = 'waiting'
-  session: int = 0
-  claims: dict[int, tuple[int | None, int]] = dataclasses.field(default_factory=dict)  # by session
-
-
 class Marks(observers.Observer):
   """What one seed, or many, reached: `counts` by mark."""
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
     self._types: collections.Counter[type] = collections.Counter()
-    self._processes: dict[int, _Process] = {}
-    self._open: set[int] = set()
+    self._diagrams = diagrams.Diagrams()
+    self._claims: dict[tuple[int, int], tuple[int | None, int]] = {}  # by process and session
     self._durable = 0
 
   # --- Reading ------------------------------------------------------------------------------------
@@ -126,11 +107,8 @@ class Marks(observers.Observer):
     self.counts[f'fault {kind}'] += 1
 
   def born(self, now_ns: int, life: observers.Life) -> None:
-    self._processes[life.number] = _Process()
     if life.start.snapshot is not None:
       self.counts[f'{life.start.role} restored'] += 1
-    if life.start.role == 'syncer':
-      self._open.clear()
 
   def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
     if killed:
@@ -150,34 +128,31 @@ class Marks(observers.Observer):
     self._types[kind] += 1
     if kind is events.Received:
       self._types[type(event.message)] += 1
-    look = self._syncer if life.start.role == 'syncer' else self._learner
-    look(self._processes[life.number], event, out)
+    for diagram, source, target in self._diagrams.moves(life, event, out):
+      self.counts[f'{diagram} {source} -> {target}'] += 1
+    if life.start.role == 'syncer':
+      self._syncer(life.number, event, out)
+    else:
+      self._learner(out)
 
-  def _syncer(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
+  def _syncer(self, process: int, event: events.Event, out: Sequence[actions.Action]) -> None:
     if type(event) is events.Received and type(event.message) is messages.Confirm:
-      process.claims[event.session] = event.message.stream, event.message.cursor
+      self._claims[process, event.session] = event.message.stream, event.message.cursor
     for action in out:
       kind = type(action)
       self._types[kind] += 1
       if kind is actions.Send:
         self._said(action.message)
         if type(action.message) is messages.Joined:
-          self._leased(process.claims[action.session], action.message)
-      elif kind is actions.Merge:
-        self.counts['sync gathering -> merging'] += 1
+          self._leased(self._claims[process, action.session], action.message)
       elif kind is actions.Report:
-        self._reported(action, isinstance(event, events.MergeDone) and event.failed)
+        self._reported(action)
       elif kind is actions.Exit:
         self.counts[f'exit syncer {action.code}'] += 1
-    if type(event) is events.MergeDone and not event.failed:
-      self.counts['sync merging -> published'] += 1
 
   def _said(self, message: messages.Message) -> None:
     kind = type(message)
-    if kind is messages.Pull and message.sync not in self._open:
-      self._open.add(message.sync)
-      self.counts['sync due -> gathering'] += 1
-    elif kind is messages.Settled:
+    if kind is messages.Settled:
       self.counts[f'settled {message.reason or "merged"}'] += 1
     elif kind is messages.Refused:
       self.counts[f'refused {message.code}'] += 1
@@ -190,13 +165,12 @@ class Marks(observers.Observer):
     else:
       self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
 
-  def _reported(self, report: actions.Report, failed: bool) -> None:
+  def _reported(self, report: actions.Report) -> None:
     values = report.values
     match report.name:
       case 'merging':
         self.counts[f'merged because {values["why"].split()[0]}'] += 1
       case 'cancelled':
-        self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
         self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
       case 'refused':
         self.counts[f'rejected for {values["why"].split()[0]}'] += 1
@@ -213,42 +187,13 @@ class Marks(observers.Observer):
         self.counts['syncs skipped'] += values['skipped']
         self.counts['fragment repaired'] += values['repaired']
 
-  def _learner(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
-    kind = type(event)
-    if kind is events.Disconnected and event.session == process.session:
-      self._connect(process, 'away')
-    elif kind is events.Received and type(event.message) is messages.Joined:
-      if event.session == process.session and process.connection == 'joining':
-        self._connect(process, 'joined')
+  def _learner(self, out: Sequence[actions.Action]) -> None:
     for action in out:
-      self._acted(process, action)
-
-  def _acted(self, process: _Process, action: actions.Action) -> None:
-    kind = type(action)
-    self._types[kind] += 1
-    if kind is actions.Send:
-      if type(action.message) is messages.Decline:
+      kind = type(action)
+      self._types[kind] += 1
+      if kind is actions.Send and type(action.message) is messages.Decline:
         self.counts[f'declined {action.message.reason}'] += 1
-      elif type(action.message) is messages.Join:
-        self._connect(process, 'joining')
-    elif kind is actions.Dial:
-      process.session = action.session
-      self._connect(process, 'dialing')
-    elif kind is actions.Step:
-      self._train(process, 'training')
-    elif kind is actions.Report and action.name == 'moments':
-      self.counts[f'recovered by {action.values["by"]}'] += 1
-    elif kind is actions.Report and action.values.get('state') == 'trained':
-      self._train(process, 'trained')
-    elif kind is actions.Exit:
-      self._train(process, 'ended')
-      self.counts[f'exit learner {action.code}'] += 1
-
-  def _connect(self, process: _Process, state: str) -> None:
-    self.counts[f'connection {process.connection} -> {state}'] += 1
-    process.connection = state
-
-  def _train(self, process: _Process, state: str) -> None:
-    if state != process.training:
-      self.counts[f'training {process.training} -> {state}'] += 1
-      process.training = state
+      elif kind is actions.Report and action.name == 'moments':
+        self.counts[f'recovered by {action.values["by"]}'] += 1
+      elif kind is actions.Exit:
+        self.counts[f'exit learner {action.code}'] += 1

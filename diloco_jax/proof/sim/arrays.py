@@ -11,14 +11,13 @@ the same number, whoever does it (simulated_log.py does it again), and anything 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
 Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
-Share = tuple[str, int, int, int]  # learner, incarnation, tokens, steps
 HUGE, NAN = 'huge', 'poison'  # what a faulty host makes of a pseudo-gradient behind its encoder
 
 
@@ -40,7 +39,8 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 class Gradient:
   """What a pseudo-gradient's bytes are: whose, which of its tokens they cover, and which batches it
   really read: (stream, first, end). `exact`: its process has one incarnation only, so all tokens
-  count. `spoiled`: HUGE or NAN, its host is faulty."""
+  count. `spoiled`: HUGE or NAN, its host is faulty. `overflows`: an outer step with it is not finite,
+  as sound as each payload may be."""
 
   learner: str
   nonce: int
@@ -50,6 +50,7 @@ class Gradient:
   exact: bool = True
   reads: tuple[Batches, ...] = ()
   spoiled: str = ''
+  overflows: bool = False
 
   @property
   def norm(self) -> int:
@@ -64,9 +65,9 @@ class Gradient:
     return json.dumps(dataclasses.astuple(self)).encode()
 
   @classmethod
-  def decode(cls, data: bytes) -> 'Gradient':
-    *rest, reads, spoiled = json.loads(data)
-    return cls(*rest, reads=tuple(tuple(one) for one in reads), spoiled=spoiled)
+  def decode(cls, data: memoryview | bytes) -> 'Gradient':
+    *rest, reads, spoiled, overflows = json.loads(bytes(data))
+    return cls(*rest, tuple(tuple(one) for one in reads), spoiled, overflows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +87,13 @@ class Moments:
   value: int
 
 
+class Merged(NamedTuple):
+  """What became of an outer step."""
+
+  failed: str
+  digest: int
+
+
 class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 
@@ -102,20 +110,24 @@ class Theta:
     self.finite = True
     self.batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
-  def outer_step(
+  def merge(
     self,
-    fragment: int,
-    version: int,
-    shares: Sequence[Share],
-    grads: Sequence[Gradient],
-  ) -> int:
-    """The value that it makes; nothing is changed yet."""
-    names = [learner for learner, *_ in shares]
+    p: int,
+    participants: Sequence[actions.Participant],
+    payloads: Sequence[memoryview | bytes],
+    refused: Collection[str],
+    width: int,
+  ) -> Merged:
+    """Carries out an outer step, as storage/outer_log.py asks for it."""
+    names = [one.learner for one in participants]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(
-      version == self.versions[fragment] + 1, 'Versions are 1, 2, 3, ...', version, self.versions
-    )
-    for (learner, _, tokens, steps), grad in zip(shares, grads, strict=True):
+    claim(width == len(payloads), 'Nobody is missing in the stack.', width, names)
+    shares = [
+      ((one.learner, one.incarnation, one.tokens, one.steps), Gradient.decode(payload))
+      for one, payload in zip(participants, payloads, strict=True)
+      if one.learner not in refused
+    ]
+    for (learner, _, tokens, steps), grad in shares:
       claim(learner == grad.learner, 'A payload counts for who sent it.', learner, grad)
       true_tokens, true_steps = grad.end - grad.start, grad.steps
       claim(
@@ -128,21 +140,14 @@ class Theta:
         steps,
         grad,
       )
-    return value(self.values[fragment], fragment, version, shares, grads)
-
-  def take(
-    self,
-    fragment: int,
-    version: int,
-    shares: Sequence[Share],
-    grads: Sequence[Gradient],
-    result: int,
-  ) -> None:
-    """The outer step is done."""
-    for (_, _, tokens, _), grad in zip(shares, grads):
-      self._count(grad, fragment, tokens)
+    if not shares or any(grad.overflows for _, grad in shares):
+      return Merged('not finite' if shares else 'every payload was rejected', self.values[p])
+    for (_, _, tokens, _), grad in shares:
+      self._count(grad, p, tokens)
       self.finite = self.finite and grad.spoiled != NAN
-    self.versions[fragment], self.values[fragment] = version, result
+    self.versions[p] += 1
+    self.values[p] = value(self.values[p], p, self.versions[p], shares)
+    return Merged('', self.values[p])
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
     _add(
@@ -213,15 +218,3 @@ def screened(
   for one, grad in zip(participants, grads):
     claim(grad.spoiled or one.learner not in refused, 'Nobody honest is refused.', one, grad)
   return norms, refused
-
-
-def good(
-  shares_: Sequence[Share], grads: Sequence[Gradient], refused: Sequence[str]
-) -> tuple[list[Share], list[Gradient]]:
-  """Those that are not refused."""
-  pairs = [(one, grad) for one, grad in zip(shares_, grads) if one[0] not in refused]
-  return [one for one, _ in pairs], [grad for _, grad in pairs]
-
-
-def shares(participants: Sequence[actions.Participant]) -> tuple[Share, ...]:
-  return tuple((one.learner, one.incarnation, one.tokens, one.steps) for one in participants)

@@ -20,10 +20,7 @@ from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import simulated_log as simulated_log_lib
 from diloco_jax.protocol import actions, events, messages
-from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.learner import machine as learner_machine
-from diloco_jax.protocol.syncer import recovery
-from diloco_jax.storage import wal_format
+from diloco_jax.storage import outer_log, wal_format
 
 MS = engine_lib.MS
 RETRY_NS = 500 * MS  # a full disk is tried again
@@ -194,21 +191,6 @@ class Process(abc.ABC):
       deliver()
 
 
-def _reachable(table: Any) -> frozenset[tuple[str, str]]:
-  """The moves that one event may cause: those of the table, and those over others."""
-  states = {state for source, target, _ in table for state in (source, target)}
-  moves = {(state, state) for state in states}
-  for _ in states:
-    moves |= {
-      (first, target) for first, last in moves for source, target, _ in table if source == last
-    }
-  return frozenset(moves)
-
-
-CONNECTION_MOVES = _reachable(connection.CONNECTION_STATES)
-TRAINING_MOVES = _reachable(learner_machine.TRAINING_STATES)
-
-
 class Learner(Process):
   """A learner's process."""
 
@@ -312,13 +294,7 @@ class Learner(Process):
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
-    before = self.machine._connection.state, self.machine._training
     super()._handle(event)
-    after = self.machine._connection.state, self.machine._training
-    arrays.claim(
-      (before[0], after[0]) in CONNECTION_MOVES, 'The connection moves as drawn.', before, after
-    )
-    arrays.claim((before[1], after[1]) in TRAINING_MOVES, 'Training moves as drawn.', before, after)
 
   def _encode(self, sync: int, fragment: int) -> None:
     self._boundary()
@@ -491,51 +467,34 @@ class Syncer(Process):
 
   def _merge(self, merge: actions.Merge) -> Iterator[int]:
     """The outer step; MergeDone once it is committed."""
-    p, shares = merge.fragment, arrays.shares(merge.participants)
-    base = self.theta.values[p]
+    p = merge.fragment
     grads = [self.contents.pop(one.handle) for one in merge.participants]
     yield self.merge_ns
     norms, refused = arrays.screened(merge.participants, grads)
-    made_of = arrays.good(shares, grads, refused)
-    value, failed = self.theta.outer_step(p, merge.version, *made_of), ''
-    if self.not_finite or len(refused) == len(shares):
-      failed = 'not finite' if self.not_finite else 'every payload was rejected'
-      self.not_finite, value = False, base
-    yield from self._commit(
-      recovery.Outcome(
-        sync=merge.sync,
-        fragment=p,
-        version=merge.version,
-        participants=shares,
-        digest=value,
-        failed=failed,
-        books=merge.books,
-        norms=norms,
-        refused=refused,
-      ),
-      grads,
-    )
+    payloads = [dataclasses.replace(grad, overflows=self.not_finite).encode() for grad in grads]
+    self.not_finite, base = False, self.theta.values[p]
+    merged = self.theta.merge(p, merge.participants, payloads, refused, len(payloads))
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
       handle=None,
       payload=None,
-      digest=value,
-      failed=failed,
+      digest=merged.digest,
+      failed=merged.failed,
       norms=norms,
       refused=refused,
     )
-    if failed:
+    yield from self._commit(outer_log.OuterStep(merge, done, len(payloads), payloads))
+    if merged.failed:
       self.post(done)
-      return
-    self.theta.take(p, merge.version, *made_of, value)
-    self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, value))
+    else:
+      self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, merged.digest))
 
-  def _commit(self, outcome: recovery.Outcome, grads: list[arrays.Gradient]) -> Iterator[int]:
+  def _commit(self, step: outer_log.OuterStep) -> Iterator[int]:
     """Until it is durable."""
     while True:
       try:
-        number = self.journal.append(outcome, grads)
+        number = self.journal.append(step)
         break
       except wal_format.WalFull:
         self.world.logged('full')
@@ -543,10 +502,10 @@ class Syncer(Process):
     self.world.logged(
       'appended',
       number,
-      outcome.digest,
-      outcome.failed,
-      norms=outcome.norms,
-      refused=outcome.refused,
+      step.done.digest,
+      step.done.failed,
+      norms=step.done.norms,
+      refused=step.done.refused,
     )
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
@@ -614,7 +573,9 @@ class Syncer(Process):
     self.post(events.SaveDone(step=step))
     yield MS
     try:
-      self.journal.compact(self.checkpoints)
+      kept = self.checkpoints.kept()
+      if kept[0] is not None:
+        self.journal.compact(kept)
     except wal_format.WalFull:
       self.world.logged('full')  # the next save tries again
     self.world.logged('compacted', self.journal.first)

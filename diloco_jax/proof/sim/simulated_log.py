@@ -1,11 +1,7 @@
 """What the syncer keeps on its disk, and the way back from it, as production has it.
 
-Checkpoints hold the machine's snapshot, Theta, and how far they reach in the log (`log`, `chain`).
-The log is the production one (storage/wal.py) on the simulated disk, a record for each outer step::
-
-    where the syncer was = newest whole checkpoint, or version 0
-                           + the records behind it: protocol/syncer/recovery.py for the machine,
-                             every outer step again for Theta, every digest compared
+Checkpoints hold the machine's snapshot, Theta, and how far they reach in the log. The log is the
+production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
 
 A log that refuses to open is put right by the *operator*, who loses as little as can be lost: the
 log is cut to its whole records, or begun anew behind the checkpoint if the two do not meet.
@@ -15,19 +11,27 @@ The world also knows what no program can ask: which records no power loss takes 
 """
 
 import collections
+import functools
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.proof.sim import arrays
 from diloco_jax.proof.sim import disk as disk_lib
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
-from diloco_jax.storage import wal, wal_format, wal_recovery
+from diloco_jax.protocol.tape import tape
+from diloco_jax.storage import outer_log, wal, wal_format, wal_recovery
 
-RUN = 'simulated'
-OUTER_STEP = 1  # the kind of its records
 SEGMENT_BYTES = 8 << 10  # so that a run has several
-UNREADABLE = (ValueError, LookupError, TypeError, AssertionError, struct.error)
+UNREADABLE = (
+  ValueError,
+  LookupError,
+  TypeError,
+  AssertionError,
+  struct.error,
+  outer_log.NotReproduced,
+)
 SET_ASIDE = '.aside'
 
 
@@ -43,117 +47,67 @@ class Recovered(NamedTuple):
   theta: arrays.Theta
 
 
-def recover(disk: disk_lib.Disk, fresh: dict[str, Any], initial: Sequence[int]) -> Recovered:
-  """Goes on from what is on a disk; `fresh` and `initial` are snapshot and Theta of version 0.
+def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
+  """Goes on from what is on a disk; `start` is that of version 0.
 
   Raises:
     WalError: the log cannot be opened.
     NotRecovered: one of its records is not what was committed, and the log did not notice.
   """
   saved = disk_lib.Checkpoints(disk).newest()
-  theta, after, chain = arrays.Theta(list(initial)), 0, None
-  if saved is not None:
-    theta, after, chain = arrays.Theta.load(saved['theta']), saved['log'], saved['chain']
-  log = wal.open_log(disk, RUN, after, chain and bytes.fromhex(chain), SEGMENT_BYTES)
-  journal = Journal(disk, log)
-  if saved is None and log.last == 0:
-    return Recovered(journal, None, theta)
-  snapshot = fresh if saved is None else saved['snapshot']
+  theta = arrays.Theta(list(start.digests)) if saved is None else arrays.Theta.load(saved['theta'])
+  journal = Journal(disk, start.agreement)
+  load = functools.partial(
+    syncer_machine.SyncerMachine.load, start.config, start.agreement, start.payload_bytes
+  )
   try:
-    outcomes = [_redo(theta, record) for record in log.records(after)]
-    return Recovered(journal, recovery.recovered(snapshot, outcomes), theta)
+    records = journal.recover(theta, saved or {})
+    if saved is None and not records:
+      return Recovered(journal, None, theta)
+    snapshot = start.make().snapshot() if saved is None else saved['snapshot']
+    return Recovered(journal, recovery.recovered(load, snapshot, records), theta)
   except UNREADABLE as error:
     raise NotRecovered(f'{type(error).__name__}: {error}') from error
 
 
-def _redo(theta: arrays.Theta, record: wal.Record) -> recovery.Outcome:
-  """Carries out an outer step again."""
-  outcome, grads = decode(record.payload)
-  p, made_of = outcome.fragment, arrays.good(outcome.participants, grads, outcome.refused)
-  if outcome.failed:
-    digest = theta.values[p]
-  else:
-    digest = theta.outer_step(p, outcome.version, *made_of)
-    theta.take(p, outcome.version, *made_of, digest)
-  if digest != outcome.digest:
-    raise ValueError(f'record {record.number} makes {digest}, it was {outcome.digest}')
-  return outcome
+class Journal(outer_log.OuterLog):
+  """The open log of a syncer, and what the world knows of it."""
 
-
-def encode(outcome: recovery.Outcome, grads: Sequence[arrays.Gradient]) -> list[Any]:
-  payloads = [grad.encode() for grad in grads]
-  header = {name: getattr(outcome, name) for name in recovery.Outcome.__slots__}
-  return wal_format.pack({**header, 'payload_bytes': [len(one) for one in payloads]}, *payloads)
-
-
-def decode(payload: memoryview) -> tuple[recovery.Outcome, list[arrays.Gradient]]:
-  header, data = wal_format.unpack(payload)
-  grads = []
-  for size in header.pop('payload_bytes'):
-    grads.append(arrays.Gradient.decode(bytes(data[:size])))
-    data = data[size:]
-  participants = tuple(tuple(one) for one in header.pop('participants'))
-  screened = {name: tuple(header.pop(name)) for name in ('norms', 'refused')}
-  return recovery.Outcome(participants=participants, **screened, **header), grads
-
-
-class Journal:
-  """The open log of a syncer."""
-
-  def __init__(self, disk: disk_lib.Disk, log: wal.Wal):
-    self._disk, self._log = disk, log
+  def __init__(self, disk: disk_lib.Disk, agreement: str):
+    self.words: list[str] = []  # what recovery had to say
+    super().__init__(disk, agreement, self.words.append, SEGMENT_BYTES)
     # Of records that may not be durable: number, file, byte behind it.
-    self._ends = collections.deque(_ends(disk))
-    self._durable = self._ends[0][0] - 1 if self._ends else log.last
+    self._ends: collections.deque[tuple[int, str, int]] = collections.deque()
+    self._durable = 0
+
+  def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
+    records = super().recover(theta, position)
+    self._ends.extend(_ends(self._files))
+    self._durable = self._ends[0][0] - 1 if self._ends else self.last
+    return records
 
   @property
   def last(self) -> int:
-    return self._log.last
+    return self._wal.last
 
   @property
   def first(self) -> int:
-    return self._log.first
-
-  @property
-  def words(self) -> tuple[str, ...]:
-    """What recovery had to say."""
-    return self._log.recovered.words
+    return self._wal.first
 
   @property
   def torn(self) -> bool:
-    return bool(self._log.recovered.cut_bytes)
+    return bool(self._wal.recovered.cut_bytes)
 
-  @property
-  def position(self) -> dict[str, Any]:
-    """For a checkpoint that holds all outer steps committed so far."""
-    return {'log': self._log.committed, 'chain': self._log.chain.hex()}
-
-  def append(self, outcome: recovery.Outcome, grads: Sequence[arrays.Gradient]) -> int:
-    """Raises WalFull, WalBroken."""
-    number = self._log.append(OUTER_STEP, *encode(outcome, grads))
-    name = wal_recovery.segment_names(self._disk)[-1]
-    self._ends.append((number, name, self._disk.size(name)))
+  def append(self, step: outer_log.OuterStep) -> int:
+    number = super().append(step)
+    name = wal_recovery.segment_names(self._files)[-1]
+    self._ends.append((number, name, self._files.size(name)))
     return number
-
-  def commit(self) -> None:
-    """Raises WalBroken."""
-    self._log.commit()
-
-  def compact(self, checkpoints: disk_lib.Checkpoints) -> None:
-    """Drops what every checkpoint that is kept holds; none before there are two.
-
-    Raises:
-      WalFull, WalBroken: the disk.
-    """
-    kept = checkpoints.kept()
-    if len(kept) >= 2 and kept[0] is not None:
-      self._log.roll()
-      self._log.drop_before(kept[0]['log'] + 1)
 
   def durable(self) -> int:
     """The newest record that no power loss takes any more."""
     ends = self._ends
-    while ends and self._disk.durable(ends[0][1]) >= ends[0][2]:
+    while ends and self._files.durable(ends[0][1]) >= ends[0][2]:
       self._durable = ends.popleft()[0]
     return self._durable
 
@@ -196,7 +150,7 @@ def lost_unseen(disk: disk_lib.Disk, durable: int, rot: Sequence[tuple[str, int]
   return any(file == name and place >= start for file, place in rot)
 
 
-def repair(disk: disk_lib.Disk) -> None:
+def repair(disk: disk_lib.Disk, agreement: str) -> None:
   """What an operator does about a log that refuses to open; afterwards it opens.
 
   Raises:
@@ -212,4 +166,4 @@ def repair(disk: disk_lib.Disk) -> None:
   for name in wal_recovery.segment_names(disk):
     disk.rename(name, f'{name}.{len(disk.names())}{SET_ASIDE}')
   disk.fsync_names()
-  wal.begin(disk, RUN, after, chain, SEGMENT_BYTES)
+  wal.begin(disk, outer_log.run_of(agreement), after, chain, SEGMENT_BYTES)

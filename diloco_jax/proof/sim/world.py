@@ -115,7 +115,7 @@ class World:
     )
     disk = self.disk('syncer')
     try:
-      found = self._recover(disk, start.make().snapshot())
+      found = self._recover(disk, start)
     except (wal_format.WalFull, wal_format.WalBroken) as error:
       self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
       return False
@@ -135,23 +135,23 @@ class World:
     self._begin(self.syncer)
     return True
 
-  def _recover(self, disk: disk_lib.Disk, fresh: dict) -> simulated_log.Recovered:
+  def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
     """As production does it, and an operator where production refuses."""
     rot, self._rotten = disk.rot[self._rotten :], len(disk.rot)
     if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
       self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
     try:
-      return simulated_log.recover(disk, fresh, self.initial)
+      return simulated_log.recover(disk, start)
     except wal_format.WalDamaged as damaged:
       self._repaired(disk, str(damaged))  # also if it comes only half the way
       try:
-        simulated_log.repair(disk)
+        simulated_log.repair(disk, AGREEMENT)
       except OSError as error:
         raise wal_format.WalBroken(f'The repair failed: {error}') from error
     except simulated_log.NotRecovered as error:
       self.logged('not recovered', text=str(error))
       raise
-    return self._recover(disk, fresh)
+    return self._recover(disk, start)
 
   def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
     self.rolled_back = True

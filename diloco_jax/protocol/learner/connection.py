@@ -13,7 +13,7 @@ its Confirm on a learner keeps its own lease alive with heartbeats.
 import dataclasses
 import random
 
-from diloco_jax.protocol import action_list, actions, messages
+from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
 
 CONNECTION_STATES = (
@@ -61,6 +61,9 @@ class Connection:
   def joined(self) -> bool:
     return self.state == 'joined'
 
+  def _move(self, state: str) -> None:
+    self.state = states.move(CONNECTION_STATES, self.state, state)
+
   def send(self, message: messages.FromLearner, handle: int | None = None) -> None:
     self._out.send(self.session, message, handle)
 
@@ -89,12 +92,12 @@ class Connection:
 
   def _dial(self, now_ns: int) -> None:
     self.session += 1
-    self.state = 'dialing'
+    self._move('dialing')
     self._heard_ns = now_ns
     self._out.do(actions.Dial(session=self.session))
 
   def connected(self, now_ns: int) -> None:
-    self.state = 'joining'
+    self._move('joining')
     self._heard_ns = now_ns
     me = self._identity
     self.send(
@@ -115,7 +118,7 @@ class Connection:
     self.send(confirm)
 
   def welcomed(self) -> None:
-    self.state = 'joined'
+    self._move('joined')
     self._refusals = 0
 
   def refused(self, now_ns: int, refused: messages.Refused) -> bool:
@@ -133,12 +136,13 @@ class Connection:
 
   def disconnected(self, now_ns: int, reason: str) -> None:
     """The stream is gone: back to the pause before the next attempt."""
-    joined, self.state = self.joined, 'away'
+    joined = self.joined
+    self._move('away')
     self._out.closing.discard(self.session)
     self._confirmed = False
     first, longest = self._config.redial_ns
     self._pause_ns = first if joined else min(longest, self._pause_ns * 5 // 4)
-    jitter = self._random.randrange(500, 1500)  # half to one and a half of the pause
+    jitter = 500 + int(self._random.random() * 1000)  # half to one and a half of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
     if joined:
       self._out.say(

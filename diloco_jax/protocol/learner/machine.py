@@ -26,7 +26,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
@@ -36,8 +36,8 @@ from diloco_jax.protocol.learner import moments as moments_lib
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
   ('training', 'trained', 'the clock reached T'),
-  ('waiting', 'ended', 'refused for good, or asked to stop'),
-  ('training', 'ended', 'asked to stop, or fenced'),
+  ('waiting', 'ended', 'refused for good, asked to stop, or Finish'),
+  ('training', 'ended', 'asked to stop, fenced, or Finish'),
   ('trained', 'ended', 'Finish: every fragment is closed'),
 )
 
@@ -110,7 +110,7 @@ class LearnerMachine:
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
     # Work under way, in the order in which it will be answered, with the session it began on: a
     # stream may break and the same sync or version come again meanwhile.
-    self._encoding: collections.deque[tuple[int, messages.Contribution]] = collections.deque()
+    self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = False
@@ -217,7 +217,7 @@ class LearnerMachine:
         if self._connection.refused(now_ns, message):
           self._refused = message.text
           self._give_up()
-      case messages.Joined() if not self._connection.joined:
+      case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
         self._pulls[fragment] = self._pulled[fragment] = sync
@@ -234,7 +234,7 @@ class LearnerMachine:
       case messages.Mark():
         self._part.heard(message)
       case messages.Finish():
-        self._training, self._ending = 'trained', self._ending or 'done'
+        self._ending = self._ending or 'done'
       case messages.Heartbeat() | messages.Joined() | messages.Pull():
         pass  # the latter two: heard before on this stream
       case _:
@@ -289,8 +289,8 @@ class LearnerMachine:
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """The snapshot is bytes now; it is void if the stream changed meanwhile."""
-    session, message = self._encoding.popleft()
-    assert (message.sync, message.fragment) == (encoded.sync, encoded.fragment), (message, encoded)
+    session, covers = self._encoding.popleft()
+    assert (covers['sync'], covers['fragment']) == (encoded.sync, encoded.fragment), encoded
     if not self._connection.joined or session != self._connection.session:
       self._out.drop(encoded.handle)
     elif encoded.handle is None:
@@ -300,11 +300,12 @@ class LearnerMachine:
           sync=encoded.sync,
           fragment=encoded.fragment,
           reason=messages.Reason.BAD_VALUE,
-          tokens_to=message.tokens_to,
+          tokens_to=covers['tokens_to'],
         )
       )
     else:
-      self._connection.send(dataclasses.replace(message, payload=encoded.payload), encoded.handle)
+      message = messages.Contribution(**covers, payload=encoded.payload)
+      self._connection.send(message, encoded.handle)
       self._out.drop(encoded.handle)
 
   def _settled(self, settled: messages.Settled) -> None:
@@ -325,6 +326,9 @@ class LearnerMachine:
     )
 
   # --- Training -----------------------------------------------------------------------------------
+
+  def _train(self, state: str) -> None:
+    self._training = states.move(TRAINING_STATES, self._training, state)
 
   def _step_done(self, done: events.StepDone) -> None:
     self._running = False
@@ -358,13 +362,13 @@ class LearnerMachine:
       if not self._adopting:  # else the donation would age before the first step
         self._taker.boundary(self.step)
       if self._taker.way:
-        self._training = 'training'
+        self._train('training')
     trains = self._training in ('training', 'trained')
     self._giver.boundary(
       trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors)
     )
     if self._training == 'training' and self.step >= self._config.total_steps:
-      self._training = 'trained'
+      self._train('trained')
       self._report_state('trained')
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
@@ -479,22 +483,16 @@ class LearnerMachine:
     else:
       anchor.contributed = sync
       self._given.add(sync)
-      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is encoded
-      self._encoding.append(
-        (
-          self._connection.session,
-          messages.Contribution(
-            sync=sync,
-            fragment=fragment,
-            version=anchor.version,
-            steps=steps,
-            tokens_from=anchor.tokens,
-            tokens_to=self.tokens,
-            payload=nothing,
-            **self._position._asdict(),
-          ),
-        )
-      )
+      covers = {
+        'sync': sync,
+        'fragment': fragment,
+        'version': anchor.version,
+        'steps': steps,
+        'tokens_from': anchor.tokens,
+        'tokens_to': self.tokens,
+        **self._position._asdict(),
+      }
+      self._encoding.append((self._connection.session, covers))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
 
@@ -544,7 +542,7 @@ class LearnerMachine:
     self._exit(0, f'{self._ending} at step {self.step}: {self.steps} steps, {self.tokens} tokens')
 
   def _exit(self, code: int, text: str) -> None:
-    self._training = 'ended'
+    self._train('ended')
     self._exited = True
     self._taker.close()
     self._out.do(actions.Exit(code=code, text=text))

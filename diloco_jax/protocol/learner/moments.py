@@ -19,7 +19,7 @@ gives is of one moment. One snapshot at a time is on its way off the device.
 """
 
 import collections
-import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
@@ -43,7 +43,7 @@ class Giver:
     self._out = out
     self._asked: messages.Donate | None = None
     self._newest = 0  # the newest transfer asked for on this stream
-    self._reading: collections.deque[tuple[int, messages.Donation]] = collections.deque()
+    self._reading: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
   def asked(self, donate: messages.Donate) -> None:
     if donate.transfer > self._newest:  # else it is said again
@@ -62,34 +62,26 @@ class Giver:
       self._connection.send(messages.NoDonation(transfer=asked.transfer, reason='not training'))
     elif messages.dominates(step, versions, asked.step, asked.versions):
       self._asked = None
-      nothing = messages.Payload(size_bytes=0, crc32=0)  # filled in once it is read
-      self._reading.append(
-        (
-          self._connection.session,
-          messages.Donation(
-            transfer=asked.transfer,
-            donor=self._learner,
-            step=step,
-            versions=versions,
-            digest=0,
-            payload=nothing,
-          ),
-        )
-      )
+      covers = {
+        'transfer': asked.transfer,
+        'donor': self._learner,
+        'step': step,
+        'versions': versions,
+      }
+      self._reading.append((self._connection.session, covers))
       self._out.do(actions.ReadMoments(transfer=asked.transfer))
 
   def read(self, read: events.MomentsRead) -> None:
     """The snapshot is bytes now; it is void if the stream changed meanwhile."""
-    session, donation = self._reading.popleft()
-    assert donation.transfer == read.transfer, (donation, read)
+    session, covers = self._reading.popleft()
+    assert covers['transfer'] == read.transfer, (covers, read)
     if not self._connection.joined or session != self._connection.session:
       self._out.drop(read.handle)
     elif read.handle is None:
       self._connection.send(messages.NoDonation(transfer=read.transfer, reason='bad_value'))
     else:
-      self._connection.send(
-        dataclasses.replace(donation, digest=read.digest, payload=read.payload), read.handle
-      )
+      donation = messages.Donation(**covers, digest=read.digest, payload=read.payload)
+      self._connection.send(donation, read.handle)
       self._out.drop(read.handle)
 
 

@@ -1,9 +1,19 @@
-"""An open sync: the learners it waits for, and the payloads it holds."""
+"""An open sync: its state, the learners it waits for, and the payloads it holds.
+
+docs/protocol.md draws its life from SYNC_STATES."""
 
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, messages, states
+
+SYNC_STATES = (
+  ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
+  ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
+  ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
+  ('merging', 'published', 'the outer step is done'),
+  ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -13,14 +23,22 @@ class Gather:
   sync: int
   fragment: int
   opened_ns: int
+  state: str = 'due'
   asked: set[str] = dataclasses.field(default_factory=set)
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   quorum_at_ns: int | None = None
   grace_ns: int = 0
-  merging: bool = False
   participants: tuple[actions.Participant, ...] = ()
   facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the outer step, to be told
+
+  def move(self, state: str) -> None:
+    self.state = states.move(SYNC_STATES, self.state, state)
+
+  @property
+  def merging(self) -> bool:
+    """Its outer step is under way."""
+    return self.state == 'merging'
 
   @property
   def deadline_ns(self) -> int | None:

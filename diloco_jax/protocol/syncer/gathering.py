@@ -1,4 +1,4 @@
-"""Gathering: the open syncs, whom they wait for, and the payloads they hold.
+"""Gathering: the open syncs, whom they wait for, the payloads they hold, and how they end.
 
 An open sync pulls its fragment from every contributor. Each answers once, with a payload or a
 reason why it has none, and is not waited for any more::
@@ -11,9 +11,12 @@ learner's stream closes or its learner adopts another value of the fragment mean
 covers is then sent again, or overwritten. A payload that does not count is dropped at once; its
 tokens are discarded with the reason (verdicts.py), unless they can be sent again, and the learner
 is told.
+
+A sync ends with a version that is published, or cancelled. Either way each participant hears what
+became of its part.
 """
 
-from diloco_jax.protocol import action_list, messages
+from diloco_jax.protocol import action_list, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
@@ -27,7 +30,7 @@ Reason = messages.Reason
 
 
 class Gathering:
-  """The open syncs. Owns their gathers and the grace window's averages."""
+  """The open syncs. Owns their gathers, the grace window's averages, and the counts of syncs."""
 
   def __init__(
     self,
@@ -46,6 +49,7 @@ class Gathering:
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
+    self.synced = self.cancelled = 0
 
   @property
   def merging(self) -> bool:
@@ -135,6 +139,71 @@ class Gathering:
       if waits and waits[0].tokens_from < adopted.tokens:
         self._out.drop(gather.withdraw(member.learner, self._config.quorum))
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
+
+  # --- How a sync ends ----------------------------------------------------------------------------
+
+  def end(self, done: events.MergeDone) -> gather_lib.Gather:
+    """The outer step of a sync has ended; the sync with it."""
+    gather = self.open.pop(done.sync)
+    self._streams.end(done.sync, done.refused, made=not done.failed)
+    if done.failed:
+      self._fail(gather, done.failed)
+    else:
+      self._publish(gather, done)
+    return gather
+
+  def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
+    gather.move('published')
+    publish = self._published.advance(done)
+    self.synced += 1
+    merged = [one for one in gather.participants if one.learner not in done.refused]
+    self._out.report(
+      'synced',
+      **{  # not before: now it is durable
+        **gather.facts,
+        'participants': [one.learner for one in merged],
+        'tokens': sum(one.tokens for one in merged),
+      },
+    )
+    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
+    for one in gather.participants:
+      if one.learner in done.refused:  # the new version is its fresh anchor
+        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
+        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
+    for member in self._members.live():
+      end = ends.get((member.learner, member.incarnation))
+      if end is not None:
+        self.settle(member, done.sync, done.fragment, end)
+      self._published.send_delta(member, publish, done.handle)
+    self._out.drop(done.handle)
+
+  def _fail(self, gather: gather_lib.Gather, why: str) -> None:
+    """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
+    or their next range would start among those tokens and be refused as a duplicate for ever."""
+    self.grace.merge_failed(gather.fragment)
+    for one in gather.participants:
+      account = self._ledger.open(one.learner, one.incarnation)
+      account.revoke(one.tokens, Reason.BAD_VALUE)
+    self._out.say(f'Outer step {gather.sync} refused: {why}')
+    self.cancel(gather, why)
+    for learner in sorted(gather.asked):
+      member = self._members.by_id[learner]
+      if member.live and member.sent:
+        self._published.resend_whole(member, gather.fragment)
+
+  def cancel(self, gather: gather_lib.Gather, why: str) -> None:
+    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
+
+    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
+    self.open.pop(gather.sync, None)
+    for handle in gather.abandon():
+      self._out.drop(handle)
+    gather.move('cancelled')
+    for member in self._members.live():
+      if member.sent:
+        self.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
+    self.cancelled += 1
+    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
 
   # --- Verdicts that a learner hears --------------------------------------------------------------
 

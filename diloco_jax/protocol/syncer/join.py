@@ -1,11 +1,15 @@
-"""Admission: how a process comes to hold a learner id, and how a run begins.
+"""The way in and out: how a process comes to hold a learner id, and a member's life to its end.
 
 Joining takes two phases, because a Join may be old or repeated::
 
     Join --refused--> closed, with the reason in words
     Join --Offer--> offered: it holds nothing yet
     offered --Confirm of what was offered, the id still free--> admitted: the id is its own
-    admitted --the run has begun--> welcomed (the syncer sends Joined)
+    admitted --the run has begun: Joined--> welcome, fragments are due to it
+    welcome --every due fragment adopted--> caught up: it contributes and sets the pace
+    any of them --stream closed, lease over--> lost: it may come back (members.py)
+    any of them --Leave--> left: its account is closed
+    any of them --too many refused updates in a row--> quarantined: lost, and may not come back
 
 What may not happen, and why:
 * A live holder is never displaced by another process: a second process that was given the same id
@@ -21,16 +25,28 @@ so that a quick starter does not train alone for the others to skip. Until then 
 the *waiting room*; once the run has begun only those stay there for whom there is no data stream
 (shards.py). A restored run has begun already.
 
+A learner that enters hears of the syncs after its clock of which no version came: in lock-step
+modes it would wait for them.
+
+Losing a learner disturbs nobody: it is taken out of the pace and of the open syncs, that is all.
+While a process goes on in its incarnation its account stays open, since it will send again what was
+dropped; it is closed when another process takes the id, by Leave, or with the run.
+
 Refusals are pure functions: the first reason that holds, with both sides and the remedy.
 """
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
+from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.protocol.syncer import shards as shards_lib
 
@@ -93,7 +109,7 @@ def taken(
   )
 
 
-# --- From Join to the start -----------------------------------------------------------------------
+# --- A member's life ------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,9 +120,9 @@ class _Offered:
   incarnation: int
 
 
-class Admission:
-  """Who is on the way in. Owns the offers and the waiting room; binds ids in `members` and opens
-  and closes their accounts; a life that ends returns its data stream."""
+class Membership:
+  """Brings members in and out of everything that knows them. Owns the offers, the waiting room and
+  the count of repairs; binds ids in `members`, opens and closes their accounts."""
 
   def __init__(
     self,
@@ -114,24 +130,37 @@ class Admission:
     agreement: str,
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
+    pace: pace_lib.Pace,
+    published: published_lib.Published,
+    gathering: gathering_lib.Gathering,
     streams: shards_lib.Streams,
+    relay: moments_relay_lib.Relay,
     out: action_list.Outbox,
   ):
     self._config = config
     self._agreement = agreement
     self._members = members
     self._ledger = ledger
+    self._pace = pace
+    self._published = published
+    self._gathering = gathering
     self._streams = streams
+    self._relay = relay
     self._out = out
     self._offered: dict[int, _Offered] = {}
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session
-    self.started = False  # set for a run that goes on from a snapshot
+    self._told_to_wait: set[int] = set()  # sessions
     self._start_ns: int | None = None
+    self.started = False  # set for a run that goes on from a snapshot
+    self.brought_back: set[str] = set()  # with the run (recovery.BACK)
+    self.repaired = 0  # adopted values that differed from what was published
 
   @property
   def deadline_ns(self) -> int | None:
     """When the run begins whoever is there, if somebody waits for that."""
     return self._start_ns if self._waiting_room and not self.started else None
+
+  # --- From Join to the waiting room --------------------------------------------------------------
 
   def join(self, now_ns: int, session: int, join: messages.Join) -> None:
     """Offers an incarnation, or says why not."""
@@ -145,22 +174,25 @@ class Admission:
     self._offered[session] = _Offered(join, incarnation)
     self._out.send(session, messages.Offer(incarnation=incarnation))
 
-  def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> messages.Join | None:
-    """The Join that this confirms, if the id is free still. `admit` is to follow."""
+  def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> None:
+    """The id is this process's from here on, if it is free still."""
     offered = self._offered.pop(session, None)
     if session in self._members.by_session:
-      return None  # repeated by a member
+      return  # repeated by a member
     if offered is None or (
       (offered.join.nonce, offered.incarnation, self._config.fragments)
       != (confirm.nonce, confirm.incarnation, len(confirm.held))
     ):
       self._out.close(session, 'confirmed what was not offered')
-      return None
+      return
     refused = self._passed(now_ns, offered)
     if refused is not None:
       self._refuse(session, refused)
-      return None
-    return offered.join
+      return
+    before = self._members.by_id.get(offered.join.learner)
+    if before is not None and before.live:  # the same process on a new stream
+      self._close(before, 'the process opened a new stream', 'replaced by a new stream')
+    self._admit(now_ns, session, offered.join, confirm)
 
   def _passed(self, now_ns: int, offered: _Offered) -> messages.Refused | None:
     """Another process may have taken the id between Offer and Confirm."""
@@ -178,11 +210,10 @@ class Admission:
     self._out.send(session, refused)
     self._out.close(session, refused.code)
 
-  def admit(
+  def _admit(
     self, now_ns: int, session: int, join: messages.Join, confirm: messages.Confirm
   ) -> None:
-    """The id is this process's from here on; nobody is live under it. What the process before left
-    unsettled is lost with it."""
+    """Nobody is live under the id. What the process before left unsettled is lost with it."""
     before = self._members.by_id.get(join.learner)
     if before is not None and before.nonce != join.nonce:
       self._ledger.of(before).close(Reason.LOST_WITH_PROCESS)
@@ -198,28 +229,200 @@ class Admission:
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
-  def forget(self, session: int) -> None:
-    """The session is gone, wherever it was on its way in."""
-    self._offered.pop(session, None)
-    self._waiting_room.pop(session, None)
+  # --- From the waiting room to the run -----------------------------------------------------------
 
-  def wait(self, session: int, confirm: messages.Confirm) -> None:
-    """Back to the waiting room: there is no data stream to read."""
-    self._waiting_room[session] = confirm
-
-  def welcome(self, now_ns: int) -> list[tuple[members_lib.Member, messages.Confirm]]:
-    """Those who leave the waiting room now, with what they confirmed."""
+  def welcome(self, now_ns: int, finished: bool) -> None:
+    """Takes in the members that may enter now; `finished`: only to hear that the run is over."""
     if not self.started and self._start_ns is not None:
       expected = len(self._members.by_session) >= self._config.learners
       self.started = expected or now_ns >= self._start_ns
     if not self.started or not self._waiting_room:
-      return []
-    entering = [(self._members.by_session[s], one) for s, one in self._waiting_room.items()]
-    self._waiting_room.clear()
-    return entering
+      return
+    entering, self._waiting_room = self._waiting_room, {}
+    for session, confirm in entering.items():
+      self._enter(now_ns, self._members.by_session[session], confirm, finished)
+
+  def _enter(
+    self, now_ns: int, member: members_lib.Member, confirm: messages.Confirm, finished: bool
+  ) -> None:
+    claim = None if confirm.stream is None else messages.Lease(confirm.stream, confirm.cursor)
+    lease = self._streams.lease(member.learner, claim, member.stream, self._live())
+    if lease is None:
+      self._wait(member, confirm)
+      return
+    self._welcome(now_ns, member, confirm.held, lease, finished)
+    if finished:
+      self._out.send(member.session, messages.Finish())
+    elif member.caught_up:
+      self._caught_up(member)
+
+  def _live(self) -> set[str]:
+    return {member.learner for member in self._members.by_session.values()}
+
+  def _wait(self, member: members_lib.Member, confirm: messages.Confirm) -> None:
+    """Back to the waiting room: there is no data stream to read."""
+    self._waiting_room[member.session] = confirm
+    if member.session not in self._told_to_wait and self._streams.all_read(self._live()):
+      self._told_to_wait.add(member.session)
+      self._report(member, 'waits')
+      self._out.say(
+        f'{member.learner} waits: others read all {self._config.data_streams} data streams, and '
+        'text that two learners read would count twice. It enters once a stream is free; a run '
+        'with a larger data.streams takes more learners.'
+      )
+
+  def _welcome(
+    self,
+    now_ns: int,
+    member: members_lib.Member,
+    held: tuple[messages.Held, ...],
+    lease: messages.Lease,
+    finished: bool,
+  ) -> None:
+    member.stream = lease.stream
+    self._published.compare(member, held)
+    self._say_if_ahead(member, held)
+    syncs = self._gathering.open
+    clock = min(syncs) - 1 if syncs else self._pace.opened
+    member.step = max(member.step, clock)  # as the learner itself will do
+    due = tuple(sorted(member.due))
+    member.awaits = 0
+    if not finished and self._needs_moments(member):
+      member.awaits = self._relay.promise(now_ns, member, clock)
+    self._out.send(
+      member.session,
+      messages.Joined(
+        incarnation=member.incarnation,
+        step=clock,
+        stream=lease.stream,
+        cursor=lease.cursor,
+        due=due,
+        donation=member.awaits,
+      ),
+    )
+    self._tell_cancelled(member, clock)
+    for fragment in due:
+      self._published.read(fragment)
+    self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
+
+  def _needs_moments(self, member: members_lib.Member) -> bool:
+    """It has trained nothing yet, and was not brought back with the run, moments and all."""
+    back = member.learner in self.brought_back
+    self.brought_back.discard(member.learner)
+    return self._ledger.of(member).trained == 0 and not back
+
+  def _say_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
+    """It saw what a restore, or a repair of the log, has gone back over."""
+    for p, (own, here) in enumerate(zip(held, self._published.fragments)):
+      if own.version > here.version:
+        self._out.say(
+          f'{member.learner} holds version {own.version} of fragment {p}, this run is at '
+          f'{here.version}: it saw what a restore or a repair has gone back over. It is sent the '
+          'fragments as they are here, and nothing of its own counts that was trained before.'
+        )
+        return
+
+  def _tell_cancelled(self, member: members_lib.Member, clock: int) -> None:
+    for p, fragment in enumerate(self._published.fragments):
+      sync = self._pace.last_due(p)
+      if sync > clock and sync != fragment.last_sync and sync not in self._gathering.open:
+        self._gathering.settle(member, sync, p, messages.CANCELLED)
+
+  def _caught_up(self, member: members_lib.Member) -> None:
+    """It holds published values only: it counts, and may still join the syncs that are open."""
+    self._pace.enter(member)
+    self._gathering.enter(member)
+
+  # --- What it tells of itself --------------------------------------------------------------------
+
+  def progress(self, member: members_lib.Member, progress: messages.Progress) -> None:
+    self._ledger.of(member).train(progress.steps, progress.tokens)
+    member.step = max(member.step, progress.step)
+    member.finished = member.finished or progress.finished
+    if progress.step_ns:
+      member.step_ns.add(progress.step_ns)
+    self._pace.mark(member)
+
+  def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
+    if not adopted.matched:
+      self._repair(member, adopted)
+      return
+    self._gathering.adopted(now_ns, member, adopted)
+    self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
+    member.anchored[adopted.fragment] = adopted.tokens
+    self._published.adopted(member, adopted.fragment, adopted.version)
+    if adopted.fragment in member.due:
+      member.due.discard(adopted.fragment)
+      if member.caught_up:
+        self._caught_up(member)
+
+  def recovered(self, member: members_lib.Member, recovered: messages.Recovered) -> None:
+    """A joiner has its moments, whichever way; said again it is no news."""
+    if recovered.transfer != member.awaits:
+      return
+    member.awaits = 0
+    self._relay.done(recovered.transfer)
+    self._report(member, 'recovered', by=recovered.way)
+    if member.caught_up:
+      self._caught_up(member)
+
+  def _repair(self, member: members_lib.Member, adopted: messages.Adopted) -> None:
+    self.repaired += 1
+    self._out.say(
+      f'{member.learner}: published fragment {adopted.fragment} differs from version '
+      f'{adopted.version}; sending it whole.'
+    )
+    self._published.resend_whole(member, adopted.fragment)
+
+  # --- Out ----------------------------------------------------------------------------------------
+
+  def lose(self, session: int, reason: str) -> None:
+    """The session is gone. Its learner is not live any more; others go on without noticing."""
+    self._offered.pop(session, None)
+    self._waiting_room.pop(session, None)
+    self._told_to_wait.discard(session)
+    member = self._members.release(session)
+    if member is None:
+      return
+    self._pace.leave(member.learner)
+    self._gathering.leave(member.learner)
+    self._relay.leave(member)
+    self._report(member, 'lost', reason=reason)
+
+  def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:
+    """It contributes no more; its account is closed."""
+    self._close(member, f'left: {reason}', 'left')
+    member.left = True
+    self._streams.give_back(member.learner)
+    self._ledger.of(member).close(Reason.END_OF_RUN if finished else Reason.LEFT)
+
+  def expire(self, now_ns: int) -> None:
+    """Whose lease is over is lost; a frozen process that wakes comes back on a new stream."""
+    for member in self._members.expired(now_ns):
+      self._close(member, 'lease expired', 'lease expired')
+
+  def quarantine(self, member: members_lib.Member) -> None:
+    """It is refused for good; if it is away it hears so when it comes back."""
+    if member.live:
+      self._out.send(member.session, screening.quarantine(member))
+      self._close(member, 'quarantined', 'QUARANTINED')
+
+  def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
+    """Loses a member whose stream is open still; `told` is what it hears."""
+    session = member.session
+    self.lose(session, reason)
+    self._out.close(session, told)
+
+  def _report(self, member: members_lib.Member, state: str, **values: Any) -> None:
+    self._out.report(
+      'member', learner=member.learner, state=state, incarnation=member.incarnation, **values
+    )
 
   def check(self) -> None:
-    """Asserts that only the admitted wait, and nobody is at two places on the way in."""
+    """Asserts that only the admitted wait, and that no session is at two places on the way in."""
     members = self._members.by_session
+    for session, member in members.items():
+      assert member.session == session, (session, member)
+      assert not self._members.quarantined(member), member
     assert self._waiting_room.keys() <= members.keys(), (self._waiting_room, members)
     assert not self._offered.keys() & members.keys(), (self._offered, members)

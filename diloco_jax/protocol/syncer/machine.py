@@ -1,6 +1,6 @@
 """The syncer: gathers pseudo-gradients, has them merged, publishes the result.
 
-The life of a sync (docs/protocol.md draws it from SYNC_STATES)::
+The life of a sync (SYNC_STATES in gather.py)::
 
     due --K live learners reached t, a slot is free--> gathering
     gathering --quorum and grace over, or all answered--> merging
@@ -23,7 +23,7 @@ run ends they are settled as lost.
 This file has the one entry, the decisions of a sync's life and the end of the run. Each part has a
 theory of its own, and none calls back::
 
-    membership.py   a member's life from Confirm to its end;  join.py: how it gets there
+    join.py         the way in and out: from Join to the end of a life
     pace.py         which sync opens next, and when
     gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
     quorum.py       when a sync has waited enough;  grace.py: how long it may
@@ -44,9 +44,9 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
+from diloco_jax.protocol.syncer import join as join_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import membership as membership_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -60,14 +60,6 @@ Reason = messages.Reason
 SAFE = 'the older ones are untouched and every outer step since is in the log'
 TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
 MANIFESTS = 'manifests'
-
-SYNC_STATES = (
-  ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
-  ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
-  ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
-  ('merging', 'published', 'the outer step is done'),
-  ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
-)
 
 
 class SyncerMachine:
@@ -104,7 +96,7 @@ class SyncerMachine:
       config, self._members, self._ledger, self._published, self._streams, self._out
     )
     self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
-    self._membership = membership_lib.Membership(
+    self._membership = join_lib.Membership(
       config,
       agreement,
       self._members,
@@ -119,7 +111,7 @@ class SyncerMachine:
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = checkpoints_lib.Saving(config.save_syncs)
     self._marking = run_snapshot_lib.Marking(config, self._members, self._out)
-    self._synced = self._cancelled = self._skipped = 0
+    self._skipped = 0
     self._stopping = ''
     self._finished = False  # everybody is told that the run is over
     self._exiting = False
@@ -147,7 +139,7 @@ class SyncerMachine:
     times = [
       self._sweep_ns,
       self._linger_ns,
-      self._membership.admission.deadline_ns,
+      self._membership.deadline_ns,
       self._marking.deadline_ns,
       self._relay.deadline_ns,
     ]
@@ -203,7 +195,7 @@ class SyncerMachine:
       case messages.Join() | messages.Confirm() if self._exiting:
         pass  # too late
       case messages.Join():
-        self._membership.admission.join(now_ns, session, message)
+        self._membership.join(now_ns, session, message)
       case messages.Confirm():
         self._membership.confirm(now_ns, session, message)
       case _ if (
@@ -269,6 +261,7 @@ class SyncerMachine:
     gather = self._gathering.open[sync] = gather_lib.Gather(
       sync=sync, fragment=self._schedule.fragment(sync), opened_ns=now_ns
     )
+    gather.move('gathering')
     for member in self._members.live():
       if member.caught_up:
         self._gathering.pull(gather, member)
@@ -292,15 +285,15 @@ class SyncerMachine:
     if verdict == 'merge':
       self._merge(now_ns, gather, why)
     elif verdict == 'cancel':
-      del self._gathering.open[gather.sync]
-      self._cancel(gather, why)
+      self._gathering.cancel(gather, why)
 
   def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
     """Settles what is there, in the order of learner ids, and has it merged."""
     participants = [
       self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
     ]
-    gather.merging, gather.participants = True, tuple(participants)
+    gather.move('merging')
+    gather.participants = tuple(participants)
     self._streams.merge(
       gather.sync,
       gather.fragment,
@@ -350,72 +343,26 @@ class SyncerMachine:
     )
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
-    gather = self._gathering.open.pop(done.sync)
-    self._streams.end(done.sync, done.refused, made=not done.failed)
-    if done.failed:
-      self._fail(gather, done.failed)
-    else:
-      self._publish(gather, done)
+    gather = self._gathering.end(done)
+    if not done.failed:
+      self._saving.outer_step()
+      self._marking.outer_step()
     for member in self._screening.ended(now_ns, gather.participants, done):
       self._membership.quarantine(member)
+
+  def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
+    """How an outer step has ended that was under way when the last process did (recovery.py)."""
+    gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
+    gather.participants = merge.participants
+    self._gathering.open[merge.sync] = gather
+    self._merged(0, done)
+    self._out.take()
 
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
     """A learner's own encoder has refused its values."""
     what = screening_lib.words(screening_lib.NOT_FINITE, [])
     if self._screening.strike(now_ns, member, fragment, what):
       self._membership.quarantine(member)
-
-  def _publish(self, gather: gather_lib.Gather, done: events.MergeDone) -> None:
-    publish = self._published.advance(done)
-    self._synced += 1
-    self._saving.outer_step()
-    self._marking.outer_step()
-    merged = [one for one in gather.participants if one.learner not in done.refused]
-    self._out.report(
-      'synced',
-      **{  # not before: now it is durable
-        **gather.facts,
-        'participants': [one.learner for one in merged],
-        'tokens': sum(one.tokens for one in merged),
-      },
-    )
-    ends = {(one.learner, one.incarnation): '' for one in gather.participants}
-    for one in gather.participants:
-      if one.learner in done.refused:  # the new version is its fresh anchor
-        ends[one.learner, one.incarnation] = Reason.BAD_VALUE
-        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
-    for member in self._members.live():
-      end = ends.get((member.learner, member.incarnation))
-      if end is not None:
-        self._gathering.settle(member, done.sync, done.fragment, end)
-      self._published.send_delta(member, publish, done.handle)
-    self._out.drop(done.handle)
-
-  def _fail(self, gather: gather_lib.Gather, why: str) -> None:
-    """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
-    or their next range would start among those tokens and be refused as a duplicate for ever."""
-    self._gathering.grace.merge_failed(gather.fragment)
-    for one in gather.participants:
-      account = self._ledger.open(one.learner, one.incarnation)
-      account.revoke(one.tokens, Reason.BAD_VALUE)
-    self._out.say(f'Outer step {gather.sync} refused: {why}')
-    self._cancel(gather, why)
-    for learner in sorted(gather.asked):
-      member = self._members.by_id[learner]
-      if member.live and member.sent:
-        self._published.resend_whole(member, gather.fragment)
-
-  def _cancel(self, gather: gather_lib.Gather, why: str) -> None:
-    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
-
-    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
-    for handle in gather.abandon():
-      self._out.drop(handle)
-    for member in self._members.live():
-      if member.sent:
-        self._gathering.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
-    self._cancelled += 1
-    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
 
   # --- The end of the run -------------------------------------------------------------------------
 
@@ -505,7 +452,8 @@ class SyncerMachine:
       what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
     self._out.do(
       actions.Exit(
-        code=0, text=f'syncer done at sync {self.clock}, {self._synced} outer steps: {what}'
+        code=0,
+        text=f'syncer done at sync {self.clock}, {self._gathering.synced} outer steps: {what}',
       )
     )
 
@@ -534,8 +482,8 @@ class SyncerMachine:
 
   def _counts(self) -> dict[str, int]:
     return {
-      'synced': self._synced,
-      'cancelled': self._cancelled,
+      'synced': self._gathering.synced,
+      'cancelled': self._gathering.cancelled,
       'repaired': self._membership.repaired,
       'skipped': self._skipped,
     }
@@ -571,22 +519,37 @@ class SyncerMachine:
 
     Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
     recovery.UNSAVED."""
+    machine = cls.load(config, agreement, payload_bytes, snapshot)
+    machine._pace.reopen(snapshot['undecided'])
+    machine._saving.farewell = machine._pace.over
+    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
+    machine._marking.load(snapshot.get(MANIFESTS, ()))
+    machine._marking.resume(machine._gathering.synced)
+    return machine
+
+  @classmethod
+  def load(
+    cls,
+    config: config_lib.ProtocolConfig,
+    agreement: str,
+    payload_bytes: tuple[int, ...],
+    snapshot: dict[str, Any],
+  ) -> 'SyncerMachine':
+    """The machine of a snapshot, but for its open syncs: recovery.py ends those that were merging,
+    `restore` lets it go on."""
     snapshot = copy.deepcopy(snapshot)
     machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
     machine._published.load(snapshot)
-    machine._pace.resume(snapshot['next'], snapshot['opened'], snapshot.get('undecided', ()))
+    machine._pace.load(snapshot['next'], snapshot['opened'])
     machine._members.load(snapshot['members'])
     machine._ledger.load(snapshot['ledger'])
-    machine._screening.windows = snapshot.get('norms', machine._screening.windows)
+    machine._screening.windows = snapshot['norms']
     machine._streams.load(snapshot['data'])
-    machine._membership.admission.started = True
-    machine._membership.brought_back = set(snapshot.get(recovery.BACK, ()))
-    machine._saving.farewell = machine._pace.over
-    machine._marking.load(snapshot.get(MANIFESTS, ()))
+    machine._membership.started = True
+    machine._membership.brought_back = set(snapshot[recovery.BACK])
     counts = snapshot['counts']
-    machine._synced, machine._cancelled = counts['synced'], counts['cancelled']
-    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
-    machine._marking.resume(machine._synced)
+    machine._gathering.synced = counts['synced']
+    machine._gathering.cancelled = counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
     return machine
 

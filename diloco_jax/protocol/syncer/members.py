@@ -24,34 +24,34 @@ ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 
 @dataclasses.dataclass(slots=True)
 class Member:
-  """One learner id. `sent[p]`: the version of p that the peer holds or will, None: unknown; empty
-  before Joined. `on_way[p]`: versions sent that it has not told to have adopted; `behind`: of which
-  fragments too many are (published.py). `anchored[p]`: this life's tokens when it adopted its
-  anchor of p, as last told. `strikes`: of its updates in a row that were refused (screening.py),
-  `worst`: the most of them in this life. `awaits`: the donation that was promised to it and that it
-  has not told to be done with (donation.py), 0: none."""
+  """One learner id, and what each part of the syncer knows of it."""
 
   learner: str
-  stream: int | None = None  # the data stream of its last lease
+  # The holder of the id (this file).
   incarnation: int = 0
   nonce: int | None = None
+  replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
   session: int | None = None
+  heard_ns: int = 0
+  # What the process said of itself (join.py).
   host: str = ''
   pid: int = 0
-  heard_ns: int = 0
   step: int = 0
+  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
+  anchored: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens at its anchor of p
   finished: bool = False
   left: bool = False  # it said goodbye
-  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
-  sent: list[int | None] = dataclasses.field(default_factory=list)
-  due: set[int] = dataclasses.field(default_factory=set)
-  on_way: list[list[int]] = dataclasses.field(default_factory=list)
-  behind: set[int] = dataclasses.field(default_factory=set)
-  awaits: int = 0
-  anchored: dict[int, int] = dataclasses.field(default_factory=dict)
-  replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
-  strikes: int = 0
-  worst: int = 0
+  # What it was given when it joined (join.py).
+  stream: int | None = None  # the data stream of its last lease
+  awaits: int = 0  # the donation that it has not told to be done with (moments_relay.py), 0: none
+  # What it holds (published.py).
+  sent: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
+  due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
+  on_way: list[list[int]] = dataclasses.field(default_factory=list)  # sent, not told as adopted
+  behind: set[int] = dataclasses.field(default_factory=set)  # too many versions are on their way
+  # Its updates that were refused (screening.py).
+  strikes: int = 0  # in a row
+  worst: int = 0  # the most in a row in this life
 
   @property
   def live(self) -> bool:

@@ -40,15 +40,19 @@ class Pace:
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
 
-  def resume(self, next_sync: int, opened: int, undecided: Sequence[int]) -> None:
-    """Goes on where the last process was; `undecided`: the syncs that it had opened, no more.
+  def load(self, next_sync: int, opened: int) -> None:
+    """Where the last process was."""
+    self.next, self.opened = next_sync, opened
+
+  def reopen(self, undecided: Sequence[int]) -> None:
+    """Goes on after the last process; `undecided`: the syncs that it had opened, no more.
 
     What a fragment misses by that is in its next sync. Behind a closing sync there is none, so the
     run goes back to the first of them; later ones that were decided find nothing left to merge.
     """
     closing = [sync for sync in undecided if sync > self._config.total_steps]
-    self.next = min([next_sync, *closing])
-    self.opened = min(opened, self.next - 1)
+    self.next = min([self.next, *closing])
+    self.opened = min(self.opened, self.next - 1)
 
   @property
   def over(self) -> bool:

@@ -17,7 +17,7 @@ in *quarantine*: its stream is closed, and its process is refused for good. Anot
 the same id begins without strikes.
 
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
-2^-64 is 0. The functions are pure; recovery.py follows them as well.
+2^-64 is 0.
 """
 
 from collections.abc import Sequence
@@ -78,14 +78,6 @@ def words(norm: int, window: Window) -> str:
   return f'norm {norm / UNIT:.3g}, {norm / median:.3g} times the median {median / UNIT:.3g}'
 
 
-# --- Strikes --------------------------------------------------------------------------------------
-
-
-def struck(strikes: int, worst: int) -> tuple[int, int]:
-  """(strikes in a row, the most of them in this life) after one more."""
-  return strikes + 1, max(worst, strikes + 1)
-
-
 class Screening:
   """Keeps the norms of what was merged, and the strikes of who sent what was not."""
 
@@ -134,7 +126,8 @@ class Screening:
   def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
     """A pseudo-gradient of this learner was refused; whether that puts it into quarantine."""
     before = self._members.quarantined(member)
-    member.strikes, member.worst = struck(member.strikes, member.worst)
+    member.strikes += 1
+    member.worst = max(member.worst, member.strikes)
     now = self._members.quarantined(member)
     self._say(now_ns, member, fragment, what, last=now and not before)
     return now and not before

@@ -143,13 +143,3 @@ class Streams:
     assert all(stream < self._streams for stream in self._holders), self._holders
     for stream, cursors in self._merged.items():
       assert len(cursors) == self._fragments and min(cursors) >= 0, (stream, cursors)
-
-
-def ended(
-  snapshot: dict[str, Any], sync: int, fragments: int, refused: Collection[str], made: bool
-) -> dict[str, Any]:
-  """A snapshot after the end of an outer step that was under way in it."""
-  streams = Streams(0, fragments)
-  streams.load(snapshot)
-  streams.end(sync, refused, made)
-  return streams.snapshot()
