@@ -251,7 +251,7 @@ def test_a_config_that_cannot_be_is_an_error():
   data = json.loads(tape.encode(config()))
   for name, value, words in (
     ('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
-    ('redial_ns', [1], 'redial_ns has 1 items, it must have 2'),
+    ('redial_ns', '1', "redial_ns is '1', it must be of type int"),
   ):
     with pytest.raises(tape.TapeError, match=words):
       tape.decode(config_lib.ProtocolConfig, {**data, name: value})
