@@ -19,7 +19,7 @@ ALLOWED = {
   'numerics': set(),
   'storage': {'protocol', 'protocol/tape'},
   'train': {'numerics', 'storage'},
-  'config': {'protocol', 'protocol/learner', 'numerics', 'train'},
+  'config': {'protocol', 'protocol/learner', 'protocol/tape', 'numerics', 'train'},
   'node': {'protocol'},
   'transport': {'protocol', 'node'},
   'report': {'protocol', 'config', 'node'},

@@ -10,11 +10,11 @@ The dataclasses are mutable because overrides assign to fields; nothing assigns 
 """
 
 import dataclasses
-import types
-import typing
+import json
 from typing import Annotated, Any
 
 from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 
 FILE = 'config.json'  # in a run's folder: the config as it was started
@@ -178,16 +178,19 @@ class Config:
 
   def to_dict(self) -> dict[str, Any]:
     """Nested plain values, fit for JSON."""
-    return dataclasses.asdict(self)
+    return json.loads(codec.encode(self))
 
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> 'Config':
-    """The inverse of `to_dict`; a missing or unknown name is an error."""
-    return _build(cls, values, '')
+    """The inverse of `to_dict`. Raises ValueError; a missing or unknown name is an error."""
+    try:
+      return codec.decode(cls, values, 'config')
+    except codec.TapeError as error:
+      raise ValueError(str(error)) from None
 
   def flat(self) -> dict[str, Any]:
     """Dotted names to plain values, for example {'sync.quorum': 1, ...}."""
-    return dict(_flatten('', self.to_dict()))
+    return dict(_flatten('', dataclasses.asdict(self)))
 
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own, and what
@@ -239,24 +242,3 @@ def _flatten(prefix: str, value: Any):
       yield from _flatten(f'{prefix}.{key}' if prefix else key, item)
   else:
     yield prefix, value
-
-
-def _build(kind: Any, values: Any, path: str) -> Any:
-  """`values` as an object of type `kind`: dataclasses and lists of them, the rest as it is."""
-  if typing.get_origin(kind) is list:
-    return [_build(typing.get_args(kind)[0], item, f'{path}[{i}]') for i, item in enumerate(values)]
-  if not dataclasses.is_dataclass(kind):
-    is_tuple = kind is tuple or typing.get_origin(kind) is tuple
-    return tuple(values) if is_tuple else values
-  if not isinstance(values, dict | types.MappingProxyType):
-    raise ValueError(f'{path or "config"} is {values!r}; it must be an object of names to values')
-  hints = typing.get_type_hints(kind)
-  unknown = sorted(set(values) ^ set(hints))
-  if unknown:
-    raise ValueError(
-      f'{path or "config"}: the names {", ".join(unknown)} are not in both the file and '
-      f'{kind.__name__}; it was written by another version of this program'
-    )
-  return kind(
-    **{name: _build(hints[name], values[name], f'{path}.{name}'.strip('.')) for name in hints}
-  )
