@@ -234,6 +234,13 @@ class ProtocolConfig:
   strikes: int = setting(
     3, 'refused updates in a row that put a learner into quarantine (0: never)', shared=False
   )
+  say_again_ns: int = setting(
+    60 * SECOND_NS,
+    'refused updates of the same learner are told again after so long, with their number',
+    high=86_400 * SECOND_NS,
+    remedy='0 tells each of them',
+    shared=False,
+  )
   snapshot_syncs: int = setting(
     0,
     'a snapshot of the whole run is taken every so many outer steps (0: only on request)',
