@@ -23,9 +23,6 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
 
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
-CODECS = ('float32', 'bfloat16', 'int8', 'int4')
-MERGES = ('rda', 'avg')
-OUTERS = ('nesterov', 'sgd')
 
 
 def _written(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
@@ -54,13 +51,13 @@ class SyncConfig(_Sync):
 
   Attributes:
     fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
-    codec_up: encoding of pseudo-gradients: 'float32', 'bfloat16', 'int8' or 'int4'.
+    codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
+      'int8' or 'int4'.
     codec_down: encoding of what is published, a delta to the version before.
-    merge: 'rda' or 'avg' (paper section 4), for all tensors but the next.
+    merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
+      (paper section 4). For all tensors but the next.
     embedding_merge: the same for the embedding and an untied head.
-    outer: outer optimizer, 'nesterov' or 'sgd'.
-    outer_lr: its learning rate.
-    outer_momentum: its momentum.
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
     alpha: share of the learner's own value that survives an adopt; 0 overwrites.
     donor_rate_mib_s: bandwidth that a donation may take, of the donor and of the syncer, in MiB a
       second. To arrive at most H steps old, as it must, it has to cross both within that time:
@@ -74,23 +71,14 @@ class SyncConfig(_Sync):
   codec_down: str = 'int8'
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  outer: str = 'nesterov'
-  outer_lr: float = 0.7
-  outer_momentum: float = 0.9
+  outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
   alpha: float = 0.0
   donor_rate_mib_s: int = 256
   keep_log: bool = False
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    _one_of('sync.codec_up', self.codec_up, CODECS)
-    _one_of('sync.codec_down', self.codec_down, CODECS)
-    _one_of('sync.merge', self.merge, MERGES)
-    _one_of('sync.embedding_merge', self.embedding_merge, MERGES)
-    _one_of('sync.outer', self.outer, OUTERS)
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
-    _within('sync.outer_lr', self.outer_lr, 1e-6, 10.0, 'usual values are 0.3 to 1')
-    _within('sync.outer_momentum', self.outer_momentum, 0.0, 0.999, 'usual values are 0 to 0.9')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
 
 

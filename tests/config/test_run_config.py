@@ -84,11 +84,6 @@ def test_variants_share_nothing():
     ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
     ('sync.quorum', 1.5, 'sync.quorum is 1.5, it must be a number between 1 and 4'),
     ('sync.learners', 17, 'data.streams is 16, it must be at least 17: every learner reads'),
-    ('sync.codec_up', 'fp8', "sync.codec_up is 'fp8'; use one of: float32"),
-    ('sync.codec_down', 'fp8', 'sync.codec_down'),
-    ('sync.merge', 'mean', "sync.merge is 'mean'; use one of: rda, avg"),
-    ('sync.embedding_merge', 'mean', 'sync.embedding_merge'),
-    ('sync.outer', 'adam', "sync.outer is 'adam'"),
     ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
@@ -124,7 +119,7 @@ def test_the_agreement_is_what_must_be_shared():
   config.mesh.data, config.data.corpus, config.chaos.enabled = 1, '/elsewhere', False
   config.sync.checkpoint_every_syncs += 1
   assert config.agreement() == agreement
-  config.sync.outer_lr = 0.1
+  config.sync.outer = 'sgd(learning_rate=1.0)'
   assert config.agreement() != agreement
 
 
