@@ -86,7 +86,7 @@ FOREIGN = {
   'protocol/tape': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
-  'transport': {'google', 'grpc', 'grpc_health', 'grpc_reflection', 'numpy'},
+  'transport': {'google', 'grpc', 'grpc_health', 'numpy'},
   'proof/checks': set(),
   'proof/sim': set(),
 }
