@@ -19,7 +19,7 @@ ALLOWED = {
   'numerics': set(),
   'storage': {'protocol', 'protocol/tape'},
   'train': {'numerics', 'storage'},
-  'config': {'protocol', 'protocol/learner', 'numerics', 'train'},
+  'config': {'protocol', 'protocol/learner', 'protocol/tape', 'numerics', 'train'},
   'node': {'protocol'},
   'transport': {'protocol', 'node'},
   'report': {'protocol', 'config', 'node'},
@@ -86,7 +86,7 @@ FOREIGN = {
   'protocol/tape': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
-  'transport': {'google', 'grpc', 'grpc_health', 'grpc_reflection', 'numpy'},
+  'transport': {'google', 'grpc', 'grpc_health', 'numpy'},
   'proof/checks': set(),
   'proof/sim': set(),
 }

@@ -7,9 +7,11 @@ and its digest of the layout proves that both came to the same.
 
 import dataclasses
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 
 from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer
@@ -18,8 +20,6 @@ from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.train import model as model_lib
 from diloco_jax.train import moments, optimizer
-
-MERGES = {'rda': merge.rda, 'avg': merge.avg}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Assembly:
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
+  rules: dict[str, merge.MergeRule]  # of merging, by the label of a tensor (train/model.py)
+  transform: optax.GradientTransformation  # what the outer optimizer makes of a merged gradient
   agreement: str
 
   @property
@@ -59,16 +61,14 @@ class Assembly:
 
   def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
     """Merge rules by label, then the optax transform, for fragment p."""
-    sync = self.config.sync
-    vocabulary = MERGES[sync.embedding_merge]()
-    rules = {'body': MERGES[sync.merge](), 'embedding': vocabulary, 'head': vocabulary}
-    rule = merge.by_label(rules, fragments.labels(self.layout, p))
-    momentum = sync.outer_momentum if sync.outer == 'nesterov' else 0.0
-    return outer.outer_optimizer(rule, outer.sgd_nesterov(sync.outer_lr, momentum))
+    rule = merge.by_label(self.rules, fragments.labels(self.layout, p))
+    return outer.outer_optimizer(rule, self.transform)
 
 
 def assemble(config: run_config.Config) -> Assembly:
-  """Works out a validated config. Raises ValueError if the model has too few tensors for P."""
+  """Works out a validated config. Raises ValueError: the model has too few tensors for P, a codec,
+  a merge rule or an outer optimizer is unknown or has wrong arguments."""
+  vocabulary = _chosen(config, 'embedding_merge', merge.make)
   shapes = jax.eval_shape(lambda: model_lib.init_params(config.model, config.train.seed))
   layout = fragments.make_layout(
     config.sync.fragmentation, shapes, config.sync.fragments, model_lib.label
@@ -78,10 +78,24 @@ def assemble(config: run_config.Config) -> Assembly:
     protocol=config.protocol(),
     shapes=shapes,
     layout=layout,
-    codec_up=codecs.get(config.sync.codec_up),
-    codec_down=codecs.get(config.sync.codec_down),
+    codec_up=_chosen(config, 'codec_up', codecs.get),
+    codec_down=_chosen(config, 'codec_down', codecs.get),
+    rules={
+      'body': _chosen(config, 'merge', merge.make),
+      'embedding': vocabulary,
+      'head': vocabulary,
+    },
+    transform=_chosen(config, 'outer', outer.make),
     agreement=agreement.encode({**config.agreement(), 'layout': layout.digest()}),
   )
+
+
+def _chosen(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:
+  """What a spec of config.sync stands for. Raises ValueError that names the setting."""
+  try:
+    return make(getattr(config.sync, name))
+  except ValueError as error:
+    raise ValueError(f'sync.{name}: {error}') from None
 
 
 def identity(

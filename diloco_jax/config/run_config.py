@@ -10,11 +10,11 @@ The dataclasses are mutable because overrides assign to fields; nothing assigns 
 """
 
 import dataclasses
-import types
-import typing
+import json
 from typing import Annotated, Any
 
 from diloco_jax.protocol import config as protocol_config
+from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 
 FILE = 'config.json'  # in a run's folder: the config as it was started
@@ -23,143 +23,89 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
 
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
-CODECS = ('float32', 'bfloat16', 'int8', 'int4')
-MERGES = ('rda', 'avg')
-OUTERS = ('nesterov', 'sgd')
+
+
+def _written(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
+  """The protocol's settings of a section as people write them: a dataclass, and the table's rows."""
+  rows = {}
+  for one in protocol_config.TABLE.values():
+    where, name = one.name.split('.')
+    if where == section:
+      rows[name] = one
+  fields = [(name, _type(one), one.written(one.default)) for name, one in rows.items()]
+  return dataclasses.make_dataclass(f'_{section}', fields, kw_only=True, slots=True), rows
+
+
+def _type(one: protocol_config.Setting) -> Any:
+  return OptionalInt if one.default is None else int if one.unit == 1 else float
+
+
+_Sync, _SYNC = _written('sync')
+_Train, _TRAIN = _written('train')
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class SyncConfig:
-  """How learners and syncer exchange fragments. Letters: paper section 2.
+class SyncConfig(_Sync):
+  """How learners and syncer exchange fragments. Letters: paper section 2. Most settings are the
+  protocol's and stand in protocol/config.py; those that only arrays know are here.
 
   Attributes:
-    learners: M, how many learners are expected; more may join.
-    quorum: K, payloads without which nothing is merged.
-    fragments: P.
-    period: H, inner steps between two syncs of one fragment.
-    overlap: tau, how many syncs may be in flight, and the latency budget of one in inner steps.
-    max_lag: how many steps a learner may run ahead of the sync it waits for; none: never waits.
-    max_staleness: payloads whose anchor is more versions old than this are discarded.
-    gamma: share of the slack that the grace window may use, 0 < gamma < 1.
-    lease_s: a learner unheard of for so long counts as dead.
-    start_wait_s: a new run starts once M learners have joined, or so long after the first.
-    heartbeat_s: the longest silence that a live peer keeps.
-    donor_wait_s: how long a joiner may wait for a peer's moments before it trains with its own; 0:
-      no peer is asked.
+    fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
+    codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
+      'int8' or 'int4'.
+    codec_down: encoding of what is published, a delta to the version before.
+    merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
+      (paper section 4). For all tensors but the next.
+    embedding_merge: the same for the embedding and an untied head.
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
+    alpha: share of the learner's own value that survives an adopt; 0 overwrites.
     donor_rate_mib_s: bandwidth that a donation may take, of the donor and of the syncer, in MiB a
       second. To arrive at most H steps old, as it must, it has to cross both within that time:
       2 * moments / rate < H * step time.
-    fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
-    codec_up: encoding of pseudo-gradients: 'float32', 'bfloat16', 'int8' or 'int4'.
-    codec_down: encoding of what is published, a delta to the version before.
-    merge: 'rda' or 'avg' (paper section 4), for all tensors but the next.
-    embedding_merge: the same for the embedding and an untied head.
-    outer: outer optimizer, 'nesterov' or 'sgd'.
-    outer_lr: its learning rate.
-    outer_momentum: its momentum.
-    alpha: share of the learner's own value that survives an adopt; 0 overwrites.
-    checkpoint_every_syncs: the syncer saves every so many outer steps (0: only at the end).
     keep_log: keep every outer step in the log, so that the whole run can be made again from its
       arrays (experiments/replay.py --arrays); else what two checkpoints hold is dropped.
-    norm_factor: a pseudo-gradient whose norm is more than so many times the running median of its
-      fragment is refused before the merge (0: however long it is; NaN and Inf always are).
-    norm_warmup: outer steps of a fragment before its norms are judged.
-    strikes: refused updates in a row that put a learner into quarantine (0: never).
-    snapshot_every_syncs: a snapshot of the whole run is taken every so many outer steps (0: only
-      when somebody asks for one).
-    snapshot_wait_s: a learner that has not saved its part by then is left out of it.
   """
 
-  learners: int = 4
-  quorum: int = 1
-  fragments: int = 12
-  period: int = 12
-  overlap: int = 2
-  max_lag: OptionalInt = None
-  max_staleness: int = 1
-  gamma: float = 0.75
-  lease_s: float = 10.0
-  heartbeat_s: float = 2.0
-  start_wait_s: float = 20.0
-  donor_wait_s: float = 60.0
-  donor_rate_mib_s: int = 256
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  outer: str = 'nesterov'
-  outer_lr: float = 0.7
-  outer_momentum: float = 0.9
+  outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
   alpha: float = 0.0
-  checkpoint_every_syncs: int = 0
+  donor_rate_mib_s: int = 256
   keep_log: bool = False
-  norm_factor: int = 10
-  norm_warmup: int = 8
-  strikes: int = 3
-  snapshot_every_syncs: int = 0
-  snapshot_wait_s: float = 60.0
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
-    _one_of('sync.codec_up', self.codec_up, CODECS)
-    _one_of('sync.codec_down', self.codec_down, CODECS)
-    _one_of('sync.merge', self.merge, MERGES)
-    _one_of('sync.embedding_merge', self.embedding_merge, MERGES)
-    _one_of('sync.outer', self.outer, OUTERS)
-    _within('sync.gamma', self.gamma, 0.001, 0.999, 'the grace window uses a part of the slack')
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
-    _within('sync.outer_lr', self.outer_lr, 1e-6, 10.0, 'usual values are 0.3 to 1')
-    _within('sync.outer_momentum', self.outer_momentum, 0.0, 0.999, 'usual values are 0 to 0.9')
-    _within('sync.heartbeat_s', self.heartbeat_s, 0.01, 3600.0, 'usual values are 1 to 10')
-    _within(
-      'sync.snapshot_wait_s', self.snapshot_wait_s, 0.01, 86400.0, 'a part takes a step and a save'
-    )
-    _within('sync.donor_wait_s', self.donor_wait_s, 0.0, 86400.0, '0 asks no donor')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
-    _within(
-      'sync.lease_s',
-      self.lease_s,
-      2 * self.heartbeat_s,
-      7200.0,
-      f'a lease must outlive a lost heartbeat (heartbeat_s is {self.heartbeat_s})',
-    )
+
+
+SyncConfig.__doc__ = protocol_config.described(SyncConfig.__doc__, _SYNC)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
-class TrainConfig:
+class TrainConfig(_Train):
   """How long to train, and what to write down on the way.
 
   Attributes:
-    steps: inner steps of every learner: the clock at which training ends.
     log_every: inner steps between two log lines.
     eval_every: outer clock steps between two evaluations of the global model (0: first and last).
-    checkpoint_every_steps: inner steps between two checkpoints of a learner (0: only at the end).
-    drain_s: how long a process may take to end in order once it is asked to (SIGTERM); then it ends
-      anyway. Up to half of it a learner waits until what it has given is merged.
     seed: of the initial parameters.
   """
 
-  steps: int = 300
   log_every: int = 10
   eval_every: int = 60
-  checkpoint_every_steps: int = 60
-  drain_s: float = 7.0
   seed: int = 0
 
   def validate(self) -> None:
-    _within('train.steps', self.steps, 1, 10**9, 'train at least one step')
     _within('train.log_every', self.log_every, 1, 10**9, 'use a large number for few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
-    _within(
-      'train.checkpoint_every_steps',
-      self.checkpoint_every_steps,
-      0,
-      10**9,
-      '0 saves at the end only',
-    )
-    _within('train.drain_s', self.drain_s, 0.1, 3600.0, 'Kubernetes gives 30 s, spot machines less')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
+
+
+TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -208,74 +154,38 @@ class Config:
     self.train.validate()
     self.sync.validate()
     self.chaos.validate(self.sync.learners)
-    if self.data.streams < self.sync.learners:
-      raise ValueError(
-        f'data.streams is {self.data.streams} but sync.learners is {self.sync.learners}: two '
-        f'learners would read the same text; set data.streams={self.sync.learners} or more'
-      )
     self.protocol()
 
   def protocol(self) -> protocol_config.ProtocolConfig:
     """The protocol's own numbers: integers, times in nanoseconds."""
-    sync, second = self.sync, protocol_config.SECOND_NS
-    try:
-      return protocol_config.ProtocolConfig(
-        learners=sync.learners,
-        fragments=sync.fragments,
-        period=sync.period,
-        overlap=sync.overlap,
-        quorum=sync.quorum,
-        max_lag=sync.max_lag,
-        max_staleness=sync.max_staleness,
-        grace_permille=round(1000 * sync.gamma),
-        total_steps=self.train.steps,
-        lease_ns=round(second * sync.lease_s),
-        heartbeat_ns=round(second * sync.heartbeat_s),
-        start_wait_ns=round(second * sync.start_wait_s),
-        streams=self.data.streams,
-        donor_wait_ns=round(second * sync.donor_wait_s),
-        drain_ns=round(second * self.train.drain_s / 2),
-        save_steps=self.train.checkpoint_every_steps,
-        save_syncs=sync.checkpoint_every_syncs,
-        norm_factor=sync.norm_factor,
-        norm_warmup=sync.norm_warmup,
-        strikes=sync.strikes,
-        snapshot_syncs=sync.snapshot_every_syncs,
-        snapshot_wait_ns=round(second * sync.snapshot_wait_s),
-      )
-    except ValueError as error:
-      raise ValueError(f'sync.{error}') from None
+    values = {}
+    for field, one in protocol_config.TABLE.items():
+      section, name = one.name.split('.')
+      values[field] = one.read(getattr(getattr(self, section), name))
+    return protocol_config.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
     """Nested plain values, fit for JSON."""
-    return dataclasses.asdict(self)
+    return json.loads(codec.encode(self))
 
   @classmethod
   def from_dict(cls, values: dict[str, Any]) -> 'Config':
-    """The inverse of `to_dict`; a missing or unknown name is an error."""
-    return _build(cls, values, '')
+    """The inverse of `to_dict`. Raises ValueError; a missing or unknown name is an error."""
+    try:
+      return codec.decode(cls, values, 'config')
+    except codec.TapeError as error:
+      raise ValueError(str(error)) from None
 
   def flat(self) -> dict[str, Any]:
     """Dotted names to plain values, for example {'sync.quorum': 1, ...}."""
-    return dict(_flatten('', self.to_dict()))
+    return dict(_flatten('', dataclasses.asdict(self)))
 
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own, and what
     the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
     own too, but batch i of stream v must be the same text for all."""
-    own = {
-      f'sync.{name}'
-      for name in (
-        'checkpoint_every_syncs',
-        'snapshot_every_syncs',
-        'snapshot_wait_s',
-        'keep_log',
-        'norm_factor',
-        'norm_warmup',
-        'strikes',
-        'donor_rate_mib_s',
-      )
-    }
+    own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
+    own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
     shared = (
       'model.',
       'optimizer.',
@@ -320,24 +230,3 @@ def _flatten(prefix: str, value: Any):
       yield from _flatten(f'{prefix}.{key}' if prefix else key, item)
   else:
     yield prefix, value
-
-
-def _build(kind: Any, values: Any, path: str) -> Any:
-  """`values` as an object of type `kind`: dataclasses and lists of them, the rest as it is."""
-  if typing.get_origin(kind) is list:
-    return [_build(typing.get_args(kind)[0], item, f'{path}[{i}]') for i, item in enumerate(values)]
-  if not dataclasses.is_dataclass(kind):
-    is_tuple = kind is tuple or typing.get_origin(kind) is tuple
-    return tuple(values) if is_tuple else values
-  if not isinstance(values, dict | types.MappingProxyType):
-    raise ValueError(f'{path or "config"} is {values!r}; it must be an object of names to values')
-  hints = typing.get_type_hints(kind)
-  unknown = sorted(set(values) ^ set(hints))
-  if unknown:
-    raise ValueError(
-      f'{path or "config"}: the names {", ".join(unknown)} are not in both the file and '
-      f'{kind.__name__}; it was written by another version of this program'
-    )
-  return kind(
-    **{name: _build(hints[name], values[name], f'{path}.{name}'.strip('.')) for name in hints}
-  )

@@ -3,9 +3,9 @@
   fragments   how a parameter tree is cut into P flat fragments, and put together again
   codecs      how a flat fragment becomes bytes (the byte format is specified there)
   digest      64 bits that tell whether two holders of a fragment hold the same bits
-  weights     what a learner's contribution counts
-  merge       many pseudo-gradients -> one outer gradient
+  merge       what a learner's pseudo-gradient counts, and many of them -> one outer gradient
   outer       a merge rule and an optax transform -> the outer optimizer
+  spec        how a config names a merge rule or an outer optimizer: 'rda(floor=0.02)'
   exchange    the fused functions that learner and syncer run, made of all of the above
 
 Nothing here knows of time, sockets or the protocol's state machines.

@@ -31,6 +31,10 @@ value hold the same bits. (Scales of max/127 differed between XLA and numpy in 5
 
 The encoder also returns `ok`: false iff a value is NaN or Inf, or, for bfloat16, would round to
 Inf (|v| >= 2^128 - 2^119). The bytes are then unspecified and must not be sent.
+
+A new codec is a record in CODECS. What it cannot be: the size of a payload follows from n alone
+(the syncer stacks the payloads of a fragment), and the encoder has no state, so top-k, or signs
+with the error fed back on the learner, do not fit.
 """
 
 import functools
@@ -40,10 +44,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.numerics import codecs_numpy
-
 BLOCK = 32
-NAMES = ('float32', 'bfloat16', 'int8', 'int4')
 
 _NAN_BITS = 0x7FC00000
 _INF_BITS = 0x7F800000
@@ -54,7 +55,7 @@ class Codec(NamedTuple):
   """A pair of pure functions between values and bytes; hashable, a static argument for jit.
 
   Attributes:
-    name: one of NAMES.
+    name: one of CODECS.
     encoded_size: n -> the number of bytes of n values.
     encode: float32[n] -> (uint8[encoded_size(n)], ok).
     decode: (uint8[encoded_size(n)], n) -> float32[n].
@@ -67,7 +68,7 @@ class Codec(NamedTuple):
 
 
 def get(name: str) -> Codec:
-  """The codec in jax, for use inside jit.
+  """The codec of that name, for use inside jit. Raises ValueError.
 
   >>> codec = get('int8')
   >>> data, ok = codec.encode(jnp.linspace(-1, 1, 32, dtype=jnp.float32))
@@ -76,12 +77,9 @@ def get(name: str) -> Codec:
   >>> float(codec.decode(data, 32)[-1])
   1.0
   """
-  return _lookup(_CODECS, name)
-
-
-def get_numpy(name: str) -> Codec:
-  """The same codec in numpy: the same bytes and values, for hosts and tests without a device."""
-  return _lookup(_NUMPY_CODECS, name)
+  if name not in CODECS:
+    raise ValueError(f'{name!r} is unknown; use one of: {", ".join(CODECS)}')
+  return CODECS[name]
 
 
 def canonical(values: jax.Array) -> jax.Array:
@@ -171,16 +169,15 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 # --- checked, by name ----------------------------------------------------------------------------
 
 
-def _size(name: str, n: int) -> int:
-  if n % BLOCK or n < 0:
-    raise ValueError(f'codec {name}: n is {n}, not a multiple of {BLOCK}; pad the values with 0')
-  return {'float32': 4 * n, 'bfloat16': 2 * n, 'int8': n // BLOCK + n, 'int4': n // BLOCK + n // 2}[
-    name
-  ]
+def _checked(
+  name: str, bytes_per_block: int, encode: Callable[..., Any], decode: Callable[..., Any]
+) -> Codec:
+  """A codec that refuses what is not of the right size."""
 
-
-def _checked(name: str, encode: Callable, decode: Callable) -> Codec:
-  size = functools.partial(_size, name)
+  def size(n: int) -> int:
+    if n % BLOCK or n < 0:
+      raise ValueError(f'codec {name}: n is {n}, not a multiple of {BLOCK}; pad the values with 0')
+    return n // BLOCK * bytes_per_block
 
   def checked_encode(values_N: Any) -> tuple[Any, Any]:
     if values_N.ndim != 1 or values_N.dtype != 'float32':
@@ -201,18 +198,21 @@ def _checked(name: str, encode: Callable, decode: Callable) -> Codec:
   return Codec(name, size, checked_encode, checked_decode)
 
 
-def _lookup(codecs: dict[str, Codec], name: str) -> Codec:
-  if name not in codecs:
-    raise ValueError(f'codec {name!r} is not one of {NAMES}')
-  return codecs[name]
+def _integers(name: str, bytes_per_block: int, fraction_bits: int) -> Codec:
+  return _checked(
+    name,
+    bytes_per_block,
+    functools.partial(_encode_int, fraction_bits),
+    functools.partial(_decode_int, fraction_bits),
+  )
 
 
-_CODECS = {
-  'float32': _checked('float32', _encode_float32, _decode_float32),
-  'bfloat16': _checked('bfloat16', _encode_bfloat16, _decode_bfloat16),
-  'int8': _checked('int8', functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
-  'int4': _checked('int4', functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
-}
-_NUMPY_CODECS = {
-  name: _checked(name, encode, decode) for name, (encode, decode) in codecs_numpy.PAIRS.items()
+CODECS = {
+  codec.name: codec
+  for codec in (
+    _checked('float32', 4 * BLOCK, _encode_float32, _decode_float32),
+    _checked('bfloat16', 2 * BLOCK, _encode_bfloat16, _decode_bfloat16),
+    _integers('int8', 1 + BLOCK, fraction_bits=6),
+    _integers('int4', 1 + BLOCK // 2, fraction_bits=2),
+  )
 }

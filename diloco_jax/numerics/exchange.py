@@ -134,7 +134,7 @@ def outer_step(
   Args:
     payloads_MxB: uint8, the encoded pseudo-gradients in the order of learner ids. The row of an
       absent learner is all zeros (which decodes to zeros in every codec) and its weight is 0.
-    weights_M: float32, see weights.token_weights.
+    weights_M: float32, see merge.token_weights.
   """
   n = layout.size(p)
   deltas_MxN = jax.vmap(lambda data: codec_up.decode(data, n))(payloads_MxB)

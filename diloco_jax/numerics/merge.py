@@ -19,6 +19,13 @@ when learners cancel; then its direction is rounding noise, which R / ||u|| woul
 length. Here ||u|| is bounded from below by `floor` = 0.01, so the result goes to 0 continuously,
 as phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 
+The weight of a learner is "quantity times quality": the tokens trained on since it last adopted the
+fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
+many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m])
+
+A new rule is a function here that returns a MergeRule, and its entry in RULES; the battery of
+tests/numerics/test_merge.py takes it from there.
+
 Who is summed in which order must not depend on who answered first. So the rows are folded one
 after the other in the order of the axis M (learner ids), and an absent learner, a row of zeros with
 weight 0, leaves every bit of the result as it is. The fold is a loop of the program and not
@@ -32,6 +39,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from diloco_jax.numerics import spec
 
 PyTree = Any
 
@@ -88,6 +97,30 @@ def rda(floor: float = 0.01) -> MergeRule:
     return jax.tree.map(stretch, u, radius, _norms(u)), state
 
   return MergeRule(lambda params: (), merge)
+
+
+RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda}
+
+
+def make(text: str) -> MergeRule:
+  """The rule of a spec. Raises ValueError, also if its arguments cannot be computed with."""
+  tensor = jax.ShapeDtypeStruct((2,), jnp.float32)
+  merge_one = lambda rule: lambda x: rule.merge(x[None], x[:1], rule.init(x))
+  return spec.make(text, RULES, use=lambda rule: jax.eval_shape(merge_one(rule), tensor))
+
+
+def token_weights(tokens_M: jax.Array, steps_M: jax.Array) -> jax.Array:
+  """The weights float32[M]; a learner without tokens or steps is absent and weighs 0.
+
+  Only ratios matter to a merge rule, so the unit is of no importance.
+
+  >>> token_weights(jnp.array([800, 400, 0]), jnp.array([8, 8, 0])).tolist()
+  [80000.0, 20000.0, 0.0]
+  """
+  tokens = jnp.asarray(tokens_M, jnp.float32)
+  steps = jnp.asarray(steps_M, jnp.float32)
+  present = (tokens > 0) & (steps > 0)
+  return jnp.where(present, tokens * (tokens / jnp.where(present, steps, 1.0)), 0.0)
 
 
 def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:

@@ -7,15 +7,20 @@ came from. So the merged outer gradient D is a gradient to descend, and any opta
 
 With SGD and Nesterov momentum, the paper's choice (section 4): b <- mu b + D, then
 Theta <- Theta - lr (D + mu b). With avg, lr 1 and no momentum the learners are simply averaged.
+
+A config chooses the transform by a spec: a name of OUTERS, else any optimizer of optax that takes a
+`learning_rate` and needs nothing but gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from diloco_jax.numerics import merge
+from diloco_jax.numerics import merge, spec
 
 PyTree = Any
 
@@ -64,6 +69,29 @@ def outer_optimizer(rule: merge.MergeRule, tx: optax.GradientTransformation) -> 
   return OuterOptimizer(init, update)
 
 
-def sgd_nesterov(lr: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
+def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:
   """SGD with Nesterov momentum; the defaults are those of DiLoCo (arXiv 2311.08105)."""
-  return optax.sgd(lr, momentum, nesterov=True)
+  if not (0 < learning_rate <= 10 and 0 <= momentum < 1):
+    raise ValueError('learning_rate must be in (0, 10], usually 0.3 to 1, and momentum in [0, 1)')
+  return optax.sgd(learning_rate, momentum, nesterov=True)
+
+
+OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {'nesterov': nesterov}
+
+
+def make(text: str) -> optax.GradientTransformation:
+  """The transform of a spec. Raises ValueError, also if it needs more than gradients."""
+  tensor = jax.ShapeDtypeStruct((2,), jnp.float32)
+  step = lambda tx: lambda x: tx.update(x, tx.init(x), x)
+  return spec.make(text, _of_optax() | OUTERS, use=lambda tx: jax.eval_shape(step(tx), tensor))
+
+
+def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:
+  """Its optimizers. What takes no learning rate is a part of one, and may not even descend."""
+  return {
+    name: value
+    for name, value in vars(optax).items()
+    if inspect.isfunction(value)
+    and not name.startswith(('_', 'scale_by_'))
+    and 'learning_rate' in inspect.signature(value).parameters
+  }

@@ -1,124 +1,264 @@
-"""The protocol's own numbers: integers only, the letters of the paper beside them.
+"""The settings of the protocol, each written once.
 
-Both machines get the same one. `config/run_config.py` holds what people write; it becomes this.
+A field of `ProtocolConfig` is a setting: where people write it, its default, what it means, its
+bounds with the remedy. Both machines get a `ProtocolConfig`: integers only, times in nanoseconds,
+shares in 1/1000. What people write, with times in seconds, is a view of the same table
+(config/run_config.py). So a new setting is one field here, the code that uses it, a test and a line
+in the docs.
 """
 
 import dataclasses
+import math
+import textwrap
+from collections.abc import Callable
+from typing import Any
 
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
+Bound = int | Callable[['ProtocolConfig'], int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Setting:
+  """What the table says of one setting.
+
+  Attributes:
+    name: where people write it: 'sync.gamma', 'train.steps'.
+    default: of the protocol's value; None: the setting can be left out.
+    doc: what it means.
+    low, high: the protocol's value may be from low to high; a function of the config where a bound
+      follows from other settings. `high` None: as much as you like.
+    remedy: the reason for the bounds, or what to do about them, where `doc` does not tell.
+    unit: the protocol's value of a written 1: SECOND_NS for a time that is written in seconds.
+    shared: every learner must have the value of the syncer.
+  """
+
+  name: str
+  default: int | None
+  doc: str
+  low: Bound = 0
+  high: Bound | None = None
+  remedy: str = ''
+  unit: int = 1
+  shared: bool = True
+
+  def written(self, value: int | None) -> int | float | None:
+    """The protocol's `value` as people write it."""
+    return value if value is None or self.unit == 1 else value / self.unit
+
+  def read(self, written: int | float | None) -> int | float | None:
+    """The protocol's value of what people write, not yet checked."""
+    if self.unit == 1 or not isinstance(written, int | float) or not math.isfinite(written):
+      return written
+    return round(written * self.unit)
+
+  def bounds(self, config: 'ProtocolConfig') -> tuple[int, int | None]:
+    """The least and the greatest value; None: there is none."""
+    low, high = (bound(config) if callable(bound) else bound for bound in (self.low, self.high))
+    return low, high
+
+  def check(self, config: 'ProtocolConfig', value: Any) -> None:
+    """Raises ValueError, with the value, the bounds and the remedy."""
+    if value is None and self.default is None:
+      return
+    low, high = self.bounds(config)
+    bounds = f'at least {self.written(low)}'
+    if high is not None:
+      bounds = f'between {self.written(low)} and {self.written(high)}'
+    why = self.remedy or self.doc
+    if type(value) is not int:
+      raise ValueError(f'{self.name} is {value!r}, it must be a number {bounds}: {why}')
+    if value < low or (high is not None and value > high):
+      raise ValueError(f'{self.name} is {self.written(value)}, it must be {bounds}: {why}')
+
+
+def setting(default: int | None, doc: str, **more: Any) -> Any:
+  """A field of ProtocolConfig; the arguments are those of Setting. What is `lease_ns` here is
+  written as 'sync.lease_s', in seconds, unless `name` and `unit` say otherwise."""
+  return dataclasses.field(default=default, metadata={'doc': doc, **more})
+
+
+def _row(field: dataclasses.Field) -> Setting:
+  name, unit = f'sync.{field.name}', 1
+  if name.endswith('_ns'):
+    name, unit = name.removesuffix('ns') + 's', SECOND_NS
+  return Setting(**{'name': name, 'unit': unit, 'default': field.default, **field.metadata})
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolConfig:
-  """Settings of one run. Data-parallel, DiLoCo, Streaming and Decoupled DiLoCo differ only here.
+  """Settings of one run. Data-parallel, DiLoCo, Streaming and Decoupled DiLoCo differ only here."""
 
-  Attributes:
-    learners: M, how many learners are expected; more may join (see `streams`).
-    fragments: P.
-    period: H, inner steps between two syncs of one fragment.
-    overlap: tau, syncs in flight and the latency budget of one sync in inner steps. 0: a learner
-      waits at its step boundary for the sync (then at most one is in flight, and max_lag is 0).
-    quorum: K, payloads without which nothing is merged.
-    max_lag: how many steps a learner may run ahead of the sync it waits for; None: never waits.
-    max_staleness: a payload whose anchor is more versions old than this is discarded.
-    grace_permille: gamma in 1/1000, the share of the slack that the grace window may use.
-    total_steps: the clock at which inner training ends.
-    lease_ns: a learner unheard of for so long is dead. A closed stream is dead at once.
-    heartbeat_ns: longest silence that a live peer keeps.
-    start_wait_ns: a new run starts once `learners` have joined, or so long after the first of them.
-    redial_ns: first and longest pause before a new attempt to connect.
-    streams: V, how many data streams the text is cut into; a learner more than there are waits
-      until one is free. None: as many as learners.
-    donor_wait_ns: how long a joiner may wait for a donor's moments (donation.py); 0: nobody is
-      asked.
-    drain_ns: how long a learner that is asked to end waits for the verdicts on what it has given.
-    save_steps: a learner saves every so many inner steps (0: only at the end).
-    save_syncs: the syncer saves every so many outer steps (0: only at the end).
-    norm_factor: a pseudo-gradient longer than so many times the median norm of its fragment is
-      refused; 0: however long it is (screening.py).
-    norm_warmup: commits of a fragment before its norms are judged.
-    strikes: refused updates in a row that put their sender into quarantine; 0: never.
-    snapshot_syncs: a snapshot of the whole run is taken every so many outer steps (0: only when
-      somebody asks for one).
-    snapshot_wait_ns: a learner that has not saved its part by then is left out of the snapshot.
-  """
-
-  learners: int
-  fragments: int
-  period: int
-  overlap: int
-  quorum: int
-  max_lag: int | None = None
-  max_staleness: int = 1
-  grace_permille: int = 750
-  total_steps: int
-  lease_ns: int = 10 * SECOND_NS
-  heartbeat_ns: int = 2 * SECOND_NS
-  start_wait_ns: int = 0
-  redial_ns: tuple[int, int] = (SECOND_NS // 5, 10 * SECOND_NS)
-  streams: int | None = None
-  donor_wait_ns: int = 0
-  drain_ns: int = 3 * SECOND_NS
-  save_steps: int = 0
-  save_syncs: int = 0
-  norm_factor: int = 10
-  norm_warmup: int = 8
-  strikes: int = 3
-  snapshot_syncs: int = 0
-  snapshot_wait_ns: int = 60 * SECOND_NS
+  learners: int = setting(
+    4,
+    'M, how many learners are expected; more may join (see `streams`)',
+    low=1,
+    remedy='a run needs a learner',
+  )
+  quorum: int = setting(
+    1,
+    'K, payloads without which nothing is merged',
+    low=1,
+    high=lambda config: config.learners,
+    remedy='lower the quorum or expect more learners: quorum <= learners',
+  )
+  period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1)
+  fragments: int = setting(
+    12,
+    'P, into so many fragments the model is cut',
+    low=1,
+    high=lambda config: config.period,
+    remedy='the schedule syncs at most one fragment a step: fragments <= period',
+  )
+  overlap: int = setting(
+    2,
+    'tau, syncs in flight and the latency budget of one sync in inner steps. 0: a learner waits at '
+    'its step boundary for the sync (then at most one is in flight, and max_lag is 0)',
+    high=lambda config: config.period - 1,
+    remedy='a sync must land before its fragment is due again: overlap < period',
+  )
+  max_lag: int | None = setting(
+    None,
+    'how many steps a learner may run ahead of the sync it waits for; none: it never waits',
+    high=lambda config: config.period - 1,
+    remedy='a learner that runs a whole period ahead would meet its fragment again; none: it never '
+    'waits',
+  )
+  max_staleness: int = setting(
+    1, 'a payload whose anchor is more versions old than this is discarded'
+  )
+  grace_permille: int = setting(
+    750,
+    'gamma, the share of the slack that the grace window may use',
+    high=PERMILLE - 1,
+    remedy='the grace window uses a part of the slack, 0 merges as soon as the quorum is there',
+    unit=PERMILLE,
+    name='sync.gamma',
+  )
+  total_steps: int = setting(
+    300,
+    'inner steps of every learner: the clock at which training ends',
+    low=1,
+    high=10**9,
+    remedy='train at least one step',
+    name='train.steps',
+  )
+  heartbeat_ns: int = setting(
+    2 * SECOND_NS,
+    'the longest silence that a live peer keeps',
+    low=SECOND_NS // 100,
+    high=3_600 * SECOND_NS,
+    remedy='usual values are 1 to 10',
+  )
+  lease_ns: int = setting(
+    10 * SECOND_NS,
+    'a learner unheard of for so long is dead. A closed session is dead at once',
+    low=lambda config: 2 * config.heartbeat_ns,
+    high=7_200 * SECOND_NS,
+    remedy='a lease must outlive a lost heartbeat: at least twice sync.heartbeat_s',
+  )
+  start_wait_ns: int = setting(
+    20 * SECOND_NS,
+    'a new run starts once M learners have joined, or so long after the first of them',
+  )
+  longest_redial_ns: int = setting(
+    10 * SECOND_NS,
+    'the longest pause of a learner before a new attempt to connect',
+    low=SECOND_NS // 1000,
+    high=3_600 * SECOND_NS,
+    shared=False,
+  )
+  redial_ns: int = setting(
+    SECOND_NS // 5,
+    'the first pause of a learner before a new attempt to connect; each is a quarter longer',
+    low=SECOND_NS // 1000,
+    high=lambda config: config.longest_redial_ns,
+    remedy='at most sync.longest_redial_s',
+    shared=False,
+  )
+  streams: int | None = setting(
+    None,
+    'V, how many data streams the text is cut into; a learner more than there are waits until one '
+    'is free. None: as many as learners',
+    low=lambda config: config.learners,
+    remedy='every learner reads a data stream of its own, so that no text is read twice: '
+    'data.streams >= sync.learners',
+    name='data.streams',
+  )
+  donor_wait_ns: int = setting(
+    60 * SECOND_NS,
+    "how long a joiner may wait for a donor's moments before it trains with its own; 0: no donor "
+    'is asked',
+    high=86_400 * SECOND_NS,
+  )
+  drain_ns: int = setting(
+    7 * SECOND_NS // 2,
+    'how long a process may take to end in order once it is asked to (SIGTERM); then it ends '
+    'anyway. Half of it a learner waits for the verdicts on what it has given: `drain_ns`',
+    low=SECOND_NS // 20,
+    high=1_800 * SECOND_NS,
+    remedy='Kubernetes gives 30 s, spot machines less',
+    unit=SECOND_NS // 2,
+    shared=False,
+    name='train.drain_s',
+  )
+  save_steps: int = setting(
+    60,
+    'a learner saves every so many inner steps (0: only at the end)',
+    high=10**9,
+    shared=False,
+    name='train.checkpoint_every_steps',
+  )
+  save_syncs: int = setting(
+    0,
+    'the syncer saves every so many outer steps (0: only at the end)',
+    shared=False,
+    name='sync.checkpoint_every_syncs',
+  )
+  norm_factor: int = setting(
+    10,
+    'a pseudo-gradient longer than so many times the running median norm of its fragment is '
+    'refused before the merge (0: however long it is; NaN and Inf always are)',
+    shared=False,
+  )
+  norm_warmup: int = setting(
+    8,
+    'outer steps of a fragment before its norms are judged',
+    low=1,
+    high=NORM_WINDOW,
+    remedy='a median needs a few commits, and so many are kept',
+    shared=False,
+  )
+  strikes: int = setting(
+    3, 'refused updates in a row that put a learner into quarantine (0: never)', shared=False
+  )
+  say_again_ns: int = setting(
+    60 * SECOND_NS,
+    'refused updates of the same learner are told again after so long, with their number',
+    high=86_400 * SECOND_NS,
+    remedy='0 tells each of them',
+    shared=False,
+  )
+  snapshot_syncs: int = setting(
+    0,
+    'a snapshot of the whole run is taken every so many outer steps (0: only on request)',
+    shared=False,
+    name='sync.snapshot_every_syncs',
+  )
+  snapshot_wait_ns: int = setting(
+    60 * SECOND_NS,
+    'a learner that has not saved its part by then is left out of the snapshot',
+    low=SECOND_NS // 100,
+    high=86_400 * SECOND_NS,
+    remedy='a part takes a step and a save',
+    shared=False,
+  )
 
   def __post_init__(self):
-    for name, low, high, remedy in (
-      ('learners', 1, None, 'a run needs a learner'),
-      (
-        'fragments',
-        1,
-        self.period,
-        'the schedule syncs at most one fragment a step: fragments <= period',
-      ),
-      (
-        'overlap',
-        0,
-        self.period - 1,
-        'a sync must land before its fragment is due again: overlap < period',
-      ),
-      ('quorum', 1, self.learners, 'lower the quorum or expect more learners: quorum <= learners'),
-      ('max_staleness', 0, None, '0 merges only payloads of the newest version'),
-      ('grace_permille', 0, PERMILLE - 1, 'the grace window uses less than the slack: gamma < 1'),
-      ('total_steps', 1, None, 'train at least one step'),
-      (
-        'heartbeat_ns',
-        1,
-        self.lease_ns // 2,
-        'a lease must outlive a lost heartbeat: heartbeat <= lease / 2',
-      ),
-      ('start_wait_ns', 0, None, '0 starts with the first learner'),
-      ('donor_wait_ns', 0, None, '0 asks nobody'),
-      ('drain_ns', 0, None, '0 leaves at once'),
-      ('save_steps', 0, None, '0 saves only at the end'),
-      ('save_syncs', 0, None, '0 saves only at the end'),
-      ('norm_factor', 0, None, '0 refuses nothing for its norm'),
-      ('norm_warmup', 1, NORM_WINDOW, 'a median needs a few commits, and so many are kept'),
-      ('strikes', 0, None, '0 puts nobody into quarantine'),
-      ('snapshot_syncs', 0, None, '0 takes one only when asked'),
-      ('snapshot_wait_ns', 1, None, 'a part takes a step and a save'),
-    ):
-      value = getattr(self, name)
-      if value < low or (high is not None and value > high):
-        bound = f'at least {low}' if high is None else f'between {low} and {high}'
-        raise ValueError(f'{name} is {value}, it must be {bound}: {remedy}')
-    if self.data_streams < self.learners:
-      raise ValueError(
-        f'streams is {self.streams}, it must be at least {self.learners}: every learner reads a '
-        'data stream of its own, so that no text is read twice'
-      )
-    if self.max_lag is not None and not 0 <= self.max_lag < self.period:
-      raise ValueError(
-        f'max_lag is {self.max_lag}, it must be between 0 and {self.period - 1}: a learner that '
-        f'runs a whole period ({self.period}) ahead would meet its fragment again; None never waits'
-      )
+    for field, one in TABLE.items():
+      one.check(self, getattr(self, field))
 
   @property
   def lag(self) -> int | None:
@@ -134,3 +274,18 @@ class ProtocolConfig:
   def in_flight(self) -> int:
     """How many syncs may be open at once."""
     return max(1, self.overlap)
+
+
+TABLE = {field.name: _row(field) for field in dataclasses.fields(ProtocolConfig)}
+
+
+def described(doc: str | None, names: dict[str, Setting]) -> str:
+  """A docstring with what the table says of these fields, for `help()`."""
+  lines = [
+    textwrap.fill(f'{name}: {one.doc}', 98, initial_indent='    ', subsequent_indent='      ')
+    for name, one in names.items()
+  ]
+  return '\n'.join([doc or '', '', '  Of the protocol:', *lines])
+
+
+ProtocolConfig.__doc__ = described(ProtocolConfig.__doc__, TABLE)

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
-from diloco_jax.numerics import codecs, exchange, fragments, weights
+from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.train import model as model_lib
@@ -175,7 +176,7 @@ class Theta:
       self.published[p],
       self.outer_states[p],
       payloads_MxB,
-      weights.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
+      merge_lib.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state

@@ -69,9 +69,8 @@ class ModelConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-  """The inner optimizer (optimizer.py). Rates follow the protocol's clock, in inner steps."""
+  """The inner optimizer, AdamW (optimizer.py). Rates follow the protocol's clock, in inner steps."""
 
-  name: str = 'adamw'
   learning_rate: float = 3e-3  # the peak
   warmup_steps: int = 50  # linear, from peak / warmup_steps at clock 0
   end_lr_ratio: float = 0.1  # of the peak, at total_steps and after (cosine)
@@ -82,8 +81,6 @@ class OptimizerConfig:
   clip_norm: float = 1.0  # global norm of the gradient; 0 = no clipping
 
   def validate(self) -> None:
-    if self.name != 'adamw':
-      raise ValueError(f'optimizer {self.name!r} is unknown: choose one of ("adamw",)')
     _require_positive(self, 'learning_rate', 'eps')
     _require_fraction(self, 'b1', 'b2')
     for name in ('warmup_steps', 'weight_decay', 'clip_norm'):

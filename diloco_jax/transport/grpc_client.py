@@ -6,17 +6,14 @@ the next call wait, therefore each session has a channel to itself, closed with 
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import grpc
 
 from diloco_jax.node import ports
-from diloco_jax.protocol import messages
 from diloco_jax.transport import (
   grpc_session,  # first: it tells gRPC how much to log
   link,
-  translate,
 )
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
@@ -25,7 +22,7 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
 )
 
 
-class GrpcLearnerTransport:
+class GrpcLearnerTransport(grpc_session.Sessions):
   """The port `node.ports.Transport` for a learner.
 
   Args:
@@ -41,57 +38,22 @@ class GrpcLearnerTransport:
     payloads: ports.Payloads,
     limits: link.Limits,
   ):
+    super().__init__(post, payloads, limits)
     self._address = address
-    self._post = post
-    self._payloads = payloads
-    self._limits = limits
-    self.traffic = link.Traffic()
-    self._lock = threading.Lock()
-    self._sessions: dict[int, grpc_session.Session] = {}
 
   def dial(self, session: int) -> None:
-    dialed = grpc_session.Session(
-      session,
-      self._post,
-      self._payloads,
-      self._limits,
-      outgoing=translate.LEARNER_TO_SYNCER,
-      incoming=translate.SYNCER_TO_LEARNER,
-      dialed=True,
-      traffic=self.traffic,
-    )
     with self._lock:
       if session in self._sessions:
         raise ValueError(f'session {session} was dialed before: a number is used once')
-      self._sessions[session] = dialed
+      dialed = self._add(session, dialed=True)
     grpc_session.start_thread(f'session-{session}', self._run, dialed)
 
-  def send(
-    self, session: int, message: messages.Message, payload: link.Buffer | None = None
-  ) -> None:
-    link.check_payload(message, payload)
-    if (found := self._find(session)) is not None:
-      found.send(message, payload)
-
-  def close(self, session: int, reason: str) -> None:
-    if (found := self._find(session)) is not None:
-      found.close(reason)
-
   def shutdown(self, grace_s: float) -> None:
-    deadline_s = time.monotonic() + grace_s
-    with self._lock:
-      sessions = list(self._sessions.values())
-    for session in sessions:
-      session.close('the learner shut down')
-    for session in sessions:
-      if not session.finished.wait(max(0.0, deadline_s - time.monotonic())):
-        session.cancel()
-    for session in sessions:
+    late = self._close_all('the learner shut down', grace_s)
+    for session in late:
+      session.cancel()
+    for session in late:
       session.finished.wait(self._limits.drain_s)
-
-  def _find(self, session: int) -> grpc_session.Session | None:
-    with self._lock:
-      return self._sessions.get(session)
 
   def _run(self, session: grpc_session.Session) -> None:
     """A session's whole life, on its own thread."""

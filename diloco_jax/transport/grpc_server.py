@@ -8,25 +8,19 @@ threads are a little faster than asyncio, and every large copy and checksum runs
 
 import itertools
 import secrets
-import threading
-import time
 from collections.abc import Iterator
 from concurrent import futures
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from diloco_jax.node import ports
-from diloco_jax.protocol import messages
 from diloco_jax.transport import (
   grpc_session,  # first: it tells gRPC how much to log
   link,
-  sync_pb2,  # registers the schema that reflection serves
-  translate,
 )
 
-_SPARE_CALLS = 16  # health checks, reflection, and calls that are about to be refused
+_SPARE_CALLS = 16  # health checks, and calls that are about to be refused
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
@@ -34,7 +28,7 @@ _OPTIONS = grpc_session.COMMON_OPTIONS + (
 )
 
 
-class GrpcSyncerTransport:
+class GrpcSyncerTransport(grpc_session.Sessions):
   """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
 
   Args:
@@ -48,13 +42,8 @@ class GrpcSyncerTransport:
 
   def __init__(self, address: str, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
     grpc_session.check_loopback(address)
-    self._post = post
-    self._payloads = payloads
-    self._limits = limits
-    self.traffic = link.Traffic()
-    self._lock = threading.Lock()
+    super().__init__(post, payloads, limits)
     self._numbers = itertools.count(1)
-    self._sessions: dict[int, grpc_session.Session] = {}
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._closing = False
     calls = 2 * limits.max_sessions + _SPARE_CALLS
@@ -67,27 +56,11 @@ class GrpcSyncerTransport:
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens and dials nobody, not session {session} either')
 
-  def send(
-    self, session: int, message: messages.Message, payload: link.Buffer | None = None
-  ) -> None:
-    link.check_payload(message, payload)
-    if (found := self._find(session)) is not None:
-      found.send(message, payload)
-
-  def close(self, session: int, reason: str) -> None:
-    if (found := self._find(session)) is not None:
-      found.close(reason)
-
   def shutdown(self, grace_s: float) -> None:
-    deadline_s = time.monotonic() + grace_s
     with self._lock:
       self._closing = True
-      sessions = list(self._sessions.values())
     self._health.enter_graceful_shutdown()
-    for session in sessions:
-      session.close('the syncer shut down')
-    for session in sessions:
-      session.finished.wait(max(0.0, deadline_s - time.monotonic()))
+    self._close_all('the syncer shut down', grace_s)
     self._server.stop(grace=None).wait()
     self._pool.shutdown()
 
@@ -113,12 +86,6 @@ class GrpcSyncerTransport:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
     for service in ('', grpc_session.SERVICE):
       servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
-    names = (
-      sync_pb2.DESCRIPTOR.services_by_name['SyncerService'].full_name,
-      health.SERVICE_NAME,
-      reflection.SERVICE_NAME,
-    )
-    reflection.enable_server_reflection(names, self._server)
     return servicer
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
@@ -149,7 +116,7 @@ class GrpcSyncerTransport:
     with self._lock:
       number = len(self._sessions)
       if not self._closing and number < self._limits.max_sessions:
-        session = self._new_session()
+        session = self._add(next(self._numbers), dialed=False)
         token = secrets.token_hex(16)
         self._unclaimed[token] = session
         self._watch(session, context)
@@ -160,20 +127,6 @@ class GrpcSyncerTransport:
       grpc.StatusCode.RESOURCE_EXHAUSTED,
       f'{number} sessions are open, at most {self._limits.max_sessions} are granted',
     )
-
-  def _new_session(self) -> grpc_session.Session:
-    session = grpc_session.Session(
-      next(self._numbers),
-      self._post,
-      self._payloads,
-      self._limits,
-      outgoing=translate.SYNCER_TO_LEARNER,
-      incoming=translate.LEARNER_TO_SYNCER,
-      dialed=False,
-      traffic=self.traffic,
-    )
-    self._sessions[session.number] = session
-    return session
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
     session.add_stream(context.cancel)
@@ -188,10 +141,6 @@ class GrpcSyncerTransport:
       self._sessions.pop(session.number, None)
       for token in [t for t, s in self._unclaimed.items() if s is session]:
         del self._unclaimed[token]
-
-  def _find(self, session: int) -> grpc_session.Session | None:
-    with self._lock:
-      return self._sessions.get(session)
 
 
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:

@@ -61,8 +61,7 @@ class Session:
 
   Args:
     number: what events call this session.
-    outgoing, incoming: the two directions of Control, seen from this end.
-    dialed: this end dialed, so it hears of a session that never opened.
+    dialed: this end dialed, so it is a learner's and hears of a session that never opened.
     traffic: counts the bytes of all sessions of a transport.
   """
 
@@ -72,8 +71,6 @@ class Session:
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
-    outgoing: translate.Direction,
-    incoming: translate.Direction,
     dialed: bool,
     traffic: link.Traffic,
   ):
@@ -84,8 +81,8 @@ class Session:
     self._post = post
     self._payloads = payloads
     self._limits = limits
-    self._outgoing = outgoing
-    self._incoming = incoming
+    directions = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
+    self._outgoing, self._incoming = directions if dialed else reversed(directions)
     self._dialed = dialed
     self._outbox = link.Outbox(
       chunks.split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
@@ -326,6 +323,48 @@ class Session:
   def _give_up(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
     self.cancel()
+
+
+class Sessions:
+  """What both ends of `node.ports.Transport` have in common: the sessions, by number."""
+
+  def __init__(self, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
+    self._post = post
+    self._payloads = payloads
+    self._limits = limits
+    self.traffic = link.Traffic()
+    self._lock = threading.Lock()
+    self._sessions: dict[int, Session] = {}
+
+  def send(
+    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+  ) -> None:
+    if (found := self._find(session)) is not None:
+      found.send(message, payload)
+
+  def close(self, session: int, reason: str) -> None:
+    if (found := self._find(session)) is not None:
+      found.close(reason)
+
+  def _find(self, session: int) -> Session | None:
+    with self._lock:
+      return self._sessions.get(session)
+
+  def _add(self, number: int, dialed: bool) -> Session:
+    """A new session; the caller holds the lock."""
+    session = Session(number, self._post, self._payloads, self._limits, dialed, self.traffic)
+    self._sessions[number] = session
+    return session
+
+  def _close_all(self, reason: str, grace_s: float) -> list[Session]:
+    """Closes every session; those that are not finished after `grace_s`."""
+    deadline_s = time.monotonic() + grace_s
+    with self._lock:
+      sessions = list(self._sessions.values())
+    for session in sessions:
+      session.close(reason)
+    wait = lambda session: session.finished.wait(max(0.0, deadline_s - time.monotonic()))
+    return [session for session in sessions if not wait(session)]
 
 
 def words(error: grpc.RpcError) -> str:

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
   codec = codecs.get('int8')
   tree = {f'w{k}': jnp.zeros((WIDTH, WIDTH)) for k in range(TENSORS)}
   layout = fragments.make_layout('balanced', tree, 1, lambda path: 'rda')
-  optimizer = outer.outer_optimizer(merge.rda(), outer.sgd_nesterov())
+  optimizer = outer.outer_optimizer(merge.rda(), outer.nesterov())
   n = layout.size(0)
   step = jax.jit(functools.partial(exchange.outer_step, layout, 0, optimizer, codec, codec))
   norm = jax.jit(functools.partial(exchange.payload_norm, codec, n))

@@ -38,8 +38,8 @@ def test_a_folder_that_holds_something_is_refused_unless_resumed(config, tmp_pat
 
 def test_a_run_goes_on_with_its_own_config_only(config, tmp_path):
   workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
-  config.sync.outer_lr = 0.1
-  with pytest.raises(ValueError, match='sync.outer_lr is 0.1 here, 0.7 there'):
+  config.sync.alpha = 0.1
+  with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.0 there'):
     local.open_workdir(config, workdir, resume=True)
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from diloco_jax.numerics import codecs, digest, exchange, fragments, merge, outer
+from tests.numerics import codecs_numpy
 
 _P = 2
 
@@ -33,7 +34,7 @@ def _layout():
 def _outer(lr=0.7, momentum=0.9, rule='by_label'):
   rules = {'avg': merge.avg(), 'rda': merge.rda()}
   chosen = merge.by_label(rules, fragments.labels(_layout())) if rule == 'by_label' else rules[rule]
-  tx = outer.sgd_nesterov(lr, momentum) if momentum else optax.sgd(lr)
+  tx = outer.nesterov(lr, momentum) if momentum else optax.sgd(lr)
   return outer.outer_optimizer(chosen, tx)
 
 
@@ -97,7 +98,7 @@ def test_the_numpy_twins_follow_the_published_value():
   result = _outer_step(
     _layout(), 0, outer_opt, codec, codec, master_N, published_N, state, payloads, jnp.ones(2)
   )
-  decoded = codecs.get_numpy('int8').decode(np.asarray(result.delta_bytes), published_N.size)
+  decoded = codecs_numpy.TWINS['int8'].decode(np.asarray(result.delta_bytes), published_N.size)
   np.testing.assert_array_equal(result.published_N, np.asarray(published_N) + decoded)
 
 
@@ -190,7 +191,7 @@ def test_a_learner_that_diverged_does_not_get_an_ok_payload():
   params = _tree()
   anchor_N = fragments.gather(_layout(), 0, params)
   broken = fragments.scatter(_layout(), 0, params, anchor_N.at[3].set(jnp.nan))
-  for name in codecs.NAMES:
+  for name in codecs.CODECS:
     assert not _pseudo_gradient(_layout(), 0, codecs.get(name), broken, anchor_N)[1]
 
 

@@ -12,12 +12,8 @@ _SHAPES = {'embed': (16, 4), 'w': (8, 24), 'scale': (5,), 'bias': ()}
 _LABELS = {'embed': 'avg', 'w': 'rda', 'scale': 'rda', 'bias': 'avg'}
 _MIXED = lambda: merge.by_label({'avg': merge.avg(), 'rda': merge.rda()}, _LABELS)
 
-RULES = {'avg': merge.avg, 'rda': merge.rda, 'by_label': _MIXED}
-TRANSFORMS = {
-  'sgd': lambda: optax.sgd(1.0),
-  'nesterov': outer.sgd_nesterov,
-  'rmsprop': lambda: optax.rmsprop(0.05),
-}
+RULES = merge.RULES | {'by_label': _MIXED}
+OUTERS = (*outer.OUTERS, 'sgd(learning_rate=1.0)', 'rmsprop(learning_rate=0.05)')
 
 
 def _params(seed=0):
@@ -198,11 +194,29 @@ def test_by_label_serves_a_part_of_the_tree_and_names_what_is_missing():
     merge.by_label({'avg': merge.avg()}, _LABELS)
 
 
+# --- weights -------------------------------------------------------------------------------------
+
+
+def test_weights_are_quantity_times_quality():
+  """Section 4: w = c_tokens * (c_tokens / c_steps)."""
+  got = jax.jit(merge.token_weights)(jnp.array([1000, 1000, 500]), jnp.array([10, 20, 10]))
+  assert got.dtype == jnp.float32 and got.tolist() == [100000.0, 50000.0, 25000.0]
+
+
+def test_absent_learners_weigh_nothing():
+  got = merge.token_weights(np.array([0, 5, 0, 7]), np.array([0, 0, 3, 7]))
+  assert got.tolist() == [0.0, 0.0, 0.0, 7.0]
+
+
+def test_many_tokens_do_not_overflow():
+  assert np.isfinite(merge.token_weights(np.array([2**60]), np.array([1]))).all()
+
+
 # --- every outer optimizer -----------------------------------------------------------------------
 
 
 @rules
-@pytest.mark.parametrize('tx', [f() for f in TRANSFORMS.values()], ids=TRANSFORMS.keys())
+@pytest.mark.parametrize('tx', [outer.make(text) for text in OUTERS], ids=OUTERS)
 class TestEveryOuterOptimizer:
   def test_it_is_the_rule_then_the_transform(self, rule, tx):
     outer_opt, params, deltas, weights = (
@@ -243,7 +257,7 @@ def test_averaging_with_rate_one_is_the_mean_of_the_learners():
 
 def test_nesterov_is_the_equation_of_section_4():
   """b <- mu b + D; Theta <- Theta - lr (D + mu b), with DiLoCo's 0.7 and 0.9."""
-  outer_opt = outer.outer_optimizer(merge.avg(), outer.sgd_nesterov())
+  outer_opt = outer.outer_optimizer(merge.avg(), outer.nesterov())
   theta, b = 1.0, 0.0
   params = jnp.float32([theta])
   state = outer_opt.init(params)

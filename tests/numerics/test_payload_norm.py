@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.numerics import codecs, exchange
+from tests.numerics import codecs_numpy
 
 N = 1 << 18  # a fragment of the demo has about as many values
 SCALE = 1e-3  # of a displacement after one period
@@ -28,7 +29,7 @@ def _norm(name: str, n: int):
 
 def _measured(name: str, values: np.ndarray) -> float:
   """NaN also if the encoder refuses."""
-  data, ok = codecs.get_numpy(name).encode(values)
+  data, ok = codecs_numpy.TWINS[name].encode(values)
   if not ok:
     return math.nan
   return float(_norm(name, len(values))(jnp.asarray(data)))
@@ -71,7 +72,7 @@ def test_what_is_not_finite_shows(bad):
 
 
 def test_a_scale_of_int8_that_means_nan_shows():
-  data = np.array(codecs.get_numpy('int8').encode(_displacements())[0])
+  data = np.array(codecs_numpy.TWINS['int8'].encode(_displacements())[0])
   data[7] = 255
   assert not math.isfinite(float(_norm('int8', N)(jnp.asarray(data))))
 

@@ -1,9 +1,4 @@
-"""The schedule against its definition, and settings that do not start.
-
-Each test opens with the sentence that it checks and its source.
-"""
-
-import pytest
+"""The schedule against its definition, in the words of the paper. Settings: tests/config."""
 
 from diloco_jax.protocol import schedule
 from tests.protocol import transcript
@@ -28,28 +23,3 @@ def test_schedule_handles_each_fragment_once_per_period():
           assert plan.due(p, t) == min(u for u in due if u > t and due[u] == p)
       if fragments == period:
         assert all(due[t] == (t - 1) % fragments for t in due)
-
-
-@pytest.mark.parametrize(
-  'field, value, words',
-  [
-    ('quorum', 3, 'quorum is 3, it must be between 1 and 2'),
-    ('fragments', 5, 'fragments is 5, it must be between 1 and 4'),
-    ('overlap', 4, 'overlap is 4, it must be between 0 and 3'),
-    ('max_lag', 4, 'max_lag is 4, it must be between 0 and 3'),
-    ('grace_permille', 1000, 'grace_permille is 1000'),
-    ('total_steps', 0, 'total_steps is 0'),
-  ],
-)
-def test_impossible_configs_do_not_start(field: str, value: int, words: str):
-  # Style section 4: "Make wrong configurations impossible to start", both values and the remedy.
-  settings = {
-    'learners': 2,
-    'fragments': 2,
-    'period': 4,
-    'overlap': 1,
-    'quorum': 1,
-    'total_steps': 8,
-  }
-  with pytest.raises(ValueError, match=words):
-    transcript.protocol_config(**{**settings, field: value})

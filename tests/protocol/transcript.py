@@ -31,11 +31,20 @@ RATES = ('loss', 'duplicate')
 
 
 def protocol_config(**changes: Any) -> config_lib.ProtocolConfig:
-  """A config with short times; `*_ms` may be given instead of `*_ns`."""
-  settings = {'lease_ms': 1000, 'heartbeat_ms': 200, **changes}
+  """A config with short times and no saves; `*_ms` may be given instead of `*_ns`."""
+  settings = {
+    'lease_ms': 1000,
+    'heartbeat_ms': 200,
+    'start_wait_ms': 0,
+    'donor_wait_ms': 0,
+    'redial_ms': 50,
+    'longest_redial_ms': 500,
+    'save_steps': 0,
+    **changes,
+  }
   for name in [name for name in settings if name.endswith('_ms')]:
     settings[name[:-3] + '_ns'] = settings.pop(name) * MS
-  return config_lib.ProtocolConfig(redial_ns=(50 * MS, 500 * MS), **settings)
+  return config_lib.ProtocolConfig(**settings)
 
 
 class Script:

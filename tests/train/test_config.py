@@ -15,7 +15,6 @@ from diloco_jax.train import config as config_lib
     (config_lib.ModelConfig(dtype='float16'), ['float16', 'float32', 'bfloat16']),
     (config_lib.ModelConfig(num_layers=0), ['num_layers', '0', 'more than 0']),
     (config_lib.ModelConfig(logit_softcap=-1.0), ['-1.0', 'use 0']),
-    (config_lib.OptimizerConfig(name='sgd'), ['sgd', 'adamw']),
     (config_lib.OptimizerConfig(b1=1.0), ['b1', '1.0', '[0, 1)']),
     (config_lib.OptimizerConfig(end_lr_ratio=2.0), ['2.0', '[0, 1]', '0.003']),
     (config_lib.OptimizerConfig(clip_norm=-1.0), ['clip_norm', '-1.0', 'use 0']),

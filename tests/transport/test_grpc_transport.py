@@ -1,5 +1,5 @@
 """What only real sockets and processes can show: peers that are killed, frozen or hostile, refused
-addresses, health and reflection."""
+addresses, health."""
 
 import dataclasses
 import os
@@ -14,7 +14,6 @@ from concurrent import futures
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
@@ -436,7 +435,7 @@ def test_a_message_that_the_wire_cannot_carry_ends_the_session_in_words(syncer, 
   assert 'Leave.reason has length 1000, at most 255' in event_of(learner).reason
 
 
-# --- Health and reflection ------------------------------------------------------------------------
+# --- Health ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('service', ['', grpc_session.SERVICE])
@@ -445,20 +444,6 @@ def test_health_is_answered(syncer, service):
     stub = health_pb2_grpc.HealthStub(channel)
     answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=DEADLINE_S)
   assert answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-def test_reflection_tells_the_schema(syncer):
-  with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    requests = [
-      reflection_pb2.ServerReflectionRequest(list_services=''),
-      reflection_pb2.ServerReflectionRequest(file_containing_symbol=grpc_session.SERVICE),
-    ]
-    listed, described = stub.ServerReflectionInfo(iter(requests), timeout=DEADLINE_S)
-  names = {s.name for s in listed.list_services_response.service}
-  assert names >= {grpc_session.SERVICE, 'grpc.health.v1.Health'}
-  described_files = described.file_descriptor_response.file_descriptor_proto
-  assert sync_pb2.DESCRIPTOR.serialized_pb in described_files
 
 
 def test_the_wire_constants_agree_with_the_schema():

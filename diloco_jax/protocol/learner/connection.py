@@ -51,7 +51,7 @@ class Connection:
     self.state = 'away'
     self.session = 0
     self._redial_ns = 0
-    self._pause_ns = config.redial_ns[0]
+    self._pause_ns = config.redial_ns
     self._heard_ns = 0
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the lease is ours to keep
@@ -140,8 +140,8 @@ class Connection:
     self._move('away')
     self._out.closing.discard(self.session)
     self._confirmed = False
-    first, longest = self._config.redial_ns
-    self._pause_ns = first if joined else min(longest, self._pause_ns * 5 // 4)
+    longer_ns = min(self._config.longest_redial_ns, self._pause_ns * 5 // 4)
+    self._pause_ns = self._config.redial_ns if joined else longer_ns
     jitter = 500 + int(self._random.random() * 1000)  # half to one and a half of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
     if joined:

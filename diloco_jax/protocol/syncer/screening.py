@@ -29,7 +29,6 @@ from diloco_jax.protocol.syncer import members as members_lib
 UNIT = 1 << 64  # norms are counted in parts of 1.0
 NOT_FINITE = -1
 WINDOW = config_lib.NORM_WINDOW
-SAY_AGAIN_NS = 60 * config_lib.SECOND_NS
 
 Window = list[list[int]]  # [norm, steps] of the last commits of a fragment
 
@@ -135,9 +134,10 @@ class Screening:
   def _say(
     self, now_ns: int, member: members_lib.Member, fragment: int, what: str, last: bool
   ) -> None:
-    """At most one line a minute for each learner; the last one before the quarantine always."""
-    said_ns, more = self._said.get(member.learner, (now_ns - SAY_AGAIN_NS, 0))
-    if now_ns - said_ns < SAY_AGAIN_NS and not last:
+    """One line for each learner in `say_again_ns`; the last one before the quarantine always."""
+    pause_ns = self._config.say_again_ns
+    said_ns, more = self._said.get(member.learner, (now_ns - pause_ns, 0))
+    if now_ns - said_ns < pause_ns and not last:
       self._said[member.learner] = said_ns, more + 1
       return
     self._said[member.learner] = now_ns, 0

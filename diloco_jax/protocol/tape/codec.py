@@ -5,7 +5,8 @@ values have equal text: dicts keep their order, nothing is escaped in two ways, 
 that are no numbers.
 
 Reading is strict. A kind that the hint does not allow, a field too many or too few, an int where a
-bool is due: each is a `TapeError` that names the place and both values, never a guess.
+bool is due: each is a `TapeError` that names the place and both values, never a guess. The config
+of a run (config/run_config.py) is written and read with it, too.
 """
 
 import dataclasses
@@ -52,7 +53,7 @@ def _names(cls: type) -> tuple[str, ...]:
 _JSON = json.JSONEncoder(separators=(',', ':'), allow_nan=False, default=_fields_of)
 
 _Decoder = Callable[[Any, str], Any]
-_PLAIN = (int, bool, str, types.NoneType)
+_PLAIN = (int, float, bool, str, types.NoneType)
 
 
 @functools.cache
@@ -67,6 +68,8 @@ def _decoder(hint: Any) -> _Decoder:
     return functools.partial(_read_one_of, {hint.__name__: _fields_decoder(hint)})
   if origin in (typing.Union, types.UnionType):
     return _union_decoder(arguments)
+  if origin is list:
+    return functools.partial(_read_list, _decoder(arguments[0]))
   if origin is tuple:
     repeated = len(arguments) == 2 and arguments[1] is ...
     decoders = None if repeated else [_decoder(argument) for argument in arguments]
@@ -98,9 +101,17 @@ def _fields_decoder(cls: type) -> _Decoder:
 
 
 def _read_plain(kind: type, data: Any, path: str) -> Any:
+  if kind is float and type(data) is int:  # 3.0 may be written as 3
+    return float(data)
   if type(data) is not kind:  # an int is no bool here, nor the other way round
     raise TapeError(f'{path} is {short(data)}, it must be of type {kind.__name__}')
   return data
+
+
+def _read_list(every: _Decoder, data: Any, path: str) -> list:
+  if type(data) is not list:
+    raise TapeError(f'{path} is {short(data)}, it must be a list')
+  return [every(item, f'{path}[{index}]') for index, item in enumerate(data)]
 
 
 def _read_tuple(each: list[_Decoder] | None, every: _Decoder, data: Any, path: str) -> tuple:
@@ -124,10 +135,12 @@ def _read_one_of(by_kind: dict[str, _Decoder], data: Any, path: str) -> Any:
 
 
 def _read_fields(cls: type, decoders: dict[str, _Decoder], data: dict, path: str) -> Any:
-  given = [name for name in data if name != 'kind']
-  if set(given) != decoders.keys():
+  given = data.keys() - {'kind'}
+  if given != decoders.keys():
+    missing, unknown = sorted(decoders.keys() - given), sorted(given - decoders.keys())
     raise TapeError(
-      f'{path} has the fields {", ".join(given) or "-"}, here it has {", ".join(decoders) or "-"}'
+      f'{path}: missing {", ".join(missing) or "-"}, unknown {", ".join(unknown) or "-"}; another '
+      'version of this program wrote it'
     )
   values = {name: read(data[name], f'{path}.{name}') for name, read in decoders.items()}
   try:

@@ -1,10 +1,13 @@
-"""The numpy twin of codecs.py: the same byte format (specified there), written independently.
+"""The numpy twin of numerics/codecs.py: the byte format that is specified there, read once more.
 
 Where codecs.py works on exponent bits, this file says the same with frexp and ldexp, so that the
-test of equal bytes compares two readings of the specification and not one with itself.
+test of equal bytes compares two readings of the specification and not one with itself. A new codec
+has its twin here, in TWINS.
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,9 +75,16 @@ def _decode_int(fraction_bits: int, data: np.ndarray, n: int) -> np.ndarray:
   return np.where((exponents == 255)[:, None], np.float32(np.nan), values).reshape(n)
 
 
-PAIRS = {
-  'float32': (_encode_float32, _decode_float32),
-  'bfloat16': (_encode_bfloat16, _decode_bfloat16),
-  'int8': (functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
-  'int4': (functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
+class Twin(NamedTuple):
+  """float32[n] -> (uint8[...], ok), and back."""
+
+  encode: Callable[[np.ndarray], tuple[np.ndarray, bool]]
+  decode: Callable[[np.ndarray, int], np.ndarray]
+
+
+TWINS = {
+  'float32': Twin(_encode_float32, _decode_float32),
+  'bfloat16': Twin(_encode_bfloat16, _decode_bfloat16),
+  'int8': Twin(functools.partial(_encode_int, 6), functools.partial(_decode_int, 6)),
+  'int4': Twin(functools.partial(_encode_int, 2), functools.partial(_decode_int, 2)),
 }

@@ -1,0 +1,94 @@
+"""From a config to what both sides compute with: registries are all that a new rule has to enter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.config import build
+from diloco_jax.numerics import codecs, merge, outer
+from diloco_jax.syncer import global_model
+from experiments.configs import stdlib_lm
+
+
+@pytest.fixture(name='config')
+def _config():
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = config.sync.period = config.sync.learners = 2
+  config.sync.overlap = 1
+  return config
+
+
+@pytest.mark.parametrize(
+  'name, value, words',
+  [
+    ('codec_up', 'fp8', "sync.codec_up: 'fp8' is unknown; use one of: float32, bfloat16, int8"),
+    ('codec_down', 'fp8', 'sync.codec_down: '),
+    ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, rda"),
+    ('embedding_merge', 'rda(0.1)', "sync.embedding_merge: 'rda(0.1)' is neither"),
+    ('outer', 'adam(lr=1.0)', "sync.outer: 'adam(lr=1.0)': "),
+  ],
+)
+def test_a_wrong_spec_is_named_with_its_setting(config, name, value, words):
+  setattr(config.sync, name, value)
+  config.validate()
+  with pytest.raises(ValueError) as caught:
+    build.assemble(config)
+  assert str(caught.value).startswith(words)
+
+
+def test_what_enters_a_registry_can_be_chosen_by_a_config(config, monkeypatch):
+  """A toy rule, optimizer and codec, each with one entry, through an outer step of the syncer."""
+
+  def largest(times: float) -> merge.MergeRule:
+    pick = lambda x_Mx: times * x_Mx[jnp.argmax(jnp.sum(jnp.abs(x_Mx.reshape(2, -1)), axis=1))]
+    return merge.MergeRule(
+      lambda params: (), lambda deltas, weights_M, state: (jax.tree.map(pick, deltas), state)
+    )
+
+  float32 = codecs.get('float32')
+  monkeypatch.setitem(merge.RULES, 'largest', largest)
+  monkeypatch.setitem(outer.OUTERS, 'plain', lambda rate: optax.sgd(rate))
+  monkeypatch.setitem(codecs.CODECS, 'toy', float32._replace(name='toy'))
+  sync = config.sync
+  sync.codec_up, sync.outer = 'toy', 'plain(rate=0.5)'
+  sync.merge = sync.embedding_merge = 'largest(times=2.0)'
+  assembled = build.assemble(config)
+  theta = global_model.Theta(assembled)
+
+  before = np.asarray(theta.masters[0])
+  deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
+  shares = [
+    global_model.Share(np.asarray(assembled.codec_up.encode(jnp.asarray(one))[0]).tobytes(), 8, 1)
+    for one in deltas
+  ]
+  assert not theta.merge(0, shares, width=2).failed
+  moved = np.asarray(theta.masters[0]) - before
+  inside = moved != 0  # a fragment is padded with zeros
+  np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
+  assert inside.sum() == assembled.layout.parameters(0)
+
+
+@pytest.mark.parametrize('text', ['adam(learning_rate=0.01)', 'sgd(learning_rate=1.0)'])
+@jax.numpy_dtype_promotion('standard')  # optax's adam multiplies a float with an int
+def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(config, text):
+  config.sync.outer = text
+  assembled = build.assemble(config)
+  theta, again = global_model.Theta(assembled), global_model.Theta(assembled)
+  rng = np.random.default_rng(0)
+
+  def merged(one: global_model.Theta) -> int:
+    delta = jnp.asarray(rng.standard_normal(assembled.layout.size(1)), jnp.float32)
+    share = global_model.Share(np.asarray(assembled.codec_up.encode(delta)[0]).tobytes(), 8, 1)
+    done = one.merge(1, [share, None], width=2)
+    assert not done.failed
+    return done.digest
+
+  merged(theta)
+  arrays = jax.tree.map(np.array, theta.arrays())
+  again.restore(jax.tree.map(jnp.asarray, arrays), theta.versions)
+  rng = np.random.default_rng(1)
+  first = merged(theta)
+  rng = np.random.default_rng(1)
+  assert merged(again) == first

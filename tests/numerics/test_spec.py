@@ -1,0 +1,57 @@
+"""Specs of a config: what they stand for, and what is wrong with those that stand for nothing."""
+
+import numpy as np
+import pytest
+
+from diloco_jax.numerics import merge, outer, spec
+
+
+@pytest.mark.parametrize(
+  'text, want',
+  [
+    ('avg', ('avg', {})),
+    ('avg()', ('avg', {})),
+    (' rda(floor=-2e-2) ', ('rda', {'floor': -0.02})),
+    ("x(a=1, b='c', d=None)", ('x', {'a': 1, 'b': 'c', 'd': None})),
+  ],
+)
+def test_a_spec_is_a_name_with_keyword_arguments(text, want):
+  assert spec.parse(text) == want
+
+
+@pytest.mark.parametrize(
+  'text', ['', 'rda(', 'rda(0.02)', 'rda(floor=x)', 'rda(**{})', 'a.b', '1', 'rda()()', 'a\nb']
+)
+def test_anything_else_is_refused(text):
+  with pytest.raises(ValueError, match='is neither a name nor a name with keyword arguments'):
+    spec.parse(text)
+
+
+@pytest.mark.parametrize(
+  'make, text, words',
+  [
+    (merge.make, 'mean', "'mean' is unknown; use one of: avg, rda"),
+    (
+      merge.make,
+      'rda(flor=1)',
+      "unexpected keyword argument 'flor'; it is rda(floor: float = 0.01)",
+    ),
+    (merge.make, "rda(floor='x')", "of type <class 'str'>"),
+    (outer.make, 'sdg', 'use one of: adabelief'),
+    (outer.make, 'clip(max_delta=1.0)', "'clip' is unknown"),  # of optax, but it does not descend
+    (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),
+    (outer.make, 'lbfgs', "missing 3 required keyword-only arguments: 'value'"),
+    (outer.make, 'nesterov(learning_rate=-1)', 'learning_rate must be in (0, 10]'),
+    (outer.make, "nesterov(momentum='x')", 'not supported between'),
+  ],
+)
+def test_what_cannot_be_made_is_said_in_one_line_with_what_can(make, text, words):
+  with pytest.raises(ValueError) as caught:
+    make(text)
+  assert words in str(caught.value) and '\n' not in str(caught.value)
+
+
+def test_arguments_arrive():
+  tensor, weights = np.float32([[1, 0], [0, 1]]), np.ones(2, np.float32)
+  halved, _ = merge.make('rda(floor=1.0)').merge(tensor, weights, ())
+  np.testing.assert_allclose(halved, [0.5, 0.5], rtol=1e-6)
