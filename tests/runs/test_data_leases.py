@@ -8,16 +8,14 @@ tapes of all processes, batch by batch, and know nothing of the machines' own cu
 import collections
 import dataclasses
 import pathlib
-from typing import Iterator
+from collections.abc import Iterator
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.node import failpoints
-from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.node import failpoints
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from experiments.configs import stdlib_lm
 from tests.runs import conductor
@@ -28,8 +26,11 @@ AT_COMMIT = 'syncer at wal.after_commit'
 PLAN = ('l1', 'syncer', AT_COMMIT, 'everybody')
 QUICK = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # to compile, not to run
 OVERRIDES = {
-  **conductor.ENDLESS, 'sync.learners': 2, 'sync.checkpoint_every_syncs': 3,
-  'train.checkpoint_every_steps': 40, 'data.streams': 3,
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'sync.checkpoint_every_syncs': 3,
+  'train.checkpoint_every_steps': 40,
+  'data.streams': 3,
 }
 
 
@@ -90,14 +91,17 @@ class Books:
 
   reads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (stream, batch)
   merged: dict[tuple[int, int], set[int]] = dataclasses.field(  # (stream, fragment): batches
-    default_factory=lambda: collections.defaultdict(set))
+    default_factory=lambda: collections.defaultdict(set)
+  )
   begun: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
   moves: dict[int, tuple[int, int, list]] = dataclasses.field(default_factory=dict)  # under way
 
   def committed(self, stream: int) -> int:
     """The batch behind the last one that a merge has covered."""
-    return max((max(batches) + 1 for (of, _), batches in self.merged.items()
-                if of == stream and batches), default=0)
+    return max(
+      (max(batches) + 1 for (of, _), batches in self.merged.items() if of == stream and batches),
+      default=0,
+    )
 
   def commit(self, sync: int) -> None:
     fragment, _, contributions = self.moves.pop(sync)
@@ -180,14 +184,17 @@ def test_the_run_ends_well(run):
 def test_every_batch_that_is_committed_counts_once_and_was_read(run):
   """That none is merged twice for a fragment is asserted while the books are kept."""
   books = run.books
-  committed = {(stream, batch) for (stream, _), batches in books.merged.items()
-               for batch in batches}
+  committed = {
+    (stream, batch) for (stream, _), batches in books.merged.items() for batch in batches
+  }
   times = collections.Counter(books.reads)
   assert committed <= times.keys()
   counted = sum(map(len, books.merged.values()))
   again = sum(times.values()) - len(times)
-  print(f'read {sum(times.values())} batches, {len(times)} of them different, {again} again; '
-        f'committed {len(committed)}, counted for {counted} fragments')
+  print(
+    f'read {sum(times.values())} batches, {len(times)} of them different, {again} again; '
+    f'committed {len(committed)}, counted for {counted} fragments'
+  )
   assert counted > 0
   # As many as are said to be merged, token by token.
   start = tapes.read(run.lives[-1]).header.start

@@ -19,9 +19,8 @@ import time
 
 import pytest
 
+from diloco_jax.launch import local, program
 from diloco_jax.proof.faults import chaos_report
-from diloco_jax.launch import program
-from diloco_jax.launch import local
 from diloco_jax.report import records
 from tests.runs import conductor
 
@@ -31,7 +30,9 @@ NOTICE_S = 10.0  # what a preempted process has at most
 LEARNERS = ('l0', 'l1')
 RESTARTS = 2
 OVERRIDES = {
-  **conductor.ENDLESS, 'sync.learners': 2, 'train.checkpoint_every_steps': 1_000,
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'train.checkpoint_every_steps': 1_000,
   'sync.checkpoint_every_syncs': 1_000,
 }
 
@@ -45,7 +46,8 @@ class Run(conductor.Run):
   def ends(self, child: str) -> list[dict]:
     """Of those lives that were sent SIGTERM."""
     return [fact for fact in self.of('supervisor', 'exit') if fact['child'] == child][
-      :len(self.asked_ns[child])]
+      : len(self.asked_ns[child])
+    ]
 
 
 class Conductor(conductor.Conductor):
@@ -81,16 +83,22 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(run):
   [end] = run.ends('l1')
   assert end['code'] == 0
   assert end['t_ns'] - run.asked_ns['l1'][0] < NOTICE_S * 1e9
-  [left] = [fact for fact in run.of('syncer', 'member')
-            if fact['learner'] == 'l1' and fact['state'] == 'lost'][:1]
+  [left] = [
+    fact
+    for fact in run.of('syncer', 'member')
+    if fact['learner'] == 'l1' and fact['state'] == 'lost'
+  ][:1]
   assert left['reason'] == 'left: preempted'
   assert run.asked_ns['l1'][0] < left['t_ns'] < end['t_ns']
 
 
 def test_what_it_gave_is_merged_before_it_leaves(run):
   """Everything it was asked for has its verdict; its steps and tokens are known to the last one."""
-  left_ns = next(fact['t_ns'] for fact in run.of('syncer', 'member')
-                 if fact['learner'] == 'l1' and fact['state'] == 'lost')
+  left_ns = next(
+    fact['t_ns']
+    for fact in run.of('syncer', 'member')
+    if fact['learner'] == 'l1' and fact['state'] == 'lost'
+  )
   steps = [fact for fact in run.of('l1', 'step') if fact['t_ns'] < left_ns]
   ledger = next(fact for fact in run.of('syncer', 'ledger') if fact['t_ns'] > left_ns)
   row = ledger['learners']['l1']
@@ -103,8 +111,11 @@ def test_it_comes_back_from_what_it_saved(run):
   lives = {fact['incarnation'] for fact in run.of('l1', 'state') if fact['state'] == 'joined'}
   assert lives == {1, 2}
   [end] = run.ends('l1')
-  assert any('l1' in fact['participants'] for fact in run.of('syncer', 'synced')
-             if fact['t_ns'] > end['t_ns'])
+  assert any(
+    'l1' in fact['participants']
+    for fact in run.of('syncer', 'synced')
+    if fact['t_ns'] > end['t_ns']
+  )
 
 
 def test_nobody_waits_for_who_has_left(run):
@@ -121,10 +132,13 @@ def test_a_rolling_restart_of_the_syncer_loses_nothing_and_stops_nobody(run):
   for asked_ns, end, back in zip(run.asked_ns['syncer'], ends, recovered, strict=True):
     assert end['t_ns'] - asked_ns < NOTICE_S * 1e9
     assert back['replayed'] == 0  # it was saved
-    assert all(chaos_report.within([fact['t_ns'] for fact in run.of(name, 'step')],
-                                asked_ns, back['t_ns']) for name in LEARNERS)
-    seen = [fact for name in LEARNERS for fact in run.of(name, 'adopted')
-            if fact['t_ns'] < back['t_ns']]
+    assert all(
+      chaos_report.within([fact['t_ns'] for fact in run.of(name, 'step')], asked_ns, back['t_ns'])
+      for name in LEARNERS
+    )
+    seen = [
+      fact for name in LEARNERS for fact in run.of(name, 'adopted') if fact['t_ns'] < back['t_ns']
+    ]
     assert seen and all(back['versions'][one['fragment']] >= one['version'] for one in seen)
   ledger = run.of('syncer', 'ledger')[-1]
   assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
@@ -145,24 +159,35 @@ def _lives(steps: list[dict]) -> list[list[dict]]:
 
 # --- Single processes -----------------------------------------------------------------------------
 
-STUBBORN = '''
+STUBBORN = """
 import sys, time
 from diloco_jax.launch import entrypoints
 with entrypoints.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'What is safe.', 75):
   print('ready', flush=True)
   time.sleep(600)
-'''
+"""
 
 
 def _environment() -> dict[str, str]:
-  return {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'PYTHONWARNINGS': '',
-          'JAX_DISABLE_MOST_OPTIMIZATIONS': '1', 'PYTHONUNBUFFERED': '1'}
+  return {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'PYTHONPATH': str(ROOT),
+    'PYTHONWARNINGS': '',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    'PYTHONUNBUFFERED': '1',
+  }
 
 
 def _start(*command: str) -> subprocess.Popen:
   return subprocess.Popen(
-    command, cwd=ROOT, env=_environment(), text=True, stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT)
+    command,
+    cwd=ROOT,
+    env=_environment(),
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+  )
 
 
 def _wait_for(process: subprocess.Popen, text: str) -> str:
@@ -196,8 +221,14 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
   common = [*conductor.flags(OVERRIDES), f'--workdir={tmp_path}', '--config.train.drain_s=2']
   limited = shlex.join([sys.executable, '-m', 'experiments.syncer', *common])
   syncer = _start('bash', '-c', f'ulimit -f 32; exec {limited}')
-  learner = _start(sys.executable, '-m', 'experiments.learner', *common, '--learner_id=l0',
-                   f'--syncer=file:{tmp_path}/{local.ADDRESS}')
+  learner = _start(
+    sys.executable,
+    '-m',
+    'experiments.learner',
+    *common,
+    '--learner_id=l0',
+    f'--syncer=file:{tmp_path}/{local.ADDRESS}',
+  )
   try:
     words = _wait_for(syncer, 'DD401 No space')
     safe = int(re.search(r'last committed record (\d+) is safe', words)[1])

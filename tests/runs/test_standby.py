@@ -11,7 +11,9 @@ DEADLINE_S = 240
 pytestmark = pytest.mark.timeout(300)
 KILLS = 2
 OVERRIDES = {
-  **conductor.ENDLESS, 'sync.learners': 2, 'sync.checkpoint_every_syncs': 20,
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'sync.checkpoint_every_syncs': 20,
 }
 
 
@@ -32,7 +34,9 @@ class Conductor(conductor.Conductor):
 def _run(tmp_path_factory) -> conductor.Run:
   _, run = conductor.play(
     tmp_path_factory.mktemp('standby') / 'run',
-    lambda workdir, recorder: Conductor(workdir, recorder, OVERRIDES, standby=True), DEADLINE_S)
+    lambda workdir, recorder: Conductor(workdir, recorder, OVERRIDES, standby=True),
+    DEADLINE_S,
+  )
   return run
 
 

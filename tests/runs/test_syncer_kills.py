@@ -17,16 +17,16 @@ import pathlib
 import random
 import signal
 import time
-from typing import Any, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
-from diloco_jax.proof.faults import chaos_report
-from diloco_jax.node import failpoints
-from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.node import failpoints
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.protocol import events, messages
+from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from tests.runs import conductor
 from tests.runs import pulse as pulse_lib
@@ -37,13 +37,15 @@ SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed from outside; between them the supervisor loses its patience with short lives
 RANDOM_KILLS, LEARNER_KILLS, SITE_KILLS = 20, 10, 3
-PLAN = tuple(
-  place for name in failpoints.NAMES for place in (ANY, name)
-) + (ANY,) * (RANDOM_KILLS - len(failpoints.NAMES))
+PLAN = tuple(place for name in failpoints.NAMES for place in (ANY, name)) + (ANY,) * (
+  RANDOM_KILLS - len(failpoints.NAMES)
+)
 FREEZE_S = 2.5
 AFTERWARDS_NS = 2_000_000_000  # so long after a return its death is still looked for
 OVERRIDES = {
-  **conductor.ENDLESS, 'sync.learners': 2, 'sync.checkpoint_every_syncs': 2,
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'sync.checkpoint_every_syncs': 2,
   'train.checkpoint_every_steps': 50,
 }
 
@@ -57,30 +59,43 @@ class Run(conductor.Run):
   froze_ns: int
 
   def deaths(self, child: str) -> list[int]:
-    return [fact['t_ns'] for fact in self.of('supervisor', 'exit')
-            if fact['child'] == child and fact['code'] == -signal.SIGKILL]
+    return [
+      fact['t_ns']
+      for fact in self.of('supervisor', 'exit')
+      if fact['child'] == child and fact['code'] == -signal.SIGKILL
+    ]
 
   def lives(self, child: str) -> list[tuple[int, int, int]]:
     """(pid, born, ended) of its processes."""
-    ends = {fact['pid']: fact['t_ns'] for fact in self.of('supervisor', 'exit')
-            if fact['child'] == child}
-    return [(fact['pid'], fact['t_ns'], ends[fact['pid']])
-            for fact in self.of('supervisor', 'process')
-            if fact['child'] == child and fact['state'] == 'starting']
+    ends = {
+      fact['pid']: fact['t_ns'] for fact in self.of('supervisor', 'exit') if fact['child'] == child
+    }
+    return [
+      (fact['pid'], fact['t_ns'], ends[fact['pid']])
+      for fact in self.of('supervisor', 'process')
+      if fact['child'] == child and fact['state'] == 'starting'
+    ]
 
   def gaps_of_the_survivor(self) -> list[pulse_lib.Gap]:
     """The longest gap between two steps of l0 from each death of another to its return."""
     steps = [fact['t_ns'] for fact in self.of('l0', 'step')]
     gaps = [
-      gap for pid, born_ns, ended_ns in self.lives('l0') for gap in self.pulse.gaps(
-        pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, self.froze_ns)])]
+      gap
+      for pid, born_ns, ended_ns in self.lives('l0')
+      for gap in self.pulse.gaps(
+        pid, [t_ns for t_ns in steps if born_ns <= t_ns <= min(ended_ns, self.froze_ns)]
+      )
+    ]
     longest = []
     for name in ('syncer', 'l1'):
       back = [born_ns for _, born_ns, _ in self.lives(name)]
       for death_ns in self.deaths(name):
         back_ns = next((born_ns for born_ns in back if born_ns > death_ns), death_ns)
-        around = [gap for gap in gaps if death_ns < gap.at_ns + gap.wall_ns
-                  and gap.at_ns < back_ns + AFTERWARDS_NS]
+        around = [
+          gap
+          for gap in gaps
+          if death_ns < gap.at_ns + gap.wall_ns and gap.at_ns < back_ns + AFTERWARDS_NS
+        ]
         longest += [max(around)] if around else []  # l0 has died with it
     return longest
 
@@ -110,8 +125,13 @@ class Conductor(conductor.Conductor):
   often l1 is killed meanwhile, how often everything at once after that."""
 
   def __init__(
-    self, workdir: pathlib.Path, recorder: records.Recorder, plan: tuple[str, ...] = PLAN,
-    learner_kills: int = LEARNER_KILLS, site_kills: int = SITE_KILLS, seed: int = SEED,
+    self,
+    workdir: pathlib.Path,
+    recorder: records.Recorder,
+    plan: tuple[str, ...] = PLAN,
+    learner_kills: int = LEARNER_KILLS,
+    site_kills: int = SITE_KILLS,
+    seed: int = SEED,
   ):
     self._plan, self._learner_kills, self._site_kills = plan, learner_kills, site_kills
     self.pulse = pulse_lib.Pulse()
@@ -124,7 +144,8 @@ class Conductor(conductor.Conductor):
     if program.name != 'syncer':
       return program
     return dataclasses.replace(
-      program, environment=NextLife(program.environment, self._place_of_next_life))
+      program, environment=NextLife(program.environment, self._place_of_next_life)
+    )
 
   def _place_of_next_life(self) -> str:
     lived = self.supervisor.fates['syncer'].starts
@@ -154,8 +175,14 @@ class Conductor(conductor.Conductor):
 
   def merged(self, name: str, more: int) -> bool:
     """Whether the outer steps since the last death have had enough shares of a learner."""
-    since = max((index for index, (_, fact) in enumerate(self.facts)
-                 if fact['name'] == 'exit' and fact.get('child') in ('syncer', name)), default=0)
+    since = max(
+      (
+        index
+        for index, (_, fact) in enumerate(self.facts)
+        if fact['name'] == 'exit' and fact.get('child') in ('syncer', name)
+      ),
+      default=0,
+    )
     return self.merges(name, since) >= more
 
   async def _kill_the_syncer(self) -> None:
@@ -200,10 +227,10 @@ def _run(tmp_path_factory) -> Run:
 
 def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> Run:
   """Carries out a plan (arguments of Conductor) in a new folder."""
-  conducted, left = conductor.play(
-    workdir, functools.partial(Conductor, **plan), deadline_s)
-  return Run(**vars(left), pulse=conducted.pulse, site_ns=conducted.site_ns,
-             froze_ns=conducted.froze_ns)
+  conducted, left = conductor.play(workdir, functools.partial(Conductor, **plan), deadline_s)
+  return Run(
+    **vars(left), pulse=conducted.pulse, site_ns=conducted.site_ns, froze_ns=conducted.froze_ns
+  )
 
 
 # --- Nothing is lost ------------------------------------------------------------------------------
@@ -268,8 +295,11 @@ def test_the_books_add_up(run):
     trained = {}
     for life in run.tapes():
       if life.node == name:
-        trained[life.name] = sum(record.event.tokens for record in tapes.read(life)
-                                 if isinstance(record.event, events.StepDone))
+        trained[life.name] = sum(
+          record.event.tokens
+          for record in tapes.read(life)
+          if isinstance(record.event, events.StepDone)
+        )
     assert 0 < ledger['learners'][name]['tokens'] <= sum(trained.values())
 
 
@@ -310,8 +340,11 @@ def test_training_goes_on_after_every_kill(run):
 
 def test_learners_step_while_there_is_no_syncer(run):
   back = [fact['t_ns'] for fact in run.of('syncer', 'recovered')]
-  alone = [death_ns for death_ns in run.deaths('syncer')
-           if all(not -1e9 < death_ns - site_ns < 5e9 for site_ns in run.site_ns)]
+  alone = [
+    death_ns
+    for death_ns in run.deaths('syncer')
+    if all(not -1e9 < death_ns - site_ns < 5e9 for site_ns in run.site_ns)
+  ]
   assert len(alone) == len(PLAN)
   steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
   for death_ns in alone:
