@@ -20,7 +20,7 @@ from diloco_jax.report import records
 from tests.runs import conductor
 
 DEADLINE_S = 900
-pytestmark = pytest.mark.timeout(960)  # some fifteen starts of processes
+pytestmark = [pytest.mark.full, pytest.mark.timeout(960)]  # some fifteen starts of processes
 LEARNERS = ('l0', 'l1', 'l2')
 OVERRIDES = {  # 13 MiB of moments: 13 chunks; H is long, so that a slow donation is not stale
   'model.num_layers': 4,
