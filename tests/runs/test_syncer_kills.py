@@ -2,7 +2,7 @@
 
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
 outer steps. The syncer is ended by SIGKILL at any moment, from outside after a drawn time or by
-itself at a failpoint, and the supervisor begins its next life, a new process (test_standby.py has
+itself at a failpoint, and the supervisor begins its next life, a new process (test_day.py has
 the other way). Meanwhile l1 is killed, too, l0 is left alone. Then all processes are killed at
 once and come back in a drawn order. At the very end l0 is frozen, to see that a pause would be
 noticed. The tests read what the processes have written down, and so does the oracle, which has
