@@ -23,7 +23,7 @@ from diloco_jax.protocol.syncer import screening
 from diloco_jax.report import records
 from diloco_jax.syncer import global_model as global_model_lib
 from experiments.configs import stdlib_lm
-from tests.runs import conductor
+from tests.runs import conductor, promises
 
 DEADLINE_S = 240
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment
@@ -160,16 +160,13 @@ def test_the_books_add_up(run):
   """What those in quarantine left unsettled is that of a dead process: lost once another takes its
   place, or the run ends; this one was stopped before."""
   ledger = run.of('syncer', 'ledger')[-1]
-  assert chaos_report.balance(ledger) == 0
   row = ledger['learners']['l0']
   assert ledger['fragments'] * row['tokens'] == row['merged'] + row['discarded']
   assert row['tokens'] == run.of('l0', 'step')[-1]['tokens']
   assert ledger['discarded']['bad_value'] == sum(
     one['tokens'] for one in run.of('syncer', 'refused')
   )
-  assert ledger['repaired'] == 0, 'a digest differed'
 
 
-def test_the_oracle_finds_nothing_wrong(run):
-  verdict = run.verdict()
-  assert verdict.broken is None, verdict.text()
+def test_it_keeps_what_every_run_promises(run):
+  promises.check(run)

@@ -15,9 +15,8 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.node import failpoints
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.report import records
-from tests.runs import conductor
+from tests.runs import conductor, promises
 
 DEADLINE_S = 900
 pytestmark = [pytest.mark.full, pytest.mark.timeout(960)]  # some fifteen starts of processes
@@ -162,12 +161,6 @@ def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
     assert (back.learner, back.recovered['by']) in told
 
 
-def test_the_books_add_up(run):
-  ledger = run.of('syncer', 'ledger')[-1]
-  assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
-  assert ledger['repaired'] == 0, 'a digest differed'
-
-
-def test_the_oracle_finds_nothing(run):
-  verdict = run.verdict()
-  assert verdict.broken is None, verdict.text()
+def test_it_keeps_what_every_run_promises(run):
+  promises.check(run)
+  assert run.of('syncer', 'ledger')[-1]['unsettled'] == 0
