@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests; arguments go to pytest.
+# Runs the default suite; with --all everything, at full counts. Arguments go to pytest, for example
+#   ./scripts/test.sh tests/protocol -n 0       in this process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"

@@ -3,15 +3,20 @@
 Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
 a broadcast nobody wrote into an error. Asynchronous dispatch is off because free-running emulated
 devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache.
+
+How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
+its fixtures do, and all files that start real runs share one worker, so that one run goes at a time.
 """
 
 import os
 import pathlib
+from typing import NamedTuple
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('MPLBACKEND', 'Agg')
 
 import jax
+import pytest
 from absl import flags
 
 _CACHE = pathlib.Path(__file__).resolve().parents[1] / '.cache' / 'jax-tests'
@@ -28,3 +33,73 @@ jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
 flags.FLAGS.mark_as_parsed()  # grain reads absl flags
+
+
+class Counts(NamedTuple):
+  """How often the tests do what may be done any number of times."""
+
+  full: bool
+  seeds: int
+  syncer_kills: int  # at any moment; beside these, one at each failpoint
+  learner_kills: int
+  site_kills: int
+
+  def __str__(self) -> str:
+    mutants = 'the seeds searched for each mutant' if self.full else 'each mutant at its known seed'
+    return (
+      f'{self.seeds:,} seeds, {mutants}, a kill at each failpoint and {self.syncer_kills} others of '
+      f'the syncer, {self.learner_kills} of a learner, {self.site_kills} of everything'
+    )
+
+
+DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1)
+FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3)
+_REAL_RUNS = ('tests/runs/', 'tests/test_readme.py')
+_LONGEST_FIRST = (
+  *_REAL_RUNS,
+  'tests/proof/test_seeds.py',
+  'tests/launch/test_restore.py',
+  'tests/train/',
+  'tests/storage/',
+  'tests/proof/',
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption('--all', action='store_true', help='everything, at full counts')
+
+
+def _counts(config: pytest.Config) -> Counts:
+  return FULL if config.getoption('--all') else DEFAULT
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+  if config.getoption('--all'):
+    return f'everything: {FULL}'
+  return f'default suite: {DEFAULT}; without the tests marked `full`. With --all: {FULL}'
+
+
+@pytest.hookimpl(tryfirst=True)  # before the workers' groups are read
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+  left_out = [
+    item for item in items if item.get_closest_marker('full') and not config.getoption('--all')
+  ]
+  config.hook.pytest_deselected(items=left_out)
+  items[:] = sorted((item for item in items if item not in left_out), key=_place)
+  for item in items:
+    if not item.get_closest_marker('xdist_group'):
+      file = item.location[0]
+      real = file.startswith(_REAL_RUNS)
+      item.add_marker(pytest.mark.xdist_group('real runs' if real else file))
+
+
+def _place(item: pytest.Item) -> int:
+  """Where the longest files come first."""
+  file = item.location[0]
+  places = (n for n, start in enumerate(_LONGEST_FIRST) if file.startswith(start))
+  return next(places, len(_LONGEST_FIRST))
+
+
+@pytest.fixture(scope='session')
+def counts(request: pytest.FixtureRequest) -> Counts:
+  return _counts(request.config)

@@ -21,7 +21,7 @@ def test_every_test_that_is_named_exists():
 
 
 def test_every_scenario_that_is_named_exists():
-  named = re.findall(r'`(tests/scenarios/\w+\.txt)`', PAGE)
+  named = re.findall(r'`(tests/scenarios/[\w/]+\.txt)`', PAGE)
   assert named and all((ROOT / name).is_file() for name in named)
 
 

@@ -1377,3 +1377,12 @@ def donor_is_given_no_time(original):
     transfer.patience_ns = now_ns + 1
 
   return _ask
+
+
+@mutant('No outer step of fragment 0 is finite any more.', processes.Syncer, '_merge', 'L2')
+def fragment_is_never_merged(original):
+  def _merge(self, merge):
+    self.not_finite = self.not_finite or merge.fragment == 0
+    return original(self, merge)
+
+  return _merge

@@ -1,4 +1,4 @@
-"""A thousand seeds keep every promise, and together they reach all there is to reach.
+"""Seeds keep every promise, and a thousand of them reach all there is to reach (--all).
 
 Another seed or the story of one: `python -m experiments.simulate --help`.
 """
@@ -8,9 +8,8 @@ from diloco_jax.proof.faults import plans
 from diloco_jax.proof.sim import many_seeds, seeds
 from diloco_jax.protocol.tape import tape
 
-SEEDS = range(1_000)
 PROCESSES = 2
-# Seeds beyond these thousand that have failed once (docs/simulator.md tells of which bug).
+# Seeds beyond the first thousand that have failed once (docs/simulator.md tells of which bug).
 EVER_FAILED = (
   1066,
   1133,
@@ -42,13 +41,14 @@ EVER_FAILED = (
 )
 
 
-def test_a_thousand_seeds_have_no_violation():
+def test_no_seed_has_a_violation(counts):
   total = many_seeds.Summary()
-  for part in many_seeds.run(SEEDS, PROCESSES):
+  for part in many_seeds.run(range(counts.seeds), PROCESSES):
     total.add(part)
   assert not total.failed, '\n'.join(many_seeds.explain(one, 'here') for one in total.failed[:2])
-  assert total.seeds == len(SEEDS)
-  assert not total.marks.missing(plans.KINDS + plans.SIMULATED_KINDS)
+  assert total.seeds == counts.seeds
+  if counts.full:
+    assert not total.marks.missing(plans.KINDS + plans.SIMULATED_KINDS)
 
 
 def test_seeds_that_have_failed_once_are_kept():

@@ -13,7 +13,7 @@ import pytest
 
 from tests.protocol import transcript
 
-SCENARIOS = sorted((pathlib.Path(__file__).parents[1] / 'scenarios').glob('*.txt'))
+SCENARIOS = sorted((pathlib.Path(__file__).parents[1] / 'scenarios').rglob('*.txt'))
 
 
 @pytest.mark.parametrize('path', SCENARIOS, ids=lambda path: path.stem)

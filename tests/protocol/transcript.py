@@ -1,4 +1,4 @@
-"""Scenario scripts: commands and the behaviour that they cause, as text (scenarios/*.txt).
+"""Scenario scripts: commands and the behaviour that they cause, as text (tests/scenarios).
 
 A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` begins a comment.
 

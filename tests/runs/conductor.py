@@ -17,16 +17,17 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
-from typing import Any, Callable, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import local
-from diloco_jax.report import records
 from diloco_jax.launch import standby as standby_lib
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.storage import tapes
-from diloco_jax.report import run_state as run_state_lib
 from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.report import records
+from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.storage import tapes
 from experiments.configs import stdlib_lm
 
 POLL_S = 0.05
@@ -36,8 +37,10 @@ ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every
 
 def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
   """Of every program of such a run."""
-  return [f'--config=experiments/configs/stdlib_lm.py:{variant}',
-          *(f'--config.{name}={value}' for name, value in overrides.items())]
+  return [
+    f'--config=experiments/configs/stdlib_lm.py:{variant}',
+    *(f'--config.{name}={value}' for name, value in overrides.items()),
+  ]
 
 
 @dataclasses.dataclass
@@ -84,9 +87,13 @@ class Conductor:
   """
 
   def __init__(
-    self, workdir: pathlib.Path, recorder: records.Recorder, overrides: dict[str, Any],
+    self,
+    workdir: pathlib.Path,
+    recorder: records.Recorder,
+    overrides: dict[str, Any],
     change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = lambda program: program,
-    variant: str = 'tiny', standby: bool = False,
+    variant: str = 'tiny',
+    standby: bool = False,
   ):
     """`overrides`: fields of the config; `change`: what a program becomes before it is started;
     `standby`: a second process of the syncer stands by."""
@@ -97,8 +104,10 @@ class Conductor:
     self.facts: list[tuple[str, dict]] = []
     self._tail = records.TailAll(workdir)
     self.supervisor = supervisor_lib.Supervisor(
-      [change(one) for one in programs], workdir,
-      run_state_lib.RunView(run_config.learner_ids(config.sync.learners), config.train.steps), recorder,
+      [change(one) for one in programs],
+      workdir,
+      run_state_lib.RunView(run_config.learner_ids(config.sync.learners), config.train.steps),
+      recorder,
       listen=lambda name, line: self.said.append(f'[{name}] {line}'),
     )
 
@@ -139,12 +148,14 @@ Conducted = TypeVar('Conducted', bound=Conductor)
 
 
 def play(
-  workdir: pathlib.Path, make: Callable[[pathlib.Path, records.Recorder], Conducted],
+  workdir: pathlib.Path,
+  make: Callable[[pathlib.Path, records.Recorder], Conducted],
   deadline_s: float,
 ) -> tuple[Conducted, Run]:
   """Conducts a run in a new folder to its end."""
   with contextlib.closing(
-      records.Recorder(workdir, local.SUPERVISOR, tensorboard=False)) as recorder:
+    records.Recorder(workdir, local.SUPERVISOR, tensorboard=False)
+  ) as recorder:
     conducted = make(workdir, recorder)
     outcome = asyncio.run(_play(conducted, deadline_s))
   return conducted, Run(workdir, outcome, conducted.said, records.TailAll(workdir).read())
@@ -153,7 +164,8 @@ def play(
 async def _play(conducted: Conductor, deadline_s: float) -> supervisor_lib.Outcome:
   running, playing, watching = tasks = [
     asyncio.create_task(one)
-    for one in (conducted.supervisor.run(), conducted.carry_out(), conducted.watch())]
+    for one in (conducted.supervisor.run(), conducted.carry_out(), conducted.watch())
+  ]
   try:
     async with asyncio.timeout(deadline_s):
       await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -67,7 +67,8 @@ class Pulse:
       return []
     limit_ns = round(MEDIANS * statistics.median(gap for gap, _ in gaps)) + SLACK_NS
     return [
-      Gap(max(0, gap - self.waited(pid, at, at + gap)), gap, at, limit_ns) for gap, at in gaps]
+      Gap(max(0, gap - self.waited(pid, at, at + gap)), gap, at, limit_ns) for gap, at in gaps
+    ]
 
   def longest(self, pid: int, steps_ns: list[int]) -> Gap:
     """The longest gap between the steps of a process that trained without a pause, or did not."""

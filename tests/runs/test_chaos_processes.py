@@ -14,15 +14,12 @@ import sys
 
 import pytest
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol import events
-from diloco_jax.protocol import messages
+from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.proof.faults import chaos_report, plans
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.tape import tape
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from diloco_jax.proof.checks import judge_tapes
-from diloco_jax.proof.faults import plans
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 800
@@ -46,18 +43,33 @@ class Run:
     """Every life and the folder of its disk: the stand-in of a frozen learner has its own."""
     second = self.workdir / 'seconds' / VICTIMS['replace']
     return [('', life) for life in tapes.find(self.workdir)] + [
-      ('second', life) for life in tapes.find(second)]
+      ('second', life) for life in tapes.find(second)
+    ]
 
 
 @pytest.fixture(scope='module', name='run')
 def _run(tmp_path_factory) -> Run:
   workdir = tmp_path_factory.mktemp('chaos') / 'run'
   ended = subprocess.run(
-    [sys.executable, '-m', 'experiments.chaos', f'--plan={",".join(PLAN)}', '--fault_s=3',
-     f'--workdir={workdir}'],
-    cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEADLINE_S,
-    env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-         'PYTHONWARNINGS': ''},
+    [
+      sys.executable,
+      '-m',
+      'experiments.chaos',
+      f'--plan={",".join(PLAN)}',
+      '--fault_s=3',
+      f'--workdir={workdir}',
+    ],
+    cwd=ROOT,
+    text=True,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    timeout=DEADLINE_S,
+    env={
+      **os.environ,
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+      'PYTHONWARNINGS': '',
+    },
   )
   facts, episodes = chaos_report.Facts(LEARNERS), {}
   for process, fact in records.TailAll(workdir).read():
@@ -90,14 +102,23 @@ def test_the_untouched_learner_has_one_stream_for_the_whole_run(run):
   assert [incarnation for _, incarnation in run.facts.joined['l0']] == [1]
 
 
-@pytest.mark.parametrize('kind, reason', [
-  ('freeze', 'lease expired'), ('cut_up', 'lease expired'), ('partition', 'lease expired'),
-  ('replace', 'lease expired'), ('corrupt', 'checksum'),
-])
+@pytest.mark.parametrize(
+  'kind, reason',
+  [
+    ('freeze', 'lease expired'),
+    ('cut_up', 'lease expired'),
+    ('partition', 'lease expired'),
+    ('replace', 'lease expired'),
+    ('corrupt', 'checksum'),
+  ],
+)
 def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   episode = run.episodes[kind]
-  reasons = [why for t_ns, why in run.facts.lost[episode.node]
-             if episode.began_ns <= t_ns <= episode.ended_ns]
+  reasons = [
+    why
+    for t_ns, why in run.facts.lost[episode.node]
+    if episode.began_ns <= t_ns <= episode.ended_ns
+  ]
   assert reason in reasons[0], reasons
 
 
@@ -117,8 +138,11 @@ def test_a_killed_process_comes_back_in_the_next_incarnation(run):
 def _incarnations(run: Run, kind: str) -> set[int]:
   """In which the victim joined between the fault's begin and its first merge afterwards."""
   episode = run.episodes[kind]
-  return {incarnation for t_ns, incarnation in run.facts.joined[episode.node]
-          if episode.began_ns <= t_ns <= episode.recovered_ns}
+  return {
+    incarnation
+    for t_ns, incarnation in run.facts.joined[episode.node]
+    if episode.began_ns <= t_ns <= episode.recovered_ns
+  }
 
 
 def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
@@ -134,8 +158,9 @@ def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
   episode = run.episodes['replace']
   zombie = episode.node
   assert [code for _, code in run.facts.exits[zombie]] == [42]
-  assert {incarnation for t_ns, incarnation in run.facts.joined[zombie]
-          if t_ns >= episode.began_ns} == {2}
+  assert {
+    incarnation for t_ns, incarnation in run.facts.joined[zombie] if t_ns >= episode.began_ns
+  } == {2}
   for record in _read(run, '', 'syncer'):
     for action in record.actions:
       if isinstance(action, actions.Merge) and record.now_ns > episode.ended_ns:
@@ -146,11 +171,14 @@ def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
   ledger = run.facts.ledger
   assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
   assert ledger['merged'] > 0
-  trained = {name: 0 for name in LEARNERS}
-  for disk, life in run.lives():
+  trained = dict.fromkeys(LEARNERS, 0)
+  for _, life in run.lives():
     if life.node != 'syncer':
-      trained[life.node] += sum(record.event.tokens for record in _records(life)
-                                if isinstance(record.event, events.StepDone))
+      trained[life.node] += sum(
+        record.event.tokens
+        for record in _records(life)
+        if isinstance(record.event, events.StepDone)
+      )
   books = {name: row['tokens'] for name, row in ledger['learners'].items()}
   assert books['l0'] == trained['l0']  # it ended in order: not one token is missing
   assert all(books[name] <= trained[name] for name in LEARNERS)  # what died untold, died
@@ -169,8 +197,12 @@ def _records(life: tapes.Life) -> list[tape.Record]:
 
 
 def _read(run: Run, disk: str, node: str) -> list[tape.Record]:
-  return [record for where, life in run.lives() if (where, life.node) == (disk, node)
-          for record in _records(life)]
+  return [
+    record
+    for where, life in run.lives()
+    if (where, life.node) == (disk, node)
+    for record in _records(life)
+  ]
 
 
 def _tales(run: Run, edit=lambda record: record) -> list[judge_tapes.Tale]:
@@ -222,21 +254,28 @@ def _report(name: str, change):
 
 def _as_zombies(merge):
   """Everybody is merged under an incarnation that is not the one that holds the id."""
-  return dataclasses.replace(merge, participants=tuple(
-    dataclasses.replace(one, incarnation=one.incarnation - 1) for one in merge.participants))
+  return dataclasses.replace(
+    merge,
+    participants=tuple(
+      dataclasses.replace(one, incarnation=one.incarnation - 1) for one in merge.participants
+    ),
+  )
 
 
 def _newer(merge):
   return dataclasses.replace(merge, version=merge.version + 1)
 
 
-@pytest.mark.parametrize('edit, invariant', [
-  (lambda record: record, None),
-  (_merged_again(), 'I1'),
-  (_merge(_as_zombies), 'I12'),
-  (_merge(_newer), 'I3'),
-  (_report('ledger', lambda values: {**values, 'merged': values['merged'] + 1}), 'I7'),
-])
+@pytest.mark.parametrize(
+  'edit, invariant',
+  [
+    (lambda record: record, None),
+    (_merged_again(), 'I1'),
+    (_merge(_as_zombies), 'I12'),
+    (_merge(_newer), 'I3'),
+    (_report('ledger', lambda values: {**values, 'merged': values['merged'] + 1}), 'I7'),
+  ],
+)
 def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):
   verdict = judge_tapes.judge(_tales(run, edit))
   assert (verdict.broken.id if verdict.broken else None) == invariant, verdict.text()

@@ -8,12 +8,12 @@ import time
 from tests.runs import pulse as pulse_lib
 
 MS = 1_000_000
-STEPS = '''
+STEPS = """
 import time
 while True:
   time.sleep(0.01)
   print(time.monotonic_ns(), flush=True)
-'''
+"""
 
 
 def test_a_stopped_process_has_paused():

@@ -15,20 +15,24 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
 
 from diloco_jax.launch import local
-from diloco_jax.storage import manifests
 from diloco_jax.report import records
+from diloco_jax.storage import manifests
 
 DEADLINE_S = 280
 COMMON = (
-  '--config=experiments/configs/stdlib_lm.py:tiny', '--chaos=off', '--config.train.steps=1000000',
-  '--config.train.log_every=1000', '--config.train.eval_every=0',
-  '--config.train.checkpoint_every_steps=1000', '--config.sync.checkpoint_every_syncs=3',
+  '--config=experiments/configs/stdlib_lm.py:tiny',
+  '--chaos=off',
+  '--config.train.steps=1000000',
+  '--config.train.log_every=1000',
+  '--config.train.eval_every=0',
+  '--config.train.checkpoint_every_steps=1000',
+  '--config.sync.checkpoint_every_syncs=3',
 )
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -58,9 +62,20 @@ def running(workdir: pathlib.Path, output: pathlib.Path, *flags: str) -> Iterato
   environment = local.environment(1, {**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
   with open(output, 'wb') as file:
     process = subprocess.Popen(
-      [sys.executable, '-m', 'experiments.local', '--nostandby', *COMMON, *flags,
-       f'--workdir={workdir}'],
-      cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+      [
+        sys.executable,
+        '-m',
+        'experiments.local',
+        '--nostandby',
+        *COMMON,
+        *flags,
+        f'--workdir={workdir}',
+      ],
+      cwd=ROOT,
+      env=environment,
+      stdout=file,
+      stderr=subprocess.STDOUT,
+    )
     try:
       yield process
     finally:
@@ -132,7 +147,9 @@ def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
   lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
   assert len(lines) == 1 and re.match(
     rf'snapshot {story.damaged} is damaged or partial and is passed over.*islands/l1/snapshots/'
-    rf'{story.damaged} ', lines[0]), story.said
+    rf'{story.damaged} ',
+    lines[0],
+  ), story.said
   aside = story.workdir / 'aside-1'
   assert (aside / 'snapshots' / f'{story.damaged}.json').exists()
   assert (aside / 'islands' / 'l1' / 'snapshots' / str(story.damaged)).is_dir()
@@ -177,7 +194,8 @@ def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
   ledger = story.of('syncer', 'ledger')[-1]
   discarded = sum(ledger['discarded'].values())
   assert ledger['trained'] * ledger['fragments'] == (
-    ledger['merged'] + discarded + ledger['unsettled'])
+    ledger['merged'] + discarded + ledger['unsettled']
+  )
   gone = ledger['learners'].get('l2')  # closed: nothing of it is unsettled
   assert gone is None or gone['tokens'] * ledger['fragments'] == gone['merged'] + gone['discarded']
   assert json.loads((story.workdir / 'config.json').read_text())['sync']['learners'] == 2

@@ -16,7 +16,7 @@ def _assert_same(one, other):
 
 
 def test_learns_alone(make_island):
-  island = make_island(config_lib.MeshConfig(data=2))
+  island = make_island(config_lib.MeshConfig(fsdp=2))
   assert island.warm_up() > 0
   start = island.evaluate()
   results = [island.step(clock) for clock in range(40)]
@@ -115,7 +115,7 @@ def test_a_lease_moves_the_stream(make_island):
 
 
 def test_the_same_steps_give_the_same_bits(make_island):
-  island = make_island(config_lib.MeshConfig(data=2))
+  island = make_island(config_lib.MeshConfig(fsdp=2))
   initial, ends = _host(island.state), []
   for _ in range(2):
     island.state, island.data_state = initial, 0

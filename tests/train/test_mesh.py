@@ -30,6 +30,7 @@ def _one_step(model, optimizer, mesh_config, batch):
 
 
 def test_sharded_step_equals_the_unsharded_one(model, optimizer):
+  model.num_layers = 1
   batch = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.uint8)
   state, metrics = _one_step(model, optimizer, config_lib.MeshConfig(), batch)
   sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)

@@ -1,0 +1,10 @@
+"""Runs that several files ask."""
+
+import pytest
+
+from tests.runs import day as day_lib
+
+
+@pytest.fixture(scope='session')
+def day(tmp_path_factory) -> day_lib.Day:
+  return day_lib.play(tmp_path_factory.mktemp('day') / 'run')

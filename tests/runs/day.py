@@ -1,0 +1,103 @@
+"""One day in the life of a run of real processes, conducted once for several files of tests.
+
+`tiny` with two learners and three data streams; a process stands by for the syncer; learners have
+checkpoints that are behind what is committed. l1 is preempted and comes back. The syncer is sent
+SIGTERM and is relieved. Then processes are killed: l1; the syncer, which is relieved; everything.
+"""
+
+import asyncio
+import dataclasses
+import pathlib
+import random
+import time
+
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.report import records
+from tests.runs import conductor
+
+DEADLINE_S = 280
+LEARNERS = ('l0', 'l1')
+QUICK = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # to compile, not to run
+OVERRIDES = {
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'sync.checkpoint_every_syncs': 20,
+  'train.checkpoint_every_steps': 40,
+  'data.streams': 3,
+}
+
+
+@dataclasses.dataclass
+class Day(conductor.Run):
+  """And when each was sent SIGTERM, and when the first process was killed."""
+
+  asked_ns: dict[str, int]
+  killed_ns: int
+
+  def end(self, child: str) -> dict:
+    """Of the life that was sent SIGTERM."""
+    return next(
+      fact
+      for fact in self.of('supervisor', 'exit')
+      if fact['child'] == child and fact['t_ns'] > self.asked_ns[child]
+    )
+
+
+class Conductor(conductor.Conductor):
+  """Carries out the day; waits for facts only."""
+
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
+    super().__init__(workdir, recorder, OVERRIDES, change=_quick, standby=True)
+    self._draw = random.Random(3)
+    self.asked_ns: dict[str, int] = {}
+    self.killed_ns = 0
+
+  async def carry_out(self) -> None:
+    await self._merged(3)
+    await self._ask('l1')
+    await self._relief()
+    await self._ask('syncer')
+    self.killed_ns = time.monotonic_ns()
+    await self._kill('l1')
+    await self._relief()
+    await self._kill('syncer')
+    await self._relief()
+    await self._kill(*LEARNERS, 'syncer')
+    self.supervisor.retire()
+
+  async def _relief(self) -> None:
+    """A process stands by for the present life of the syncer."""
+    starts = self.supervisor.fates['syncer'].starts
+    await self.until(lambda: self.stood_by() == starts)
+
+  async def _ask(self, name: str) -> None:
+    """Has it end in order, at any moment."""
+    await asyncio.sleep(0.3 * self._draw.random())
+    self.asked_ns[name] = time.monotonic_ns()
+    starts = self.supervisor.fates[name].starts
+    assert self.supervisor.bring_down(name, 0.0, 'preempted', politely=True)
+    await self.until(lambda: self.supervisor.fates[name].starts == starts + 1)
+    await self._merged(3)
+
+  async def _kill(self, *names: str) -> None:
+    starts = {name: self.supervisor.fates[name].starts for name in names}
+    for name in names:
+      assert self.supervisor.bring_down(name, 0.1, 'killed by the test'), name
+    for name in names:
+      await self.until(lambda: self.supervisor.fates[name].starts == starts[name] + 1)
+    await self._merged(3)
+
+  async def _merged(self, more: int) -> None:
+    """Until every learner has had so many contributions merged from now on."""
+    self.look()
+    at = len(self.facts)
+    await self.until(lambda: all(self.merges(name, at) >= more for name in LEARNERS))
+
+
+def _quick(program: supervisor_lib.Program) -> supervisor_lib.Program:
+  return dataclasses.replace(program, environment={**program.environment, **QUICK})
+
+
+def play(workdir: pathlib.Path) -> Day:
+  conducted, left = conductor.play(workdir, Conductor, DEADLINE_S)
+  return Day(**vars(left), asked_ns=conducted.asked_ns, killed_ns=conducted.killed_ns)

@@ -1,0 +1,20 @@
+"""What every run of real processes keeps, whatever is done to it."""
+
+from diloco_jax.proof.checks import judge_tapes
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.storage import tapes
+from tests.runs import conductor
+
+
+def check(run: conductor.Run) -> judge_tapes.Verdict:
+  """The oracle finds nothing on the tapes, every life takes its turns again, the books add up."""
+  verdict = run.verdict()
+  assert verdict.broken is None, verdict.text()
+  lives = run.tapes()
+  assert lives
+  for life in lives:
+    assert tapes.replay(life).identical, life.name
+  ledger = run.of('syncer', 'ledger')[-1]
+  assert chaos_report.balance(ledger) == 0 and ledger['merged'] > 0
+  assert ledger['repaired'] == 0, 'a digest differed'
+  return verdict
