@@ -7,6 +7,7 @@ import pytest
 from diloco_jax.config import run_config
 from diloco_jax.launch import kill_plan, program, supervisor
 from diloco_jax.node import failpoints
+from diloco_jax.proof.faults import faulty_learner
 from diloco_jax.report import live, picture, summary
 
 
@@ -16,6 +17,7 @@ from diloco_jax.report import live, picture, summary
     kill_plan,
     run_config,
     failpoints,
+    faulty_learner,
     program,
     live,
     summary,

@@ -88,6 +88,7 @@ def run(
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   own_process: bool = True,
+  work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
@@ -96,7 +97,7 @@ def run(
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
-  work = learner_work.LearnerWork(assembled, island, inbox.post, payloads, records)
+  work = work_class(assembled, island, inbox.post, payloads, records)
   identity = build.identity(
     assembled,
     learner_id,

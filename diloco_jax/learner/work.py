@@ -20,7 +20,7 @@ import numpy as np
 
 from diloco_jax.config import build, run_config
 from diloco_jax.learner import moments_work
-from diloco_jax.node import failpoints, ports
+from diloco_jax.node import ports
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
@@ -159,7 +159,6 @@ class LearnerWork:
     self._moments = moments_work.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-    self._spoil = failpoints.spoiler()
     self._steps = 0
     self._tokens = 0
 
@@ -233,7 +232,7 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
       return
-    view = self._spoil(exchange.host_bytes(data))
+    view = exchange.host_bytes(data)
     payload = payloads_lib.announce(view)
     self._post(
       events.Encoded(sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload)

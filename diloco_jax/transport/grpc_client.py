@@ -34,6 +34,8 @@ class GrpcLearnerTransport:
     limits: what the syncer is granted.
   """
 
+  session_class = grpc_session.Session
+
   def __init__(
     self,
     address: Callable[[], str],
@@ -50,7 +52,7 @@ class GrpcLearnerTransport:
     self._sessions: dict[int, grpc_session.Session] = {}
 
   def dial(self, session: int) -> None:
-    dialed = grpc_session.Session(
+    dialed = self.session_class(
       session,
       self._post,
       self._payloads,

@@ -29,7 +29,7 @@ os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
-from diloco_jax.node import failpoints, ports
+from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import chunks, errors, link, stream_crc, translate
 
@@ -197,10 +197,6 @@ class Session:
           return
         self._traffic.add(sent_bytes=len(frame))
         yield frame
-        if failpoints.ARMED:
-          with self._changed:
-            share = self._outbox.donated
-          failpoints.donated('donation.sent', share)
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
@@ -269,9 +265,7 @@ class Session:
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
-    if transfer is None:
-      self._donation_comes()
-    else:
+    if transfer is not None:
       with self._changed:
         # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
         # and by gRPC's flow control so does the peer.
@@ -279,21 +273,7 @@ class Session:
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s,
         )
-        self._donation_comes(transfer)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
-
-  def _donation_comes(self, whole: chunks.Transfer | None = None) -> None:
-    """For failpoints: how much of a donation is there. Its announcement may be later than its
-    first chunks, but not than `whole`."""
-    if not failpoints.ARMED:
-      return
-    with self._changed:
-      announced = self._inbox.donation
-    if announced is not None:
-      number, size_bytes = announced
-      there = whole is not None and whole.number == number
-      got_bytes = size_bytes if there else self._assembler.received(number)
-      failpoints.donated('donation.got', got_bytes / size_bytes)
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
