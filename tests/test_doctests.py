@@ -7,8 +7,10 @@ import pytest
 from diloco_jax.config import run_config
 from diloco_jax.launch import kill_plan, program, supervisor
 from diloco_jax.node import failpoints
-from diloco_jax.proof.faults import faulty_learner
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import live, picture, summary
+from tests.runs import faulty_learner
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,8 @@ from diloco_jax.report import live, picture, summary
     run_config,
     failpoints,
     faulty_learner,
+    protocol_facts,
+    report_facts,
     program,
     live,
     summary,

@@ -241,7 +241,6 @@ def _asks(take_snapshot: Callable[[], None]) -> Iterator[None]:
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
-  records.report('exit', {'code': result.code, 'text': result.text})
   if result.code == program.NEVER_RETRY:
     records.close()
     raise program.NeverRetry(result.text)

@@ -24,6 +24,7 @@ from diloco_jax.node import ports
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
@@ -219,7 +220,6 @@ class LearnerWork:
     if use.rewind:
       self.exchange.rewind()
     self._island.lease(use.stream, use.cursor)
-    self._records.report('data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
 
   def _step(self, step: int) -> None:
     result = self._island.step(step)
@@ -297,15 +297,7 @@ def record_step(
   `step` is the clock after it, `steps` and `tokens` the totals of this process.
   """
   records.report(
-    'step',
-    {
-      'step': step,
-      'steps': steps,
-      'tokens': tokens,
-      'loss': result.loss,
-      'grad_norm': result.grad_norm,
-      'seconds': result.seconds,
-    },
+    facts.Step(step=step, steps=steps, tokens=tokens, loss=result.loss, seconds=result.seconds)
   )
   if steps % config.train.log_every:
     return

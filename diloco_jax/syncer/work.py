@@ -17,6 +17,7 @@ from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import recovery
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -122,13 +123,7 @@ class SyncerWork:
       )
     )
     self._records.report(
-      'outer',
-      {
-        'sync': merge.sync,
-        'fragment': p,
-        'version': merge.version,
-        'norm': merged.norm,
-      },
+      facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
     )
     every = self._assembled.config.train.eval_every
     if every and merge.sync // every > self._evaluated // every:

@@ -12,6 +12,7 @@ from diloco_jax.proof.checks import checkers, observers
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions as a
 from diloco_jax.protocol import events as e
+from diloco_jax.protocol import facts
 from diloco_jax.protocol import messages as m
 from tests.protocol import transcript
 
@@ -133,11 +134,9 @@ def steps_at_once(who, event, out):
 
 
 def says_checkpoint(report):
-  return (
-    dataclasses.replace(report, values={**report.values, 'by': 'checkpoint'})
-    if (report.name == 'moments')
-    else report
-  )
+  if not isinstance(report.fact, facts.Moments):
+    return report
+  return a.Report(fact=dataclasses.replace(report.fact, by='checkpoint'))
 
 
 def of_another(send):

@@ -17,12 +17,12 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.proof.faults import chaos_report
 from diloco_jax.config import build
-from diloco_jax.proof.faults import faulty_learner
 from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from experiments.configs import stdlib_lm
 from tests.runs import conductor
+from tests.runs import faulty_learner
 
 DEADLINE_S = 240
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment

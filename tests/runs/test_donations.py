@@ -1,7 +1,7 @@
 """Learners that come back to a run of real processes, and what they get their moments from.
 
 One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
-everybody is killed when 10, 50 or 90 % of the moments are on their way (proof/faults/faulty_learner.py: the
+everybody is killed when 10, 50 or 90 % of the moments are on their way (faulty_learner.py: the
 place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
 goes, l2 trains again, and says which way it took. The tests read what the processes have written
 down, and the oracle reads all tapes.
@@ -14,10 +14,10 @@ import signal
 import pytest
 
 from diloco_jax.proof.faults import chaos_report
-from diloco_jax.proof.faults import faulty_learner
 from diloco_jax.report import records
 from diloco_jax.launch import supervisor as supervisor_lib
 from tests.runs import conductor
+from tests.runs import faulty_learner
 
 DEADLINE_S = 900
 pytestmark = pytest.mark.timeout(960)  # some fifteen starts of processes

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.faults import plans
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -166,7 +166,7 @@ class Marks(observers.Observer):
       elif kind is actions.Merge:
         self.counts['sync gathering -> merging'] += 1
       elif kind is actions.Report:
-        self._reported(action, isinstance(event, events.MergeDone) and event.failed)
+        self._reported(action.fact, isinstance(event, events.MergeDone) and event.failed)
       elif kind is actions.Exit:
         self.counts[f'exit syncer {action.code}'] += 1
     if type(event) is events.MergeDone and not event.failed:
@@ -190,28 +190,27 @@ class Marks(observers.Observer):
     else:
       self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
 
-  def _reported(self, report: actions.Report, failed: bool) -> None:
-    values = report.values
-    match report.name:
-      case 'merging':
-        self.counts[f'merged because {values["why"].split()[0]}'] += 1
-      case 'cancelled':
+  def _reported(self, fact: facts.Fact, failed: bool) -> None:
+    match fact:
+      case facts.Merging():
+        self.counts[f'merged because {fact.why.split()[0]}'] += 1
+      case facts.Cancelled():
         self.counts[f'sync {"merging" if failed else "gathering"} -> cancelled'] += 1
-        self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
-      case 'refused':
-        self.counts[f'rejected for {values["why"].split()[0]}'] += 1
-      case 'member' if values['state'] == 'waits':
+        self.counts[f'cancelled because {fact.why.split()[0]}'] += 1
+      case facts.Refused():
+        self.counts[f'rejected for {fact.why.split()[0]}'] += 1
+      case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
-      case 'snapshot':
-        whole = 'without somebody' if values['missing'] else 'of all'
-        self.counts[f'snapshot {"given up" if values["error"] else whole}'] += 1
-      case 'donation':
-        self.counts[f'donation {values["state"]}'] += 1
-      case 'ledger':
-        for reason in values['discarded']:
+      case facts.Snapshot():
+        whole = 'without somebody' if fact.missing else 'of all'
+        self.counts[f'snapshot {"given up" if fact.error else whole}'] += 1
+      case facts.Donation():
+        self.counts[f'donation {fact.state}'] += 1
+      case facts.Ledger():
+        for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1
-        self.counts['syncs skipped'] += values['skipped']
-        self.counts['fragment repaired'] += values['repaired']
+        self.counts['syncs skipped'] += fact.skipped
+        self.counts['fragment repaired'] += fact.repaired
 
   def _learner(self, process: _Process, event: events.Event, out: Sequence[actions.Action]) -> None:
     kind = type(event)
@@ -236,10 +235,11 @@ class Marks(observers.Observer):
       self._connect(process, 'dialing')
     elif kind is actions.Step:
       self._train(process, 'training')
-    elif kind is actions.Report and action.name == 'moments':
-      self.counts[f'recovered by {action.values["by"]}'] += 1
-    elif kind is actions.Report and action.values.get('state') == 'trained':
-      self._train(process, 'trained')
+    elif kind is actions.Report:
+      if type(action.fact) is facts.Moments:
+        self.counts[f'recovered by {action.fact.by}'] += 1
+      elif type(action.fact) is facts.State and action.fact.state == 'trained':
+        self._train(process, 'trained')
     elif kind is actions.Exit:
       self._train(process, 'ended')
       self.counts[f'exit learner {action.code}'] += 1

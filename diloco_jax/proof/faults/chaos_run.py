@@ -7,7 +7,6 @@ so a plan means the same on a slow machine. Then everything is healed, and the l
 """
 
 import asyncio
-import dataclasses
 import pathlib
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import chaos_report, conductor, plans
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol.tape import tape
-from diloco_jax.report import live, records
+from diloco_jax.report import live, records, run_facts
 
 SECOND_NS = plans.SECOND_NS
 PATIENCE_S = 120.0  # for a process to start, compile and take part; nothing is wrong before that
@@ -38,9 +37,9 @@ class ChaosRun(conductor.Conductor):
   """A run with its plan, which waits for facts rather than for times.
 
   Attributes:
-    told: the run so far.
+    run: its facts so far.
     episodes: the faults as they were carried out.
-    healed_ns: from when on nothing was broken on purpose; None: the plan is not over.
+    healed_s: from when on nothing was broken on purpose, and healed_ns: on the clock of the tapes.
   """
 
   def __init__(
@@ -61,9 +60,9 @@ class ChaosRun(conductor.Conductor):
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
-    self.told = chaos_report.Facts(names)
+    self.run = run_facts.RunFacts(names, config.train.steps)
     self.episodes: list[chaos_report.Episode] = []
-    self.healed_ns: int | None = None
+    self.healed_s, self.healed_ns = 0.0, 0
 
   async def carry_out(self) -> None:
     for name, proxy in self._proxies.items():
@@ -71,16 +70,16 @@ class ChaosRun(conductor.Conductor):
       path = _proxy_file(self.workdir, name)
       path.parent.mkdir(exist_ok=True)
       path.write_text(proxy.address + '\n')
-    await self.until(lambda: self.told.began_ns is not None, PATIENCE_S)
-    began_ns = time.monotonic_ns()
+    await self.until(lambda: chaos_report.began_s(self.run) is not None, PATIENCE_S)
+    began_s = self._now_s()
     async with asyncio.TaskGroup() as tasks:
       for node in sorted({fault.node for fault in self._plan}):
-        tasks.create_task(self._torment(node, began_ns))
+        tasks.create_task(self._torment(node, began_s))
     await self.nemesis.heal()
     for proxy in self._proxies.values():
       proxy.heal()
-    self.healed_ns = time.monotonic_ns()
-    await self.until(lambda: self._go_on(list(self._proxies), self.healed_ns), PATIENCE_S)
+    self.healed_s, self.healed_ns = self._now_s(), time.monotonic_ns()
+    await self.until(lambda: self._go_on(list(self._proxies), self.healed_s), PATIENCE_S)
     self.supervisor.retire()
 
   async def close(self) -> None:
@@ -91,13 +90,12 @@ class ChaosRun(conductor.Conductor):
   def look(self) -> None:
     seen = len(self.facts)
     super().look()
-    for process, fact in self.facts[seen:]:
-      self.told.take(process, fact)
+    self.run.take(self.facts[seen:])
 
   def verdict(self) -> tuple[str, bool]:
     """What happened and what the oracle says of it, in words; whether all was as promised."""
-    lines = [chaos_report.text(self.told, self.episodes, self.healed_ns)]
-    complaints = chaos_report.complaints(self.told, self.episodes)
+    lines = [chaos_report.text(self.run, self.episodes, self.healed_s)]
+    complaints = chaos_report.complaints(self.run, self.episodes)
     try:
       verdict = conductor.judge(self.workdir, self.healed_ns)
     except (ValueError, tape.TapeError) as error:
@@ -113,49 +111,57 @@ class ChaosRun(conductor.Conductor):
     address = f'file:{_proxy_file(self.workdir, program.name)}'
     return conductor.with_flag(program, 'syncer', address)
 
-  async def _torment(self, node: str, began_ns: int) -> None:
+  def _now_s(self) -> float:
+    return time.time() - self.run.began_s
+
+  async def _torment(self, node: str, began_s: float) -> None:
     """All faults of one learner, one after the other."""
     for fault in sorted(self._plan, key=lambda fault: fault.at_ns):
       if fault.node == node:
-        await self.until(lambda f=fault: time.monotonic_ns() >= began_ns + f.at_ns)
+        at_s = began_s + fault.at_ns / SECOND_NS
+        await self.until(lambda at_s=at_s: self._now_s() >= at_s)
         episode = chaos_report.Episode(
-          kind=fault.kind, node=node, amount=fault.amount, began_ns=time.monotonic_ns()
+          kind=fault.kind, node=node, amount=fault.amount, began_s=self._now_s()
         )
         self.episodes.append(episode)
         episode.found = self._begin(fault)
         if episode.found:
           await self._one(fault, episode)
-        self._recorder.report('fault', dataclasses.asdict(episode))
+        self._recorder.report(episode)
 
   async def _one(self, fault: plans.Fault, episode: chaos_report.Episode) -> None:
     """A fault that has begun, until its victim has recovered from it."""
-    node, told = fault.node, self.told
+    node, victim = fault.node, self.run.learners[fault.node]
     self._listen('chaos', f'{node}: {fault.kind} begins')
-    await self.until(lambda: time.monotonic_ns() >= episode.began_ns + fault.for_ns)
-    await self.until(lambda: self._shown(fault, episode.began_ns), PATIENCE_S)
+    await self.until(lambda: self._now_s() >= episode.began_s + fault.for_ns / SECOND_NS)
+    await self.until(lambda: self._shown(fault, episode.began_s), PATIENCE_S)
     await self._undo(fault)
-    episode.ended_ns = time.monotonic_ns()
+    episode.ended_s = self._now_s()
     self._listen('chaos', f'{node}: {fault.kind} is over')
     if fault.kind == 'replace':
-      await self.until(lambda: told.exits[node], PATIENCE_S)
-    if await self.until(lambda: _since(told.merged[node], episode.ended_ns), PATIENCE_S):
-      episode.recovered_ns = next(t for t in told.merged[node] if t >= episode.ended_ns)
+      await self.until(lambda: victim.lives[-1].ended, PATIENCE_S)
+    if await self.until(lambda: self._since(victim.merged_s, episode.ended_s), PATIENCE_S):
+      episode.recovered_s = next(t for t in victim.merged_s if t >= episode.ended_s)
 
-  def _shown(self, fault: plans.Fault, began_ns: int) -> bool:
+  def _shown(self, fault: plans.Fault, began_s: float) -> bool:
     """The fault has had its effect, and the other learners have gone on meanwhile."""
-    lost = fault.kind not in _LOSES or any(t >= began_ns for t, _ in self.told.lost[fault.node])
-    second = fault.kind != 'replace' or self._took_over(fault.node, began_ns)
-    return lost and second and self._go_on(self._others, began_ns)
+    victim = self.run.learners[fault.node]
+    lost = fault.kind not in _LOSES or any(t >= began_s for t, _ in victim.lost)
+    second = fault.kind != 'replace' or self._took_over(victim, began_s)
+    return lost and second and self._go_on(self._others, began_s)
 
-  def _took_over(self, node: str, began_ns: int) -> bool:
-    joined_ns = self.told.joined[node][-1][0]
-    return joined_ns >= began_ns and _since(self.told.merged[node], joined_ns) > 0
+  def _took_over(self, victim: run_facts.Learner, began_s: float) -> bool:
+    joined_s = victim.joined[-1][0]
+    return joined_s >= began_s and self._since(victim.merged_s, joined_s) > 0
 
-  def _go_on(self, names: list[str], since_ns: int) -> bool:
+  def _go_on(self, names: list[str], since_s: float) -> bool:
     """Merges go on, these learners are merged, and the untouched ones step."""
-    counts = [self.told.merges, *(self.told.merged[name] for name in names)]
-    counts += [self.told.steps[name] for name in self._others]
-    return all(_since(times_ns, since_ns) >= SHOWS for times_ns in counts)
+    times = [self.run.merges_s, *(self.run.learners[name].merged_s for name in names)]
+    times += [chaos_report.step_times(self.run, name) for name in self._others]
+    return all(self._since(one, since_s) >= SHOWS for one in times)
+
+  def _since(self, times: list[float], since_s: float) -> int:
+    return chaos_report.within(times, since_s, self._now_s())
 
   def _begin(self, fault: plans.Fault) -> bool:
     """Does it; whether it found its victim."""
@@ -197,10 +203,6 @@ class ChaosRun(conductor.Conductor):
 def _set(proxy: proxy_lib.Proxy, up: proxy_lib.Toxics, down: proxy_lib.Toxics) -> None:
   proxy.up.set(up)
   proxy.down.set(down)
-
-
-def _since(times_ns: list[int], since_ns: int) -> int:
-  return chaos_report.within(times_ns, since_ns, time.monotonic_ns())
 
 
 def _proxy_file(workdir: pathlib.Path, name: str) -> pathlib.Path:

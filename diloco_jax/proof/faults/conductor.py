@@ -27,8 +27,7 @@ from diloco_jax.launch import standby as standby_lib
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.faults import inject_faults
-from diloco_jax.report import live, records
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import live, records, run_facts
 from diloco_jax.storage import tapes
 
 POLL_S = 0.05
@@ -127,7 +126,7 @@ class Conductor:
     self.supervisor = supervisor_lib.Supervisor(
       programs,
       workdir,
-      run_state_lib.RunView(run_config.learner_ids(config.sync.learners), config.train.steps),
+      run_facts.RunFacts(run_config.learner_ids(config.sync.learners), config.train.steps),
       recorder,
       listen=self._listen,
       tick=display.tick if display else lambda view: None,

@@ -38,7 +38,7 @@ theory of its own, and none calls back::
 import copy
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
@@ -321,14 +321,13 @@ class SyncerMachine:
       'sync': gather.sync,
       'fragment': gather.fragment,
       'version': base + 1,
-      'participants': [p.learner for p in participants],
-      'waited_ns': now_ns - gather.opened_ns,
+      'participants': tuple(p.learner for p in participants),
       'grace_ns': gather.grace_ns,
       'tokens': sum(p.tokens for p in participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in gather.payloads.values()),
     }
-    self._out.report('merging', **gather.facts)
+    self._out.report(facts.Merging(**gather.facts))
     gathering = any(not one.merging for one in self._gathering.open.values())
     self._saving.decided(over=self._pace.over and not gathering)
 
@@ -371,14 +370,9 @@ class SyncerMachine:
     self._saving.outer_step()
     self._marking.outer_step()
     merged = [one for one in gather.participants if one.learner not in done.refused]
-    self._out.report(
-      'synced',
-      **{  # not before: now it is durable
-        **gather.facts,
-        'participants': [one.learner for one in merged],
-        'tokens': sum(one.tokens for one in merged),
-      },
-    )
+    names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
+    # Not before: now it is durable.
+    self._out.report(facts.Synced(**{**gather.facts, 'participants': names, 'tokens': tokens}))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
@@ -415,7 +409,7 @@ class SyncerMachine:
       if member.sent:
         self._gathering.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
     self._cancelled += 1
-    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
+    self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
 
   # --- The end of the run -------------------------------------------------------------------------
 
@@ -525,11 +519,12 @@ class SyncerMachine:
 
   def _report_ledger(self) -> None:
     self._out.report(
-      'ledger',
-      **self._ledger.totals(),
-      learners=self._ledger.learners(),
-      **self._counts(),
-      sync=self.clock,
+      facts.Ledger(
+        **self._ledger.totals(),
+        learners=self._ledger.learners(),
+        **self._counts(),
+        sync=self.clock,
+      )
     )
 
   def _counts(self) -> dict[str, int]:

@@ -14,9 +14,7 @@ A learner that enters hears of the syncs after its clock of which no version cam
 modes it would wait for them.
 """
 
-from typing import Any
-
-from diloco_jax.protocol import action_list, messages
+from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import join as join_lib
@@ -136,7 +134,7 @@ class Membership:
     self._tell_cancelled(member, clock)
     for fragment in due:
       self._published.read(fragment)
-    self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
+    self._report(member, 'joined')
 
   def _needs_moments(self, member: members_lib.Member) -> bool:
     """It has trained nothing yet, and was not brought back with the run, moments and all."""
@@ -245,9 +243,9 @@ class Membership:
     self.lose(session, reason)
     self._out.close(session, told)
 
-  def _report(self, member: members_lib.Member, state: str, **values: Any) -> None:
+  def _report(self, member: members_lib.Member, state: str, **values: str) -> None:
     self._out.report(
-      'member', learner=member.learner, state=state, incarnation=member.incarnation, **values
+      facts.Member(learner=member.learner, state=state, incarnation=member.incarnation, **values)
     )
 
   def check(self) -> None:

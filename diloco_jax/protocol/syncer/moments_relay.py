@@ -27,7 +27,7 @@ until the joiner tells that it is done (Recovered), the joiner is not waited for
 
 import dataclasses
 
-from diloco_jax.protocol import action_list, messages
+from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -153,7 +153,7 @@ class Relay:
   def _give_up(self, transfer: Transfer, reason: str) -> None:
     del self._transfers[transfer.number]
     self._out.send(transfer.session, messages.NoDonation(transfer=transfer.number, reason=reason))
-    self._report(transfer, 'given up', reason=reason)
+    self._report(transfer, 'given up', reason)
 
   # --- What the donor says ------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Relay:
       ):
         del self._transfers[transfer.number]
         self._out.send(transfer.session, donation, handle)
-        self._report(transfer, 'relayed', size_bytes=donation.payload.size_bytes)
+        self._report(transfer, 'relayed')
       else:
         self._next(transfer, member.learner)
     self._out.drop(handle)
@@ -203,14 +203,15 @@ class Relay:
       elif transfer.donor == member.learner:
         transfer.donor = ''
 
-  def _report(self, transfer: Transfer, state: str, **values) -> None:
+  def _report(self, transfer: Transfer, state: str, reason: str = '') -> None:
     self._out.report(
-      'donation',
-      transfer=transfer.number,
-      state=state,
-      learner=transfer.joiner.learner,
-      donor=transfer.donor,
-      **values,
+      facts.Donation(
+        transfer=transfer.number,
+        state=state,
+        learner=transfer.joiner.learner,
+        donor=transfer.donor,
+        reason=reason,
+      )
     )
 
   def check(self) -> None:
