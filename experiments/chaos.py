@@ -19,7 +19,8 @@ from absl import flags
 from diloco_jax.config import run_config
 from diloco_jax.launch import local
 from diloco_jax.launch import program as program_lib
-from diloco_jax.proof.faults import chaos_run, conductor, plans
+from diloco_jax.proof import plans
+from diloco_jax.proof.faults import chaos_run, conductor
 from diloco_jax.report import live
 
 # Enough steps for any plan (the learners leave when it is over), leases that end during a fault,

@@ -14,8 +14,8 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from diloco_jax.proof import plans
 from diloco_jax.proof.checks import observers
-from diloco_jax.proof.faults import plans
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine

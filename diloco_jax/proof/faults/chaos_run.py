@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from diloco_jax.config import run_config
 from diloco_jax.launch import local
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.proof.faults import chaos_report, conductor, plans
+from diloco_jax.proof import plans
+from diloco_jax.proof.faults import chaos_report, conductor
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import live, records, run_facts
