@@ -109,17 +109,6 @@ class Member:
 
 
 @fact
-class Donation:
-  """Moments on their way from a donor to `learner`: asked, relayed, given up."""
-
-  transfer: int
-  state: str
-  learner: str
-  donor: str
-  reason: str = ''
-
-
-@fact
 class Snapshot:
   """A snapshot of the run has ended: the learners that are in it, those that are missing, or the
   error for which it was given up."""
@@ -169,16 +158,5 @@ class Moments:
   reason: str
 
 
-Fact = (
-  Merging
-  | Synced
-  | Cancelled
-  | Refused
-  | Ledger
-  | Member
-  | Donation
-  | Snapshot
-  | State
-  | Adopted
-  | Moments
-)
+_OfSyncer = Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
+Fact = _OfSyncer | State | Adopted | Moments

@@ -1,14 +1,14 @@
 """The conductor of the tests: a run of `tiny`, or of another variant, with some fields changed."""
 
 import pathlib
-from typing import Any, Callable
+from typing import Any, Callable, TypeVar
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
+from diloco_jax.storage import tapes
 from experiments.configs import stdlib_lm
 
-Run, play = conductor.Run, conductor.play
 # Of runs that are ended from outside, with as little else to do as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
 
@@ -17,6 +17,24 @@ def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
   """Of every program of such a run."""
   return [f'--config=experiments/configs/stdlib_lm.py:{variant}',
           *(f'--config.{name}={value}' for name, value in overrides.items())]
+
+
+class Run(conductor.Run):
+  """What is left of a run."""
+
+  def tapes(self) -> list[tapes.Life]:
+    return tapes.find(self.workdir)
+
+  def lost_versions(self) -> list[int]:
+    """For each recovery of the syncer: how many versions that a learner had seen were not there."""
+    seen: dict[int, int] = {}
+    lost = []
+    for _, fact in self.facts:
+      if fact['name'] == 'adopted':
+        seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
+      elif fact['name'] == 'recovered':
+        lost.append(sum(max(0, one - fact['versions'][p]) for p, one in seen.items()))
+    return lost
 
 
 class Conductor(conductor.Conductor):
@@ -30,3 +48,19 @@ class Conductor(conductor.Conductor):
     config = stdlib_lm.get_config(variant)
     config.sync.learners = overrides.get('sync.learners', config.sync.learners)
     super().__init__(workdir, recorder, config, flags(overrides, variant), change, standby)
+
+  def merges(self, learner: str, at: int = 0) -> int:
+    """Outer steps with a share of a learner, from the `at`-th of all facts on."""
+    return sum(learner in fact['participants'] for fact in self.since('syncer', 'synced', at))
+
+
+Conducted = TypeVar('Conducted', bound=Conductor)
+
+
+def play(
+  workdir: pathlib.Path, make: Callable[[pathlib.Path, records.Recorder], Conducted],
+  deadline_s: float,
+) -> tuple[Conducted, Run]:
+  """Conducts a run in a new folder to its end."""
+  conducted, left = conductor.play(workdir, make, deadline_s)
+  return conducted, Run(**vars(left))

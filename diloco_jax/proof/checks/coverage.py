@@ -31,7 +31,11 @@ REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 SNAPSHOTS = ('of all', 'without somebody', 'given up')
-DONATIONS = ('asked', 'relayed', 'given up')
+DONATIONS = {
+  messages.Donate: 'asked',
+  messages.Donation: 'relayed',
+  messages.NoDonation: 'given up',
+}
 WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
@@ -61,7 +65,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
-    *(f'donation {state}' for state in DONATIONS),
+    *(f'donation {state}' for state in DONATIONS.values()),
     *(f'recovered by {way}' for way in WAYS),
     *(f'exit {code}' for code in EXITS),
     *(f'fault {kind}' for kind in faults),
@@ -181,6 +185,8 @@ class Marks(observers.Observer):
       self.counts[f'settled {message.reason or "merged"}'] += 1
     elif kind is messages.Refused:
       self.counts[f'refused {message.code}'] += 1
+    elif kind in DONATIONS:
+      self.counts[f'donation {DONATIONS[kind]}'] += 1
 
   def _leased(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
     if claim == (joined.stream, joined.cursor):
@@ -204,8 +210,6 @@ class Marks(observers.Observer):
       case facts.Snapshot():
         whole = 'without somebody' if fact.missing else 'of all'
         self.counts[f'snapshot {"given up" if fact.error else whole}'] += 1
-      case facts.Donation():
-        self.counts[f'donation {fact.state}'] += 1
       case facts.Ledger():
         for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1

@@ -59,20 +59,6 @@ class Run:
   def of(self, process: str, name: str) -> list[dict]:
     return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
 
-  def tapes(self) -> list[tapes.Life]:
-    return tapes.find(self.workdir)
-
-  def lost_versions(self) -> list[int]:
-    """For each recovery of the syncer: how many versions that a learner had seen were not there."""
-    seen: dict[int, int] = {}
-    lost = []
-    for _, fact in self.facts:
-      if fact['name'] == 'adopted':
-        seen[fact['fragment']] = max(seen.get(fact['fragment'], 0), fact['version'])
-      elif fact['name'] == 'recovered':
-        lost.append(sum(max(0, one - fact['versions'][p]) for p, one in seen.items()))
-    return lost
-
   def verdict(self) -> judge_tapes.Verdict:
     """Of the oracle, on the tapes of all lives."""
     return judge(self.workdir)
@@ -174,10 +160,6 @@ class Conductor:
 
   def count(self, process: str, name: str, **values: Any) -> int:
     return sum(values.items() <= fact.items() for fact in self.since(process, name))
-
-  def merges(self, learner: str, at: int = 0) -> int:
-    """Outer steps with a share of a learner, from the `at`-th of all facts on."""
-    return sum(learner in fact['participants'] for fact in self.since('syncer', 'synced', at))
 
   def _listen(self, name: str, line: str) -> None:
     self.said.append(f'[{name}] {line}')

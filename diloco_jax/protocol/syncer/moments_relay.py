@@ -27,7 +27,7 @@ until the joiner tells that it is done (Recovered), the joiner is not waited for
 
 import dataclasses
 
-from diloco_jax.protocol import action_list, facts, messages
+from diloco_jax.protocol import action_list, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published as published_lib
@@ -146,14 +146,12 @@ class Relay:
         donor.session,
         messages.Donate(transfer=transfer.number, step=transfer.step, versions=transfer.versions),
       )
-      self._report(transfer, 'asked')
     elif not self._might_give(transfer):
       self._give_up(transfer, 'no learner can donate')
 
   def _give_up(self, transfer: Transfer, reason: str) -> None:
     del self._transfers[transfer.number]
     self._out.send(transfer.session, messages.NoDonation(transfer=transfer.number, reason=reason))
-    self._report(transfer, 'given up', reason)
 
   # --- What the donor says ------------------------------------------------------------------------
 
@@ -166,7 +164,6 @@ class Relay:
       ):
         del self._transfers[transfer.number]
         self._out.send(transfer.session, donation, handle)
-        self._report(transfer, 'relayed')
       else:
         self._next(transfer, member.learner)
     self._out.drop(handle)
@@ -202,17 +199,6 @@ class Relay:
         del self._transfers[transfer.number]
       elif transfer.donor == member.learner:
         transfer.donor = ''
-
-  def _report(self, transfer: Transfer, state: str, reason: str = '') -> None:
-    self._out.report(
-      facts.Donation(
-        transfer=transfer.number,
-        state=state,
-        learner=transfer.joiner.learner,
-        donor=transfer.donor,
-        reason=reason,
-      )
-    )
 
   def check(self) -> None:
     for number, transfer in self._transfers.items():
