@@ -110,7 +110,9 @@ def sentence(name: str) -> str:
 
 def room_table() -> str:
   names = sorted(set(imports()) | set(SHELVES))
-  return '\n'.join(['| room | holds |', '|---|---|', *(f'| `{n}/` | {sentence(n)} |' for n in names)])
+  return '\n'.join(
+    ['| room | holds |', '|---|---|', *(f'| `{n}/` | {sentence(n)} |' for n in names)]
+  )
 
 
 # --- Documents ------------------------------------------------------------------------------------

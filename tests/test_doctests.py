@@ -7,7 +7,10 @@ import pytest
 from diloco_jax.config import run_config
 from diloco_jax.launch import kill_plan, program, supervisor
 from diloco_jax.node import failpoints
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts as report_facts
 from diloco_jax.report import live, picture, summary
+from tests.runs import faulty_learner
 
 
 @pytest.mark.parametrize(
@@ -16,6 +19,9 @@ from diloco_jax.report import live, picture, summary
     kill_plan,
     run_config,
     failpoints,
+    faulty_learner,
+    protocol_facts,
+    report_facts,
     program,
     live,
     summary,

@@ -64,9 +64,18 @@ ALLOWED = {
     'protocol/syncer',
     'protocol/learner',
     'protocol/tape',
-    'proof/faults',
+    'proof',
   },
-  'proof/faults': {'proof', 'launch', 'report', 'config', 'storage'},
+  'proof/faults': {
+    'proof',
+    'proof/checks',
+    'protocol',
+    'protocol/tape',
+    'launch',
+    'report',
+    'config',
+    'storage',
+  },
   'proof/sim': {
     'protocol',
     'protocol/syncer',
@@ -75,7 +84,6 @@ ALLOWED = {
     'storage',
     'proof/checks',
     'proof',
-    'proof/faults',
   },
 }
 # What each may import of others'. Rooms that are not named: anything.
@@ -161,6 +169,11 @@ def test_the_protocol_has_no_clock_no_socket_no_thread(banned: str):
   """Deterministic machines without sockets, clocks, threads or arrays."""
   for path in sources(PACKAGE / 'protocol'):
     assert banned not in imports(path), path
+
+
+def test_nothing_in_production_imports_proof():
+  for here, allowed in ALLOWED.items():
+    assert here.startswith('proof') or not any(other.startswith('proof') for other in allowed), here
 
 
 def test_nothing_imports_experiments_or_tests():

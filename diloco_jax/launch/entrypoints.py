@@ -19,6 +19,7 @@ from diloco_jax.config import build, run_config
 from diloco_jax.launch import program, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
@@ -91,7 +92,14 @@ def syncer(
   return _end(result, records)
 
 
-def learner(config: run_config.Config, workdir: str, learner_id: str, address: str) -> int:
+def learner(
+  config: run_config.Config,
+  workdir: str,
+  learner_id: str,
+  address: str,
+  work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
+  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
+) -> int:
   """Runs a learner process; the exit code."""
   if not members.ID.fullmatch(learner_id):
     raise program.NeverRetry(
@@ -118,7 +126,7 @@ def learner(config: run_config.Config, workdir: str, learner_id: str, address: s
   )
 
   def connect(post, payloads):
-    return grpc_client.GrpcLearnerTransport(_resolver(address), post, payloads, limits)
+    return transport_class(_resolver(address), post, payloads, limits)
 
   with (
     stops(
@@ -126,7 +134,9 @@ def learner(config: run_config.Config, workdir: str, learner_id: str, address: s
     ),
     program.never_retry(),
   ):
-    result = learner_process.run(assembled, island, folder, learner_id, inbox, connect, records)
+    result = learner_process.run(
+      assembled, island, folder, learner_id, inbox, connect, records, work_class=work_class
+    )
   return _end(result, records)
 
 
@@ -231,7 +241,6 @@ def _asks(take_snapshot: Callable[[], None]) -> Iterator[None]:
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
-  records.report('exit', {'code': result.code, 'text': result.text})
   if result.code == program.NEVER_RETRY:
     records.close()
     raise program.NeverRetry(result.text)

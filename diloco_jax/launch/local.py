@@ -26,9 +26,8 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import kill_plan, program
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import agreement
-from diloco_jax.report import live
+from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import run_state as run_state_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
 
@@ -257,7 +256,7 @@ def _run_processes(
   supervisor = supervisor_lib.Supervisor(
     programs(config, workdir, config_flags, alone, standby),
     workdir,
-    run_state_lib.RunView(names, config.train.steps, syncer=not alone),
+    run_facts.RunFacts(names, config.train.steps, syncer=not alone),
     recorder,
     kills=() if alone else kill_plan.plan(config.chaos, names),
     listen=display.listen,

@@ -20,7 +20,7 @@ run in order: the learners leave, and the syncer, which has heard them all, ends
 Faults are injected from outside: by a plan in shares of progress (kill_plan.py), or by nemesis.py with
 `child`, `bring_down` and `add`.
 
-It knows nothing of jax: it starts programs, and reads their records (report/run_state.py).
+It knows nothing of jax: it starts programs, and reads their records (report/run_facts.py).
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from collections.abc import Callable, Mapping, Sequence
 from diloco_jax.launch import children, standby
 from diloco_jax.launch import kill_plan as kill_plan_lib
 from diloco_jax.launch import program as program_lib
+from diloco_jax.report import facts, run_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import run_state as run_state_lib
 
 SYNCER = 'syncer'
 FINISH_S = 30.0
@@ -64,7 +64,7 @@ class Outcome:
 
   code: int
   text: str
-  fates: dict[str, run_state_lib.Fate]
+  fates: dict[str, run_facts.Fate]
   interrupted: bool
 
 
@@ -81,11 +81,11 @@ class Supervisor:
     self,
     programs: Sequence[Program],
     workdir: pathlib.Path,
-    view: run_state_lib.RunView,
+    view: run_facts.RunFacts,
     recorder: records_lib.Recorder,
     kills: Sequence[kill_plan_lib.Kill] = (),
     listen: children.Listen = lambda name, line: None,
-    tick: Callable[[run_state_lib.RunView], None] = lambda view: None,
+    tick: Callable[[run_facts.RunFacts], None] = lambda view: None,
     finish_s: float = FINISH_S,
     stop_s: float = STOP_S,
   ):
@@ -108,7 +108,7 @@ class Supervisor:
     self._stopping = asyncio.Event()  # no new lives
     self._retiring = asyncio.Event()  # no new lives of learners; set when stopping, too
     self._interrupts = 0
-    self.fates = {name: run_state_lib.Fate() for name in self._programs}
+    self.fates = {name: run_facts.Fate() for name in self._programs}
 
   async def run(self) -> Outcome:
     """Returns when every process is gone."""
@@ -145,7 +145,7 @@ class Supervisor:
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
     self._learners.append(program.name)
-    self.fates[program.name] = run_state_lib.Fate()
+    self.fates[program.name] = run_facts.Fate()
     self._begin(program)
 
   def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
@@ -156,7 +156,7 @@ class Supervisor:
       return False
     self._pauses[name] = down_s
     self.fates[name].kills += not politely
-    self._note(name, 'down', f'{why}, back in {down_s:g} s', progress=self._view.progress)
+    self._note(name, 'down', f'{why}, back in {down_s:g} s')
     if politely:
       child.terminate()
     else:
@@ -217,7 +217,7 @@ class Supervisor:
     finally:
       del self._running[name]
     fate.last_error = child.last_error or fate.last_error
-    self._recorder.report('exit', {'child': name, 'pid': child.pid, 'code': code})
+    self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code))
     return code, time.monotonic() - child.started_s
 
   async def _start(
@@ -243,13 +243,10 @@ class Supervisor:
     else:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _ended(code))
 
-  def _note(self, name: str, state: str, text: str, **values) -> None:
-    """A new state of a program, for the records and the view."""
+  def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
+    """A new state of a program, for the records."""
     self.fates[name].state = state
-    fact = {'name': 'process', 'child': name, 'state': state, 'text': text, **values}
-    self._view.update('supervisor', fact)
-    del fact['name']
-    self._recorder.report('process', fact)
+    self._recorder.report(facts.Process(child=name, state=state, text=text, pid=pid))
     if text:
       self._listen('local', f'{name}: {text}')
 
@@ -270,10 +267,10 @@ class Supervisor:
       await asyncio.sleep(TICK_S)
 
   def _look(self) -> None:
-    for process, fact in self._tails.read():
-      if process != 'supervisor':
-        self._view.update(process, fact)
-      if fact['name'] == 'synced' and process in self._running:
+    rows = self._tails.read()
+    self._view.take(rows)
+    for process, row in rows:
+      if row['name'] == 'synced' and process in self._running:
         if self._programs[process].standby:
           self._standbys.prepare(process)
     due, self._kills = kill_plan_lib.due(self._kills, self._view.progress)
@@ -345,7 +342,7 @@ class Supervisor:
 
 
 def _verdict(
-  syncer: run_state_lib.Fate | None, learners: list[run_state_lib.Fate], interrupted: bool
+  syncer: run_facts.Fate | None, learners: list[run_facts.Fate], interrupted: bool
 ) -> dict:
   """(exit code, one line) of a run from the fates of its programs."""
   if interrupted:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
 
@@ -45,6 +46,6 @@ def run(
 
 def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> float:
   loss = island.evaluate()
-  records.report('eval', {'step': step, 'loss': loss, 'which': 'local'})
+  records.report(facts.Eval(step=step, loss=loss))
   records.scalars(step, {'evaluation/loss': loss})
   return loss

@@ -18,7 +18,7 @@ import jax
 from diloco_jax.config import build
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import tapes
@@ -36,14 +36,14 @@ class LearnerRecords:
     self._records = records
     self.say = records.say
 
-  def report(self, name: str, values: dict) -> None:
-    self._records.report(name, values)
-    if name == 'adopted' and not values['whole']:
+  def report(self, fact: facts.Fact) -> None:
+    self._records.report(fact)
+    if isinstance(fact, facts.Adopted) and not fact.whole:
       self._records.scalars(
-        values['step'],
+        fact.step,
         {
-          'diloco/inner_steps_between_syncs': values['steps_between'],
-          'diloco/staleness': values['staleness'],
+          'diloco/inner_steps_between_syncs': fact.steps_between,
+          'diloco/staleness': fact.staleness,
         },
       )
 
@@ -88,6 +88,7 @@ def run(
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   own_process: bool = True,
+  work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
@@ -96,7 +97,7 @@ def run(
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
-  work = learner_work.LearnerWork(assembled, island, inbox.post, payloads, records)
+  work = work_class(assembled, island, inbox.post, payloads, records)
   identity = build.identity(
     assembled,
     learner_id,

@@ -20,10 +20,11 @@ import numpy as np
 
 from diloco_jax.config import build, run_config
 from diloco_jax.learner import moments_work
-from diloco_jax.node import failpoints, ports
+from diloco_jax.node import ports
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
@@ -159,7 +160,6 @@ class LearnerWork:
     self._moments = moments_work.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-    self._spoil = failpoints.spoiler()
     self._steps = 0
     self._tokens = 0
 
@@ -220,7 +220,6 @@ class LearnerWork:
     if use.rewind:
       self.exchange.rewind()
     self._island.lease(use.stream, use.cursor)
-    self._records.report('data', {'stream': use.stream, 'cursor': use.cursor, 'rewind': use.rewind})
 
   def _step(self, step: int) -> None:
     result = self._island.step(step)
@@ -233,7 +232,7 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
       return
-    view = self._spoil(exchange.host_bytes(data))
+    view = exchange.host_bytes(data)
     payload = payloads_lib.announce(view)
     self._post(
       events.Encoded(sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload)
@@ -298,15 +297,7 @@ def record_step(
   `step` is the clock after it, `steps` and `tokens` the totals of this process.
   """
   records.report(
-    'step',
-    {
-      'step': step,
-      'steps': steps,
-      'tokens': tokens,
-      'loss': result.loss,
-      'grad_norm': result.grad_norm,
-      'seconds': result.seconds,
-    },
+    facts.Step(step=step, steps=steps, tokens=tokens, loss=result.loss, seconds=result.seconds)
   )
   if steps % config.train.log_every:
     return

@@ -125,8 +125,8 @@ class Node:
         self._transport.close(session, reason)
       case actions.Drop(handle=handle):
         self._payloads.drop(handle)
-      case actions.Report(name=name, values=values):
-        self._records.report(name, values)
+      case actions.Report(fact=fact):
+        self._records.report(fact)
       case actions.Say(text=text):
         self._records.say(text)
       case _:

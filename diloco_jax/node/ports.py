@@ -7,7 +7,7 @@ ports differs.
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 Post = Callable[[events.Event], None]
 """Puts an event into a node's inbox; may be called from any thread."""
@@ -63,7 +63,7 @@ class Work(Protocol):
 class Records(Protocol):
   """Where facts and lines for people go. Never raises, never blocks for long."""
 
-  def report(self, name: str, values: dict) -> None: ...
+  def report(self, fact: facts.Fact) -> None: ...
 
   def say(self, text: str) -> None: ...
 

@@ -4,9 +4,7 @@ A machine is made of parts with a theory each. They share one outbox, so that th
 the shell in the order in which they were taken, whichever part took them.
 """
 
-from typing import Any
-
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, facts, messages
 
 
 class Outbox:
@@ -39,5 +37,5 @@ class Outbox:
   def say(self, text: str) -> None:
     self.do(actions.Say(text=text))
 
-  def report(self, name: str, /, **values: Any) -> None:
-    self.do(actions.Report(name=name, values=values))
+  def report(self, fact: facts.Fact) -> None:
+    self.do(actions.Report(fact=fact))

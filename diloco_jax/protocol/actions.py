@@ -8,7 +8,7 @@ in, first out, so an Adopt given before a Step is finished before that step begi
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import facts, messages
 
 
 def _action(cls):
@@ -194,10 +194,9 @@ class SavePart:
 
 @_action
 class Report:
-  """A fact for the records: a name and its values. Changes nothing."""
+  """A fact for the records. Changes nothing."""
 
-  name: str
-  values: dict[str, Any]
+  fact: facts.Fact
 
 
 @_action

@@ -14,7 +14,7 @@ from rich import console as console_lib
 from rich import table as table_lib
 from rich import text as text_lib
 
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import run_facts
 
 LOCAL = 'local'
 _STATUS_S = 5.0
@@ -38,7 +38,7 @@ class Display(Protocol):
   def listen(self, name: str, line: str) -> None:
     """One line that a process wrote; `name` 'local' is the supervisor itself."""
 
-  def tick(self, view: run_state_lib.RunView) -> None:
+  def tick(self, view: run_facts.RunFacts) -> None:
     """Shows where the run stands; called a few times a second."""
 
   def close(self) -> None: ...
@@ -60,7 +60,7 @@ class PlainDisplay:
   def listen(self, name: str, line: str) -> None:
     self._print(f'[{name}] {line}')
 
-  def tick(self, view: run_state_lib.RunView) -> None:
+  def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _STATUS_S
       self._print(f'[{LOCAL}] {status_line(view)}')
@@ -82,18 +82,18 @@ class LiveDisplay:
     self._live.start()
     self._started_s = time.monotonic()
     self._next_s = 0.0
-    self._view: run_state_lib.RunView | None = None
+    self._view: run_facts.RunFacts | None = None
 
   def listen(self, name: str, line: str) -> None:
     if name == LOCAL or line.startswith('error: '):
       self._live.console.print(text_lib.Text(f'[{name}] {line}'))
 
-  def tick(self, view: run_state_lib.RunView) -> None:
+  def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _REDRAW_S
       self._draw(view)
 
-  def _draw(self, view: run_state_lib.RunView) -> None:
+  def _draw(self, view: run_facts.RunFacts) -> None:
     self._view = view
     self._live.update(picture(view, time.monotonic() - self._started_s), refresh=True)
 
@@ -103,70 +103,71 @@ class LiveDisplay:
     self._live.stop()
 
 
-def status_line(view: run_state_lib.RunView) -> str:
+def status_line(view: run_facts.RunFacts) -> str:
   """Where the run stands in one line."""
   learners = ', '.join(
-    f'{learner.name} {learner.state} {learner.step}' for learner in view.learners.values()
+    f'{name} {learner.state} {learner.step}' for name, learner in view.learners.items()
   )
   if view.syncer is None:
     return f'{view.progress:.0%}: {learners}'
   return (
-    f'{view.progress:.0%}: {learners}; {view.syncer.outer_steps} outer steps, '
-    f'up {size(view.syncer.bytes_up)}, down {size(view.syncer.bytes_down)}'
+    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps, '
+    f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
   )
 
 
-def picture(view: run_state_lib.RunView, elapsed_s: float) -> console_lib.Group:
+def picture(view: run_facts.RunFacts, elapsed_s: float) -> console_lib.Group:
   """The whole display: learners, syncer, progress, the last event."""
   parts = [_learner_table(view)]
   if view.syncer is not None:
-    parts.append(_syncer_table(view.syncer))
+    parts.append(_syncer_table(view))
   parts.append(_progress(view, elapsed_s))
   if view.last_event:
     parts.append(text_lib.Text(f' {view.last_event}', style='yellow'))
   return console_lib.Group(*parts)
 
 
-def _learner_table(view: run_state_lib.RunView) -> table_lib.Table:
+def _learner_table(view: run_facts.RunFacts) -> table_lib.Table:
   table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
   table.add_column('learner')
   table.add_column('state', min_width=9)
   for name in ('step', 'tokens/s', 'loss', 'staleness', 'incarnation', 'contributions'):
     table.add_column(name, justify='right', min_width=8)
-  for learner in view.learners.values():
+  for name, learner in view.learners.items():
     table.add_row(
-      learner.name,
+      name,
       text_lib.Text(learner.state, style=_COLOURS.get(learner.state, '')),
       str(learner.step),
       f'{learner.tokens_per_second:,.0f}',
-      '' if learner.loss is None else f'{learner.loss:.3f}',
+      f'{learner.steps[-1].loss:.3f}' if learner.steps else '',
       str(learner.staleness),
       str(learner.incarnation),
-      str(learner.merged),
+      str(len(learner.merged_s)),
     )
   return table
 
 
-def _syncer_table(syncer: run_state_lib.SyncerView) -> table_lib.Table:
+def _syncer_table(view: run_facts.RunFacts) -> table_lib.Table:
+  last = view.syncs[-1] if view.syncs else None
   table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
   for name in ('syncer', 'participants'):
     table.add_column(name)
   for name in ('sync', 'outer steps', 'grace', 'up', 'down', 'held-out loss'):
     table.add_column(name, justify='right')
   table.add_row(
-    text_lib.Text(syncer.state, style=_COLOURS.get(syncer.state, '')),
-    ' '.join(syncer.participants) or '-',
-    str(syncer.sync),
-    str(syncer.outer_steps),
-    f'{1000 * syncer.grace_s:.0f} ms',
-    size(syncer.bytes_up),
-    size(syncer.bytes_down),
-    '' if syncer.eval_loss is None else f'{syncer.eval_loss:.3f}',
+    text_lib.Text(view.syncer, style=_COLOURS.get(view.syncer, '')),
+    ' '.join(last.participants) if last else '-',
+    str(last.sync if last else 0),
+    str(len(view.syncs)),
+    f'{last.grace_ns / 1e6 if last else 0:.0f} ms',
+    size(view.wire.bytes_up),
+    size(view.wire.bytes_down),
+    f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '',
   )
   return table
 
 
-def _progress(view: run_state_lib.RunView, elapsed_s: float) -> table_lib.Table:
+def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',

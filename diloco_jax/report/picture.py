@@ -13,15 +13,15 @@ from matplotlib import axes as axes_lib
 from matplotlib import lines, patches, ticker
 from matplotlib import pyplot as plt
 
-from diloco_jax.report import history as history_lib
+from diloco_jax.report import run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
 _SMOOTHING_STEPS = 10
 
 
-def draw(history: history_lib.History, path: pathlib.Path, title: str) -> None:
+def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
   """Writes the picture as PNG."""
-  rows = len(history.learners)
+  rows = len(run.learners)
   figure, (top, bottom) = plt.subplots(
     2,
     1,
@@ -29,9 +29,9 @@ def draw(history: history_lib.History, path: pathlib.Path, title: str) -> None:
     layout='constrained',
     gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
   )
-  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(history.learners)}
-  _draw_loss(top, history, colours)
-  _draw_lives(bottom, history, colours)
+  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(run.learners)}
+  _draw_loss(top, run, colours)
+  _draw_lives(bottom, run, colours)
   top.set_title(title, loc='left', fontsize=11)
   figure.savefig(path, dpi=140)
   plt.close(figure)
@@ -48,15 +48,15 @@ def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
   ]
 
 
-def _draw_loss(axes: axes_lib.Axes, history: history_lib.History, colours: dict[str, str]) -> None:
-  for name, learner in history.learners.items():
+def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
+  for name, learner in run.learners.items():
     for tokens, losses in _unbroken(learner):
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
       axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
-  if history.evaluations:
+  if run.evaluations:
     axes.plot(
-      [e.tokens for e in history.evaluations],
-      [e.loss for e in history.evaluations],
+      [run.tokens_at(e.step) for e in run.evaluations],
+      [e.loss for e in run.evaluations],
       color='black',
       linewidth=2.2,
       marker='o',
@@ -66,9 +66,9 @@ def _draw_loss(axes: axes_lib.Axes, history: history_lib.History, colours: dict[
   handles = [
     lines.Line2D([], [], color=colour, label=f'learner {name}, training loss')
     for name, colour in colours.items()
-    if history.learners[name].steps
+    if run.learners[name].steps
   ]
-  if history.evaluations:
+  if run.evaluations:
     handles.append(
       lines.Line2D(
         [],
@@ -88,7 +88,7 @@ def _draw_loss(axes: axes_lib.Axes, history: history_lib.History, colours: dict[
   _open(axes)
 
 
-def _unbroken(learner: history_lib.Learner):
+def _unbroken(learner: run_facts.Learner):
   """(tokens, losses) of each life that stepped, so that no line bridges an absence."""
   starts = [life.started_s for life in learner.lives[1:]] + [float('inf')]
   begin_s = float('-inf')
@@ -99,16 +99,16 @@ def _unbroken(learner: history_lib.Learner):
     begin_s = end_s
 
 
-def _draw_lives(axes: axes_lib.Axes, history: history_lib.History, colours: dict[str, str]) -> None:
-  names = list(history.learners)
+def _draw_lives(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
+  names = list(run.learners)
   for row, name in enumerate(names):
-    learner = history.learners[name]
+    learner = run.learners[name]
     for life in learner.lives:
-      _draw_life(axes, row, life, learner, history.end_s, colours[name])
+      _draw_life(axes, row, life, learner, run.end_s, colours[name])
     axes.vlines(learner.merged_s, row - 0.36, row - 0.22, color='black', linewidth=0.6)
   axes.set_yticks(range(len(names)), names)
   axes.set_ylim(len(names) - 0.4, -0.6)
-  axes.set_xlim(0, history.end_s * 1.01)
+  axes.set_xlim(0, run.end_s * 1.01)
   axes.set_xlabel('seconds since the start')
   axes.legend(
     handles=_life_legend(),
@@ -126,8 +126,8 @@ def _draw_lives(axes: axes_lib.Axes, history: history_lib.History, colours: dict
 def _draw_life(
   axes: axes_lib.Axes,
   row: int,
-  life: history_lib.Life,
-  learner: history_lib.Learner,
+  life: run_facts.Life,
+  learner: run_facts.Learner,
   end_s: float,
   colour: str,
 ) -> None:

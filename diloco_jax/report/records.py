@@ -2,12 +2,13 @@
 
 One file per process, WORKDIR/records/NAME.jsonl, one fact per line and flushed per line, so that
 a process killed at any moment leaves at most one torn line, which readers skip. A later life of
-the process appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name": ..., values}.
-The supervisor, the live table and the report read these files and nothing else.
+the process appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name": ..., fields}
+(facts.py). The supervisor, the live table and the report read these files and nothing else.
 
 Writing never stops training: if the disk is full it is said once and training goes on.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.node import ports
+from diloco_jax.report import facts
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
@@ -48,10 +50,11 @@ class Recorder:
       self._file.write(b'\n')  # ends a line that a killed predecessor left torn; blanks are skipped
     self._writer = _tensorboard(pathlib.Path(workdir) / TENSORBOARD / process, tensorboard)
 
-  def report(self, name: str, values: dict[str, Any]) -> None:
+  def report(self, fact: facts.Fact) -> None:
     """Appends one fact."""
-    fact = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': name, **values}
-    line = json.dumps(fact, default=_plain).encode() + b'\n'
+    row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
+    values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+    line = json.dumps({**row, **values}, default=float).encode() + b'\n'
     with self._lock:
       self._guard(lambda: self._file.write(line))
 
@@ -106,20 +109,8 @@ def _tensorboard(folder: pathlib.Path, wanted: bool):
   return tensorboardX.SummaryWriter(str(folder), flush_secs=5, max_queue=1000)
 
 
-def _plain(value: Any) -> Any:
-  """JSON for what json does not know: numpy and jax scalars, tuples of them, paths."""
-  if hasattr(value, 'item') and getattr(value, 'ndim', 0) == 0:
-    return value.item()
-  if hasattr(value, 'tolist'):
-    return value.tolist()
-  return str(value)
-
-
 def report_startup(records: ports.Records, phase: str) -> None:
-  """A fact `startup` with the CPU time until this phase: on a busy machine only that says what a
-  start costs. The phases of a syncer: assembled (a standby: its turn has come), listens, restored
-  (its checkpoint), recovered (the log), ready (every outer step compiled)."""
-  records.report('startup', {'phase': phase, 'cpu_s': round(time.process_time(), 3)})
+  records.report(facts.Startup(phase=phase, cpu_s=round(time.process_time(), 3)))
 
 
 class Tail:

@@ -12,10 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from diloco_jax.config import run_config
-from diloco_jax.report import history as history_lib
-from diloco_jax.report import live
+from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.report import run_state as run_state_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
@@ -35,20 +33,21 @@ KILL_WINDOW_S = 10
 def write(
   config: run_config.Config,
   workdir: pathlib.Path,
-  fates: Mapping[str, run_state_lib.Fate],
+  fates: Mapping[str, run_facts.Fate],
   wall_seconds: float,
   plot: bool = True,
 ) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary."""
-  history = history_lib.History(records_lib.TailAll(workdir).read(), _learners(config, workdir))
-  summary = summarize(config, history, fates, wall_seconds)
+  run = run_facts.RunFacts(_learners(config, workdir), config.train.steps)
+  run.take(records_lib.TailAll(workdir).read())
+  summary = summarize(config, run, fates, wall_seconds)
   folder = workdir / 'report'
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
-  if plot and any(learner.steps for learner in history.learners.values()):
+  if plot and any(learner.steps for learner in run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    picture.draw(history, folder / 'timeline.png', title=f'{config.name}')
+    picture.draw(run, folder / 'timeline.png', title=f'{config.name}')
   return summary
 
 
@@ -61,14 +60,14 @@ def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
 
 def summarize(
   config: run_config.Config,
-  history: history_lib.History,
-  fates: Mapping[str, run_state_lib.Fate],
+  run: run_facts.RunFacts,
+  fates: Mapping[str, run_facts.Fate],
   wall_seconds: float,
 ) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
-  ledger, evaluations = history.ledger, history.evaluations
-  tokens = _tokens(ledger, history)
-  between = [n for learner in history.learners.values() for n in learner.steps_between]
+  ledger, evaluations = run.ledger, run.evaluations
+  tokens = _tokens(run)
+  between = [n for learner in run.learners.values() for n in learner.steps_between]
   return {
     'name': config.name,
     'learners_expected': config.sync.learners,
@@ -78,41 +77,35 @@ def summarize(
     'tokens_trained': tokens['trained'],
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
-    'outer_steps': ledger.get('synced', len(history.syncs)),
+    'outer_steps': ledger.synced if ledger else len(run.syncs),
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
-    'participants_mean': statistics.fmean(len(sync['participants']) for sync in history.syncs)
-    if history.syncs
+    'participants_mean': statistics.fmean(len(sync.participants) for sync in run.syncs)
+    if run.syncs
     else None,
-    'learners': {
-      name: _learner(name, learner, history, ledger, fates)
-      for name, learner in history.learners.items()
-    },
+    'learners': {name: _learner(name, run, fates) for name, learner in run.learners.items()},
     'kills': [
-      _kill(history, name, life.ended_s)
-      for name, learner in history.learners.items()
+      _kill(run, name, life.ended_s)
+      for name, learner in run.learners.items()
       for life in learner.lives
       if life.ended == 'killed'
     ],
-    'wire_bytes_up': history.wire.bytes_up,
-    'wire_bytes_down': history.wire.bytes_down,
-    'wire_bytes_data_parallel': ledger.get('wire_bytes_data_parallel', 0),
+    'wire_bytes_up': run.wire.bytes_up,
+    'wire_bytes_down': run.wire.bytes_down,
+    'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
     'wall_seconds': round(wall_seconds, 3),
   }
 
 
 def _learner(
-  name: str,
-  learner: history_lib.Learner,
-  history: history_lib.History,
-  ledger: Mapping[str, Any],
-  fates: Mapping[str, run_state_lib.Fate],
+  name: str, run: run_facts.RunFacts, fates: Mapping[str, run_facts.Fate]
 ) -> dict[str, Any]:
-  account = ledger.get('learners', {}).get(name, {})
-  fate = fates.get(name, run_state_lib.Fate(state='done', starts=1))
+  learner = run.learners[name]
+  account = run.ledger.learners.get(name, {}) if run.ledger else {}
+  fate = fates.get(name, run_facts.Fate(state='done', starts=1))
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
-    'seconds_down': round(learner.seconds_down(history.end_s), 3),
+    'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': fate.starts,
     'kills': fate.kills,
@@ -122,14 +115,14 @@ def _learner(
   }
 
 
-def _kill(history: history_lib.History, victim: str, at_s: float) -> dict[str, Any]:
+def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
   """What a kill did to the others: the median time of their steps in the 10 s before and after."""
 
   def median(start_s: float, end_s: float) -> float | None:
     return _median(
       [
         step.seconds
-        for name, learner in history.learners.items()
+        for name, learner in run.learners.items()
         if name != victim
         for step in learner.steps
         if start_s <= step.at_s < end_s
@@ -144,15 +137,16 @@ def _kill(history: history_lib.History, victim: str, at_s: float) -> dict[str, A
   }
 
 
-def _tokens(ledger: Mapping[str, Any], history: history_lib.History) -> dict[str, Any]:
+def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
-  if not ledger:
-    return {'trained': history.tokens, 'merged': 0, 'discarded': {}}
-  parts = {'merged': ledger['merged'], **ledger['discarded']}
-  if ledger.get('unsettled'):
-    parts['unsettled'] = ledger['unsettled']
-  shares = share_out(parts, ledger['fragments'])
-  return {'trained': ledger['trained'], 'merged': shares.pop('merged'), 'discarded': shares}
+  ledger = run.ledger
+  if ledger is None:
+    return {'trained': run.tokens, 'merged': 0, 'discarded': {}}
+  parts = {'merged': ledger.merged, **ledger.discarded}
+  if ledger.unsettled:
+    parts['unsettled'] = ledger.unsettled
+  shares = share_out(parts, ledger.fragments)
+  return {'trained': ledger.trained, 'merged': shares.pop('merged'), 'discarded': shares}
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from diloco_jax.config import build
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.train import config as train_config
@@ -56,5 +57,5 @@ class Evaluation:
     while (task := self._queue.get()) is not None:
       step, params = task
       loss = evaluate.evaluate(eval_step, jax.device_put(params, shardings), batches)
-      self._records.report('eval', {'step': step, 'loss': loss, 'which': 'global'})
+      self._records.report(facts.Eval(step=step, loss=loss))
       self._records.scalars(step, {'evaluation/loss': loss})

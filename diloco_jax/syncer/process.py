@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +17,11 @@ import jax
 from diloco_jax.config import build
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions
+from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
@@ -44,32 +45,31 @@ class SyncerRecords:
     self._parameters = assembled.parameters
     self.say = records.say
 
-  def report(self, name: str, values: dict) -> None:
+  def report(self, fact: protocol_facts.Fact) -> None:
     up, down = self._traffic.received_bytes, self._traffic.sent_bytes
-    if name == 'ledger':
-      values = {
-        **values,
-        'wire_bytes_up': up,
-        'wire_bytes_down': down,
-        'wire_bytes_data_parallel': self._data_parallel_bytes(values),
-      }
-    self._records.report(name, values)
-    if name == 'synced':
-      self._records.scalars(
-        values['sync'],
-        {
-          'diloco/participants': len(values['participants']),
-          'diloco/grace_seconds': values['grace_ns'] / 1e9,
-          'diloco/staleness': values['staleness'],
-          'diloco/bytes_up': up,
-          'diloco/bytes_down': down,
-        },
-      )
+    self._records.report(fact)
+    match fact:
+      case protocol_facts.Ledger():
+        parallel = self._data_parallel_bytes(fact)
+        self._records.report(
+          facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=parallel)
+        )
+      case protocol_facts.Synced():
+        self._records.scalars(
+          fact.sync,
+          {
+            'diloco/participants': len(fact.participants),
+            'diloco/grace_seconds': fact.grace_ns / 1e9,
+            'diloco/staleness': fact.staleness,
+            'diloco/bytes_up': up,
+            'diloco/bytes_down': down,
+          },
+        )
 
-  def _data_parallel_bytes(self, ledger: dict) -> int:
+  def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
     """What data-parallel training of the same steps would have moved: in every inner step a ring
     all-reduce of bfloat16 gradients, in which each of M learners sends 2 (M - 1) / M of them."""
-    steps = sum(row['steps'] for row in ledger['learners'].values())
+    steps = sum(row['steps'] for row in ledger.learners.values())
     return steps * 2 * self._parameters * 2 * (self._learners - 1) // self._learners
 
 
@@ -186,7 +186,6 @@ def recover(
 
   `kept`: the snapshots of the run that have a manifest; `brought_back`: what the last restore has
   left for the syncer (restore.py)."""
-  began_s = time.monotonic()
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
   records_lib.report_startup(records, 'restored')
@@ -222,14 +221,12 @@ def recover(
     f'{snapshot["opened"]}'
   )
   records.report(
-    'recovered',
-    {
-      'replayed': len(replayed),
-      'sync': snapshot['opened'],
-      'versions': snapshot['versions'],
-      'seconds': time.monotonic() - began_s,
-      **log.position,
-    },
+    facts.Recovered(
+      replayed=len(replayed),
+      sync=snapshot['opened'],
+      log=log.position[outer_log.POSITION],
+      versions=snapshot['versions'],
+    )
   )
   snapshot = {**snapshot, syncer_machine.MANIFESTS: list(kept)}
   return dataclasses.replace(start, digests=None, snapshot=snapshot)

@@ -16,6 +16,7 @@ import numpy as np
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log
 from diloco_jax.syncer import commit, snapshot_work
@@ -119,13 +120,7 @@ class SyncerWork:
       )
     )
     self._records.report(
-      'outer',
-      {
-        'sync': merge.sync,
-        'fragment': p,
-        'version': merge.version,
-        'norm': merged.norm,
-      },
+      facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
     )
     every = self._assembled.config.train.eval_every
     if every and merge.sync // every > self._evaluated // every:

@@ -73,7 +73,9 @@ class Transfer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Chunk:
+class Chunk:
+  """The fields of a frame."""
+
   transfer: int
   total: int
   index: int
@@ -91,7 +93,7 @@ class _Partial:
     self.next_index = 0
     self.crc32 = 0
 
-  def add(self, chunk: _Chunk) -> None:
+  def add(self, chunk: Chunk) -> None:
     crc32 = zlib.crc32(chunk.data, self.crc32)
     if crc32 != chunk.crc32:
       raise errors.WireError(
@@ -126,7 +128,7 @@ class Assembler:
       WireError: the frame breaks the format or a limit (its `clause` says which). Afterwards the
         stream it came over is worth nothing: close it.
     """
-    chunk = _parse(frame)
+    chunk = parse(frame)
     self._check_limits(chunk)
     partial = self._partial(chunk)
     self._check_order(chunk, partial)
@@ -137,11 +139,7 @@ class Assembler:
     data = memoryview(partial.buffer_S).toreadonly()
     return Transfer(chunk.transfer, data, partial.crc32)
 
-  def received(self, transfer: int) -> int:
-    """How many bytes of an incomplete transfer are there."""
-    return self._open[transfer].next_index * CHUNK_BYTES if transfer in self._open else 0
-
-  def _check_limits(self, chunk: _Chunk) -> None:
+  def _check_limits(self, chunk: Chunk) -> None:
     if chunk.total > self._max_payload_bytes:
       raise errors.WireError(
         'too_large',
@@ -155,7 +153,7 @@ class Assembler:
         f'incomplete ones, at most {self._max_open} are granted',
       )
 
-  def _partial(self, chunk: _Chunk) -> _Partial:
+  def _partial(self, chunk: Chunk) -> _Partial:
     if chunk.transfer in self._open:
       return self._open[chunk.transfer]
     # Only a first chunk opens a transfer, so a stray one allocates nothing.
@@ -166,7 +164,7 @@ class Assembler:
       )
     return self._open.setdefault(chunk.transfer, _Partial(chunk.total))
 
-  def _check_order(self, chunk: _Chunk, partial: _Partial) -> None:
+  def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
     if chunk.total != partial.buffer_S.nbytes:
       raise errors.WireError(
         'size',
@@ -185,8 +183,8 @@ class Assembler:
       )
 
 
-def _parse(frame: bytes) -> _Chunk:
-  """A frame's chunk, if the frame is sound in itself."""
+def parse(frame: bytes) -> Chunk:
+  """A frame's chunk. Raises WireError if the frame is not sound in itself."""
   view = memoryview(frame)
   if view.nbytes < HEADER_BYTES:
     raise errors.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
@@ -200,7 +198,7 @@ def _parse(frame: bytes) -> _Chunk:
       f'build reads version {VERSION} with {HEADER_BYTES}',
     )
   _check_header(view)
-  chunk = _Chunk(*fields, data=view[HEADER_BYTES:])
+  chunk = Chunk(*fields, data=view[HEADER_BYTES:])
   _check_sizes(chunk)
   return chunk
 
@@ -215,7 +213,7 @@ def _check_header(frame: memoryview) -> None:
     )
 
 
-def _check_sizes(chunk: _Chunk) -> None:
+def _check_sizes(chunk: Chunk) -> None:
   if chunk.transfer == 0:
     raise errors.WireError('transfer', 'transfer number 0 stands for no transfer')
   if chunk.count != chunk_count(chunk.total):

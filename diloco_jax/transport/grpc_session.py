@@ -29,7 +29,7 @@ os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
-from diloco_jax.node import failpoints, ports
+from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import chunks, errors, link, stream_crc, translate
 
@@ -194,10 +194,6 @@ class Session:
           return
         self._traffic.add(sent_bytes=len(frame))
         yield frame
-        if failpoints.ARMED:
-          with self._changed:
-            share = self._outbox.donated
-          failpoints.donated('donation.sent', share)
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
@@ -266,9 +262,7 @@ class Session:
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
-    if transfer is None:
-      self._donation_comes()
-    else:
+    if transfer is not None:
       with self._changed:
         # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
         # and by gRPC's flow control so does the peer.
@@ -276,21 +270,7 @@ class Session:
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s,
         )
-        self._donation_comes(transfer)
         self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
-
-  def _donation_comes(self, whole: chunks.Transfer | None = None) -> None:
-    """For failpoints: how much of a donation is there. Its announcement may be later than its
-    first chunks, but not than `whole`."""
-    if not failpoints.ARMED:
-      return
-    with self._changed:
-      announced = self._inbox.donation
-    if announced is not None:
-      number, size_bytes = announced
-      there = whole is not None and whole.number == number
-      got_bytes = size_bytes if there else self._assembler.received(number)
-      failpoints.donated('donation.got', got_bytes / size_bytes)
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
@@ -328,6 +308,8 @@ class Session:
 class Sessions:
   """What both ends of `node.ports.Transport` have in common: the sessions, by number."""
 
+  session_class = Session
+
   def __init__(self, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
     self._post = post
     self._payloads = payloads
@@ -352,7 +334,9 @@ class Sessions:
 
   def _add(self, number: int, dialed: bool) -> Session:
     """A new session; the caller holds the lock."""
-    session = Session(number, self._post, self._payloads, self._limits, dialed, self.traffic)
+    session = self.session_class(
+      number, self._post, self._payloads, self._limits, dialed, self.traffic
+    )
     self._sessions[number] = session
     return session
 

@@ -90,7 +90,6 @@ class _Background:
   payload: Buffer
   frames: Iterator[bytes] | None = None
   next_s: float = 0.0
-  sent_bytes: int = 0
 
 
 class Outbox:
@@ -154,13 +153,6 @@ class Outbox:
     """How long until `next_donated` has something; None: there is no donation."""
     return max(0.0, self._donations[0].next_s - now_s) if self._donations else None
 
-  @property
-  def donated(self) -> float:
-    """The share of the donation under way that has gone out; 0: there is none."""
-    if not self._donations:
-      return 0.0
-    return self._donations[0].sent_bytes / max(1, size_bytes(self._donations[0].payload))
-
   def _begin(self, message: messages.Message, payload: Buffer) -> Iterator[bytes]:
     self._last_transfer += 1
     self._control.append((message, self._last_transfer))
@@ -172,7 +164,6 @@ class Outbox:
       if self._donations and self._donations[0] is background:  # else it was cleared meanwhile
         self._donations.popleft()
       return
-    background.sent_bytes += len(frame)
     if self._bytes_per_s:
       background.next_s = max(background.next_s, now_s) + len(frame) / self._bytes_per_s
     yield frame
@@ -252,18 +243,6 @@ class Inbox:
     self._last_transfer = transfer
     self._announced[transfer] = message
     return self._pair(transfer)
-
-  @property
-  def donation(self) -> tuple[int, int] | None:
-    """Transfer and size of the donation that is announced and has not come, if there is one."""
-    return next(
-      (
-        (transfer, message.payload.size_bytes)
-        for transfer, message in self._announced.items()
-        if isinstance(message, messages.Donation)
-      ),
-      None,
-    )
 
   def takes(self, transfer: int) -> bool:
     """Whether there is room for this transfer, or its announcement is there already."""

@@ -26,13 +26,18 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
-from tests.runs import conductor
+from experiments.configs import stdlib_lm
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)
 _COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
-_OVERRIDES = {**conductor.ENDLESS, 'train.eval_every': 100, 'chaos.enabled': False}
+_OVERRIDES = (
+  '--config.train.steps=1000000',
+  '--config.train.log_every=1000',
+  '--config.train.eval_every=100',
+)
 PATIENCE_S = 120.0  # per kill
 PHASES = (
   'starting',
@@ -50,7 +55,9 @@ class Bench(conductor.Conductor):
   """Kills the syncer of a run again and again, and keeps what each of its lives wrote down."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    super().__init__(workdir, recorder, _OVERRIDES, variant=_VARIANT.value, standby=not _COLD.value)
+    config = stdlib_lm.get_config(_VARIANT.value)
+    flag = f'--config=experiments/configs/stdlib_lm.py:{_VARIANT.value}'
+    super().__init__(workdir, recorder, config, (flag, *_OVERRIDES), standby=not _COLD.value)
     self.lives: list[dict[str, tuple[float, float | None]]] = []  # phase: wall s, cpu s
 
   async def carry_out(self) -> None:

@@ -20,8 +20,7 @@ import pytest
 
 from diloco_jax.launch import kill_plan
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.report import records
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import records, run_facts
 
 _DEADLINE_S = 30.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
@@ -47,7 +46,7 @@ class Run:
     self.lines: list[tuple[str, str]] = []
     self.workdir = workdir
     names = [program.name for program in programs if program.name != 'syncer']
-    self.view = run_state_lib.RunView(names, 100)
+    self.view = run_facts.RunFacts(names, 100)
     self._programs, self._kwargs = programs, kwargs
     self.supervisor = None
 
@@ -140,7 +139,7 @@ def test_42_of_a_learner_ends_only_that_learner(tmp_path):
 
   run._kwargs['finish_s'] = 0.1
   outcome = run.run(tick)
-  assert outcome.fates['l0'] == run_state_lib.Fate(
+  assert outcome.fates['l0'] == run_facts.Fate(
     state='refused', starts=1, last_error='another model'
   )
   assert outcome.fates['syncer'].state == 'done'
@@ -158,9 +157,7 @@ def test_42_of_the_syncer_ends_the_run_with_42_and_74_is_tried_again(tmp_path):
   run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'DD402')
-  assert outcome.fates['syncer'] == run_state_lib.Fate(
-    state='refused', starts=2, last_error='DD402'
-  )
+  assert outcome.fates['syncer'] == run_facts.Fate(state='refused', starts=2, last_error='DD402')
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 
@@ -170,13 +167,13 @@ def test_the_chaos_plan_kills_and_brings_back(tmp_path):
     'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
     'again = (out / "l0.jsonl").exists()\n'
     'fact = {"name": "step", "step": 50, "steps": 1, "tokens": 8, "loss": 1.0,'
-    ' "seconds": 0.1, "time": 0}\n'
+    ' "seconds": 0.1, "time": 0, "t_ns": 0}\n'
     'with open(out / "l0.jsonl", "a") as f: f.write(json.dumps(fact) + "\\n")\n'
     'again or threading.Event().wait()'
   )
   kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
-  assert outcome.fates['l0'] == run_state_lib.Fate(state='done', starts=2, kills=1)
+  assert outcome.fates['l0'] == run_facts.Fate(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
@@ -214,7 +211,7 @@ def test_who_stands_by_takes_over(tmp_path):
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
   outcome = run.run(tick)
-  assert outcome.fates['syncer'] == run_state_lib.Fate(state='done', starts=2, kills=1)
+  assert outcome.fates['syncer'] == run_facts.Fate(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   lives = [
     fact['pid'] for fact in facts if fact.get('state') == 'starting' and fact['child'] == 'syncer'
@@ -367,6 +364,6 @@ def test_backoff_grows_to_its_cap_and_is_jittered():
   ],
 )
 def test_verdict(states, code):
-  fates = {name: run_state_lib.Fate(state=state) for name, state in states.items()}
+  fates = {name: run_facts.Fate(state=state) for name, state in states.items()}
   syncer = fates.pop('syncer')
   assert supervisor_lib._verdict(syncer, list(fates.values()), False)['code'] == code

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -17,6 +17,7 @@ from diloco_jax.transport import payloads as payloads_lib
 DEADLINE_S = 30
 AGREEMENT = '{}'
 PAYLOAD = bytes(range(64))
+CANCELLED = facts.Cancelled(sync=1, fragment=0, why='all')
 ANNOUNCED = messages.Payload(size_bytes=len(PAYLOAD), crc32=0)
 
 
@@ -42,8 +43,8 @@ class Ports:
   def submit(self, action: Any) -> None:
     self.asked.append(('work', action))
 
-  def report(self, name: str, values: dict) -> None:
-    self.asked.append(('report', name, values))
+  def report(self, fact: facts.Fact) -> None:
+    self.asked.append(('report', fact))
 
   def say(self, text: str) -> None:
     self.asked.append(('say', text))
@@ -81,7 +82,7 @@ def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
       actions.Send(session=1, message=messages.Leave(reason='x'), handle=handle),
       actions.Drop(handle=handle),
       step,
-      actions.Report(name='state', values={'a': 1}),
+      actions.Report(fact=CANCELLED),
       actions.Say(text='hello'),
       actions.Close(session=1, reason='over'),
     ],
@@ -95,7 +96,7 @@ def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
     ('send', 1, messages.Heartbeat(), None),
     ('send', 1, messages.Leave(reason='x'), PAYLOAD),
     ('work', step),
-    ('report', 'state', {'a': 1}),
+    ('report', CANCELLED),
     ('say', 'hello'),
     ('close', 1, 'over'),
   ]
@@ -162,11 +163,11 @@ class Answers:
 class Quiet:
   """Records that keep the last ledger."""
 
-  ledger: dict | None = None
+  ledger: facts.Ledger | None = None
 
-  def report(self, name: str, values: dict) -> None:
-    if name == 'ledger':
-      self.ledger = values
+  def report(self, fact: facts.Fact) -> None:
+    if isinstance(fact, facts.Ledger):
+      self.ledger = fact
 
   def say(self, text: str) -> None:
     pass
@@ -198,4 +199,4 @@ def test_a_run_over_real_threads_and_transports_ends():
   assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
   assert [len(store) for store in stores] == [0, 0, 0], 'every payload was dropped'
   assert [work.steps for work in works] == [0, 6, 6]
-  assert records.ledger['merged'] == records.ledger['trained'] * 2 == 120
+  assert records.ledger.merged == records.ledger.trained * 2 == 120

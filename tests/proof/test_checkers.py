@@ -14,6 +14,7 @@ from diloco_jax.proof.checks import checkers, observers
 from diloco_jax.protocol import actions as a
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events as e
+from diloco_jax.protocol import facts
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
@@ -88,7 +89,7 @@ def ledger(**changes: Any) -> a.Report:
     'skipped': 0,
     'sync': 2,
   }
-  return a.Report(name='ledger', values={**values, **changes})
+  return a.Report(fact=facts.Ledger(**{**values, **changes}))
 
 
 def merging(**changes: Any) -> a.Report:
@@ -96,14 +97,13 @@ def merging(**changes: Any) -> a.Report:
     'sync': 2,
     'fragment': 0,
     'version': 1,
-    'participants': ['l0'],
-    'waited_ns': 0,
+    'participants': ('l0',),
     'grace_ns': 0,
     'tokens': 20,
     'why': 'all 1 have answered',
     'staleness': 0,
   }
-  return a.Report(name='merging', values={**values, **changes})
+  return a.Report(fact=facts.Merging(**{**values, **changes}))
 
 
 JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
@@ -222,7 +222,7 @@ STORY = {
     SYNCER,
     19,
     e.ManifestWritten(snapshot=1),
-    (a.Report(name='snapshot', values={'number': 1, 'parts': ['l0'], 'missing': [], 'error': ''}),),
+    (a.Report(fact=facts.Snapshot(number=1, parts=('l0',))),),
   ),
 }
 

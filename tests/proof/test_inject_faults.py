@@ -14,8 +14,7 @@ import psutil
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import inject_faults as inject_faults_lib
-from diloco_jax.report import records
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.report import records, run_facts
 
 DEADLINE_S = 60.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
@@ -43,7 +42,7 @@ class Stage:
     self.supervisor = supervisor_lib.Supervisor(
       [_program('l0'), _program('l1')],
       workdir,
-      run_state_lib.RunView(['l0', 'l1'], 100),
+      run_facts.RunFacts(['l0', 'l1'], 100),
       recorder,
       listen=lambda name, line: self.lines.append((name, line)),
       stop_s=DEADLINE_S,
@@ -163,7 +162,7 @@ def test_a_second_process_runs_beside_a_frozen_one_and_the_run_waits_for_it(tmp_
     await stage.ticking('l1-second')
 
   outcome, stage = run(tmp_path, scenario)
-  assert outcome.fates['l1-second'] == run_state_lib.Fate(state='done', starts=1)
+  assert outcome.fates['l1-second'] == run_facts.Fate(state='done', starts=1)
   assert stage.lines.count(('l1-second', 'bye')) == 1
 
 

@@ -4,7 +4,7 @@ import doctest
 
 import pytest
 
-from diloco_jax.proof.faults import plans
+from diloco_jax.proof import plans
 
 LEARNERS = ['l0', 'l1', 'l2', 'l3']
 LONG_NS = 40 * plans.SECOND_NS

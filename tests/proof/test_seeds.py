@@ -3,8 +3,8 @@
 Another seed or the story of one: `python -m experiments.simulate --help`.
 """
 
+from diloco_jax.proof import plans
 from diloco_jax.proof.checks import checkers, observers
-from diloco_jax.proof.faults import plans
 from diloco_jax.proof.sim import many_seeds, seeds
 from diloco_jax.protocol.tape import tape
 

@@ -43,6 +43,13 @@ class Recording(observers.Observer):
       if isinstance(action.message, kind) and sender in (None, name)
     ]
 
+  def facts(self, kind: type) -> list[tuple[int, Any]]:
+    return [
+      (time, action.fact)
+      for time, _, action in self.of(actions.Report)
+      if isinstance(action.fact, kind)
+    ]
+
   def opened(self) -> dict[int, int]:
     """Sync: when it was opened (first Pull)."""
     times: dict[int, int] = {}
@@ -52,4 +59,4 @@ class Recording(observers.Observer):
 
 
 def discarded(recording: Recording) -> dict[str, int]:
-  return recording.world.ledger()['discarded']
+  return recording.world.ledger().discarded

@@ -6,7 +6,7 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.proof.sim import engine
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace, quorum
 from tests.protocol import transcript
@@ -58,14 +58,12 @@ def test_the_grace_window_ends_in_time():
   seen.start('l0').start('l1', step_ms=100)
   seen.world.learners['l1'].island.encode_ns = 2000 * MS
   seen.run(2200)
-  merges = [action for _, _, action in seen.of(actions.Report) if action.name == 'merging']
-  graces = [report.values['grace_ns'] for report in merges]
+  graces = [fact.grace_ns for _, fact in seen.facts(facts.Merging)]
   assert graces[0] == 0 and graces[1] > 0, graces
   answers = {message.sync: time for time, message in seen.sent(messages.Contribution, 'l0')}
-  for time, _, report in seen.of(actions.Report):
-    if report.name == 'merging':
-      waited = time - answers[report.values['sync']]
-      assert waited <= report.values['grace_ns'] + 10 * MS
+  for time, merging in seen.facts(facts.Merging):
+    waited = time - answers[merging.sync]
+    assert waited <= merging.grace_ns + 10 * MS
 
 
 def test_a_payload_after_the_merge_is_late():

@@ -94,7 +94,7 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
   seen.world.network.heal(seen.world.link('l0'))
   seen.run(20_000)
   assert process.exit is not None and seen.world.syncer.exit is not None
-  assert seen.world.ledger()['trained'] == 40
+  assert seen.world.ledger().trained == 40
 
 
 def test_a_payload_whose_anchor_was_replaced_is_withdrawn():

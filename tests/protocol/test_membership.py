@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diloco_jax.proof.sim import engine
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   adopted,
@@ -137,8 +137,7 @@ def test_a_frozen_process_loses_its_lease():
   seen.start('l0', 'l1').run(500)
   seen.world.learners['l1'].freeze()
   seen.run(2000)
-  members = [a.values for _, _, a in seen.of(actions.Report) if a.name == 'member']
-  lost = [values['reason'] for values in members if values['state'] == 'lost']
+  lost = [member.reason for _, member in seen.facts(facts.Member) if member.state == 'lost']
   assert lost == ['lease expired']
   assert max(seen.opened()) >= 17
 

@@ -6,7 +6,7 @@ Each test opens with the sentence that it checks and its source.
 import pytest
 
 from diloco_jax.proof.sim import engine
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, facts, messages
 from diloco_jax.protocol.syncer import pace
 from tests.protocol.recording import Recording
 from tests.protocol.single import confirm, join, new_machine, progress, received
@@ -39,9 +39,7 @@ def test_a_fast_network_cannot_shrink_h():
   seen.world.syncer.merge_ns = 0
   seen.run(3000)
   between = [
-    action.values['steps_between']
-    for _, _, action in seen.of(actions.Report)
-    if action.name == 'adopted' and action.values['version'] > 1
+    adopted.steps_between for _, adopted in seen.facts(facts.Adopted) if adopted.version > 1
   ]
   assert len(between) >= 20 and set(between) == {4}, between
 

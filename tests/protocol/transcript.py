@@ -18,6 +18,7 @@ A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` 
 What happened is told by proof/sim/narrate.py, one line per action: milliseconds, who, what.
 """
 
+import dataclasses
 from typing import Any
 
 from diloco_jax.proof.sim import engine, narrate, processes
@@ -140,7 +141,7 @@ class Script:
       del self._lines[before:]
 
   def _ledger(self) -> None:
-    totals = self._world.ledger()
+    totals = dataclasses.asdict(self._world.ledger())
     learners = totals.pop('learners')
     self._lines.append(', '.join(f'{key} {value}' for key, value in totals.items()))
     for name, row in learners.items():

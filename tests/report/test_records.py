@@ -1,30 +1,36 @@
 """Records survive kills, torn lines and full disks, and the view follows them."""
 
+import dataclasses
 import json
+import typing
+from typing import Any
 
 import numpy as np
 
-from diloco_jax.report import records
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts, records, run_facts
+
+
+def step(number: int) -> facts.Step:
+  return facts.Step(step=number, steps=number, tokens=8 * number, loss=2.5, seconds=0.5)
 
 
 def test_facts_come_back_in_order_while_they_are_written(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   tail = records.Tail(tmp_path / 'records' / 'l0.jsonl')
   assert tail.read() == []
-  recorder.report('step', {'step': 1, 'loss': np.float32(2.5), 'shape': np.arange(2)})
-  first = tail.read()
-  assert first[0].items() >= {'name': 'step', 'step': 1, 'loss': 2.5}.items()
-  assert first[0]['shape'] == [0, 1]
-  assert first[0]['t_ns'] > 0 and first[0]['time'] > 0
-  recorder.report('step', {'step': 2})
+  recorder.report(dataclasses.replace(step(1), loss=np.float32(2.5)))
+  (first,) = tail.read()
+  assert first['name'] == 'step' and facts.parse(first) == step(1)
+  assert first['t_ns'] > 0 and first['time'] > 0
+  recorder.report(step(2))
   assert [fact['step'] for fact in tail.read()] == [2]
   recorder.close()
 
 
 def test_a_line_that_a_killed_process_left_torn_harms_nobody(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  recorder.report('step', {'step': 1})
+  recorder.report(step(1))
   recorder.close()
   path = tmp_path / 'records' / 'l0.jsonl'
   with open(path, 'ab') as file:
@@ -32,7 +38,7 @@ def test_a_line_that_a_killed_process_left_torn_harms_nobody(tmp_path):
   tail = records.Tail(path)
   assert [fact['step'] for fact in tail.read()] == [1]
   again = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  again.report('step', {'step': 2})
+  again.report(step(2))
   again.close()
   assert [fact['step'] for fact in tail.read()] == [2]
   assert tail.skipped == 1
@@ -69,10 +75,10 @@ def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, capsys):
   (tmp_path / 'records').mkdir()
   (tmp_path / 'records' / 'l0.jsonl').symlink_to('/dev/full')
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  for step in range(3):
-    recorder.report('step', {'step': step})
+  for number in range(3):
+    recorder.report(step(number))
   recorder.close()
-  recorder.report('late', {})
+  recorder.report(step(9))
   assert capsys.readouterr().err.count('records are incomplete') == 1
 
 
@@ -88,29 +94,66 @@ def test_curves_and_log_lines(tmp_path, capsys):
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
 
 
-def test_the_view_follows_a_life():
-  view = run_state_lib.RunView(['l0', 'l1'], total_steps=100)
+def test_every_fact_comes_back_from_its_line(tmp_path):
+  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None}
+  said = []
+  for kind in typing.get_args(facts.Fact):
+    hints = typing.get_type_hints(kind)
+    said.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
+    recorder.report(said[-1])
+  recorder.close()
+  rows = records.Tail(tmp_path / 'records' / 'l0.jsonl').read()
+  assert [facts.parse(row) for row in rows] == said
+  assert len({row['name'] for row in rows}) == len(said)
+
+
+def test_what_is_no_fact_is_passed_over():
+  row = {'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 1, 'loss': 2.0}
+  for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, {'name': 'eval', 'step': 1, 'loss': 2.0}):
+    assert facts.parse(other) is None
+  assert facts.parse(row) == facts.Eval(step=1, loss=2.0)
+
+
+def test_the_fold_follows_a_life():
+  run = run_facts.RunFacts(['l0', 'l1'], total_steps=100)
+  synced = protocol_facts.Synced(
+    sync=7,
+    fragment=0,
+    version=1,
+    participants=('l0',),
+    grace_ns=20_000_000,
+    tokens=8,
+    why='all',
+    staleness=0,
+  )
+  adopted = protocol_facts.Adopted(
+    fragment=0, version=1, sync=7, step=41, steps_between=4, whole=False, staleness=1
+  )
+  last = facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
   for process, fact in (
-    ('supervisor', {'name': 'process', 'child': 'l0', 'state': 'starting', 'text': ''}),
-    ('l0', {'name': 'state', 'state': 'joined', 'incarnation': 2, 'step': 40}),
-    ('l0', {'name': 'step', 'step': 41, 'steps': 2, 'tokens': 200, 'loss': 3.0, 'seconds': 0.5}),
-    ('l0', {'name': 'adopted', 'staleness': 1}),
-    ('l0', {'name': 'settled', 'merged': True, 'reason': ''}),
-    ('syncer', {'name': 'synced', 'sync': 7, 'participants': ['l0'], 'grace_ns': 20_000_000}),
-    ('syncer', {'name': 'eval', 'step': 40, 'loss': 2.5}),
-    ('somebody', {'name': 'step', 'step': 99, 'seconds': 1}),
+    ('supervisor', facts.Process(child='l0', state='starting', text='')),
+    ('l0', protocol_facts.State(state='joined', incarnation=2, step=40)),
+    ('l0', last),
+    ('l0', adopted),
+    ('syncer', synced),
+    ('syncer', facts.Eval(step=40, loss=2.5)),
+    ('somebody', dataclasses.replace(last, step=99)),
   ):
-    view.update(process, fact)
-  learner = view.learners['l0']
-  assert (learner.state, learner.step, learner.incarnation, learner.staleness, learner.merged) == (
+    run.take([(process, row(1.0, fact))])
+  learner = run.learners['l0']
+  assert (learner.state, learner.step, learner.incarnation, learner.staleness) == (
     'training',
     41,
     2,
     1,
-    1,
   )
-  assert learner.tokens_per_second == 200
-  assert view.progress == 0.41
-  assert (view.syncer.sync, view.syncer.outer_steps, view.syncer.eval_loss) == (7, 1, 2.5)
-  view.update('supervisor', {'name': 'process', 'child': 'l0', 'state': 'down', 'text': 'killed'})
-  assert (learner.state, learner.tokens_per_second, view.last_event) == ('down', 0, 'l0: killed')
+  assert learner.tokens_per_second == 200 and len(learner.merged_s) == 1
+  assert run.progress == 0.41
+  assert (run.syncs[-1].sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
+  run.take([('supervisor', row(2.0, facts.Process(child='l0', state='down', text='killed')))])
+  assert (learner.state, learner.tokens_per_second, run.last_event) == ('down', 0, 'l0: killed')
+
+
+def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
+  return {'t_ns': 0, 'time': at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}

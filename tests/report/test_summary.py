@@ -1,78 +1,102 @@
 """The report says what the records say: sums that add up, lives with their gaps, a picture."""
 
+import dataclasses
 import io
 import json
+from typing import Any
 
 import pytest
 from rich import console as console_lib
 
-from diloco_jax.report import history as history_lib
-from diloco_jax.report import live, records
-from diloco_jax.report import run_state as run_state_lib
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts, live, records, run_facts
 from diloco_jax.report import summary as summary_lib
 from experiments.configs import stdlib_lm
 
-_LEDGER = {
-  'name': 'ledger',
-  'fragments': 4,
-  'trained': 250,
-  'merged': 601,
-  'unsettled': 0,
-  'discarded': {'late': 150, 'overwritten': 249},
-  'synced': 9,
-  'wire_bytes_up': 1_000,
-  'wire_bytes_down': 3_000,
-  'wire_bytes_data_parallel': 80_000,
-  'learners': {'l0': {'incarnations': 2, 'steps': 3}, 'l1': {'incarnations': 1, 'steps': 2}},
-}
+_LEDGER = protocol_facts.Ledger(
+  fragments=4,
+  trained=250,
+  merged=601,
+  unsettled=0,
+  discarded={'late': 150, 'overwritten': 249},
+  synced=9,
+  cancelled=0,
+  repaired=0,
+  skipped=0,
+  sync=9,
+  learners={'l0': {'incarnations': 2, 'steps': 3}, 'l1': {'incarnations': 1, 'steps': 2}},
+)
 
 
-def step(at_s: float, number: int, steps: int, loss: float) -> dict:
-  return {
-    'time': at_s,
-    'name': 'step',
-    'step': number,
-    'steps': steps,
-    'tokens': 50 * steps,
-    'loss': loss,
-    'seconds': 0.5,
-  }
+def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
+  """A line of the records."""
+  return {'t_ns': 0, 'time': at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
 
 
-def child(at_s: float, name: str, state: str, text: str = '') -> dict:
-  return {'time': at_s, 'name': 'process', 'child': name, 'state': state, 'text': text}
+def step(at_s: float, number: int, steps: int, loss: float) -> dict[str, Any]:
+  return row(at_s, facts.Step(step=number, steps=steps, tokens=50 * steps, loss=loss, seconds=0.5))
 
 
-def exited(at_s: float, name: str, code: int) -> dict:
-  return {'time': at_s, 'name': 'exit', 'child': name, 'pid': 1, 'code': code}
+def child(at_s: float, name: str, state: str, text: str = '') -> dict[str, Any]:
+  return row(at_s, facts.Process(child=name, state=state, text=text))
 
 
+def exited(at_s: float, name: str, code: int) -> dict[str, Any]:
+  return row(at_s, facts.Exit(child=name, pid=1, code=code))
+
+
+def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
+  return row(
+    at_s,
+    protocol_facts.Adopted(
+      fragment=0,
+      version=1,
+      sync=1,
+      step=1,
+      steps_between=steps_between,
+      whole=whole,
+      staleness=0,
+    ),
+  )
+
+
+_SYNCED = protocol_facts.Synced(
+  sync=1,
+  fragment=0,
+  version=1,
+  participants=('l0', 'l1'),
+  grace_ns=0,
+  tokens=100,
+  why='all',
+  staleness=0,
+)
 # Two learners; l0 is killed at 13 s and trains again from 22 s on.
 _ROWS = [
   ('supervisor', child(10, 'l0', 'starting')),
   ('supervisor', child(10, 'l1', 'starting')),
-  ('syncer', {'time': 10.5, 'name': 'eval', 'step': 0, 'loss': 5.5, 'which': 'global'}),
+  ('syncer', row(10.5, facts.Eval(step=0, loss=5.5))),
   ('l0', step(11, 1, 1, 5.0)),
   ('l1', step(11.5, 1, 1, 5.2)),
-  ('syncer', {'time': 12, 'name': 'synced', 'participants': ['l0', 'l1'], 'fragment': 0}),
-  ('l0', {'time': 12, 'name': 'adopted', 'steps_between': 4, 'whole': True}),
-  ('l0', {'time': 12.1, 'name': 'adopted', 'steps_between': 6, 'whole': False}),
+  ('syncer', row(12, _SYNCED)),
+  ('l0', adopted(12, 4, True)),
+  ('l0', adopted(12.1, 6, False)),
   ('l0', step(12.5, 2, 2, 4.5)),
   ('supervisor', child(13, 'l0', 'down', 'killed by the chaos plan, back in 8 s')),
   ('supervisor', exited(13, 'l0', -9)),
   ('l1', step(14, 5, 2, 4.0)),
   ('supervisor', child(21, 'l0', 'starting', 'started again (life 2)')),
-  ('l0', {'time': 21.5, 'name': 'state', 'state': 'joined', 'incarnation': 2}),
+  ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, step=5))),
   ('l0', step(22, 6, 1, 3.9)),
-  ('syncer', {'time': 23, 'name': 'eval', 'step': 6, 'loss': 3.5, 'which': 'global'}),
-  ('syncer', {'time': 24, **_LEDGER}),
+  ('syncer', row(23, facts.Eval(step=6, loss=3.5))),
+  ('syncer', row(24, _LEDGER)),
+  ('syncer', row(24, facts.Traffic(bytes_up=1_000, bytes_down=3_000, bytes_data_parallel=80_000))),
   ('supervisor', exited(25, 'l0', 0)),
   ('supervisor', exited(25, 'l1', 0)),
 ]
 _FATES = {
-  'syncer': run_state_lib.Fate(state='done', starts=1),
-  'l0': run_state_lib.Fate(state='done', starts=2, kills=1),
-  'l1': run_state_lib.Fate(state='refused', starts=1, last_error='another model'),
+  'syncer': run_facts.Fate(state='done', starts=1),
+  'l0': run_facts.Fate(state='done', starts=2, kills=1),
+  'l1': run_facts.Fate(state='refused', starts=1, last_error='another model'),
 }
 
 
@@ -83,13 +107,13 @@ def _config():
   return config
 
 
-@pytest.fixture(name='history')
-def _history():
-  return history_lib.History(_ROWS, ['l0', 'l1'])
+@pytest.fixture(name='run')
+def _run():
+  return run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS)
 
 
-def test_the_summary_adds_up(config, history):
-  summary = summary_lib.summarize(config, history, _FATES, wall_seconds=15.0)
+def test_the_summary_adds_up(config, run):
+  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
   assert summary['tokens_trained'] == 250
   assert summary['tokens_merged'] + sum(summary['tokens_discarded'].values()) == 250
   assert summary['tokens_merged'] == 150
@@ -102,51 +126,48 @@ def test_the_summary_adds_up(config, history):
   ]
 
 
-def test_a_life_that_ended_counts_as_down_until_the_next_step(config, history):
-  learners = summary_lib.summarize(config, history, _FATES, wall_seconds=15.0)['learners']
+def test_a_life_that_ended_counts_as_down_until_the_next_step(config, run):
+  learners = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['learners']
   assert (
     learners['l0'].items()
     >= {'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
   )
   assert learners['l1']['seconds_down'] == 0
-  assert [life.ended for life in history.learners['l0'].lives] == ['killed', 'done']
+  assert [life.ended for life in run.learners['l0'].lives] == ['killed', 'done']
 
 
 def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
   """The first supervisor was killed, so nobody wrote down how its children ended."""
-  history = history_lib.History(
+  run = run_facts.RunFacts(['l0'], 10).take(
     [
       ('supervisor', child(1, 'l0', 'starting')),
       ('l0', step(2, 1, 1, 5.0)),
       ('supervisor', child(100, 'l0', 'starting')),
       ('l0', step(101, 2, 1, 4.0)),
-    ],
-    ['l0'],
+    ]
   )
-  assert [(life.started_s, life.ended_s, life.ended) for life in history.learners['l0'].lives] == [
+  assert [(life.started_s, life.ended_s, life.ended) for life in run.learners['l0'].lives] == [
     (0, 1, 'stopped'),
     (99, None, ''),
   ]
-  assert history.learners['l0'].seconds_down(history.end_s) == 0
+  assert run.learners['l0'].seconds_down(run.end_s) == 0
 
 
-def test_curves_stand_at_the_tokens_of_all(history):
-  assert [s.tokens for s in history.learners['l0'].steps] == [50, 150, 250]
-  assert [s.tokens for s in history.learners['l1'].steps] == [100, 200]
-  assert [(e.tokens, e.loss) for e in history.evaluations] == [(0, 5.5), (250, 3.5)]
+def test_curves_stand_at_the_tokens_of_all(run):
+  assert [s.tokens for s in run.learners['l0'].steps] == [50, 150, 250]
+  assert [s.tokens for s in run.learners['l1'].steps] == [100, 200]
+  assert [run.tokens_at(e.step) for e in run.evaluations] == [0, 250]
 
 
 def test_bytes_add_up_over_the_lives_of_a_syncer():
-  wire = history_lib.Wire()
+  wire = run_facts.Wire()
   for up, down in ((5, 9), (7, 9), (1, 2), (3, 2)):
-    wire.take({'wire_bytes_up': up, 'wire_bytes_down': down})
+    wire.take(facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
   assert (wire.bytes_up, wire.bytes_down) == (10, 11)
 
 
-def test_the_text_says_it_to_a_stranger(config, history, tmp_path):
-  text = summary_lib.text(
-    summary_lib.summarize(config, history, _FATES, wall_seconds=15.0), tmp_path
-  )
+def test_the_text_says_it_to_a_stranger(config, run, tmp_path):
+  text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
   for words in (
     'held-out loss  5.500 before, 3.500 after',
     'learner l0  3 steps, 1 contributions merged; killed once, 9.0 s until it trained again',
@@ -176,21 +197,18 @@ def test_a_run_that_never_began_has_a_report_too(config, tmp_path):
 
 
 def test_a_learner_alone_has_no_ledger(config):
-  history = history_lib.History(
+  run = run_facts.RunFacts(['l0', 'l1'], 10).take(
     [
-      ('l0', {'time': 1, 'name': 'eval', 'step': 0, 'loss': 5.0, 'which': 'local'}),
+      ('l0', row(1, facts.Eval(step=0, loss=5.0))),
       ('l0', step(2, 1, 1, 4.0)),
-    ],
-    ['l0', 'l1'],
+    ]
   )
-  summary = summary_lib.summarize(config, history, {}, wall_seconds=1.0)
+  summary = summary_lib.summarize(config, run, {}, wall_seconds=1.0)
   assert (summary['tokens_trained'], summary['tokens_merged'], summary['outer_steps']) == (50, 0, 0)
 
 
 def test_the_live_picture_shows_learners_syncer_and_the_last_event():
-  view = run_state_lib.RunView(['l0', 'l1'], total_steps=10)
-  for process, fact in _ROWS[:13]:
-    view.update(process, fact)
+  view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
   console = console_lib.Console(file=io.StringIO(), width=100)
   console.print(live.picture(view, elapsed_s=14))
   text = console.file.getvalue()
@@ -211,8 +229,8 @@ def test_plain_lines_name_their_process_and_a_closed_pipe_stops_nobody(tmp_path)
   with open(tmp_path / 'out', 'w') as stream:
     display = live.make(stream)
     display.listen('l0', 'completed step: 1')
-    display.tick(run_state_lib.RunView(['l0'], total_steps=10))
-    display.tick(run_state_lib.RunView(['l0'], total_steps=10))
+    display.tick(run_facts.RunFacts(['l0'], total_steps=10))
+    display.tick(run_facts.RunFacts(['l0'], total_steps=10))
   display.listen('l0', 'after the end')
   assert (tmp_path / 'out').read_text().splitlines() == [
     '[l0] completed step: 1',
@@ -222,7 +240,7 @@ def test_plain_lines_name_their_process_and_a_closed_pipe_stops_nobody(tmp_path)
 
 def test_records_of_a_real_recorder_can_be_read_back(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
-  recorder.report('step', step(0, 1, 1, 2.0))
+  recorder.report(facts.parse(step(0, 1, 1, 2.0)))
   recorder.close()
-  history = history_lib.History(records.TailAll(tmp_path).read(), ['l0'])
-  assert [s.loss for s in history.learners['l0'].steps] == [2.0]
+  run = run_facts.RunFacts(['l0'], 10).take(records.TailAll(tmp_path).read())
+  assert [s.loss for s in run.learners['l0'].steps] == [2.0]

@@ -5,7 +5,6 @@ then its process ends with exit 42 and is not started again, and l0 trains on by
 read what the processes have written down; the oracle reads their tapes.
 """
 
-import dataclasses
 import math
 import pathlib
 import socket
@@ -16,14 +15,13 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.node import failpoints
 from diloco_jax.proof.faults import chaos_report
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.report import records
 from diloco_jax.syncer import global_model as global_model_lib
 from experiments.configs import stdlib_lm
-from tests.runs import conductor, promises
+from tests.runs import conductor, faulty_learner, promises
 
 DEADLINE_S = 240
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment
@@ -57,9 +55,9 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
 
   payloads = [
     encoded(0),
-    bytes(failpoints.Spoiler('nan:1')(encoded(1))),
+    bytes(faulty_learner.Spoiler('nan:1')(encoded(1))),
     encoded(2),
-    bytes(failpoints.Spoiler('huge:1')(encoded(3))),
+    bytes(faulty_learner.Spoiler('huge:1')(encoded(3))),
   ]
   limit = 10 * 10**-2 * math.sqrt(size) * screening.UNIT
   participants = [
@@ -83,7 +81,7 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])
 def test_a_misspelt_fault_is_refused(text):
   with pytest.raises(ValueError, match='it must be nan:N or huge:N'):
-    failpoints.Spoiler(text)
+    faulty_learner.Spoiler(text)
 
 
 # --- A run ----------------------------------------------------------------------------------------
@@ -107,9 +105,7 @@ class Conductor(conductor.Conductor):
 def _spoiled(program: supervisor_lib.Program) -> supervisor_lib.Program:
   if program.name not in SPOILED:
     return program
-  return dataclasses.replace(
-    program, environment={**program.environment, failpoints.SPOIL: SPOILED[program.name]}
-  )
+  return faulty_learner.instead(program, f'--spoil={SPOILED[program.name]}')
 
 
 @pytest.fixture(scope='module', name='run')

@@ -15,10 +15,10 @@ import sys
 import pytest
 
 from diloco_jax.proof.checks import judge_tapes
-from diloco_jax.proof.faults import chaos_report, plans
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.proof.faults import chaos_report
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
-from diloco_jax.report import records
+from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -36,7 +36,8 @@ class Run:
   workdir: pathlib.Path
   code: int
   output: str
-  facts: chaos_report.Facts
+  facts: run_facts.RunFacts
+  began_ns: int  # of its first fact, on the clock of the tapes
   episodes: dict[str, chaos_report.Episode]  # by kind
 
   def lives(self) -> list[tuple[str, tapes.Life]]:
@@ -71,13 +72,13 @@ def _run(tmp_path_factory) -> Run:
       'PYTHONWARNINGS': '',
     },
   )
-  facts, episodes = chaos_report.Facts(LEARNERS), {}
-  for process, fact in records.TailAll(workdir).read():
-    facts.take(process, fact)
-    if fact['name'] == 'fault':
+  rows, episodes = records.TailAll(workdir).read(), {}
+  run = run_facts.RunFacts(LEARNERS, total_steps=1_000_000).take(rows)
+  for _, row in rows:
+    if row['name'] == 'episode':
       fields = [field.name for field in dataclasses.fields(chaos_report.Episode)]
-      episodes[fact['kind']] = chaos_report.Episode(**{name: fact[name] for name in fields})
-  return Run(workdir, ended.returncode, ended.stdout, facts, episodes)
+      episodes[row['kind']] = chaos_report.Episode(**{name: row[name] for name in fields})
+  return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], episodes)
 
 
 def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
@@ -90,16 +91,16 @@ def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
 def test_meanwhile_the_others_step_and_merge_and_afterwards_the_victim_too(run, kind):
   episode = run.episodes[kind]
   assert episode.found and episode.node == VICTIMS[kind]
-  span = (episode.began_ns, episode.ended_ns)
-  assert episode.ended_ns - episode.began_ns >= 3 * plans.SECOND_NS  # two leases
-  assert chaos_report.within(run.facts.merges, *span) >= 3
-  assert chaos_report.within(run.facts.steps['l0'], *span) >= 3
-  assert chaos_report.within(run.facts.merged['l0'], *span) >= 3
-  assert episode.recovered_ns > episode.ended_ns
+  span = (episode.began_s, episode.ended_s)
+  assert episode.ended_s - episode.began_s >= 3  # two leases
+  assert chaos_report.within(run.facts.merges_s, *span) >= 3
+  assert chaos_report.within(chaos_report.step_times(run.facts, 'l0'), *span) >= 3
+  assert chaos_report.within(run.facts.learners['l0'].merged_s, *span) >= 3
+  assert episode.recovered_s > episode.ended_s
 
 
 def test_the_untouched_learner_has_one_stream_for_the_whole_run(run):
-  assert [incarnation for _, incarnation in run.facts.joined['l0']] == [1]
+  assert [incarnation for _, incarnation in run.facts.learners['l0'].joined] == [1]
 
 
 @pytest.mark.parametrize(
@@ -116,8 +117,8 @@ def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   episode = run.episodes[kind]
   reasons = [
     why
-    for t_ns, why in run.facts.lost[episode.node]
-    if episode.began_ns <= t_ns <= episode.ended_ns
+    for at_s, why in run.facts.learners[episode.node].lost
+    if episode.began_s <= at_s <= episode.ended_s
   ]
   assert reason in reasons[0], reasons
 
@@ -140,46 +141,51 @@ def _incarnations(run: Run, kind: str) -> set[int]:
   episode = run.episodes[kind]
   return {
     incarnation
-    for t_ns, incarnation in run.facts.joined[episode.node]
-    if episode.began_ns <= t_ns <= episode.recovered_ns
+    for at_s, incarnation in run.facts.learners[episode.node].joined
+    if episode.began_s <= at_s <= episode.recovered_s
   }
 
 
 def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
   episode = run.episodes['slow']
-  span = (episode.began_ns, episode.ended_ns)
-  slow = chaos_report.within(run.facts.steps[episode.node], *span)
-  assert 0 < slow < chaos_report.within(run.facts.steps['l0'], *span)
-  assert not [t_ns for t_ns, _ in run.facts.lost[episode.node] if span[0] <= t_ns <= span[1]]
+  span = (episode.began_s, episode.ended_s)
+  slow = chaos_report.within(chaos_report.step_times(run.facts, episode.node), *span)
+  assert 0 < slow < chaos_report.within(chaos_report.step_times(run.facts, 'l0'), *span)
+  assert not [
+    at_s for at_s, _ in run.facts.learners[episode.node].lost if span[0] <= at_s <= span[1]
+  ]
 
 
 def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
   """It was frozen, another process took its id, it was thawed: it ends with 42."""
   episode = run.episodes['replace']
   zombie = episode.node
-  assert [code for _, code in run.facts.exits[zombie]] == [42]
+  ended_ns = run.began_ns + episode.ended_s * 1e9
+  assert [life.ended for life in run.facts.learners[zombie].lives] == ['refused']
   assert {
-    incarnation for t_ns, incarnation in run.facts.joined[zombie] if t_ns >= episode.began_ns
+    incarnation
+    for at_s, incarnation in run.facts.learners[zombie].joined
+    if at_s >= episode.began_s
   } == {2}
   for record in _read(run, '', 'syncer'):
     for action in record.actions:
-      if isinstance(action, actions.Merge) and record.now_ns > episode.ended_ns:
+      if isinstance(action, actions.Merge) and record.now_ns > ended_ns:
         assert all(one.incarnation == 2 for one in action.participants if one.learner == zombie)
 
 
 def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
   ledger = run.facts.ledger
-  assert ledger['unsettled'] == 0 and chaos_report.balance(ledger) == 0
-  assert ledger['merged'] > 0
+  assert ledger.unsettled == 0 and chaos_report.balance(dataclasses.asdict(ledger)) == 0
+  assert ledger.merged > 0
   trained = dict.fromkeys(LEARNERS, 0)
-  for _, life in run.lives():
+  for disk, life in run.lives():
     if life.node != 'syncer':
       trained[life.node] += sum(
         record.event.tokens
         for record in _records(life)
         if isinstance(record.event, events.StepDone)
       )
-  books = {name: row['tokens'] for name, row in ledger['learners'].items()}
+  books = {name: row['tokens'] for name, row in ledger.learners.items()}
   assert books['l0'] == trained['l0']  # it ended in order: not one token is missing
   assert all(books[name] <= trained[name] for name in LEARNERS)  # what died untold, died
 
@@ -243,10 +249,10 @@ def _merged_again():
   return lambda record: dataclasses.replace(record, event=again(record.event))
 
 
-def _report(name: str, change):
+def _report(kind: type, change):
   def edit(action):
-    if isinstance(action, actions.Report) and action.name == name:
-      return dataclasses.replace(action, values=change(action.values))
+    if isinstance(action, actions.Report) and isinstance(action.fact, kind):
+      return actions.Report(fact=change(action.fact))
     return action
 
   return lambda record: _asks(record, edit)
@@ -273,7 +279,7 @@ def _newer(merge):
     (_merged_again(), 'I1'),
     (_merge(_as_zombies), 'I12'),
     (_merge(_newer), 'I3'),
-    (_report('ledger', lambda values: {**values, 'merged': values['merged'] + 1}), 'I7'),
+    (_report(facts.Ledger, lambda fact: dataclasses.replace(fact, merged=fact.merged + 1)), 'I7'),
   ],
 )
 def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):

@@ -1,7 +1,7 @@
 """Learners that come back to a run of real processes, and what they get their moments from.
 
 One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
-everybody is killed when 10, 50 or 90 % of the moments are on their way (node/failpoints.py: the
+everybody is killed when 10, 50 or 90 % of the moments are on their way (faulty_learner.py: the
 place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
 goes, l2 trains again, and says which way it took. The tests read what the processes have written
 down, and the oracle reads all tapes.
@@ -14,9 +14,8 @@ import signal
 import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.node import failpoints
 from diloco_jax.report import records
-from tests.runs import conductor, promises
+from tests.runs import conductor, faulty_learner, promises
 
 DEADLINE_S = 900
 pytestmark = [pytest.mark.full, pytest.mark.timeout(960)]  # some fifteen starts of processes
@@ -51,20 +50,18 @@ class Run(conductor.Run):
 
 
 class Conductor(conductor.Conductor):
-  """Kills, arms failpoints, and waits for facts."""
+  """Kills learners, also at places of a donation, and waits for facts."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    self.armed = workdir / 'failpoints'
+    self.armed = workdir / 'kills'
     self.armed.mkdir()
     self.returns: list[Return] = []
-    super().__init__(workdir, recorder, OVERRIDES, change=self._with_failpoints)
+    super().__init__(workdir, recorder, OVERRIDES, change=self._mortal)
 
-  def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _mortal(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name == 'syncer':
       return program
-    return dataclasses.replace(
-      program, environment={**program.environment, failpoints.FOLDER: str(self.armed)}
-    )
+    return faulty_learner.instead(program, f'--kills={self.armed}')
 
   def deaths(self, at: int) -> list[str]:
     return [
@@ -78,7 +75,9 @@ class Conductor(conductor.Conductor):
     for percent in (10, 50):
       await self.comes_back(['l2'], f'donation.sent_{percent}')
     await self.comes_back(['l2'], 'donation.sent_90', 'donation.sent_90')
-    await self.comes_back(['l2'], *(f'donation.got_{percent}' for percent in failpoints.PERCENTS))
+    await self.comes_back(
+      ['l2'], *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS)
+    )
     await self.comes_back(['l1', 'l2'])
     self.supervisor.retire()
 
@@ -87,7 +86,7 @@ class Conductor(conductor.Conductor):
     await self.until(lambda: all(len(self.since(one, 'step', at)) >= 10 for one in learners))
 
   async def comes_back(self, learners: list[str], *places: str) -> None:
-    """Kills learners, with failpoints armed; until all who died are back and train."""
+    """Kills learners, with such places armed; until all who died are back and train."""
     self.look()
     at = len(self.facts)
     for number, place in enumerate(places):
@@ -138,7 +137,7 @@ def test_a_donor_that_dies_on_the_way_is_replaced_by_the_next(run, percent):
 
 
 def test_a_joiner_that_dies_on_the_way_again_and_again_gets_them_in_its_last_life(run):
-  (back,) = returns(run, *(f'donation.got_{percent}' for percent in failpoints.PERCENTS))
+  (back,) = returns(run, *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS))
   assert back.deaths == ['l2'] * 4
   assert back.recovered['by'] == 'donor'
 

@@ -16,7 +16,7 @@ import pytest
 from diloco_jax.launch import one_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
+from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records
@@ -352,9 +352,9 @@ class Watched(records.Recorder):
     super().__init__(workdir, name, tensorboard=False)
     self._left, self._enough = 6, enough
 
-  def report(self, name: str, values: dict) -> None:
-    super().report(name, values)
-    if name == 'synced':
+  def report(self, fact: facts.Fact) -> None:
+    super().report(fact)
+    if isinstance(fact, facts.Synced):
       self._left -= 1
       if not self._left:
         self._enough.set()

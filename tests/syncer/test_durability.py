@@ -76,14 +76,13 @@ class Records:
 
   def __init__(self):
     self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    self.reported: list[str] = []
+    self.reported: list[object] = []
 
   def say(self, text: str) -> None:
     self.said.put(text)
 
-  def report(self, name: str, values: dict) -> None:
-    del values
-    self.reported.append(name)
+  def report(self, fact: object) -> None:
+    self.reported.append(fact)
 
 
 class Rig:

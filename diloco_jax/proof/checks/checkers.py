@@ -172,7 +172,8 @@ class Checkers:
       if what is actions.Send:
         what = type(action.message)
       elif what is actions.Report:
-        what = action.name
+        action = action.fact
+        what = type(action)
       for look in table.get(what, ()):
         look(book, now_ns, action, event)
     table = self._after[role]

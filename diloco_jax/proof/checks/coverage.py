@@ -13,10 +13,10 @@ import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from diloco_jax.proof import plans
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import diagrams
-from diloco_jax.proof.faults import plans
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 # Others need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
@@ -28,7 +28,11 @@ REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
 SNAPSHOTS = ('of all', 'without somebody', 'given up')
-DONATIONS = ('asked', 'relayed', 'given up')
+DONATIONS = {
+  messages.Donate: 'asked',
+  messages.Donation: 'relayed',
+  messages.NoDonation: 'given up',
+}
 WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
 FAULTS = tuple(plans.KINDS)
@@ -52,7 +56,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     *(f'merged because {why}' for why in MERGED_WHY),
     *(f'cancelled because {why}' for why in CANCELLED_WHY),
     *(f'rejected for {why}' for why in REJECTED_WHY),
-    *(f'donation {state}' for state in DONATIONS),
+    *(f'donation {state}' for state in DONATIONS.values()),
     *(f'recovered by {way}' for way in WAYS),
     *(f'exit {code}' for code in EXITS),
     *(f'fault {kind}' for kind in faults),
@@ -146,7 +150,7 @@ class Marks(observers.Observer):
         if type(action.message) is messages.Joined:
           self._leased(self._claims[process, action.session], action.message)
       elif kind is actions.Report:
-        self._reported(action)
+        self._reported(action.fact)
       elif kind is actions.Exit:
         self.counts[f'exit syncer {action.code}'] += 1
 
@@ -156,6 +160,8 @@ class Marks(observers.Observer):
       self.counts[f'settled {message.reason or "merged"}'] += 1
     elif kind is messages.Refused:
       self.counts[f'refused {message.code}'] += 1
+    elif kind in DONATIONS:
+      self.counts[f'donation {DONATIONS[kind]}'] += 1
 
   def _leased(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
     if claim == (joined.stream, joined.cursor):
@@ -165,27 +171,24 @@ class Marks(observers.Observer):
     else:
       self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
 
-  def _reported(self, report: actions.Report) -> None:
-    values = report.values
-    match report.name:
-      case 'merging':
-        self.counts[f'merged because {values["why"].split()[0]}'] += 1
-      case 'cancelled':
-        self.counts[f'cancelled because {values["why"].split()[0]}'] += 1
-      case 'refused':
-        self.counts[f'rejected for {values["why"].split()[0]}'] += 1
-      case 'member' if values['state'] == 'waits':
+  def _reported(self, fact: facts.Fact) -> None:
+    match fact:
+      case facts.Merging():
+        self.counts[f'merged because {fact.why.split()[0]}'] += 1
+      case facts.Cancelled():
+        self.counts[f'cancelled because {fact.why.split()[0]}'] += 1
+      case facts.Refused():
+        self.counts[f'rejected for {fact.why.split()[0]}'] += 1
+      case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
-      case 'snapshot':
-        whole = 'without somebody' if values['missing'] else 'of all'
-        self.counts[f'snapshot {"given up" if values["error"] else whole}'] += 1
-      case 'donation':
-        self.counts[f'donation {values["state"]}'] += 1
-      case 'ledger':
-        for reason in values['discarded']:
+      case facts.Snapshot():
+        whole = 'without somebody' if fact.missing else 'of all'
+        self.counts[f'snapshot {"given up" if fact.error else whole}'] += 1
+      case facts.Ledger():
+        for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1
-        self.counts['syncs skipped'] += values['skipped']
-        self.counts['fragment repaired'] += values['repaired']
+        self.counts['syncs skipped'] += fact.skipped
+        self.counts['fragment repaired'] += fact.repaired
 
   def _learner(self, out: Sequence[actions.Action]) -> None:
     for action in out:
@@ -193,7 +196,7 @@ class Marks(observers.Observer):
       self._types[kind] += 1
       if kind is actions.Send and type(action.message) is messages.Decline:
         self.counts[f'declined {action.message.reason}'] += 1
-      elif kind is actions.Report and action.name == 'moments':
-        self.counts[f'recovered by {action.values["by"]}'] += 1
+      elif kind is actions.Report and type(action.fact) is facts.Moments:
+        self.counts[f'recovered by {action.fact.by}'] += 1
       elif kind is actions.Exit:
         self.counts[f'exit learner {action.code}'] += 1

@@ -115,8 +115,8 @@ def _kind(what: events.Event | actions.Action) -> Any:
   match what:
     case events.Received(message=message) | actions.Send(message=message):
       return type(message)
-    case actions.Report(name=name):
-      return name
+    case actions.Report(fact=fact):
+      return type(fact)
   return type(what)
 
 

@@ -6,8 +6,7 @@ from its checkpoint, or, if its host was lost with its disk, from nothing.
 
 from collections.abc import Callable
 
-from diloco_jax.proof import random_streams
-from diloco_jax.proof.faults import plans
+from diloco_jax.proof import plans, random_streams
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import network, processes
 from diloco_jax.proof.sim import world as world_lib

@@ -9,7 +9,7 @@ from typing import Any
 
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import engine as engine_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 MS = engine_lib.MS
 SILENT = messages.Heartbeat | messages.Progress | messages.Adopted
@@ -46,12 +46,12 @@ def words(action: Any) -> str:
         f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
         + ''.join(f', not {name}: {why}' for name, why in missing)
       )
-    case actions.Report(name='cancelled', values=values):
-      return f'cancels sync {values["sync"]} of fragment {values["fragment"]}: {values["why"]}'
-    case actions.Report(name='merging', values=values):
-      return f'  because {values["why"]} (grace {values["grace_ns"] / MS:g} ms)'
-    case actions.Report(name='member', values={'state': 'lost', 'learner': name, **values}):
-      return f'loses {name}: {values["reason"]}'
+    case actions.Report(fact=facts.Cancelled(sync=sync, fragment=p, why=why)):
+      return f'cancels sync {sync} of fragment {p}: {why}'
+    case actions.Report(fact=facts.Merging(why=why, grace_ns=grace_ns)):
+      return f'  because {why} (grace {grace_ns / MS:g} ms)'
+    case actions.Report(fact=facts.Member(state='lost', learner=name, reason=reason)):
+      return f'loses {name}: {reason}'
     case actions.Say(text=text):
       return f'"{text}"'
     case actions.Exit(code=code, text=text):

@@ -19,7 +19,7 @@ from diloco_jax.proof.sim import arrays, hardware, network, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import simulated_log as simulated_log_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.storage import outer_log, wal_format
 
 MS = engine_lib.MS
@@ -40,7 +40,7 @@ class Process(abc.ABC):
     self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
     self.alive, self.frozen, self.exit = True, False, None
     self.contents: dict[int, Any] = {}
-    self.reports: dict[str, dict] = {}  # the newest of every name
+    self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
     self.save_ns = 5 * MS
     self._handles = itertools.count(1)
     self._held: list[Callable[[], None]] = []
@@ -118,8 +118,8 @@ class Process(abc.ABC):
         self.exit = action
         arrays.claim(not self.contents, 'Every handle is dropped.', self.name, self.contents)
         self.world.end(self, killed=False)
-      case actions.Report(name=name, values=values):
-        self.reports[name] = values
+      case actions.Report(fact=fact):
+        self.reports[type(fact)] = fact
       case actions.Say():
         pass
       case _:

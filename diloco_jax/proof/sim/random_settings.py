@@ -7,8 +7,7 @@ common fault does not hide another. Every theme draws from a stream of its own (
 import dataclasses
 import random
 
-from diloco_jax.proof import random_streams
-from diloco_jax.proof.faults import plans
+from diloco_jax.proof import plans, random_streams
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib

@@ -133,26 +133,25 @@ def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
 def _check_books(world: world_lib.World) -> None:
   """The last ledger against what the world saw (fragment-tokens)."""
   ledger, theta = world.ledger(), world.syncer.theta
-  discarded = sum(ledger['discarded'].values())
+  discarded = sum(ledger.discarded.values())
   arrays.claim(
-    ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded
-    and ledger['unsettled'] == 0,
+    ledger.fragments * ledger.trained == ledger.merged + discarded and ledger.unsettled == 0,
     'Every token trained is merged or discarded.',
     ledger,
   )
   arrays.claim(
-    world.flipped or not ledger['repaired'],
+    world.flipped or not ledger.repaired,
     'No published value differs unless a bit was flipped.',
     ledger,
   )
   arrays.claim(theta.finite, 'The global state is finite.')
   arrays.claim(
-    ledger['merged'] == sum(theta.merged.values()),
+    ledger.merged == sum(theta.merged.values()),
     'What the ledger calls merged was merged.',
     ledger,
     theta.merged,
   )
-  for name, row in ledger['learners'].items():
+  for name, row in ledger.learners.items():
     trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
     arrays.claim(
       row['merged'] == theta.merged.get(name, 0),

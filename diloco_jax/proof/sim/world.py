@@ -17,7 +17,7 @@ from diloco_jax.proof.sim import arrays, hardware, processes, simulated_log, sna
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import network as network_lib
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -250,9 +250,9 @@ class World:
     """The syncer has closed every fragment and ended."""
     return self.syncer.exit is not None and self.syncer.machine._finished
 
-  def ledger(self) -> dict:
+  def ledger(self) -> facts.Ledger:
     """As last reported."""
-    return self.syncer.reports['ledger']
+    return self.syncer.reports[facts.Ledger]
 
   def stuck(self) -> str:
     """Every machine's private state, for the message of a run that does not end."""

@@ -26,7 +26,7 @@ import collections
 import dataclasses
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages, states
+from diloco_jax.protocol import action_list, actions, events, facts, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
@@ -207,7 +207,7 @@ class LearnerMachine:
     self._taker.hung_up()
     self._connection.disconnected(now_ns, reason)
     if joined:
-      self._report_state('disconnected', reason=reason)
+      self._report_state('disconnected', reason)
 
   def _receive(self, now_ns: int, message: messages.Message, handle: int | None) -> None:
     match message:
@@ -269,7 +269,7 @@ class LearnerMachine:
     for fragment, anchor in enumerate(self._anchors):
       self._renew(fragment, anchor, joined.step)
     self._taker.joined(now_ns, joined)
-    self._report_state('joined', due=len(self._due))
+    self._report_state('joined')
 
   def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
     """A new stream begins: what was sent before and is not merged will be asked for again."""
@@ -317,13 +317,6 @@ class LearnerMachine:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       if self._pulls.get(settled.fragment) == settled.sync:
         del self._pulls[settled.fragment]
-    self._out.report(
-      'settled',
-      sync=settled.sync,
-      fragment=settled.fragment,
-      merged=settled.merged,
-      reason=settled.reason,
-    )
 
   # --- Training -----------------------------------------------------------------------------------
 
@@ -424,14 +417,15 @@ class LearnerMachine:
       )
     )
     self._out.report(
-      'adopted',
-      fragment=fragment,
-      version=publish.version,
-      sync=publish.sync,
-      step=self.step,
-      steps_between=self.steps - anchor.steps,
-      whole=publish.base_version is None,
-      staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+      facts.Adopted(
+        fragment=fragment,
+        version=publish.version,
+        sync=publish.sync,
+        step=self.step,
+        steps_between=self.steps - anchor.steps,
+        whole=publish.base_version is None,
+        staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+      )
     )
     self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
     self._anchors[fragment] = _Anchor(
@@ -549,8 +543,10 @@ class LearnerMachine:
 
   # --- What others may see ------------------------------------------------------------------------
 
-  def _report_state(self, state: str, **values: Any) -> None:
-    self._out.report('state', state=state, incarnation=self._incarnation, step=self.step, **values)
+  def _report_state(self, state: str, reason: str = '') -> None:
+    self._out.report(
+      facts.State(state=state, incarnation=self._incarnation, step=self.step, reason=reason)
+    )
 
   def snapshot(self) -> dict[str, Any]:
     """What a checkpoint keeps of the protocol, as JSON types."""

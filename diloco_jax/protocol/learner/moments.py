@@ -21,7 +21,7 @@ gives is of one moment. One snapshot at a time is on its way off the device.
 import collections
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection as connection_lib
 
@@ -178,7 +178,9 @@ class Taker:
     self.way, self.deadline_ns = way, None
     self._forget()
     if way != Way.START:
-      self._out.report('moments', by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+      self._out.report(
+        facts.Moments(by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+      )
     if way == Way.DONOR:
       self._out.say(f'recovered by: donor {donor}, moments of its step {donated}')
     elif way != Way.START and self._config.donor_wait_ns:

@@ -16,7 +16,7 @@ A sync ends with a version that is published, or cancelled. Either way each part
 became of its part.
 """
 
-from diloco_jax.protocol import action_list, events, messages
+from diloco_jax.protocol import action_list, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
@@ -157,14 +157,9 @@ class Gathering:
     publish = self._published.advance(done)
     self.synced += 1
     merged = [one for one in gather.participants if one.learner not in done.refused]
-    self._out.report(
-      'synced',
-      **{  # not before: now it is durable
-        **gather.facts,
-        'participants': [one.learner for one in merged],
-        'tokens': sum(one.tokens for one in merged),
-      },
-    )
+    names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
+    # Not before: now it is durable.
+    self._out.report(facts.Synced(**{**gather.facts, 'participants': names, 'tokens': tokens}))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
@@ -203,7 +198,7 @@ class Gathering:
       if member.sent:
         self.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
     self.cancelled += 1
-    self._out.report('cancelled', sync=gather.sync, fragment=gather.fragment, why=why)
+    self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
 
   # --- Verdicts that a learner hears --------------------------------------------------------------
 

@@ -36,9 +36,8 @@ Refusals are pure functions: the first reason that holds, with both sides and th
 """
 
 import dataclasses
-from typing import Any
 
-from diloco_jax.protocol import action_list, messages
+from diloco_jax.protocol import action_list, facts, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
@@ -303,7 +302,7 @@ class Membership:
     self._tell_cancelled(member, clock)
     for fragment in due:
       self._published.read(fragment)
-    self._report(member, 'joined', due=len(due), step=clock, **lease._asdict())
+    self._report(member, 'joined')
 
   def _needs_moments(self, member: members_lib.Member) -> bool:
     """It has trained nothing yet, and was not brought back with the run, moments and all."""
@@ -413,9 +412,9 @@ class Membership:
     self.lose(session, reason)
     self._out.close(session, told)
 
-  def _report(self, member: members_lib.Member, state: str, **values: Any) -> None:
+  def _report(self, member: members_lib.Member, state: str, **values: str) -> None:
     self._out.report(
-      'member', learner=member.learner, state=state, incarnation=member.incarnation, **values
+      facts.Member(learner=member.learner, state=state, incarnation=member.incarnation, **values)
     )
 
   def check(self) -> None:

@@ -38,7 +38,7 @@ theory of its own, and none calls back::
 import copy
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import checkpoints as checkpoints_lib
@@ -314,14 +314,13 @@ class SyncerMachine:
       'sync': gather.sync,
       'fragment': gather.fragment,
       'version': base + 1,
-      'participants': [p.learner for p in participants],
-      'waited_ns': now_ns - gather.opened_ns,
+      'participants': tuple(p.learner for p in participants),
       'grace_ns': gather.grace_ns,
       'tokens': sum(p.tokens for p in participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in gather.payloads.values()),
     }
-    self._out.report('merging', **gather.facts)
+    self._out.report(facts.Merging(**gather.facts))
     gathering = any(not one.merging for one in self._gathering.open.values())
     self._saving.decided(over=self._pace.over and not gathering)
 
@@ -473,11 +472,12 @@ class SyncerMachine:
 
   def _report_ledger(self) -> None:
     self._out.report(
-      'ledger',
-      **self._ledger.totals(),
-      learners=self._ledger.learners(),
-      **self._counts(),
-      sync=self.clock,
+      facts.Ledger(
+        **self._ledger.totals(),
+        learners=self._ledger.learners(),
+        **self._counts(),
+        sync=self.clock,
+      )
     )
 
   def _counts(self) -> dict[str, int]:

@@ -146,14 +146,12 @@ class Relay:
         donor.session,
         messages.Donate(transfer=transfer.number, step=transfer.step, versions=transfer.versions),
       )
-      self._report(transfer, 'asked')
     elif not self._might_give(transfer):
       self._give_up(transfer, 'no learner can donate')
 
   def _give_up(self, transfer: Transfer, reason: str) -> None:
     del self._transfers[transfer.number]
     self._out.send(transfer.session, messages.NoDonation(transfer=transfer.number, reason=reason))
-    self._report(transfer, 'given up', reason=reason)
 
   # --- What the donor says ------------------------------------------------------------------------
 
@@ -166,7 +164,6 @@ class Relay:
       ):
         del self._transfers[transfer.number]
         self._out.send(transfer.session, donation, handle)
-        self._report(transfer, 'relayed', size_bytes=donation.payload.size_bytes)
       else:
         self._next(transfer, member.learner)
     self._out.drop(handle)
@@ -202,16 +199,6 @@ class Relay:
         del self._transfers[transfer.number]
       elif transfer.donor == member.learner:
         transfer.donor = ''
-
-  def _report(self, transfer: Transfer, state: str, **values) -> None:
-    self._out.report(
-      'donation',
-      transfer=transfer.number,
-      state=state,
-      learner=transfer.joiner.learner,
-      donor=transfer.donor,
-      **values,
-    )
 
   def check(self) -> None:
     for number, transfer in self._transfers.items():

@@ -22,7 +22,7 @@ A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-4
 
 from collections.abc import Sequence
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
@@ -104,13 +104,14 @@ class Screening:
       if one.learner in done.refused:
         what = words(norm, self.windows[done.fragment])
         self._out.report(
-          'refused',
-          sync=done.sync,
-          fragment=done.fragment,
-          learner=one.learner,
-          incarnation=one.incarnation,
-          tokens=one.tokens,
-          why=what,
+          facts.Refused(
+            sync=done.sync,
+            fragment=done.fragment,
+            learner=one.learner,
+            incarnation=one.incarnation,
+            tokens=one.tokens,
+            why=what,
+          )
         )
         if present and self.strike(now_ns, member, done.fragment, what):
           quarantined.append(member)

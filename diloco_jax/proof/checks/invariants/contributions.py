@@ -1,7 +1,7 @@
 """Safety: every payload counts once, against the right version, in one order."""
 
 from diloco_jax.proof.checks.invariants import invariant
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
@@ -166,17 +166,16 @@ class Quorum(invariant.Invariant):
       if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
         self.fail(merge, peer)
 
-  @invariant.on(SYNCER, 'merging')
-  def merging(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Merging)
+  def merging(self, book, now_ns, merging, event):
     """The reason that is recorded holds."""
-    values = report.values
-    gather = book.gathers[values['sync']]
-    if values['grace_ns'] != gather.grace_ns:
-      self.fail(values, f'the grace window is {gather.grace_ns} ns')
-    if gather.waiting and now_ns < gather.quorum_ns + values['grace_ns']:
-      self.fail(values, f'{gather.waiting} have not answered')
-    if values['tokens'] != sum(one.tokens for one in gather.merging.participants):
-      self.fail(values, gather.merging)
+    gather = book.gathers[merging.sync]
+    if merging.grace_ns != gather.grace_ns:
+      self.fail(merging, f'the grace window is {gather.grace_ns} ns')
+    if gather.waiting and now_ns < gather.quorum_ns + merging.grace_ns:
+      self.fail(merging, f'{gather.waiting} have not answered')
+    if merging.tokens != sum(one.tokens for one in gather.merging.participants):
+      self.fail(merging, gather.merging)
 
 
 class Fresh(invariant.Invariant):

@@ -1,7 +1,7 @@
 """Safety: every batch of the data streams counts once, and nothing is skipped."""
 
 from diloco_jax.proof.checks.invariants import invariant
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, facts, messages
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -29,8 +29,8 @@ class BatchesOnce(invariant.Invariant):
   def save(self, book, now_ns, save, event):
     self._same(book, save.snapshot['data'], [])
 
-  @invariant.on(SYNCER, 'merging')
-  def books(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Merging)
+  def books(self, book, now_ns, merging, event):
     moves = [
       [
         sync,
@@ -42,7 +42,7 @@ class BatchesOnce(invariant.Invariant):
       for sync, one in book.gathers.items()
       if one.record is not None
     ]
-    merge = book.gathers[report.values['sync']].merging
+    merge = book.gathers[merging.sync].merging
     self._same(book, merge.books['data'], moves)
 
   def _same(self, book, data, moves):

@@ -2,7 +2,7 @@
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import donation as donation_book
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import moments_relay
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
@@ -139,16 +139,16 @@ class Donated(invariant.Invariant):
     if book.step - message.step > self.config.period:
       self.fail(book, take, f'the clock is {book.step}, that of the donation {message.step}')
 
-  @invariant.on(LEARNER, 'moments')
-  def recovered(self, book, now_ns, report, event):
-    way, restored = report.values['by'], book.life.start.snapshot is not None
+  @invariant.on(LEARNER, facts.Moments)
+  def recovered(self, book, now_ns, moments, event):
+    way, restored = moments.by, book.life.start.snapshot is not None
     taken = type(event) is events.MomentsTaken and event.matched
     if book.way or (way == Way.DONOR) != taken:
-      self.fail(book, report.values, event)
+      self.fail(book, moments, event)
     if not taken and way != (Way.CHECKPOINT if restored else Way.FRAGMENTS):
-      self.fail(book, report.values)
+      self.fail(book, moments)
     if not taken and not self._in_vain(book, now_ns, event):
-      self.fail(book, report.values, 'a donation may come')
+      self.fail(book, moments, 'a donation may come')
 
   def _in_vain(self, book, now_ns, event) -> bool:
     """Whether there was no donation to be had."""

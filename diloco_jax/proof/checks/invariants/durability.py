@@ -2,7 +2,7 @@
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import lineage as lineage_book
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, facts, messages
 
 SYNCER = invariant.SYNCER
 
@@ -28,10 +28,10 @@ class SnapshotIsACut(invariant.Invariant):
       self.fail('an outer step is under way')
     self._same(save.books, book.lineage)
 
-  @invariant.on(SYNCER, 'merging')
-  def books(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Merging)
+  def books(self, book, now_ns, merging, event):
     """So are the books of an outer step, of the moment at which it is decided."""
-    merge = book.gathers[report.values['sync']].merging
+    merge = book.gathers[merging.sync].merging
     self._same(merge.books, book.lineage)
     under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
     if sorted(merge.books['merging']) != sorted(under_way):
@@ -84,7 +84,7 @@ class DurableFirst(invariant.Invariant):
   )
 
   @invariant.on(
-    SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, 'cancelled'
+    SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, facts.Cancelled
   )
   def said(self, book, now_ns, what, event):
     durable, told = self.run.durable, self.run.told

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import syncer as syncer_book
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -92,8 +92,8 @@ class LeaseEnds(invariant.Invariant):
   id = 'L8'
   sentence = 'Who is not heard of for a lease is not waited for any longer.'
 
-  @invariant.on(SYNCER, 'ledger')
-  def ledger(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
     if book.exiting:
       return
     for peer in book.members.values():

@@ -23,7 +23,7 @@ class Violation(AssertionError):
 
 
 def on(role: str, *kinds: Any) -> Callable:
-  """The method sees every such event or action (a message's class; a report's name) of a role,
+  """The method sees every such event or action (a message's class; a fact's) of a role,
   before the books do: method(book, now_ns, what, the turn's actions or event)."""
   return _mark('_on', role, kinds)
 

@@ -3,7 +3,7 @@
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
@@ -53,9 +53,9 @@ class NobodyIsWaitedFor(invariant.Invariant):
       return True
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
 
-  @invariant.on(SYNCER, 'cancelled')
-  def cancelled(self, book, now_ns, report, event):
-    gather = book.gathers.get(report.values['sync'])
+  @invariant.on(SYNCER, facts.Cancelled)
+  def cancelled(self, book, now_ns, cancelled, event):
+    gather = book.gathers.get(cancelled.sync)
     if gather is None:
       return  # its outer step was refused
     if (
@@ -63,7 +63,7 @@ class NobodyIsWaitedFor(invariant.Invariant):
       or len(gather.payloads) >= self.config.quorum
       or (not self._hopeless(book, gather))
     ):
-      self.fail(report.values, gather)
+      self.fail(cancelled, gather)
 
 
 class EveryPullIsAnswered(invariant.Invariant):
@@ -99,8 +99,8 @@ class MergesAgain(invariant.Invariant):
   def healed(self, now_ns):
     self._from_ns = now_ns + self.LEASES * self.config.lease_ns
 
-  @invariant.on(SYNCER, 'ledger')
-  def ledger(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
     if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
       self._before = self._clock(), list(book.lineage.versions)
 

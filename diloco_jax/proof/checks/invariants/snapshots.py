@@ -4,7 +4,7 @@ import dataclasses
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import syncer as syncer_book
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 SYNCER, LEARNER, EVERY = invariant.SYNCER, invariant.LEARNER, invariant.EVERY
 
@@ -56,8 +56,8 @@ class _Snapshots(invariant.Invariant):
     if taking is not None and event.snapshot == taking.number:
       taking.own = event
 
-  @invariant.on(SYNCER, 'snapshot')
-  def ends(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Snapshot)
+  def ends(self, book, now_ns, snapshot, event):
     self.taking[book.life.number].ended = True
 
   def excused(self, taking, learner, now_ns) -> bool:

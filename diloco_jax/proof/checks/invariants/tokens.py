@@ -3,7 +3,7 @@
 import collections
 
 from diloco_jax.proof.checks.invariants import invariant
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
 
 Reason = messages.Reason
@@ -92,30 +92,30 @@ class TokensConserved(invariant.Invariant):
       if (one.learner, one.tokens, one.steps) != true:
         self.fail(one, said)
 
-  @invariant.on(SYNCER, 'ledger')
-  def ledger(self, book, now_ns, report, event):
-    values = report.values
-    if self._differs(book, values) and not values['unsettled'] and book.can_end(now_ns):
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
+    if self._differs(book, ledger) and not ledger.unsettled and book.can_end(now_ns):
       book.lineage.close_all()
-    difference = self._differs(book, values)
+    difference = self._differs(book, ledger)
     if difference:
       self.fail(difference)
 
-  def _differs(self, book, values) -> str:
+  def _differs(self, book, ledger) -> str:
     true = book.lineage.totals()
     for name, count in true.items():
-      if values[name] != count:
-        return f'{name} is {values[name]}, it should be {count}'
+      said = getattr(ledger, name)
+      if said != count:
+        return f'{name} is {said}, it should be {count}'
     rows = {
       name: (row['incarnations'], row['tokens'], row['merged'], row['discarded'])
-      for name, row in values['learners'].items()
+      for name, row in ledger.learners.items()
     }
     true = book.lineage.learners()
     return '' if rows == true else f'learners are {rows}, it should be {true}'
 
-  @invariant.on(SYNCER, 'ledger')
-  def counts(self, book, now_ns, report, event):
-    values, lineage = report.values, book.lineage
+  @invariant.on(SYNCER, facts.Ledger)
+  def counts(self, book, now_ns, ledger, event):
+    lineage = book.lineage
     true = (
       sum(lineage.versions),
       sum(lineage.cancelled),
@@ -123,7 +123,7 @@ class TokensConserved(invariant.Invariant):
       lineage.skipped * self.config.fragments,
       lineage.opened,
     )
-    said = tuple(values[name] for name in ('synced', 'cancelled', 'repaired', 'skipped', 'sync'))
+    said = (ledger.synced, ledger.cancelled, ledger.repaired, ledger.skipped, ledger.sync)
     if said != true:
       self.fail(f'synced, cancelled, repaired, skipped, sync are {said}, they should be {true}')
 
@@ -212,13 +212,13 @@ class Verdicts(invariant.Invariant):
     if not true:
       self.fail(send, message, gather, lineage.versions)
 
-  @invariant.on(SYNCER, 'cancelled')
-  def cancelled(self, book, now_ns, report, event):
+  @invariant.on(SYNCER, facts.Cancelled)
+  def cancelled(self, book, now_ns, cancelled, event):
     """Everybody is told, also who was not asked: a lock-step learner may wait for it."""
-    told = self._told.pop(report.values['sync'], set())
+    told = self._told.pop(cancelled.sync, set())
     for peer in book.members.values():
       if peer.joined and peer.session not in told:
-        self.fail(report.values, f'{peer.join.learner} was not told')
+        self.fail(cancelled, f'{peer.join.learner} was not told')
 
   @invariant.after(SYNCER, messages.Contribution)
   def answered(self, book, now_ns, event, out):

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 
 Way = messages.Way
 
@@ -125,8 +125,8 @@ def taken(book, now_ns: int, event: events.MomentsTaken, out: Sequence) -> None:
   book.taking = False
 
 
-def decides(book, now_ns: int, report: actions.Report, event: Any) -> None:
-  book.way, book.deadline_ns = report.values['by'], None
+def decides(book, now_ns: int, moments: facts.Moments, event: Any) -> None:
+  book.way, book.deadline_ns = moments.by, None
   book.begin()
 
 
@@ -137,4 +137,4 @@ LEARNER_EVENTS: dict[type, Callable] = {
   messages.Donation: heard,
   messages.NoDonation: heard,
 }
-LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, 'moments': decides}
+LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, facts.Moments: decides}

@@ -8,7 +8,7 @@ from typing import Any
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import grace
 
@@ -364,10 +364,10 @@ class SyncerBook:
     """The syncs that would end with this process."""
     return tuple(one.sync for one in self.gathers.values() if one.record is None)
 
-  def cancels(self, now_ns: int, report: actions.Report, event: Any) -> None:
+  def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
     """A sync is cancelled; after a failed merge it was counted already."""
-    if self.gathers.pop(report.values['sync'], None) is not None:
-      self.lineage.cancelled[report.values['fragment']] += 1
+    if self.gathers.pop(cancelled.sync, None) is not None:
+      self.lineage.cancelled[cancelled.fragment] += 1
 
   def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
     self.reads.add(read.fragment)
@@ -452,5 +452,5 @@ SYNCER_ACTIONS: dict[Any, Callable] = {
   messages.Publish: SyncerBook.publishes,
   messages.Settled: SyncerBook.settles,
   actions.ReadFragment: SyncerBook.reads_whole,
-  'cancelled': SyncerBook.cancels,
+  facts.Cancelled: SyncerBook.cancels,
 }

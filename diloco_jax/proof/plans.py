@@ -1,6 +1,6 @@
 """Chaos plans: what goes wrong, with whom, when, and for how long. Pure data.
 
-The same plan drives the simulated world (nemesis.py) and real processes (experiments/chaos.py). A
+The same plan drives the simulated world (sim/faults.py) and real processes (faults/chaos_run.py). A
 fault is of a kind, begins at `at_ns` of the run and is undone `for_ns` later:
 
 | kind | what happens to `node` | `amount` |

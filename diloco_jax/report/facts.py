@@ -1,0 +1,119 @@
+"""The facts that processes report about themselves, and all facts by their names in the records.
+
+Those that a machine decides are in protocol/facts.py.
+"""
+
+import dataclasses
+import typing
+from typing import Any
+
+from diloco_jax.protocol import facts as protocol_facts
+
+# --- Of a learner ---------------------------------------------------------------------------------
+
+
+@protocol_facts.fact
+class Step:
+  """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process."""
+
+  step: int
+  steps: int
+  tokens: int
+  loss: float
+  seconds: float
+
+
+@protocol_facts.fact
+class Eval:
+  """Held-out loss of the model at a clock: the syncer's, or that of a learner that trains alone."""
+
+  step: int
+  loss: float
+
+
+# --- Of the syncer --------------------------------------------------------------------------------
+
+
+@protocol_facts.fact
+class Outer:
+  """An outer step was computed and is in the log; `norm`: of the outer gradient."""
+
+  sync: int
+  fragment: int
+  version: int
+  norm: float
+
+
+@protocol_facts.fact
+class Traffic:
+  """What has crossed the wire in this life of the syncer, and what data-parallel training of the
+  same steps would have moved."""
+
+  bytes_up: int
+  bytes_down: int
+  bytes_data_parallel: int
+
+
+@protocol_facts.fact
+class Recovered:
+  """The syncer goes on from what it found: outer steps replayed from its log, the clock, the number
+  of the newest record, the version of each fragment."""
+
+  replayed: int
+  sync: int
+  log: int
+  versions: list[int]
+
+
+@protocol_facts.fact
+class Startup:
+  """CPU time of the process until a phase: on a busy machine only that says what a start costs. The
+  phases of a syncer: assembled (a standby: its turn has come), listens, restored (its checkpoint),
+  recovered (the log), ready (every outer step compiled)."""
+
+  phase: str
+  cpu_s: float
+
+
+# --- Of the supervisor ----------------------------------------------------------------------------
+
+
+@protocol_facts.fact
+class Process:
+  """A program has a new state (launch/supervisor.py); `text` for people; `pid` once it starts."""
+
+  child: str
+  state: str
+  text: str
+  pid: int | None = None
+
+
+@protocol_facts.fact
+class Exit:
+  """A process of a program has ended; `code` is negative if a signal killed it."""
+
+  child: str
+  pid: int
+  code: int
+
+
+Fact = protocol_facts.Fact | Step | Eval | Outer | Traffic | Recovered | Startup | Process | Exit
+
+name = protocol_facts.name
+_KINDS = {
+  kind.__name__.lower(): (kind, {field.name for field in dataclasses.fields(kind)})
+  for kind in typing.get_args(Fact)
+}
+_COMMON = {'t_ns', 'time', 'name'}  # of every line in the records
+
+
+def parse(row: dict[str, Any]) -> Fact | None:
+  """The fact in a line of the records; None: there is no such fact, or it has other fields.
+
+  >>> parse({'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 3, 'loss': 2.5})
+  Eval(step=3, loss=2.5)
+  """
+  kind, fields = _KINDS.get(row.get('name'), (None, set()))
+  if row.keys() != fields | _COMMON or kind is None:
+    return None
+  return kind(**{field: row[field] for field in fields})

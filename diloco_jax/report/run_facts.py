@@ -1,0 +1,242 @@
+"""A run, folded from the facts in its records: what the live table, the summary, the picture and a
+chaos plan read.
+
+Times are seconds since the first fact of the run. Tokens are those that all learners together have
+trained by then, so that curves of learners that stopped and came back stand where they belong.
+"""
+
+import bisect
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.report import facts
+
+_SMOOTHING = 0.2  # weight of the newest step in the step time shown
+_GONE = ('down', 'done', 'refused', 'failed')
+_SAID = {'joined': 'training', 'disconnected': 'alone'}
+
+
+@dataclasses.dataclass(slots=True)
+class Fate:
+  """What became of a program: its state (top of launch/supervisor.py), its lives, how often it was
+  killed on purpose."""
+
+  state: str = 'waiting'
+  starts: int = 0
+  kills: int = 0
+  last_error: str = ''
+
+
+@dataclasses.dataclass(slots=True)
+class Step:
+  """One inner step: when it ended, tokens of all learners by then, the learner's clock and loss."""
+
+  at_s: float
+  tokens: int
+  step: int
+  loss: float
+  seconds: float
+
+
+@dataclasses.dataclass(slots=True)
+class Life:
+  """One process of a learner. `ended`: done, killed, failed, refused, stopped, '' (runs still)."""
+
+  started_s: float
+  first_step_s: float | None = None
+  ended_s: float | None = None
+  ended: str = ''
+
+
+@dataclasses.dataclass(slots=True)
+class Learner:
+  """Everything about one learner.
+
+  Attributes:
+    state: what a person would say it is doing.
+    step_s: time of a step, a moving average.
+    merged_s: when an outer step with its share was published.
+    joined: when, and in which incarnation.
+    lost: when the syncer lost it, and why.
+  """
+
+  state: str = 'waiting'
+  steps: list[Step] = dataclasses.field(default_factory=list)
+  step_s: float = 0.0
+  tokens_per_step: float = 0.0
+  staleness: int = 0
+  incarnation: int = 0
+  lives: list[Life] = dataclasses.field(default_factory=list)
+  merged_s: list[float] = dataclasses.field(default_factory=list)
+  steps_between: list[int] = dataclasses.field(default_factory=list)
+  joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
+  lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
+
+  @property
+  def step(self) -> int:
+    return self.steps[-1].step if self.steps else 0
+
+  @property
+  def tokens_per_second(self) -> float:
+    return self.tokens_per_step / self.step_s if self.step_s and self.state not in _GONE else 0.0
+
+  def seconds_down(self, end_s: float) -> float:
+    """Time between a death and the first step after it, or the end of the run."""
+    down_s = 0.0
+    for life, following in zip(self.lives, [*self.lives[1:], None]):
+      if life.ended_s is None or life.ended in ('done', 'stopped'):
+        continue
+      back_s = following.first_step_s if following else None
+      if back_s is None and following is not None and following.ended_s is not None:
+        back_s = following.ended_s  # it fell again before it stepped; counted from there on
+      down_s += (end_s if back_s is None else back_s) - life.ended_s
+    return down_s
+
+
+@dataclasses.dataclass(slots=True)
+class Wire:
+  """Bytes through the syncer over all its lives, each of which counts from 0."""
+
+  bytes_up: int = 0
+  bytes_down: int = 0
+  bytes_data_parallel: int = 0
+  _last: tuple[int, int] = (0, 0)
+
+  def take(self, traffic: facts.Traffic) -> None:
+    now = traffic.bytes_up, traffic.bytes_down
+    before = self._last if all(a >= b for a, b in zip(now, self._last)) else (0, 0)
+    self.bytes_up += now[0] - before[0]
+    self.bytes_down += now[1] - before[1]
+    self.bytes_data_parallel = traffic.bytes_data_parallel
+    self._last = now
+
+
+class RunFacts:
+  """The whole run.
+
+  Attributes:
+    learners: by learner id.
+    syncer: its state; None: the learner trains alone.
+    total_steps: at which clock the run is over.
+    syncs: every outer step, and in merges_s when it was published.
+    evaluations: of the held-out loss.
+    ledger: the last one.
+    wire: what the syncer received and sent.
+    tokens: that all learners have trained.
+    last_event: of a process, in words.
+    began_s: the first fact, as the wall clock has it; end_s: the last one, since then.
+  """
+
+  def __init__(self, learners: Iterable[str], total_steps: int, syncer: bool = True):
+    self.learners = {name: Learner() for name in learners}
+    self.syncer = 'waiting' if syncer else None
+    self.total_steps = total_steps
+    self.syncs: list[protocol_facts.Synced] = []
+    self.merges_s: list[float] = []
+    self.evaluations: list[facts.Eval] = []
+    self.ledger: protocol_facts.Ledger | None = None
+    self.wire = Wire()
+    self.tokens = 0
+    self.last_event = ''
+    self.began_s: float | None = None
+    self.end_s = 0.0
+    self._reached: list[tuple[int, int]] = []  # (clock, tokens of all), both rising
+
+  @property
+  def progress(self) -> float:
+    """Share of the run that is done: the clock of the foremost learner, 0 to 1."""
+    foremost = max((learner.step for learner in self.learners.values()), default=0)
+    return min(1.0, foremost / self.total_steps)
+
+  def tokens_at(self, step: int) -> int:
+    """Tokens of all learners when the foremost reached clock `step`."""
+    place = bisect.bisect_right(self._reached, (step, float('inf')))
+    return self._reached[place - 1][1] if place else 0
+
+  def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
+    """Takes lines of the records, in the order of time; what is no fact is passed over."""
+    for process, row in rows:
+      if (fact := facts.parse(row)) is not None:
+        if self.began_s is None:
+          self.began_s = row['time']
+        at_s = row['time'] - self.began_s
+        self.end_s = max(self.end_s, at_s)
+        self._take(process, at_s, fact)
+    return self
+
+  def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
+    if process in self.learners:
+      self._of_learner(self.learners[process], at_s, fact)
+    match fact:
+      case facts.Eval():
+        self.evaluations.append(fact)
+      case facts.Traffic():
+        self.wire.take(fact)
+      case protocol_facts.Ledger():
+        self.ledger = fact
+      case protocol_facts.Synced():
+        self._synced(at_s, fact)
+      case protocol_facts.Member(learner=name) if name in self.learners:
+        if fact.state == 'joined':
+          self.learners[name].joined.append((at_s, fact.incarnation))
+        elif fact.state == 'lost':
+          self.learners[name].lost.append((at_s, fact.reason))
+      case facts.Process():
+        self._process(at_s, fact)
+      case facts.Exit(child=name, code=code) if name in self.learners:
+        lives = self.learners[name].lives
+        if lives:
+          ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
+          lives[-1].ended_s, lives[-1].ended = at_s, ended
+
+  def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
+    match fact:
+      case facts.Step():
+        self._step(learner, at_s, fact)
+      case protocol_facts.Adopted():
+        learner.staleness = fact.staleness
+        if not fact.whole:
+          learner.steps_between.append(fact.steps_between)
+      case protocol_facts.State():
+        learner.state = _SAID.get(fact.state, fact.state)
+        learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
+
+  def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
+    learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a life, equal steps
+    learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
+    if learner.state in ('waiting', 'starting'):
+      learner.state = 'training'
+    self.tokens += round(learner.tokens_per_step)
+    learner.steps.append(Step(at_s, self.tokens, fact.step, fact.loss, fact.seconds))
+    if not self._reached or fact.step > self._reached[-1][0]:
+      self._reached.append((fact.step, self.tokens))
+    if not learner.lives:
+      learner.lives.append(Life(at_s))  # a run without a supervisor
+    if learner.lives[-1].first_step_s is None:
+      learner.lives[-1].first_step_s = at_s
+
+  def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
+    if self.syncer is not None:
+      self.syncer = 'merging'
+    self.syncs.append(fact)
+    self.merges_s.append(at_s)
+    for name in fact.participants:
+      if name in self.learners:
+        self.learners[name].merged_s.append(at_s)
+
+  def _process(self, at_s: float, fact: facts.Process) -> None:
+    """A program has a new state; the begin of a life belongs to a learner's history."""
+    if fact.text:
+      self.last_event = f'{fact.child}: {fact.text}'
+    if fact.child == 'syncer':
+      self.syncer = fact.state
+    if (learner := self.learners.get(fact.child)) is None:
+      return
+    learner.state = fact.state
+    if fact.state == 'starting':
+      if learner.lives and learner.lives[-1].ended_s is None:  # its supervisor was killed
+        last_s = learner.steps[-1].at_s if learner.steps else at_s
+        learner.lives[-1].ended_s, learner.lives[-1].ended = last_s, 'stopped'
+      learner.lives.append(Life(at_s))
