@@ -8,8 +8,16 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.numerics import codecs, merge, outer
+from diloco_jax.protocol import actions
 from diloco_jax.syncer import global_model
 from experiments.configs import stdlib_lm
+
+
+def participants(count: int) -> tuple[actions.Participant, ...]:
+  return tuple(
+    actions.Participant(learner=f'l{m}', incarnation=1, handle=m, tokens=8, steps=1, limit=None)
+    for m in range(count)
+  )
 
 
 @pytest.fixture(name='config')
@@ -59,11 +67,10 @@ def test_what_enters_a_registry_can_be_chosen_by_a_config(config, monkeypatch):
 
   before = np.asarray(theta.masters[0])
   deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
-  shares = [
-    global_model.Share(np.asarray(assembled.codec_up.encode(jnp.asarray(one))[0]).tobytes(), 8, 1)
-    for one in deltas
+  payloads = [
+    np.asarray(assembled.codec_up.encode(jnp.asarray(one))[0]).tobytes() for one in deltas
   ]
-  assert not theta.merge(0, shares, width=2).failed
+  assert not theta.merge(0, participants(2), payloads, (), width=2).failed
   moved = np.asarray(theta.masters[0]) - before
   inside = moved != 0  # a fragment is padded with zeros
   np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
@@ -80,8 +87,8 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
 
   def merged(one: global_model.Theta) -> int:
     delta = jnp.asarray(rng.standard_normal(assembled.layout.size(1)), jnp.float32)
-    share = global_model.Share(np.asarray(assembled.codec_up.encode(delta)[0]).tobytes(), 8, 1)
-    done = one.merge(1, [share, None], width=2)
+    payload = np.asarray(assembled.codec_up.encode(delta)[0]).tobytes()
+    done = one.merge(1, participants(1), [payload], (), width=2)
     assert not done.failed
     return done.digest
 

@@ -178,7 +178,7 @@ def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
   assert ledger.unsettled == 0 and chaos_report.balance(dataclasses.asdict(ledger)) == 0
   assert ledger.merged > 0
   trained = dict.fromkeys(LEARNERS, 0)
-  for disk, life in run.lives():
+  for _, life in run.lives():
     if life.node != 'syncer':
       trained[life.node] += sum(
         record.event.tokens
