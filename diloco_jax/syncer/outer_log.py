@@ -12,8 +12,8 @@ outer step can be made again::
 A refused outer step is recorded, too: it has settled tokens. A full disk commits nothing: the outer
 step waits, and with it those that follow; learners train on. A failing disk ends the process.
 
-The log reaches back to the older of the two checkpoints that are kept, and to its beginning until
-there are two: whichever of them does not read back, the other one will do.
+The log reaches back to the older of the newest two checkpoints, and to its beginning until there
+are two: whichever of them does not read back, the other one will do.
 """
 
 import hashlib
@@ -267,16 +267,16 @@ class OuterLog:
   # --- Compaction ---------------------------------------------------------------------------------
 
   def compact(self, checkpoints: checkpoint.Checkpoints) -> None:
-    """Drops what every checkpoint that is kept holds; called after a save has succeeded.
+    """Drops what both of the newest two checkpoints hold; called after a save has succeeded.
 
     Raises:
       WalBroken: the disk failed.
     """
     try:
       self._wal.roll()
-      steps = checkpoints.steps
-      if len(steps) >= checkpoint.KEPT:
-        self._wal.drop_before(checkpoints.protocol(steps[0]).get(POSITION, 0) + 1)
+      newest = checkpoints.numbers[-checkpoint.KEPT :]
+      if len(newest) == checkpoint.KEPT:
+        self._wal.drop_before(checkpoints.protocol(newest[0]).get(POSITION, 0) + 1)
     except checkpoint.CheckpointError as error:
       self._say(f'the log is kept as it is: {error}')
     except wal_format.WalFull:

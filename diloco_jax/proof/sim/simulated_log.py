@@ -7,8 +7,8 @@ The log is the production one (storage/wal.py) on the simulated disk, a record f
                            + the records behind it: protocol/syncer/recovery.py for the machine,
                              every outer step again for Theta, every digest compared
 
-A log that refuses to open is put right by the *operator*, who loses as little as can be lost: the
-log is cut to its whole records, or begun anew behind the checkpoint if the two do not meet.
+A log that refuses to open is put right by the *operator*, as launch/restore.py does it: it is set
+aside, and a new one begins behind the newest checkpoint that is whole.
 
 The world also knows what no program can ask: which records no power loss takes any more
 (`durable`).
@@ -140,13 +140,13 @@ class Journal:
     self._log.commit()
 
   def compact(self, checkpoints: disk_lib.Checkpoints) -> None:
-    """Drops what every checkpoint that is kept holds; none before there are two.
+    """Drops what both of the newest two checkpoints hold; none before there are two.
 
     Raises:
       WalFull, WalBroken: the disk.
     """
-    kept = checkpoints.kept()
-    if len(kept) >= 2 and kept[0] is not None:
+    kept = checkpoints.last_two()
+    if len(kept) == disk_lib.KEPT and kept[0] is not None:
       self._log.roll()
       self._log.drop_before(kept[0]['log'] + 1)
 
@@ -204,11 +204,6 @@ def repair(disk: disk_lib.Disk) -> None:
   """
   saved = disk_lib.Checkpoints(disk).newest()
   after, chain = (0, None) if saved is None else (saved['log'], bytes.fromhex(saved['chain']))
-  found = wal_recovery.scan(disk)
-  meet = found.segments and found.first - 1 <= after <= found.last
-  if found.damage and meet:
-    wal_recovery.repair(disk, found.last)
-    return
   for name in wal_recovery.segment_names(disk):
     disk.rename(name, f'{name}.{len(disk.names())}{SET_ASIDE}')
   disk.fsync_names()
