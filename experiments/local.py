@@ -22,7 +22,10 @@ program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
 _RESTORE = flags.DEFINE_string(
-  'restore', '', 'bring the run in --workdir back to a snapshot (its number, or latest), and go on'
+  'restore',
+  '',
+  'bring the run in --workdir back to a snapshot (its number, or latest), or to the newest '
+  'checkpoint of the syncer (checkpoint: its log is set aside), and go on',
 )
 _CONTROLLER = flags.DEFINE_enum(
   'controller',

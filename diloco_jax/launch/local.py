@@ -50,7 +50,7 @@ def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
 ) -> pathlib.Path:
   """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
-  to a snapshot, perhaps with other learners. Raises ValueError."""
+  (restore.py), perhaps with other learners. Raises ValueError."""
   if workdir is None:
     if resume or restored:
       flag = '--restore' if restored else '--resume'
@@ -75,8 +75,8 @@ def open_workdir(
 
 
 def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
-  """Brings the run in a folder back to a snapshot (restore.py, a process of its own: it uses jax)
-  and says what it did. `open_workdir` with `restored` is to follow.
+  """Brings the run in a folder back to a snapshot, or to a checkpoint (restore.py, a process of its
+  own: it uses jax) and says what it did. `open_workdir` with `restored` is to follow.
 
   Raises:
     ValueError: it cannot; nothing was changed.

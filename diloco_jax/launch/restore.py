@@ -1,29 +1,30 @@
-"""Brings a whole run back to one of its snapshots; run in a process of its own, which may use jax.
+"""Brings a whole run back to what is whole; run in a process of its own, which may use jax.
 
-    python -m diloco_jax.launch.restore WORKDIR latest|N < config.json
+    python -m diloco_jax.launch.restore WORKDIR latest|N|checkpoint < config.json
 
-First everything is verified: the manifest, and every array of every part that it names, against the
-manifest. A snapshot that is damaged or partial is passed over with a line that says what differs
-(`latest`), or refused (a number). Nothing has been touched until then. After that
+`latest` or a number: back to that snapshot of the whole run (manifests.py). First everything is
+verified: the manifest, and every array of every checkpoint that it pins, against the manifest. A
+snapshot that is damaged or partial is passed over with a line that says what differs (`latest`), or
+refused (a number). The run goes on from there as after any stop, each learner with its own moments.
+Learners that the snapshot has no part of start from the syncer's fragments; those of the snapshot
+that the config has no place for are closed as left (`RESTORED` tells the syncer of both).
 
-    what came later     checkpoints, log, tapes and newer snapshots of syncer and islands move to
-                        WORKDIR/aside-K: nothing is deleted
-    what goes on        copies of the parts become the checkpoints, and a new log begins behind the
-                        position of the syncer's part
+`checkpoint`: back to the newest checkpoint of the syncer that verifies, for a log that is refused
+because it is damaged. Learners keep their checkpoints, are sent the fragments and train the outer
+steps anew that were behind it. Snapshots stay as they are.
 
-so the run goes on from there as after any stop, each learner with its own moments. Learners that
-the snapshot has no part of start from the syncer's fragments; those of the snapshot that the config
-has no place for are closed as left (`RESTORED` tells the syncer of both). A restore that was cut
-short is done again from the beginning; until then nothing starts (manifests.RESTORING).
+Nothing has been touched until then. What came later (checkpoints, log, tapes, newer snapshots)
+moves to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of
+the syncer's checkpoint. A restore that was cut short is done again from the beginning; until then
+nothing starts (manifests.RESTORING).
 """
 
 import json
 import os
 import pathlib
-import shutil
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 
@@ -34,42 +35,51 @@ from diloco_jax.storage import checkpoint, manifests, outer_log
 from diloco_jax.storage import files as files_lib
 
 LATEST = 'latest'
+CHECKPOINT = 'checkpoint'
 MAY_DIFFER = ('sync.learners', 'sync.quorum')
 _WAL = 'wal'
-_CKPT = 'ckpt'
-_NEW = '.restoring'
 
 Say = Callable[[str], None]
 
 
-def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> int:
-  """Brings the run in `workdir` back to snapshot `which` (a number, or LATEST); its number.
+class Goal(NamedTuple):
+  """What a run goes back to, verified."""
+
+  words: str
+  books: dict[str, Any] | None  # of the syncer's checkpoint; None: the run begins anew
+  newest: dict[pathlib.Path, int]  # by the folder of a node: its newest checkpoint from now on
+  manifest: dict[str, Any] | None = None  # of the snapshot, if it is one
+
+  def goes(self, node: pathlib.Path, number: int) -> bool:
+    """Whether a checkpoint came later. A learner without a part in a snapshot starts anew."""
+    return number > self.newest.get(node, -1 if self.manifest else number)
+
+
+def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> None:
+  """Brings the run in `workdir` back to a snapshot (its number, or LATEST) or to CHECKPOINT.
 
   Raises:
-    ValueError: there is no such snapshot that is whole; nothing was changed.
+    ValueError: there is no such thing that is whole; nothing was changed.
     DirectoryError: a syncer runs there, or it cannot be written.
     OSError: the disk failed; to be done again.
   """
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
     log_files.lock('restore')
-    manifest, books = choose(config, workdir, which, say)
-    _bring_back(config, workdir, manifest, books, log_files, say)
+    if which == CHECKPOINT:
+      goal = newest_checkpoint(config, workdir, say)
+    else:
+      goal = choose(config, workdir, which, say)
+    _bring_back(config, workdir, goal, log_files, say)
   finally:
     log_files.close()
-  return manifest['snapshot']
 
 
 # --- Which ----------------------------------------------------------------------------------------
 
 
-def choose(
-  config: run_config.Config, workdir: pathlib.Path, which: str, say: Say
-) -> tuple[dict[str, Any], dict[str, Any]]:
-  """The manifest of the snapshot to go back to, and the books of its syncer's part.
-
-  Raises ValueError; reads only.
-  """
+def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> Goal:
+  """The snapshot to go back to. Raises ValueError; reads only."""
   known = manifests.numbers(workdir)
   if which != LATEST and (not which.isdecimal() or int(which) not in known):
     raise ValueError(
@@ -78,12 +88,12 @@ def choose(
   for number in reversed(known) if which == LATEST else [int(which)]:
     try:
       manifest = manifests.read(workdir, number)
-      books = verify(workdir, manifest)
+      goal = verify(workdir, manifest)
     except (manifests.Unfit, checkpoint.CheckpointError) as error:
       say(f'snapshot {number} is damaged or partial and is passed over, not touched: {error}')
     else:
-      _require_same_run(config, manifest)
-      return manifest, books
+      _require_same_run(config, json.loads(manifest['agreement']), f'snapshot {number} is of')
+      return goal
   if which == LATEST:
     raise ValueError(
       f'no snapshot in {workdir / manifests.FOLDER} is whole ({_there_are(known)}). '
@@ -96,36 +106,69 @@ def choose(
   )
 
 
-def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> dict[str, Any]:
-  """Reads every part that a manifest names, whole; the books of the syncer's.
-
-  Raises CheckpointError.
-  """
-  number = manifest['snapshot']
-  books = _verify_part(manifests.syncer_folder(workdir), number, manifest['syncer'])
-  for learner, part in sorted(manifest['learners'].items()):
-    _verify_part(manifests.island_folder(workdir, learner), number, part['seal'])
-  return books
-
-
-def _verify_part(folder: pathlib.Path, number: int, seal: str) -> dict[str, Any]:
-  root = folder / manifests.FOLDER
-  if not (root / str(number)).is_dir():
-    raise checkpoint.CheckpointError(f'its part {root / str(number)} is not there')
-  parts = checkpoint.Checkpoints(str(root), keep_all=True)
-  try:
-    return parts.verify(number, seal)
-  finally:
-    parts.close()
+def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> Goal:
+  """Reads every checkpoint that a manifest pins, whole. Raises CheckpointError."""
+  pinned = {manifests.syncer_folder(workdir): manifest['syncer']} | {
+    manifests.island_folder(workdir, learner): part
+    for learner, part in sorted(manifest['learners'].items())
+  }
+  records = [
+    _verify(node, part['checkpoint'], part['record_sha256']) for node, part in pinned.items()
+  ]
+  return Goal(
+    words=f'snapshot {manifest["snapshot"]}, sync {manifest["step"]}, taken {manifest["time"]}',
+    books=records[0],
+    newest={node: part['checkpoint'] for node, part in pinned.items()},
+    manifest=manifest,
+  )
 
 
-def _require_same_run(config: run_config.Config, manifest: dict[str, Any]) -> None:
-  """Raises ValueError."""
-  found = differences(config, json.loads(manifest['agreement']))
+def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say) -> Goal:
+  """The syncer's newest that verifies; before the first one, the beginning of the run. Raises
+  ValueError; reads only."""
+  known = workdir / run_config.FILE
+  if known.is_file():  # else its processes were started one by one
+    before = run_config.Config.from_dict(json.loads(known.read_text()))
+    _require_same_run(config, before.agreement(), 'it is')
+  syncer = manifests.syncer_folder(workdir)
+  found = _numbers(syncer)
+  for number in reversed(found):
+    try:
+      books = _verify(syncer, number)
+    except checkpoint.CheckpointError as error:
+      say(f'checkpoint {number} is damaged and is passed over: {error}')
+    else:
+      words = f'checkpoint {number} of the syncer, which holds record {books[outer_log.POSITION]}'
+      return Goal(words, books, {syncer: number})
   if found:
     raise ValueError(
-      f'snapshot {manifest["snapshot"]} is of a run with another config: {"; ".join(found)}'
+      f'no checkpoint in {syncer / manifests.CHECKPOINTS} is whole ({found}); nothing was changed'
     )
+  return Goal('version 0: there is no checkpoint', None, {})
+
+
+def _verify(node: pathlib.Path, number: int, record_sha256: str = '') -> dict[str, Any]:
+  root = node / manifests.CHECKPOINTS
+  if not (root / str(number)).is_dir():
+    raise checkpoint.CheckpointError(f'checkpoint {root / str(number)} is not there')
+  checkpoints = checkpoint.Checkpoints(str(root))
+  try:
+    return checkpoints.verify(number, record_sha256)
+  finally:
+    checkpoints.close()
+
+
+def _numbers(node: pathlib.Path) -> list[int]:
+  """Of its checkpoints, whole or not, ascending."""
+  names = (path.name for path in (node / manifests.CHECKPOINTS).glob('*'))
+  return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _require_same_run(config: run_config.Config, before: dict[str, Any], what: str) -> None:
+  """Raises ValueError."""
+  found = differences(config, before)
+  if found:
+    raise ValueError(f'{what} of a run with another config: {"; ".join(found)}')
 
 
 def differences(config: run_config.Config, before: dict[str, Any]) -> list[str]:
@@ -148,41 +191,41 @@ def _there_are(known: list[int]) -> str:
 def _bring_back(
   config: run_config.Config,
   workdir: pathlib.Path,
-  manifest: dict[str, Any],
-  books: dict[str, Any],
+  goal: Goal,
   log_files: files_lib.Files,
   say: Say,
 ) -> None:
-  syncer, number = manifests.syncer_folder(workdir), manifest['snapshot']
-  manifests.write_durably(syncer, manifests.RESTORING, {'snapshot': number})
-  aside = _set_aside(workdir, number)
-  say(f'what came after snapshot {number} is set aside in {aside}; nothing was deleted')
-  _copy_part(syncer, number, manifest['step'])
+  syncer = manifests.syncer_folder(workdir)
+  manifests.write_durably(syncer, manifests.RESTORING, {'goal': goal.words})
+  aside = _set_aside(workdir, goal)
+  say(f'what came later is set aside in {aside}; nothing was deleted')
   learners = run_config.learner_ids(config.sync.learners)
-  back = sorted(manifest['learners'].keys() & set(learners))
-  for learner in back:
-    _copy_part(
-      manifests.island_folder(workdir, learner), number, manifest['learners'][learner]['step']
+  gone = []
+  if goal.books is not None:
+    outer_log.begin(log_files, build.assemble(config).agreement, goal.books)
+    members = {row['learner'] for row in goal.books['members'] if not row['left']}
+    gone = sorted(members - set(learners))
+    parts = goal.manifest['learners'] if goal.manifest else {}
+    manifests.write_durably(
+      syncer,
+      manifests.RESTORED,
+      {
+        outer_log.POSITION: goal.books[outer_log.POSITION],
+        'gone': gone,
+        'back': sorted(parts.keys() & set(learners)),
+        'aside': aside.name,
+      },
     )
-  outer_log.begin(log_files, build.assemble(config).agreement, books)
-  gone = sorted({row['learner'] for row in books['members'] if not row['left']} - set(learners))
-  manifests.write_durably(
-    syncer,
-    manifests.RESTORED,
-    {
-      'snapshot': number,
-      outer_log.POSITION: books[outer_log.POSITION],
-      'gone': gone,
-      'back': back,
-      'aside': aside.name,
-    },
-  )
   (syncer / manifests.RESTORING).unlink()
   _fsync(syncer)
-  say(f'the run goes on from snapshot {number}, sync {manifest["step"]}, taken {manifest["time"]}')
+  say(f'the run goes on from {goal.words}')
+  _say_of_learners(goal, learners, gone, say)
+
+
+def _say_of_learners(goal: Goal, learners: list[str], gone: list[str], say: Say) -> None:
   for learner in learners:
-    if learner not in manifest['learners']:
-      why = manifest['missing'].get(learner, 'it is new')
+    if goal.manifest and learner not in goal.manifest['learners']:
+      why = goal.manifest['missing'].get(learner, 'it is new')
       say(
         f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
         f'fresh ones: the snapshot has no part of it ({why})'
@@ -191,8 +234,8 @@ def _bring_back(
     say(f'{learner} has no place any more: its account is closed')
 
 
-def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
-  """Moves all that the snapshot does not hold; where to."""
+def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
+  """Moves all that came after the goal; where to."""
   taken = [
     int(path.name.split('-')[1])
     for path in workdir.glob('aside-*')
@@ -201,15 +244,18 @@ def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
   aside = workdir / f'aside-{max(taken, default=0) + 1}'
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
-  nodes = [syncer, *sorted((workdir / 'islands').glob('*'))]
-  moved = [node / name for node in nodes for name in (_CKPT, _CKPT + _NEW)]
-  moved += [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
+  moved = [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
   moved += [workdir / 'tapes', syncer / manifests.RESTORED]
-  for folder in (workdir, *nodes):
+  moved += [
+    workdir / manifests.FOLDER / f'{number}.json'
+    for number in manifests.numbers(workdir)
+    if goal.manifest and number > goal.manifest['snapshot']
+  ]
+  for node in (syncer, *sorted((workdir / 'islands').glob('*'))):
     moved += [
-      path
-      for path in (folder / manifests.FOLDER).glob('*')
-      if path.stem.isdecimal() and int(path.stem) > number
+      node / manifests.CHECKPOINTS / str(number)
+      for number in _numbers(node)
+      if goal.goes(node, number)
     ]
   for path in filter(pathlib.Path.exists, moved):
     target = aside / path.relative_to(workdir)
@@ -217,16 +263,6 @@ def _set_aside(workdir: pathlib.Path, number: int) -> pathlib.Path:
     path.rename(target)
     _fsync(path.parent)
   return aside
-
-
-def _copy_part(folder: pathlib.Path, number: int, step: int) -> None:
-  """A part becomes the one checkpoint of its node, durably; the part itself stays."""
-  fresh = folder / (_CKPT + _NEW)
-  shutil.copytree(folder / manifests.FOLDER / str(number), fresh / str(step))
-  for path in (fresh, *fresh.rglob('*')):
-    _fsync(path)
-  fresh.rename(folder / _CKPT)
-  _fsync(folder)
 
 
 def _fsync(path: pathlib.Path) -> None:

@@ -74,7 +74,6 @@ def make_island(
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
-    snapshot_dir=str(workdir / 'islands' / learner_id / 'snapshots'),
     corpus=corpus,
   )
 

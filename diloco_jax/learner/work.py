@@ -207,10 +207,8 @@ class LearnerWork:
         self._moments.read(transfer)
       case actions.TakeMoments():
         self._moments.take(action)
-      case actions.Save(step=step, snapshot=snapshot):
-        self._save(step, snapshot)
-      case actions.SavePart():
-        self._save_part(action)
+      case actions.Save():
+        self._save(action)
       case _:
         raise TypeError(f'not the work of a learner: {action}')
 
@@ -243,45 +241,26 @@ class LearnerWork:
       events.AdoptDone(fragment=fragment, version=version, digest=digest_lib.as_int(digest))
     )
 
-  def _save(self, step: int, snapshot: dict) -> None:
+  def _save(self, save: actions.Save) -> None:
     """Starts an asynchronous save; a thread of its own waits for its end."""
     try:
-      wait = self._island.save(step, self.exchange.anchors, snapshot)
-    except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=step, error=str(error)))
-      return
-    threading.Thread(target=self._saved, args=(step, wait), name='save', daemon=True).start()
-
-  def _saved(self, step: int, wait: Callable[[], None]) -> None:
-    try:
-      wait()
-    except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=step, error=str(error)))
-    else:
-      self._post(events.SaveDone(step=step))
-
-  def _save_part(self, part: actions.SavePart) -> None:
-    """Like `_save`, for a snapshot of the whole run."""
-
-    def failed(error: Exception) -> None:
-      self._post(
-        events.PartSaved(snapshot=part.snapshot, step=part.step, seal='', error=str(error))
+      wait = self._island.save(
+        save.step, self.exchange.anchors, save.books, save.snapshot, save.keep
       )
+    except checkpoint.CheckpointError as error:
+      self._post(events.SaveDone(step=save.step, error=str(error)))
+      return
+    threading.Thread(target=self._saved, args=(save.step, wait), name='save', daemon=True).start()
 
-    def finish() -> None:
-      try:
-        seal = wait()
-      except Exception as error:  # a part without an answer would keep the learner for ever
-        failed(error)
-      else:
-        self._post(events.PartSaved(snapshot=part.snapshot, step=part.step, seal=seal))
-
+  def _saved(self, step: int, wait: Callable[[], checkpoint.Saved]) -> None:
     try:
-      wait = self._island.save_part(part.snapshot, self.exchange.anchors, part.books, part.keep)
-    except (checkpoint.CheckpointError, ValueError) as error:
-      failed(error)
+      saved = wait()
+    except checkpoint.CheckpointError as error:
+      self._post(events.SaveDone(step=step, error=str(error)))
     else:
-      threading.Thread(target=finish, name='save', daemon=True).start()
+      self._post(
+        events.SaveDone(step=step, checkpoint=saved.number, record_sha256=saved.record_sha256)
+      )
 
 
 def record_step(

@@ -143,22 +143,23 @@ class Merge:
 
 @_action
 class Part:
-  """A learner's part of a snapshot: of which life, clock and content (`seal`)."""
+  """A learner's part of a snapshot: the checkpoint that is pinned, of which life and content."""
 
   learner: str
   incarnation: int
-  step: int
-  seal: str
+  checkpoint: int
+  record_sha256: str
 
 
 @_action
 class WriteManifest:
-  """Make a snapshot whole: name the syncer's part (`step`, `seal`), those of the learners, and who
-  is missing, (learner, why). Answered by ManifestWritten once that is durable."""
+  """Make a snapshot whole: name the syncer's checkpoint (of clock `step`), those of the learners,
+  and who is missing, (learner, why). Answered by ManifestWritten once that is durable."""
 
   snapshot: int
   step: int
-  seal: str
+  checkpoint: int
+  record_sha256: str
   parts: tuple[Part, ...]
   missing: tuple[tuple[str, str], ...]
 
@@ -175,21 +176,16 @@ class ReadFragment:
 
 @_action
 class Save:
-  """Write a checkpoint: the arrays as they are now and this machine's snapshot; SaveDone."""
+  """Write a checkpoint: the arrays as they are now and `books`, this machine's state; SaveDone.
 
-  step: int
-  snapshot: dict[str, Any]
+  `snapshot`: the snapshot of the whole run that it is for and that pins it: it stays beside the
+  newest two. Those of snapshots that are neither this nor in `keep` are pinned no more. None: an
+  ordinary save, which unpins nothing."""
 
-
-@_action
-class SavePart:
-  """Save this process's part of a snapshot: the arrays as they are now and `books`, this machine's
-  snapshot; PartSaved. Parts of snapshots that are neither this nor in `keep` may go afterwards."""
-
-  snapshot: int
   step: int
   books: dict[str, Any]
-  keep: tuple[int, ...]
+  snapshot: int | None = None
+  keep: tuple[int, ...] = ()
 
 
 @_action
@@ -225,7 +221,6 @@ Work = (
   | Merge
   | ReadFragment
   | Save
-  | SavePart
   | WriteManifest
 )
 Action = Transport | Work | Report | Say | Exit

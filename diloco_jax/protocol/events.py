@@ -146,20 +146,12 @@ class ManifestWritten:
 
 @_event
 class SaveDone:
-  """A Save is finished; `error` in words if it failed (training goes on)."""
+  """A Save is finished: it is checkpoint number `checkpoint`, and the SHA-256 of its record stands
+  for its content (storage/checkpoint.py). `error` in words if it failed (training goes on)."""
 
   step: int
-  error: str = ''
-
-
-@_event
-class PartSaved:
-  """A SavePart is finished, of clock `step`; `seal` stands for its content (storage/checkpoint.py),
-  `error` in words if it failed."""
-
-  snapshot: int
-  step: int
-  seal: str
+  checkpoint: int = 0
+  record_sha256: str = ''
   error: str = ''
 
 
@@ -179,5 +171,4 @@ Event = (
   | FragmentRead
   | ManifestWritten
   | SaveDone
-  | PartSaved
 )

@@ -161,13 +161,13 @@ class Heartbeat:
 
 
 @_message
-class Marked:
-  """Answers a Mark: the learner's part of the snapshot is saved, of clock `step`; `seal` is the
-  SHA-256 of its record (storage/checkpoint.py). `error` in words if it could not be saved."""
+class SnapshotSaved:
+  """Answers a SnapshotNow: the learner has saved its checkpoint number `checkpoint` for it, whose
+  record has this SHA-256 (storage/checkpoint.py). `error` in words if it could not be saved."""
 
   snapshot: int
-  step: int
-  seal: str
+  checkpoint: int
+  record_sha256: str
   error: str
 
 
@@ -284,9 +284,9 @@ class Settled:
 
 
 @_message
-class Mark:
-  """Snapshot number `snapshot` of the whole run: save your part at the next boundary. Parts of
-  other snapshots than this and `keep` are needed no more."""
+class SnapshotNow:
+  """Snapshot number `snapshot` of the whole run: save a checkpoint for it at the next boundary.
+  Those of other snapshots than this and `keep` are pinned no more."""
 
   snapshot: int
   keep: tuple[int, ...]
@@ -331,7 +331,7 @@ FromLearner = (
   | Donation
   | NoDonation
   | Recovered
-  | Marked
+  | SnapshotSaved
   | Leave
 )
 FromSyncer = (
@@ -344,7 +344,7 @@ FromSyncer = (
   | Donate
   | Donation
   | NoDonation
-  | Mark
+  | SnapshotNow
   | Finish
   | Heartbeat
 )

@@ -1,17 +1,20 @@
 """An island's own checkpoints: asynchronous, atomic, verified on the way back.
 
-One root per island, one folder per clock, written by Orbax: the arrays first, the folder's name
-last, so a process killed in the middle leaves the checkpoint before as the newest. Beside the
+One root per island, one folder per checkpoint, written by Orbax: the arrays first, the folder's
+name last, so a process killed in the middle leaves the checkpoint before as the newest. Beside the
 arrays lie their shapes (a restore into another model is refused in one line) and a digest of every
 bit: what does not read back as it was written is set aside, with a warning, and the one before it
 is used.
 
-  <root>/<clock>/state    parameters and optimizer state
-  <root>/<clock>/anchors  one float32 array per fragment; absent for an island that trains alone
-  <root>/<clock>/record   JSON: data cursor, the protocol's own record, shapes, digests
+  <root>/<number>/state    parameters and optimizer state
+  <root>/<number>/anchors  one float32 array per fragment; absent for an island that trains alone
+  <root>/<number>/record   JSON: clock, data cursor, the protocol's own record, shapes, digests, the
+                           snapshot of the run that pins it, and the SHA-256 of all that
 
-The record's own SHA-256, its *seal*, is what a save gives back. Kept elsewhere (a snapshot's
-manifest, storage/manifests.py), it makes `verify` independent of what the folder says of itself.
+The number is the clock, or the next free one behind the newest: no save takes the place of another.
+The newest two are kept, and those that a snapshot pins. What a save gives back is the number and
+the SHA-256 of the record. Kept elsewhere (a snapshot's manifest, storage/manifests.py), it makes
+`verify` independent of what the folder says of itself.
 
 A checkpoint is a cache of one island's progress; the truth of a run is the syncer's log.
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
@@ -31,7 +34,8 @@ import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-KEPT = 2
+KEPT = 2  # beside those that are pinned
+_UNREADABLE = 0  # no snapshot has this number
 # Orbax numbers the operations of a process globally. Where those of several islands overlap in one
 # process (single-controller mode), saves have been seen to finalise each other's folders half
 # written, and a save beside a load to wait for ever.
@@ -53,46 +57,56 @@ class Restored(NamedTuple):
   protocol: dict[str, Any]
 
 
+class Saved(NamedTuple):
+  """A complete checkpoint, as a snapshot of the run names it."""
+
+  number: int
+  record_sha256: str
+
+
 class Checkpoints:
-  """The checkpoints of one island; keeps the last two.
+  """The checkpoints of one island; keeps the last two and those that a snapshot pins.
 
   Args:
     root: a folder of this island alone; created if it is not there. `gs://` works with gcsfs.
-    keep_all: keeps every one until `remove_all_but`.
 
   Raises:
     ValueError: the folder cannot be written.
   """
 
-  def __init__(self, root: str, keep_all: bool = False):
+  def __init__(self, root: str):
     self._root = epath.Path(root).resolve()
     _require_writable(self._root)
-    policies = ocp.training.preservation_policies
+    self._pins: dict[int, int] = {}  # of a checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=_context(),
-      preservation_policy=policies.PreserveAll() if keep_all else policies.LatestN(KEPT),
+      preservation_policy=_NewestAndPinned(self._pins),
       cleanup_tmp_directories=True,
     )
-    self._under_way: futures.Future[str] | None = None
+    self._under_way: futures.Future[Saved] | None = None
+    for number in self.numbers:
+      snapshot = self._snapshot_of(number)
+      if snapshot is not None:
+        self._pins[number] = snapshot
 
   @property
-  def steps(self) -> list[int]:
-    """Clocks of the complete checkpoints, ascending."""
+  def numbers(self) -> list[int]:
+    """Of the complete checkpoints, ascending."""
     return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
-  def protocol(self, step: int) -> dict[str, Any]:
-    """The protocol's own record of the checkpoint of a clock, arrays unread.
+  def protocol(self, number: int) -> dict[str, Any]:
+    """The protocol's own record of a checkpoint, arrays unread.
 
     Raises:
       CheckpointError: it does not read back.
     """
     try:
       with _ONE_OPERATION:
-        return self._record(step)['protocol']
+        return self._record(number)['protocol']
     except Exception as error:
       raise CheckpointError(
-        f'{self._root / str(step)} does not read back: {_one_line(error)}'
+        f'{self._root / str(number)} does not read back: {_one_line(error)}'
       ) from error
 
   def save(
@@ -102,15 +116,17 @@ class Checkpoints:
     data_state: int,
     anchors: Sequence[jax.Array] = (),
     protocol: dict[str, Any] | None = None,
-  ) -> Callable[[], str]:
+    snapshot: int | None = None,
+    keep: Collection[int] = (),
+  ) -> Callable[[], Saved]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
-    A save under way is waited for first. A save at a clock that has one replaces it.
+    A save under way is waited for first. `snapshot`: of the run, pins this checkpoint; those of
+    other snapshots that are not in `keep` are pinned no more. None: nothing is unpinned.
 
     Returns:
-      A function that blocks until this save is complete, and raises CheckpointError if it failed;
-      what it returns is the seal. It may be called from another thread, or not at all: `wait` and
-      `close` wait as well.
+      A function that blocks until this save is complete, and raises CheckpointError if it failed.
+      It may be called from another thread, or not at all: `wait` and `close` wait as well.
 
     Raises:
       CheckpointError: this save cannot start.
@@ -119,24 +135,33 @@ class Checkpoints:
     arrays = {'state': state} | ({'anchors': list(anchors)} if anchors else {})
     record = {
       'data_state': int(data_state),
+      'step': int(step),
       'protocol': protocol or {},
+      'snapshot': snapshot,
       'shapes': _shapes(arrays),
       'digests': _digests(arrays),
     }
     record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
-    self._wait_or_warn()  # Orbax would delete a checkpoint of this clock under the writer's feet
+    sha256 = _sha256(record)
+    self._wait_or_warn()
+    number = max([int(step), *(saved + 1 for saved in self.numbers)])
+    if snapshot is not None:
+      for pinned in [one for one, pin in self._pins.items() if pin not in keep]:
+        del self._pins[pinned]
+      self._pins[number] = snapshot
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
-        int(step), arrays | {'record': record}, overwrite=True, force=True
+        number, arrays | {'record': record | {'sha256': sha256}}, force=True
       )
     except Exception as error:
       _ONE_OPERATION.release()
-      raise self._failed(step, error) from error
+      raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
+    saved = Saved(number, sha256)
     threading.Thread(
-      target=self._complete, args=(step, response, done, _seal(record)), name='save', daemon=True
+      target=self._complete, args=(saved, response, done), name='save', daemon=True
     ).start()
     return done.result
 
@@ -155,27 +180,28 @@ class Checkpoints:
       CheckpointError: there are checkpoints and none verifies.
     """
     self._wait_or_warn()
-    steps = self.steps
-    for step in reversed(steps):
+    numbers = self.numbers
+    for number in reversed(numbers):
       try:
         with _ONE_OPERATION:
-          return self._read(step, shardings, anchor_sharding, like)
+          return self._read(number, shardings, anchor_sharding, like)
       except _Mismatch as mismatch:
         raise ValueError(
-          f'checkpoint {self._root / str(step)}: {mismatch}; restore with the '
+          f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # whatever the storage says, the checkpoint before may be whole
-        self._set_aside(step, error)
-    if steps:
+        self._set_aside(number, error)
+    if numbers:
       raise CheckpointError(
-        f'none of the checkpoints {steps} under {self._root} reads back as it '
+        f'none of the checkpoints {numbers} under {self._root} reads back as it '
         'was written: remove the folder to start afresh'
       )
     return None
 
-  def verify(self, step: int, seal: str) -> dict[str, Any]:
-    """Reads a whole checkpoint, whatever model it is of, and compares it with its seal.
+  def verify(self, number: int, record_sha256: str = '') -> dict[str, Any]:
+    """Reads a whole checkpoint, whatever model it is of, and compares it with its record, and that
+    with the SHA-256 that it had, if that is known.
 
     Returns:
       The protocol's own record.
@@ -185,26 +211,17 @@ class Checkpoints:
     """
     try:
       with _ONE_OPERATION:
-        record = self._record(step)
-        if _seal(record) != seal:
-          raise ValueError('its record is not the one that was saved')
-        arrays = self._checkpointer.load_checkpointables(step, self._abstract_of(step))
+        record = self._record(number)
+        if record_sha256 not in ('', _sha256(record)):
+          raise ValueError('its record is of another checkpoint')
+        arrays = self._checkpointer.load_checkpointables(number, self._abstract_of(number))
         _require_same_shapes(record['shapes'], _shapes(arrays))
         _require_same_digests(record['digests'], _digests(arrays))
     except Exception as error:  # whatever the storage says: it does not read back
       raise CheckpointError(
-        f'{self._root / str(step)} does not read back as it was written: {_one_line(error)}'
+        f'{self._root / str(number)} does not read back as it was written: {_one_line(error)}'
       ) from error
     return record['protocol']
-
-  def remove_all_but(self, steps: Collection[int]) -> None:
-    """Removes the other complete checkpoints; what cannot be removed is left, with a warning."""
-    for step in set(self.steps) - set(steps):
-      try:
-        (self._root / str(step)).rmtree()
-      except OSError as error:
-        _LOG.warning('cannot remove %s: %s', self._root / str(step), _one_line(error))
-    self._checkpointer.reload()
 
   def wait(self) -> None:
     """Blocks until the save under way, if any, is complete.
@@ -228,17 +245,17 @@ class Checkpoints:
     finally:
       self._checkpointer.close()
 
-  def _complete(self, step: int, response: Any, done: futures.Future[str], seal: str) -> None:
+  def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
     """Runs in a thread of its own, so that the next save may start even if nobody waits."""
     try:
       response.result()
     except Exception as error:
-      failure = self._failed(step, error)
+      failure = self._failed(saved.number, error)
     else:
       failure = None
     _ONE_OPERATION.release()
     if failure is None:
-      done.set_result(seal)
+      done.set_result(saved)
     else:
       done.set_exception(failure)
 
@@ -250,9 +267,9 @@ class Checkpoints:
       _LOG.warning('%s', error)
 
   def _read(
-    self, step: int, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
+    self, number: int, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
   ) -> Restored:
-    load, record = self._checkpointer.load_checkpointables, self._record(step)
+    load, record = self._checkpointer.load_checkpointables, self._record(number)
     anchor_shapes = [
       shape for path, (shape, _) in record['shapes'].items() if path.startswith('anchors/')
     ]
@@ -263,16 +280,20 @@ class Checkpoints:
         for shape in anchor_shapes
       ]
     _require_same_shapes(record['shapes'], _shapes(arrays))
-    arrays = load(step, arrays)
+    arrays = load(number, arrays)
     _require_same_digests(record['digests'], _digests(arrays))
     return Restored(
-      step, arrays['state'], record['data_state'], arrays.get('anchors', []), record['protocol']
+      record['step'],
+      arrays['state'],
+      record['data_state'],
+      arrays.get('anchors', []),
+      record['protocol'],
     )
 
-  def _abstract_of(self, step: int) -> dict[str, Any]:
+  def _abstract_of(self, number: int) -> dict[str, Any]:
     """The arrays of a checkpoint as it describes them itself, all on the first device."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    described = self._checkpointer.checkpointables_metadata(step).metadata
+    described = self._checkpointer.checkpointables_metadata(number).metadata
     for name, tree in described.items():
       if tree is None and name != 'record':  # Orbax has warned, and would guess
         raise ValueError(f'what its {name} is made of cannot be read')
@@ -282,27 +303,51 @@ class Checkpoints:
       if name != 'record'
     }
 
-  def _record(self, step: int) -> dict[str, Any]:
-    return self._checkpointer.load_checkpointables(step, {'record': None})['record']
+  def _record(self, number: int) -> dict[str, Any]:
+    """Raises ValueError if it is not what was saved, and whatever the storage says."""
+    record = self._checkpointer.load_checkpointables(number, {'record': None})['record']
+    if record.pop('sha256') != _sha256(record):
+      raise ValueError('its record is not the one that was saved')
+    return record
 
-  def _set_aside(self, step: int, error: Exception) -> None:
-    aside = self._root / f'unreadable-{step}'
+  def _snapshot_of(self, number: int) -> int | None:
+    """The snapshot that pins a checkpoint; if nobody can tell, it stays until the next snapshot."""
+    try:
+      with _ONE_OPERATION:
+        return self._record(number)['snapshot']
+    except Exception:
+      return _UNREADABLE
+
+  def _set_aside(self, number: int, error: Exception) -> None:
+    aside = self._root / f'unreadable-{number}'
     _LOG.warning(
       'checkpoint %s does not read back (%s): moved to %s, trying the one before',
-      self._root / str(step),
+      self._root / str(number),
       _one_line(error),
       aside,
     )
     if aside.exists():
       aside.rmtree()
-    (self._root / str(step)).rename(aside)
+    (self._root / str(number)).rename(aside)
     self._checkpointer.reload()
 
-  def _failed(self, step: int, error: Exception) -> CheckpointError:
+  def _failed(self, number: int, error: Exception) -> CheckpointError:
     return CheckpointError(
-      f'saving {self._root / str(step)} failed: {_one_line(error)}; the '
+      f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
       'checkpoint before it is still there'
     )
+
+
+class _NewestAndPinned:
+  """Which checkpoints Orbax keeps, the new one among them."""
+
+  def __init__(self, pins: Collection[int]):
+    self._pins = pins
+
+  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    del context
+    newest = [one.step for one in checkpoints[-KEPT:]]
+    return [one.step in newest or one.step in self._pins for one in checkpoints]
 
 
 def _context() -> ocp.Context:
@@ -384,8 +429,8 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
 
 
-def _seal(record: dict[str, Any]) -> str:
-  """SHA-256 of a record; it holds a digest of every leaf, so it stands for the checkpoint."""
+def _sha256(record: dict[str, Any]) -> str:
+  """Of a record; it holds a digest of every leaf, so it stands for the checkpoint."""
   text = json.dumps(record, sort_keys=True, separators=(',', ':'))
   return hashlib.sha256(text.encode()).hexdigest()
 

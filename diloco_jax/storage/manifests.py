@@ -1,12 +1,13 @@
-"""Snapshots of the whole run on disk: where their parts are, and the manifests that make them.
+"""Snapshots of the whole run on disk: the manifests that make them, and what they pin.
 
-    WORKDIR/snapshots/N.json           the manifest of snapshot N, written last
-    WORKDIR/syncer/snapshots/N/        the syncer's part: an Orbax checkpoint (storage/checkpoint.py)
-    WORKDIR/islands/ID/snapshots/N/    a learner's
+    WORKDIR/snapshots/N.json        the manifest of snapshot N, written last
+    WORKDIR/syncer/ckpt/NUMBER/     the syncer's checkpoints (storage/checkpoint.py)
+    WORKDIR/islands/ID/ckpt/NUMBER/ a learner's
 
-A manifest is JSON and names every part with its *seal*, the SHA-256 of the part's record, which in
-turn holds a digest of every leaf: whatever has changed since is found from here. Its own `digest`
-is the SHA-256 of all the rest. Parts without a manifest are of a snapshot that never was.
+A manifest is JSON and names the checkpoints that it pins, each with the SHA-256 of its record,
+which in turn holds a digest of every leaf: whatever has changed since is found from here. Its own
+`digest` is the SHA-256 of all the rest. Checkpoints that were saved for a snapshot without a
+manifest are ordinary ones: that snapshot never was.
 
 `RESTORING` is there while a restore (restore.py) is under way: nothing may start from a state
 directory that is half one thing and half another.
@@ -22,6 +23,7 @@ from diloco_jax.storage import files as files_lib
 
 FORMAT = 1
 FOLDER = 'snapshots'
+CHECKPOINTS = 'ckpt'
 RESTORING = 'restoring.json'
 RESTORED = 'restored.json'
 _SUFFIX = '.json'
@@ -69,13 +71,13 @@ def write(workdir: pathlib.Path, manifest: dict[str, Any]) -> None:
 
 
 def remove_all_but(workdir: pathlib.Path, keep: Collection[int]) -> None:
-  """Removes the manifests of other snapshots, durably; their parts may go from then on. Raises
+  """Removes the manifests of other snapshots, durably; what they pinned may go from then on. Raises
   OSError, DirectoryError."""
   files = files_lib.Files(workdir / FOLDER)
   try:
     for number in set(numbers(workdir)) - set(keep):
       files.remove(f'{number}{_SUFFIX}')
-    files.fsync_names()  # none may come back once its parts are gone
+    files.fsync_names()  # none may come back once its checkpoints are gone
   finally:
     files.close()
 

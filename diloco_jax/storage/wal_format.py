@@ -61,7 +61,6 @@ ENTRY_HEADER_BYTES = _ENTRY.size + _CRC.size
 
 _NAME = re.compile(r'(\d{20})\.wal')
 NEW = '.new'  # a file that is being written; it counts once it has its right name
-ASIDE = '.aside'  # what a repair has put aside
 
 
 class WalError(Exception):

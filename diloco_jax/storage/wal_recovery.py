@@ -23,7 +23,9 @@ from collections.abc import Iterator
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
 
-REPAIR = 'python -m experiments.wal_repair {place}'  # shows what there is; with --to=N it acts
+# The command that helps, of experiments/local.py: the log is set aside, and a new one begins behind
+# the newest checkpoint.
+RESTORE = '--restore=checkpoint'
 
 
 @dataclasses.dataclass
@@ -42,7 +44,6 @@ class Damage:
   name: str
   offset: int
   why: str
-  newest: int = 0  # the newest record of which a header was seen behind it
 
 
 @dataclasses.dataclass
@@ -62,14 +63,12 @@ class Found:
     return self.segments[0].first if self.segments else 1
 
   def damaged(self, files: files_port_lib.Files, damage: Damage, after: int = 0) -> fmt.WalDamaged:
-    """The error in words; `after`: the last record that a whole snapshot holds."""
-    keep = max(self.last, after)
-    lost = max(damage.newest - keep, 0)
-    repair = f'{REPAIR.format(place=files.place)} --to={keep}'
+    """The error in words; `after`: the last record that the checkpoint holds."""
     return fmt.WalDamaged(
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
       f'{damage.why}. Not started, nothing changed; records {self.first} to {self.last} are whole. '
-      f'Restore the file, or run: {repair} (drops {lost} updates).',
+      f'Restore the file, or go back to the newest checkpoint with {RESTORE}: the log is set aside, '
+      f'and the outer steps behind record {after} are made anew.',
       damage.name,
       damage.offset,
       self.last,
@@ -102,7 +101,6 @@ def scan(files: files_port_lib.Files, run: str | None = None) -> Found:
     damage = scanner.segment(name, is_last=name == names[-1])
     if damage:
       scanner.found.damage = damage
-      damage.newest = _newest(files, names, damage)
       break
   return scanner.found
 
@@ -230,15 +228,6 @@ def _headers(files: files_port_lib.Files, name: str, offset: int) -> Iterator[fm
     offset += fmt.PIECE_BYTES
 
 
-def _newest(files: files_port_lib.Files, names: list[str], damage: Damage) -> int:
-  """The highest record number from a damage on."""
-  newest = [entry.number for entry in _headers(files, damage.name, damage.offset)]
-  if names[-1] != damage.name:
-    newest += [fmt.first_of(names[-1]) - 1]
-    newest += [entry.number for entry in _headers(files, names[-1], 0)]
-  return max(newest, default=0)
-
-
 def read_pieces(files: files_port_lib.Files, name: str, start: int, end: int) -> Iterator[bytes]:
   """Bytes `start` to `end` of a file, piece by piece."""
   for offset in range(start, end, fmt.PIECE_BYTES):
@@ -271,60 +260,3 @@ def copy(files: files_port_lib.Files, name: str, start: int, end: int, target: s
   files.fsync(target + fmt.NEW)
   files.rename(target + fmt.NEW, target)
   files.fsync_names()
-
-
-# --- Repair ---------------------------------------------------------------------------------------
-
-
-def repair(files: files_port_lib.Files, keep_through: int) -> str:
-  """Ends a log with record `keep_through`; everything behind it is put aside, nothing is deleted.
-
-  The updates that are dropped had been acknowledged: learners that saw them will refuse until they
-  are told to accept the loss. A repair that was interrupted is completed by running it again.
-
-  Returns:
-    What was done, in words.
-
-  Raises:
-    WalError: the log is not whole up to there; nothing was changed.
-    OSError: the disk failed.
-  """
-  found, names = scan(files), segment_names(files)
-  if not found.first - 1 <= keep_through <= found.last:
-    raise fmt.WalError(
-      f'The log in {files.place} has the whole records {found.first} to {found.last}: '
-      f'it cannot end with record {keep_through}. Nothing was changed.'
-    )
-  kept = [segment for segment in found.segments if segment.first <= keep_through]
-  end = _end_of(files, kept[-1], keep_through) if kept else 0
-  moved = []
-  if kept and files.size(kept[-1].name) > end:  # first a durable copy, then the cuts
-    moved.append(free(files, f'{kept[-1].name}.{end}{fmt.ASIDE}'))
-    copy(files, kept[-1].name, end, files.size(kept[-1].name), moved[0])
-  for name in reversed(names[len(kept) :]):
-    moved.append(free(files, name + fmt.ASIDE))
-    files.rename(name, moved[-1])
-  files.fsync_names()
-  if kept:
-    files.truncate(kept[-1].name, end)
-    files.fsync(kept[-1].name)
-  return (
-    f'The log in {files.place} now ends with record {keep_through}. '
-    f'Put aside: {", ".join(moved) or "nothing"}.'
-  )
-
-
-def _end_of(files: files_port_lib.Files, segment: Segment, number: int) -> int:
-  """Where a record ends."""
-  for offset, entry in entries(files, segment):
-    if entry.number == number:
-      return offset + fmt.ENTRY_HEADER_BYTES + entry.length
-  raise ValueError(f'record {number} is not in {segment.name}')
-
-
-def free(files: files_port_lib.Files, name: str) -> str:
-  """A name that no file has."""
-  taken, free, count = set(files.names()), name, 1
-  while free in taken:
-    free, count = f'{name}.{count}', count + 1
-  return free

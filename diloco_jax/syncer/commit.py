@@ -76,7 +76,8 @@ class CommitLog(outer_log.OuterLog):
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
     """Drops what the checkpoints make superfluous. Raises WalBroken."""
     try:
-      self.compact([checkpoints.protocol(step) for step in checkpoints.steps])
+      newest = checkpoints.numbers[-checkpoint.KEPT :]
+      self.compact([checkpoints.protocol(number) for number in newest])
     except checkpoint.CheckpointError as error:
       self._say(f'the log is kept as it is: {error}')
     except wal_format.WalFull:

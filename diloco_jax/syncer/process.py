@@ -25,7 +25,7 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -131,7 +131,6 @@ def _run(
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
-    snapshots = snapshot_work.SyncerSnapshots(workdir, assembled, log)
     evaluation = evaluation_lib.Evaluation(assembled, theta, records)
     if start.snapshot is None:  # a run that goes on is evaluated when it is due: this costs time
       evaluation.submit(machine.clock)
@@ -145,7 +144,7 @@ def _run(
       checkpoints,
       log,
       evaluation,
-      snapshots,
+      workdir,
     )
     work.start()
     records_lib.report_startup(records, 'ready')
@@ -165,7 +164,6 @@ def _run(
       evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
-    snapshots.close()
     return result
   finally:
     transport.shutdown(ports.SHUTDOWN_S)

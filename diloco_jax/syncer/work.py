@@ -7,6 +7,7 @@ posted. The *evaluation thread* works on copies and delays nobody.
 """
 
 import dataclasses
+import pathlib
 import queue
 import threading
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class SyncerWork:
     checkpoints: checkpoint.Checkpoints,
     log: commit.CommitLog,
     evaluation: evaluation_lib.Evaluation,
-    snapshots: snapshot_work.SyncerSnapshots,
+    workdir: pathlib.Path,
   ):
     """`fail` ends the node: without work nothing is merged, nor saved."""
     self._assembled = assembled
@@ -51,7 +52,7 @@ class SyncerWork:
     self._checkpoints = checkpoints
     self._log = log
     self._evaluation = evaluation
-    self._snapshots = snapshots
+    self._workdir = workdir
     self._evaluated = 0
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
@@ -83,12 +84,10 @@ class SyncerWork:
         self._merge(action)
       case actions.ReadFragment(fragment=fragment):
         self._read(fragment)
-      case actions.Save(step=step, snapshot=snapshot):
-        self._save(step, snapshot)
-      case actions.SavePart():
-        self._post(self._snapshots.save(action, self._theta.arrays()))
+      case actions.Save():
+        self._save(action)
       case actions.WriteManifest():
-        self._post(self._snapshots.write(action))
+        self._post(snapshot_work.write(self._workdir, self._assembled.agreement, action))
       case _:
         raise TypeError(f'not the work of a syncer: {action}')
 
@@ -139,20 +138,20 @@ class SyncerWork:
       )
     )
 
-  def _save(self, step: int, snapshot: dict) -> None:
-    """Never in place of another checkpoint, which might be the only one: a number behind it."""
-    number = max([step, *(saved + 1 for saved in self._checkpoints.steps)])
+  def _save(self, save: actions.Save) -> None:
     failpoints.reached('save.before')
+    record = {**save.books, **self._log.position}
     try:
-      self._checkpoints.save(
-        number, self._theta.arrays(), 0, (), {**snapshot, **self._log.position}
-      )
-      self._checkpoints.wait()
+      saved = self._checkpoints.save(
+        save.step, self._theta.arrays(), 0, (), record, save.snapshot, save.keep
+      )()
     except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=step, error=str(error)))
+      self._post(events.SaveDone(step=save.step, error=str(error)))
       return
     failpoints.reached('save.after')
     if not self._assembled.config.sync.keep_log:
       self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')
-    self._post(events.SaveDone(step=step))
+    self._post(
+      events.SaveDone(step=save.step, checkpoint=saved.number, record_sha256=saved.record_sha256)
+    )

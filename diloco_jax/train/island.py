@@ -48,7 +48,6 @@ class Island:
     seed: of the initial parameters; the same for every learner of a run.
     stream: the data stream to start on, in [0, data.streams).
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
-    snapshot_dir: where its parts of snapshots of the whole run go; None = `save_part` is refused.
     corpus: one already loaded, to share among islands of a process.
   """
 
@@ -64,7 +63,6 @@ class Island:
     seed: int = 0,
     stream: int = 0,
     checkpoint_dir: str | None = None,
-    snapshot_dir: str | None = None,
     corpus: data_lib.Corpus | None = None,
   ):
     config_lib.validate(model, optimizer, data, mesh)
@@ -78,7 +76,6 @@ class Island:
     self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
     self._eval_batches = None
     self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
-    self._parts = checkpoint.Checkpoints(snapshot_dir, keep_all=True) if snapshot_dir else None
 
   # Training.
 
@@ -185,41 +182,19 @@ class Island:
   # Checkpoints.
 
   def save(
-    self, clock: int, anchors: Sequence[jax.Array] = (), protocol: dict[str, Any] | None = None
-  ) -> Callable[[], str]:
-    """Starts an asynchronous checkpoint of everything the island is; returns what waits for it."""
-    return self._save(self._require_checkpoints(), clock, anchors, protocol)
-
-  def save_part(
-    self, snapshot: int, anchors: Sequence[jax.Array], protocol: dict[str, Any], keep: Sequence[int]
-  ) -> Callable[[], str]:
-    """The same as this island's part of a snapshot of the whole run, under the snapshot's number.
-
-    Returns:
-      What waits for it, removes the parts that are not in `keep`, and returns its seal; to be
-      called before the next part is saved.
-    """
-    parts = self._parts
-    if parts is None:
-      raise ValueError('this island has no folder for snapshots: pass snapshot_dir')
-    done = self._save(parts, snapshot, anchors, protocol)
-
-    def wait() -> str:
-      seal = done()
-      parts.remove_all_but({*keep, snapshot})
-      return seal
-
-    return wait
-
-  def _save(
     self,
-    checkpoints: checkpoint.Checkpoints,
-    number: int,
-    anchors: Sequence[jax.Array],
-    protocol: dict[str, Any] | None,
-  ) -> Callable[[], str]:
+    clock: int,
+    anchors: Sequence[jax.Array] = (),
+    protocol: dict[str, Any] | None = None,
+    snapshot: int | None = None,
+    keep: Sequence[int] = (),
+  ) -> Callable[[], checkpoint.Saved]:
+    """Starts an asynchronous checkpoint of everything the island is; returns what waits for it.
+    `snapshot` and `keep`: which snapshots of the run pin what (storage/checkpoint.py)."""
     record = {'stream': self._stream_index, 'protocol': protocol or {}}
-    return checkpoints.save(number, self._state, self._next_index, anchors, record)
+    return self._require_checkpoints().save(
+      clock, self._state, self._next_index, anchors, record, snapshot, keep
+    )
 
   def restore(self) -> checkpoint.Restored | None:
     """Becomes what the newest verified checkpoint holds; None, and no change, if there is none."""
@@ -235,9 +210,8 @@ class Island:
     self._require_checkpoints().wait()
 
   def close(self) -> None:
-    for checkpoints in (self._checkpoints, self._parts):
-      if checkpoints:
-        checkpoints.close()
+    if self._checkpoints:
+      self._checkpoints.close()
 
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:

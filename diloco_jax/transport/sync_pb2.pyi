@@ -11,7 +11,7 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "marked", "donation", "no_donation", "recovered")
+    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "snapshot_saved", "donation", "no_donation", "recovered")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -22,7 +22,7 @@ class ControlRequest(_message.Message):
     ADOPTED_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
-    MARKED_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     NO_DONATION_FIELD_NUMBER: _ClassVar[int]
     RECOVERED_FIELD_NUMBER: _ClassVar[int]
@@ -36,14 +36,14 @@ class ControlRequest(_message.Message):
     adopted: Adopted
     heartbeat: Heartbeat
     leave: Leave
-    marked: Marked
+    snapshot_saved: SnapshotSaved
     donation: Donation
     no_donation: NoDonation
     recovered: Recovered
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., marked: _Optional[_Union[Marked, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ..., recovered: _Optional[_Union[Recovered, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ..., recovered: _Optional[_Union[Recovered, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "mark", "donate", "donation", "no_donation")
+    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "snapshot_now", "donate", "donation", "no_donation")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -54,7 +54,7 @@ class ControlResponse(_message.Message):
     SETTLED_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
-    MARK_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_NOW_FIELD_NUMBER: _ClassVar[int]
     DONATE_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     NO_DONATION_FIELD_NUMBER: _ClassVar[int]
@@ -68,11 +68,11 @@ class ControlResponse(_message.Message):
     settled: Settled
     finish: Finish
     heartbeat: Heartbeat
-    mark: Mark
+    snapshot_now: SnapshotNow
     donate: Donate
     donation: Donation
     no_donation: NoDonation
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., mark: _Optional[_Union[Mark, _Mapping]] = ..., donate: _Optional[_Union[Donate, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., snapshot_now: _Optional[_Union[SnapshotNow, _Mapping]] = ..., donate: _Optional[_Union[Donate, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("size_bytes", "crc32")
@@ -190,17 +190,17 @@ class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class Marked(_message.Message):
-    __slots__ = ("snapshot", "step", "seal", "error")
+class SnapshotSaved(_message.Message):
+    __slots__ = ("snapshot", "checkpoint", "record_sha256", "error")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    SEAL_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINT_FIELD_NUMBER: _ClassVar[int]
+    RECORD_SHA256_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     snapshot: int
-    step: int
-    seal: str
+    checkpoint: int
+    record_sha256: str
     error: str
-    def __init__(self, snapshot: _Optional[int] = ..., step: _Optional[int] = ..., seal: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
+    def __init__(self, snapshot: _Optional[int] = ..., checkpoint: _Optional[int] = ..., record_sha256: _Optional[str] = ..., error: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason",)
@@ -318,7 +318,7 @@ class Settled(_message.Message):
     reason: str
     def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., merged: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
-class Mark(_message.Message):
+class SnapshotNow(_message.Message):
     __slots__ = ("snapshot", "keep")
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     KEEP_FIELD_NUMBER: _ClassVar[int]

@@ -32,7 +32,7 @@ MAX_STRING_BYTES = {
   'donor': 63,
   'way': 63,
   'reason': 255,
-  'seal': 255,
+  'record_sha256': 64,
   'error': 1 << 10,
   'host': 255,
   'agreement': 1 << 16,

@@ -1,13 +1,14 @@
 """A run comes back to a snapshot that is whole, bit for bit, or to one before; nothing is deleted.
 
-The parts are real checkpoints of a few small arrays: which model they are of does not matter here.
+Checkpoints are real ones of a few small arrays: which model they are of does not matter here. The
+last tests damage the log of a syncer that has merged and saved (tests/syncer/test_durability.py).
 """
 
 import gc
-import json
 import pathlib
 import random
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
-from diloco_jax.launch import local, restore
-from diloco_jax.storage import checkpoint, manifests, outer_log, wal
+from diloco_jax.launch import local, program, restore
+from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
 from experiments.configs import stdlib_lm
+from tests.syncer import test_durability as durability
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
 # reads fail collect it, so that it complains there.
@@ -30,6 +32,8 @@ pytestmark = [
 FLIPS = 100
 CHAIN = bytes(range(32))
 LEARNERS = ('l0', 'l1', 'l2')
+assembled = durability._assembled
+expected = durability._expected
 
 
 @pytest.fixture(scope='module', name='config')
@@ -54,26 +58,32 @@ def _books(number: int) -> dict:
   }
 
 
-def _part(folder: pathlib.Path, number: int, seed: int, protocol: dict) -> str:
-  parts = checkpoint.Checkpoints(str(folder / manifests.FOLDER), keep_all=True)
-  seal = parts.save(number, _state(seed), seed, (), protocol)()
-  parts.close()
-  return seal
+def _ckpt(node: pathlib.Path) -> pathlib.Path:
+  return node / manifests.CHECKPOINTS
+
+
+def _pin(node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict) -> dict:
+  """Saves for a snapshot; how its manifest names that."""
+  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
+  saved = checkpoints.save(step, _state(seed), seed, (), protocol, snapshot, range(snapshot))()
+  checkpoints.close()
+  return {'checkpoint': saved.number, 'record_sha256': saved.record_sha256}
 
 
 def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2]) -> None:
   """A snapshot of the syncer and two of its three learners."""
   islands = {name: manifests.island_folder(workdir, name) for name in learners}
+  step = 100 * number
   manifests.write(
     workdir,
     {
       'snapshot': number,
-      'step': 100 * number,
+      'step': step,
       'time': 'noon',
       'agreement': agreement,
-      'syncer': _part(manifests.syncer_folder(workdir), number, number, _books(number)),
+      'syncer': _pin(manifests.syncer_folder(workdir), number, step, number, _books(number)),
       'learners': {
-        name: {'incarnation': 1, 'step': 100 * number + 5, 'seal': _part(folder, number, seed, {})}
+        name: {'incarnation': 1, **_pin(folder, number, step + 5, seed, {})}
         for seed, (name, folder) in enumerate(islands.items(), 10 * number)
       },
       'missing': {'l2': 'it was gone before it had saved'},
@@ -88,8 +98,8 @@ def _workdir(config, agreement, tmp_path) -> pathlib.Path:
   for number in (1, 2):
     _take(workdir, number, agreement)
   for node in (manifests.syncer_folder(workdir), manifests.island_folder(workdir, 'l0')):
-    checkpoints = checkpoint.Checkpoints(str(node / 'ckpt'))
-    checkpoints.save(999, _state(99), 99)
+    checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
+    checkpoints.save(999, _state(99), 99, (), _books(3))
     checkpoints.close()
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   wal.begin(files, 'the run', 20, CHAIN).append(1, b'an outer step')
@@ -115,9 +125,9 @@ def _flip(path: pathlib.Path, byte: int, bit: int) -> None:
 
 
 def _damage(workdir: pathlib.Path, number: int) -> None:
-  """Flips a bit of what a learner's part says of its arrays."""
-  part = manifests.island_folder(workdir, 'l1') / manifests.FOLDER / str(number)
-  _flip(part / 'record' / 'data.json', 10, 3)
+  """Flips a bit of what a learner's checkpoint says of its arrays."""
+  pinned = _ckpt(manifests.island_folder(workdir, 'l1')) / str(100 * number + 5)
+  _flip(pinned / 'record' / 'data.json', 10, 3)
 
 
 def _restore(config, workdir, which='latest') -> list[str]:
@@ -151,7 +161,7 @@ def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
   matter: everything reads back as it was."""
   workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
   _take(workdir, 1, agreement, ['l0'])
-  roots = [workdir / 'syncer' / 'snapshots', workdir / 'islands' / 'l0' / 'snapshots']
+  roots = [_ckpt(workdir / 'syncer'), _ckpt(workdir / 'islands' / 'l0')]
   truth = [_held(root) for root in roots]
   files = [
     path
@@ -173,29 +183,29 @@ def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
       assert all(_same(_held(root), before) for root, before in zip(roots, truth)), path
     path.write_bytes(whole)
   gc.collect()
-  assert restore.choose(config, workdir, 'latest', print)[0]['snapshot'] == 1
+  assert restore.choose(config, workdir, 'latest', print).manifest['snapshot'] == 1
   assert harmless < 3 * FLIPS, 'it looks at next to nothing'
 
 
 @pytest.mark.parametrize('where', ['manifest', 'syncer', 'l0', 'gone'])
 def test_a_damaged_snapshot_is_passed_over_and_the_one_before_is_taken(config, workdir, where):
-  island = manifests.island_folder(workdir, 'l0') / manifests.FOLDER
+  island = _ckpt(manifests.island_folder(workdir, 'l0'))
   match where:
     case 'manifest':
       _flip(workdir / manifests.FOLDER / '2.json', 40, 0)
       words = 'its manifest .*2.json'
     case 'syncer':
-      record = manifests.syncer_folder(workdir) / manifests.FOLDER / '2' / 'record' / 'data.json'
+      record = _ckpt(manifests.syncer_folder(workdir)) / '200' / 'record' / 'data.json'
       record.write_text(record.read_text().replace('"log": 20', '"log": 21'))
-      words = 'syncer/snapshots/2 .* its record is not the one that was saved'
+      words = 'syncer/ckpt/200 .* its record is not the one that was saved'
     case 'l0':  # whole in itself, but not what the manifest names
-      for path in sorted((island / '1').rglob('*')):
+      for path in sorted((island / '105').rglob('*')):
         if path.is_file():
-          (island / '2' / path.relative_to(island / '1')).write_bytes(path.read_bytes())
-      words = 'islands/l0/snapshots/2 does not read back'
+          (island / '205' / path.relative_to(island / '105')).write_bytes(path.read_bytes())
+      words = 'islands/l0/ckpt/205 does not read back'
     case 'gone':
-      (island / '2').rename(island / 'elsewhere')
-      words = 'islands/l0/snapshots/2 is not there'
+      (island / '205').rename(island / 'elsewhere')
+      words = 'islands/l0/ckpt/205 is not there'
   said = _restore(config, workdir)
   assert re.search(f'snapshot 2 is damaged or partial.*{words}', said[0]), said
   assert any('goes on from snapshot 1, sync 100' in line for line in said), said
@@ -226,6 +236,7 @@ def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
 def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir):
   before = _contents(workdir)
   said = _restore(config, workdir)
+  assert len(_contents(workdir)) == len(before) + 2, 'nothing is copied: a log and a note are new'
   for folder, step, seed in (('syncer', 200, 2), ('islands/l0', 205, 20), ('islands/l1', 205, 21)):
     held = _held(workdir / folder / 'ckpt')
     assert held.step == step and held.data_state == seed
@@ -250,7 +261,7 @@ def test_the_snapshot_stays_and_can_be_restored_again(config, workdir):
   assert manifests.numbers(workdir) == [1]
   _restore(config, workdir)
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
-  assert (workdir / 'aside-2' / 'syncer' / 'ckpt' / '100').exists()
+  assert _held(workdir / 'islands' / 'l1' / 'ckpt').data_state == 11
 
 
 def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
@@ -258,7 +269,6 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config.sync.learners = 1
   said = _restore(config, workdir)
   assert syncer_process.restored(workdir)['gone'] == ['l1', 'l2']
-  assert not (workdir / 'islands' / 'l1' / 'ckpt').exists()
   assert any('l1 has no place any more' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
@@ -309,6 +319,97 @@ def test_from_the_launcher(config, workdir, capfd):
     local.restore(config, workdir, '2')
   local.restore(config, workdir, 'latest')
   assert 'the run goes on from snapshot 1' in capfd.readouterr().out
-  assert json.loads((workdir / 'syncer' / 'restored.json').read_text())['snapshot'] == 1
+  assert syncer_process.restored(workdir)['log'] == 10
   with pytest.raises(ValueError, match='there is no run in'):
     local.restore(config, workdir / 'nowhere', 'latest')
+
+
+# --- A damaged log --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module', name='past')
+def _past(assembled, tmp_path_factory) -> pathlib.Path:
+  """The folder of a run whose syncer was killed after seven outer steps, saved after 2 and 5."""
+  workdir = local.open_workdir(assembled.config, tmp_path_factory.mktemp('past'), resume=False)
+  life = durability.Rig(assembled, workdir / 'syncer')
+  for sync in range(1, durability.SYNCS + 1):
+    life.merge(sync)
+    if sync in (2, 5):
+      assert not life.save(sync).error
+  life.crash()
+  life.checkpoints.close()
+  return workdir
+
+
+@pytest.fixture(name='damaged')
+def _damaged(assembled, past, tmp_path) -> pathlib.Path:
+  """A copy of it in which a byte of record 6 has rotted: the syncer refuses it."""
+  workdir = shutil.copytree(past, tmp_path / 'run')
+  log = max((workdir / 'syncer' / 'wal').glob('*.wal'))
+  entries = wal_format.entries_in(log.read_bytes())
+  place = next(place for place, entry in entries if entry.kind and entry.number == 6)
+  _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
+  with pytest.raises(program.NeverRetry, match='DD402.*at byte.*--restore=checkpoint') as refused:
+    with program.log_failures():
+      durability.Rig(assembled, workdir / 'syncer')
+  assert log.name in str(refused.value)
+  return workdir
+
+
+def _goes_on(assembled, workdir, expected, sync: int) -> None:
+  """The syncer is behind that sync, merges the next one, and would come back there."""
+  for behind in (sync, sync + 1):
+    life = durability.Rig(assembled, workdir / 'syncer')
+    assert durability.bits(life.theta) == expected[behind]
+    if behind == sync:
+      assert not life.merge(sync + 1).failed
+    life.crash()
+    life.checkpoints.close()
+
+
+def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, damaged, expected):
+  before = _contents(damaged)
+  said = _restore(assembled.config, damaged, 'checkpoint')
+  assert any('goes on from checkpoint 5 of the syncer, which holds record 5' in one for one in said)
+  after = list(_contents(damaged).values())
+  assert all(data in after for data in before.values()), 'something was deleted'
+  assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.wal'))
+  _goes_on(assembled, damaged, expected, 5)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_set_aside(assembled, damaged, expected):
+  durability._damage(damaged / 'syncer' / 'ckpt' / '5')
+  said = _restore(assembled.config, damaged, 'checkpoint')
+  assert 'checkpoint 5 is damaged and is passed over' in said[0]
+  assert (damaged / 'aside-1' / 'syncer' / 'ckpt' / '5').is_dir()
+  _goes_on(assembled, damaged, expected, 2)
+  gc.collect()
+
+
+def test_no_checkpoint_that_is_whole_is_refused_and_none_at_all_is_the_beginning(
+  assembled, damaged, expected
+):
+  ckpt = damaged / 'syncer' / 'ckpt'
+  for number in ('2', '5'):
+    durability._damage(ckpt / number)
+  before = _contents(damaged)
+  with pytest.raises(ValueError, match=r'no checkpoint in .*ckpt is whole \(\[2, 5\]\)'):
+    _restore(assembled.config, damaged, 'checkpoint')
+  assert _contents(damaged) == before
+  ckpt.rename(damaged / 'elsewhere')
+  _restore(assembled.config, damaged, 'checkpoint')
+  _goes_on(assembled, damaged, expected, 0)
+  gc.collect()
+
+
+def test_learners_keep_their_checkpoints_and_snapshots_stay(config, workdir):
+  """Snapshot 2 pins a checkpoint of the syncer that does not read back, so 1 is whole."""
+  for number in ('200', '999'):
+    _flip(_ckpt(workdir / 'syncer') / number / 'record' / 'data.json', 10, 3)
+  _restore(config, workdir, 'checkpoint')
+  assert _held(_ckpt(workdir / 'syncer')).data_state == 1
+  assert _held(_ckpt(workdir / 'islands' / 'l0')).data_state == 99
+  said = _restore(config, workdir)
+  assert 'snapshot 2 is damaged or partial' in said[0]
+  assert any('goes on from snapshot 1' in line for line in said)
+  gc.collect()

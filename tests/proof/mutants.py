@@ -31,7 +31,6 @@ from diloco_jax.protocol.syncer import (
   published,
   quorum,
   recovery,
-  run_snapshot,
   screening,
   shards,
   verdicts,
@@ -901,11 +900,11 @@ def position_is_one_too_far(original):
   'I20',
 )
 def compacts_too_early(original):
-  def _checkpoint(self, step, snapshot):
+  def _checkpoint(self, save):
     self.journal._wal.roll()
     self.journal._wal.drop_before(self.journal.last + 1)
     self.world.logged('compacted', self.journal.first)
-    yield from original(self, step, snapshot)
+    yield from original(self, save)
 
   return _checkpoint
 
@@ -1160,7 +1159,7 @@ def claims_too_much(original):
 
 @mutant(
   'The manifest is written as soon as the syncer itself has saved.',
-  run_snapshot.Marking,
+  checkpoints.Snapshots,
   'advance',
   'I16b',
 )
@@ -1181,7 +1180,7 @@ class _Everybody:
 
 
 @mutant(
-  'A snapshot waits for a learner that has died for ever.', run_snapshot.Marking, 'advance', 'L9'
+  'A snapshot waits for a learner that has died for ever.', checkpoints.Snapshots, 'advance', 'L9'
 )
 def dead_are_waited_for(original):
   def advance(self, now_ns):
@@ -1193,25 +1192,39 @@ def dead_are_waited_for(original):
   return advance
 
 
-@mutant('A manifest names a part that could not be saved.', run_snapshot.Marking, 'marked', 'I16b')
-def failed_parts_are_named(original):
-  def marked(self, member, message):
-    original(self, member, dataclasses.replace(message, error=''))
+@mutant(
+  'A manifest pins a checkpoint that could not be saved.',
+  checkpoints.Snapshots,
+  'answered',
+  'I16b',
+)
+def failed_saves_are_named(original):
+  def answered(self, member, answer):
+    original(self, member, dataclasses.replace(answer, error=''))
 
-  return marked
+  return answered
 
 
 @mutant(
-  'A learner says that it saved its part, and did not.',
-  learner_checkpoints.LearnerPart,
+  'A learner says that it saved for a snapshot, and did not.',
+  learner_checkpoints.Saving,
   'saved',
   'I16c',
 )
-def failed_parts_are_told(original):
+def failed_saves_are_told(original):
   def saved(self, done):
     original(self, dataclasses.replace(done, error=''))
 
   return saved
+
+
+@mutant('A snapshot unpins those before it.', checkpoints.Snapshots, 'begin', 'I16d')
+def older_snapshots_are_unpinned(original):
+  def begin(self, now_ns, step, books):
+    self._kept.clear()
+    original(self, now_ns, step, books)
+
+  return begin
 
 
 @mutant('A snapshot does not wait for the merges under way.', SyncerMachine, '_holds_back', 'I16')
@@ -1219,12 +1232,12 @@ def snapshot_amid_merges(original):
   return property(lambda self: self._saving.due and self._gathering.merging)
 
 
-@mutant('A learner saves its part in the middle of a step.', LearnerMachine, '_receive', 'I16c')
-def part_within_a_step(original):
+@mutant('A learner saves in the middle of a step.', LearnerMachine, '_receive', 'I16c')
+def save_within_a_step(original):
   def _receive(self, now_ns, message, handle):
     original(self, now_ns, message, handle)
-    if isinstance(message, messages.Mark):
-      self._part.begin(self.step, self.snapshot())
+    if isinstance(message, messages.SnapshotNow) and self._saving.due(self.steps):
+      self._save()
 
   return _receive
 

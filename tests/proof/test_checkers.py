@@ -169,16 +169,18 @@ DONE = e.MergeDone(sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101, no
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
-MARK = m.Mark(snapshot=1, keep=())
-SAVE_PART = a.SavePart(snapshot=1, step=2, books=SNAPSHOT, keep=())
-PART_SAVED = e.PartSaved(snapshot=1, step=2, seal='part of l0')
-MARKED = m.Marked(snapshot=1, step=2, seal='part of l0', error='')
+NOW = m.SnapshotNow(snapshot=1, keep=())
+SAVE = a.Save(step=2, books=SNAPSHOT)
+PINNED = a.Save(step=2, books=SNAPSHOT, snapshot=1)
+SAVED = e.SaveDone(step=2, checkpoint=2, record_sha256='of l0')
+SNAPSHOT_SAVED = m.SnapshotSaved(snapshot=1, checkpoint=2, record_sha256='of l0', error='')
 WRITE = a.WriteManifest(
   snapshot=1,
   step=2,
-  seal='part of the syncer',
+  checkpoint=3,
+  record_sha256='of the syncer',
   missing=(),
-  parts=(a.Part(learner='l0', incarnation=1, step=2, seal='part of l0'),),
+  parts=(a.Part(learner='l0', incarnation=1, checkpoint=2, record_sha256='of l0'),),
 )
 
 
@@ -207,17 +209,18 @@ STORY = {
   ),
   'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, handle=5), (MERGE, merging())),
   'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
-  'save': Turn(SYNCER, 14, e.Wake(), (ledger(), a.Save(step=2, snapshot=SNAPSHOT))),
+  'save': Turn(SYNCER, 14, e.Wake(), (ledger(), SAVE)),
   'publish': Turn(
     LEARNER, 15, got(PUBLISH, handle=4), (a.Adopt(fragment=0, version=1, handle=4, whole=False),)
   ),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
-  'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (SAVE_PART, say(MARK))),
-  'mark': Turn(LEARNER, 18, got(MARK), (SAVE_PART,)),
-  'part': Turn(LEARNER, 18, PART_SAVED, (say(MARKED),)),
-  'own part': Turn(SYNCER, 18, dataclasses.replace(PART_SAVED, seal='part of the syncer')),
-  'marked': Turn(SYNCER, 19, got(MARKED), (WRITE,)),
+  'saved': Turn(SYNCER, 18, e.SaveDone(step=2, checkpoint=2, record_sha256='ordinary')),
+  'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (PINNED, say(NOW))),
+  'asked': Turn(LEARNER, 18, got(NOW), (PINNED,)),
+  'part': Turn(LEARNER, 18, SAVED, (say(SNAPSHOT_SAVED),)),
+  'own part': Turn(SYNCER, 18, e.SaveDone(step=2, checkpoint=3, record_sha256='of the syncer')),
+  'answered': Turn(SYNCER, 19, got(SNAPSHOT_SAVED), (WRITE,)),
   'written': Turn(
     SYNCER,
     19,
@@ -273,7 +276,7 @@ BROKEN = [  # what no mutant breaks before it breaks something else
   ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
   (
     'L7',
-    then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, snapshot={}), a.Exit(code=0, text='')),
+    then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, books={}), a.Exit(code=0, text='')),
   ),
   ('I24', then(LEARNER, e.Wake(), a.Dial(session=2))),
 ]
@@ -462,8 +465,9 @@ def test_a_sync_that_went_missing_is_noticed():
 def test_finish_before_the_disk_says_so_is_noticed():
   """The save that knows of it is under way; once it is verified the same word is right."""
   watcher, finish = watch(STORY), (say(m.Finish()),)
+  watcher.saw(SYNCER, 20 * MS, e.Wake(), (SAVE,))
   watcher.run.syncer.lineage.next = 99
-  watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(step=2, snapshot={**SNAPSHOT, 'next': 99}),))
+  watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(step=2, books={**SNAPSHOT, 'next': 99}),))
   watcher.saw(SYNCER, 21 * MS, e.SaveDone(step=2), ())  # of the first, which knew of nothing
   with pytest.raises(checkers.Violation, match='I8b: .*it would go on with sync 4'):
     watcher.saw(SYNCER, 22 * MS, e.Wake(), finish)

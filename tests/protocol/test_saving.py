@@ -132,7 +132,7 @@ def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
   [save] = saves(out)
   assert not contents(out, messages.Finish)
   assert contents(machine.handle(9, events.SaveDone(step=2)), messages.Finish)
-  following = again(machine, save.snapshot)
+  following = again(machine, save.books)
   following.handle(0, received(5, join()))
   out = following.handle(1, received(5, confirm()))
   assert contents(out, messages.Joined) and contents(out, messages.Finish)
@@ -140,7 +140,7 @@ def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
 
 def test_a_syncer_that_begins_when_all_is_over_ends_a_lease_later():
   machine, out = over()
-  following = again(machine, saves(out)[0].snapshot)
+  following = again(machine, saves(out)[0].books)
   assert not saves(following.handle(0, events.Wake()))
   assert saves(following.handle(machine._config.lease_ns, events.Wake()))
   [end] = following.handle(machine._config.lease_ns + 1, events.SaveDone(step=2))
@@ -170,7 +170,7 @@ def test_a_cancelled_sync_is_in_no_log_so_the_save_is_tried_again():
     out = machine.handle(now_ns, events.Wake())
   assert saves(out)
   assert contents(machine.handle(now_ns, events.SaveDone(step=2)), messages.Finish)
-  assert again(machine, save.snapshot)._pace.over
+  assert again(machine, save.books)._pace.over
 
 
 def test_a_disk_that_stays_full_is_spoken_of_once_a_minute():

@@ -112,7 +112,8 @@ def _story(tmp_path_factory) -> Story:
   tail.read()
   before = {number: manifests.read(workdir, number) for number in manifests.numbers(workdir)}
   damaged = max(before)
-  record = manifests.island_folder(workdir, 'l1') / 'snapshots' / str(damaged) / 'record/data.json'
+  pinned = str(before[damaged]['syncer']['checkpoint'])
+  record = manifests.syncer_folder(workdir) / manifests.CHECKPOINTS / pinned / 'record/data.json'
   data = bytearray(record.read_bytes())
   data[len(data) // 2] ^= 1
   record.write_bytes(data)
@@ -140,26 +141,25 @@ def test_the_first_half_took_whole_snapshots(story):
   assert len(story.before) >= 2
   for manifest in story.before.values():
     assert set(manifest['learners']) | set(manifest['missing']) <= {'l0', 'l1', 'l2'}
-    assert manifest['log'] >= 4
+    assert manifest['step'] >= 4
 
 
 def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
+  pinned = story.before[story.damaged]['syncer']['checkpoint']
   lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
   assert len(lines) == 1 and re.match(
-    rf'snapshot {story.damaged} is damaged or partial and is passed over.*islands/l1/snapshots/'
-    rf'{story.damaged} ',
+    rf'snapshot {story.damaged} is damaged or partial and is passed over.*syncer/ckpt/{pinned} ',
     lines[0],
   ), story.said
   aside = story.workdir / 'aside-1'
   assert (aside / 'snapshots' / f'{story.damaged}.json').exists()
-  assert (aside / 'islands' / 'l1' / 'snapshots' / str(story.damaged)).is_dir()
+  assert (aside / 'syncer' / 'ckpt' / str(pinned)).is_dir()
 
 
 def test_the_syncer_goes_on_where_its_part_was(story):
   (recovered,) = story.of('syncer', 'recovered')
-  assert (recovered['sync'], recovered['log']) == (story.taken['step'], story.taken['log'])
-  assert recovered['replayed'] == 0
-  assert sum(recovered['versions']) == story.taken['log']  # no outer step was refused
+  assert (recovered['sync'], recovered['replayed']) == (story.taken['step'], 0)
+  assert sum(recovered['versions']) == recovered['log']  # no outer step was refused
   later = {}
   for outer in story.of('syncer', 'outer'):
     later.setdefault(outer['fragment'], []).append(outer['version'])
@@ -175,7 +175,7 @@ def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
     if part is None:
       assert f'{learner} starts from the fragments of the syncer' in story.said
     else:
-      assert f'{learner} goes on from its checkpoint at clock {part["step"]}' in story.said
+      assert f'{learner} goes on from its checkpoint at clock {part["checkpoint"]}' in story.said
     assert story.of(learner, 'step'), story.said
   assert story.taken['learners'], 'nobody was in the snapshot'
 

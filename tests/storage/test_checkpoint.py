@@ -65,16 +65,32 @@ def test_reads_back_what_was_saved(tmp_path):
 def test_keeps_the_last_two(tmp_path):
   _save(tmp_path, 1, 2, 3, 4)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  assert checkpoints.steps == [3, 4]
+  assert checkpoints.numbers == [3, 4]
   checkpoints.close()
 
 
-def test_saving_again_at_a_clock_replaces(tmp_path):
+def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):
+  """By a later process neither, nor by ordinary saves, however many."""
+  _save(tmp_path, 1)
+  for snapshot, keep in ((1, ()), (2, (1,)), (3, (2,))):
+    checkpoints = checkpoint.Checkpoints(str(tmp_path))
+    pinned = checkpoints.save(10 * snapshot, _state(0), 0, snapshot=snapshot, keep=keep)()
+    assert pinned.number == 10 * snapshot
+    checkpoints.close()
+    _save(tmp_path, *range(10 * snapshot + 1, 10 * snapshot + 5))
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  checkpoints.save(5, _state(1), 1)
-  checkpoints.save(5, _state(5), 50)
+  assert checkpoints.numbers == [20, 30, 33, 34]
   checkpoints.close()
-  _assert_holds(_restore(tmp_path), 5)
+
+
+def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  assert checkpoints.save(5, _state(1), 1)().number == 5
+  assert checkpoints.save(5, _state(5), 50)().number == 6
+  assert checkpoints.save(4, _state(4), 40)().number == 7
+  assert checkpoints.numbers == [6, 7]
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 4)
 
 
 def test_what_is_donated_after_save_returns_does_not_reach_the_disk(tmp_path):
@@ -177,8 +193,8 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with futures.ThreadPoolExecutor(4) as pool:
     ends = [pool.submit(checkpoints.save(step, _state(step), 10 * step)) for step in range(1, 5)]
-    assert len({end.result() for end in ends}) == 4  # their seals
-  assert checkpoints.steps == [3, 4]
+    assert len({end.result().record_sha256 for end in ends}) == 4
+  assert checkpoints.numbers == [3, 4]
   checkpoints.close()
 
 

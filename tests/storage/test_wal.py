@@ -15,7 +15,7 @@ import pytest
 
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import wal, wal_recovery
+from diloco_jax.storage import wal
 from diloco_jax.storage import wal_format as fmt
 
 RUN = 'torture'
@@ -546,12 +546,12 @@ def test_a_missing_segment_is_refused():
   gap = Storage(files={name: files[name] for name in names if name != names[1]})
   words = refused(gap)
   assert f'{names[2]} is damaged at byte 0' in words
-  assert f'--to={fmt.first_of(names[1]) - 1} ' in words
+  assert f'records 1 to {fmt.first_of(names[1]) - 1} are whole' in words
   headless = Storage(files={name: files[name] for name in names[1:]})
   assert f'begins with record {fmt.first_of(names[1])}' in refused(headless)
 
 
-def test_damage_names_file_offset_and_repair():
+def test_damage_names_file_offset_and_what_helps():
   disk = Storage()
   write_log(disk, 5, group=1)
   ((name, data),) = disk.copy().items()
@@ -560,8 +560,9 @@ def test_damage_names_file_offset_and_repair():
   words = refused(Storage(files={name: bad}))
   assert words == (
     f'DD402 WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
-    'damaged. Not started, nothing changed; records 1 to 2 are whole. Restore the file, or run: '
-    'python -m experiments.wal_repair state --to=2 (drops 3 updates).'
+    'damaged. Not started, nothing changed; records 1 to 2 are whole. Restore the file, or go back '
+    'to the newest checkpoint with --restore=checkpoint: the log is set aside, and the outer steps '
+    'behind record 0 are made anew.'
   )
 
 
@@ -664,7 +665,7 @@ def test_what_changes_under_an_open_log_is_never_skipped():
     disk.put(name, data)
 
 
-# --- Compaction and repair ------------------------------------------------------------------------
+# --- Compaction -----------------------------------------------------------------------------------
 
 
 def test_compaction_keeps_every_record_from_the_number_on():
@@ -693,54 +694,6 @@ def test_behind_a_snapshot_of_everything_only_an_empty_segment_is_left():
   assert log.append(1, payload(21)) == 21
   log.commit()
   assert log.chain == chain_after(expected(21))
-
-
-@pytest.mark.parametrize('keep', range(21))
-def test_repair_keeps_a_prefix_and_deletes_nothing(keep: int):
-  disk = Storage()
-  write_log(disk, 20, segment_bytes=600)
-  size = sum(map(len, disk.copy().values()))
-  words = wal_recovery.repair(disk, keep)
-  assert f'ends with record {keep}' in words
-  assert sum(map(len, disk.copy().values())) == size
-  disk.crash()
-  log = wal.open_log(disk, RUN)
-  assert read_log(log) == expected(keep)
-
-
-def test_repair_of_a_damaged_log_makes_it_open_again():
-  disk = Storage()
-  write_log(disk, 20, segment_bytes=600)
-  files = disk.copy()
-  name = sorted(files)[1]
-  place = marks(disk, name)[0] + MARK_BYTES  # where the next record begins
-  bad = Storage(files=files | {name: files[name][:place] + b'rot' + files[name][place + 3 :]})
-  with pytest.raises(fmt.WalDamaged) as error:
-    wal.open_log(bad, RUN)
-  good = error.value.last_good
-  with pytest.raises(fmt.WalError, match=f'records 1 to {good}.*cannot end with record {good + 1}'):
-    wal_recovery.repair(bad, good + 1)
-  wal_recovery.repair(bad, good)
-  wal_recovery.repair(bad, good)  # once more: nothing to do
-  assert read_log(wal.open_log(bad, RUN)) == expected(good)
-  assert any(fmt.ASIDE in name for name in bad.names())
-
-
-def test_a_repair_that_is_interrupted_can_be_run_again():
-  disk = Storage()
-  write_log(disk, 20, segment_bytes=600)
-  files = disk.copy()
-  calls = Storage(files=files)
-  wal_recovery.repair(calls, 7)
-  for call, name in enumerate(calls.calls):
-    for fault in FAULTS[name]:
-      disk = Storage(seed=call, files=files)
-      disk.plan[call] = fault
-      with pytest.raises((OSError, PowerLoss, Killed)):
-        wal_recovery.repair(disk, 7)
-      disk.crash()
-      wal_recovery.repair(disk, 7)
-      assert read_log(wal.open_log(disk, RUN)) == expected(7)
 
 
 # --- The payload's own form -----------------------------------------------------------------------

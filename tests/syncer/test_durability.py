@@ -115,7 +115,7 @@ class Rig:
       self.checkpoints,
       self.log,
       evaluation=None,
-      snapshots=None,
+      workdir=folder,
     )
     self.work.start()
 
@@ -136,7 +136,7 @@ class Rig:
       **self._published(),
       'merging': [],
     }
-    self.work.submit(actions.Save(step=sync, snapshot=snapshot))
+    self.work.submit(actions.Save(step=sync, books=snapshot))
     return self.posted.get(timeout=DEADLINE_S)
 
   def _published(self) -> dict:
@@ -213,7 +213,7 @@ def books(assembled: build.Assembly, sync: int) -> dict:
   account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
   snapshot['ledger'] = [[name, 1, account] for name in NAMES]
   snapshot['members'] = [
-    {'learner': name, 'stream': m, 'incarnation': 1, 'strikes': 0, 'worst': 0}
+    {'learner': name, 'stream': m, 'incarnation': 1, 'left': False, 'strikes': 0, 'worst': 0}
     for m, name in enumerate(NAMES)
   ]
   return snapshot
@@ -357,8 +357,9 @@ def test_a_save_never_takes_the_place_of_another(rig):
   life = rig()
   life.merge(1)
   for _ in range(3):
-    assert life.save(1) == events.SaveDone(step=1)
-  assert life.checkpoints.steps == [2, 3]
+    done = life.save(1)
+  assert (done.step, done.checkpoint, done.error) == (1, 3, '')
+  assert life.checkpoints.numbers == [2, 3]
 
 
 def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):

@@ -37,10 +37,8 @@ def words(action: Any) -> str:
       return f'snapshots its moments for donation {transfer}'
     case actions.TakeMoments(transfer=transfer):
       return f'takes the moments of donation {transfer}'
-    case actions.Save(step=step):
-      return f'saves at {step}'
-    case actions.SavePart(step=step, snapshot=number):
-      return f'saves its part of snapshot {number} at {step}'
+    case actions.Save(step=step, snapshot=number):
+      return f'saves at {step}{"" if number is None else f" for snapshot {number}"}'
     case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
       return (
         f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
@@ -94,10 +92,10 @@ def _message(message: Any) -> str:
       return f'Settled sync {sync}: {"merged" if merged else reason}'
     case messages.Refused(code=code, retry_ns=retry_ns):
       return f'Refused {code}, {"for good" if retry_ns is None else f"for {retry_ns / MS:g} ms"}'
-    case messages.Mark(snapshot=number):
-      return f'Mark snapshot {number}'
-    case messages.Marked(snapshot=number, step=step, error=error):
-      return f'Marked snapshot {number} at {step}{error and ": " + error}'
+    case messages.SnapshotNow(snapshot=number):
+      return f'SnapshotNow {number}'
+    case messages.SnapshotSaved(snapshot=number, checkpoint=checkpoint, error=error):
+      return f'SnapshotSaved {number}, {error or f"checkpoint {checkpoint}"}'
     case messages.Leave(reason=reason):
       return f'Leave: {reason}'
   return type(message).__name__

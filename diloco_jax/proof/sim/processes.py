@@ -10,7 +10,7 @@ import abc
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from diloco_jax.proof import random_streams
@@ -140,38 +140,17 @@ class Process(abc.ABC):
       self._egress_until = done = max(start, self._egress_until) + delay_ns
     self.world.engine.at(done, lambda: self.post(event, content))
 
-  def save(self, step: int, state: dict, start_ns: int) -> None:
-    """Writes a checkpoint in stages, between which the process may die; then SaveDone."""
-    self.stage(
-      self.checkpoints.save(state), start_ns, lambda error: events.SaveDone(step=step, error=error)
-    )
-
-  def stage(
-    self, stages: Iterator[None], start_ns: int, done: Callable[[str], events.Event]
-  ) -> None:
-    """Carries out the stages of a save; `done` is the event that answers it."""
-    third = self.save_ns // 3
-    self.world.engine.at(
-      start_ns,
-      lambda: self._save_on(stages, iter((third, third, self.save_ns - 2 * third, 0)), done),
-    )
-
-  def _save_on(
-    self, stages: Iterator[None], times_ns: Iterator[int], done: Callable[[str], events.Event]
-  ) -> None:
-    if self.frozen:
-      self._held.append(lambda: self._save_on(stages, times_ns, done))
-      return
-    if not self.alive:
-      return
+  def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
+    """Writes a checkpoint in stages, between which the process may die; it says how long each takes,
+    and at last what answers the action."""
+    number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
     try:
-      next(stages)
-    except StopIteration:
-      self.post(done(''))
+      for _ in stages:
+        yield self.save_ns // 3
     except OSError as error:
-      self.post(done(error.strerror))
-    else:
-      self.world.engine.after(next(times_ns), lambda: self._save_on(stages, times_ns, done))
+      return events.SaveDone(step=save.step, error=error.strerror)
+    self.world.saved[digest] = self.disk
+    return events.SaveDone(step=save.step, checkpoint=number, record_sha256=digest)
 
   # --- What happens to it -------------------------------------------------------------------------
 
@@ -234,28 +213,23 @@ class Learner(Process):
         self._read_moments(transfer)
       case actions.TakeMoments():
         self._take_moments(action)
-      case actions.Save(step=step, snapshot=snapshot):
+      case actions.Save():
         self._boundary()
-        self.save(step, snapshot, self.world.engine.now_ns)
-      case actions.SavePart():
-        self._save_part(action)
+        stages = self.save(action, action.books)
+        self.world.engine.after(0, lambda: self._save_on(stages))
 
-  def _save_part(self, save: actions.SavePart) -> None:
-    """Its part of a snapshot of the whole run."""
-    self._boundary()
-    state = {'nonce': self.nonce, 'steps': self.steps, 'at_ns': self.world.now_ns, **save.books}
-    seal = snapshots.seal(state)
-
-    def done(error: str) -> events.PartSaved:
-      if not error:
-        self.world.parts[seal] = self.disk
-      return events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error)
-
-    self.stage(
-      snapshots.save_part(self.disk, save.snapshot, state, save.keep),
-      self.world.engine.now_ns,
-      done,
-    )
+  def _save_on(self, stages: Generator[int, None, events.SaveDone]) -> None:
+    if self.frozen:
+      self._held.append(lambda: self._save_on(stages))
+      return
+    if not self.alive:
+      return
+    try:
+      delay_ns = next(stages)
+    except StopIteration as end:
+      self.post(end.value)
+    else:
+      self.world.engine.after(delay_ns, lambda: self._save_on(stages))
 
   @property
   def done(self) -> bool:
@@ -421,10 +395,8 @@ class Syncer(Process):
         job = self._merge(action)
       case actions.ReadFragment(fragment=fragment):
         job = self._read(fragment)
-      case actions.Save(step=step, snapshot=snapshot):
-        job = self._checkpoint(step, snapshot)
-      case actions.SavePart():
-        job = self._save_part(action)
+      case actions.Save():
+        job = self._checkpoint(action)
       case actions.WriteManifest():
         job = self._write_manifest(action)
     self._jobs.append(job)
@@ -512,68 +484,41 @@ class Syncer(Process):
     yield self.fsync_ns
     self.journal.commit()
 
-  def _save_part(self, save: actions.SavePart) -> Iterator[int]:
-    """The syncer's part of a snapshot of the whole run."""
-    arrays.claim(
-      save.books['versions'] == self.theta.versions,
-      'A snapshot is of no half-done merge.',
-      save.books['versions'],
-    )
-    state = {
-      'snapshot': save.books,
-      'theta': self.theta.saved(),
-      **self.journal.position,
-      'at_ns': self.world.now_ns,
-    }
-    seal, error = snapshots.seal(state), ''
-    yield MS
-    try:
-      for _ in snapshots.save_part(self.disk, save.snapshot, state, save.keep):
-        yield self.save_ns // 3
-    except OSError as failed:
-      error = failed.strerror
-    else:
-      self.world.parts[seal] = self.disk
-    self.post(events.PartSaved(snapshot=save.snapshot, step=save.step, seal=seal, error=error))
-
   def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
     manifest = {
       'snapshot': write.snapshot,
-      'syncer': write.seal,
-      'learners': {part.learner: part.seal for part in write.parts},
+      'pinned': [
+        (write.checkpoint, write.record_sha256),
+        *((part.checkpoint, part.record_sha256) for part in write.parts),
+      ],
     }
     error = ''
     yield MS
     try:
-      for _ in snapshots.write_manifest(self.disk, manifest):
+      for _ in snapshots.write(self.disk, manifest):
         yield MS
     except OSError as failed:
       error = failed.strerror
     self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
 
-  def _checkpoint(self, step: int, snapshot: dict[str, Any]) -> Iterator[int]:
+  def _checkpoint(self, save: actions.Save) -> Iterator[int]:
     """A checkpoint, and what it makes superfluous is dropped from the log."""
+    yield 0  # whatever was decided with it is done before it can fail
     theta = self.theta
     arrays.claim(
-      snapshot['versions'] == theta.versions,
-      'A snapshot is of no half-done merge.',
-      snapshot['versions'],
+      save.books['versions'] == theta.versions,
+      'A checkpoint is of no half-done merge.',
+      save.books['versions'],
       theta.versions,
     )
-    stages = self.checkpoints.save(
-      {'snapshot': snapshot, 'theta': theta.saved(), **self.journal.position}
-    )
-    third = self.save_ns // 3
-    try:
-      for _ in stages:
-        yield third
-    except OSError as error:
-      self.post(events.SaveDone(step=step, error=error.strerror))
+    state = {'snapshot': save.books, 'theta': theta.saved(), **self.journal.position}
+    done = yield from self.save(save, state)
+    self.post(done)
+    if done.error:
       return
-    self.post(events.SaveDone(step=step))
     yield MS
     try:
-      kept = self.checkpoints.kept()
+      kept = self.checkpoints.last_two()
       if kept[0] is not None:
         self.journal.compact(kept)
     except wal_format.WalFull:

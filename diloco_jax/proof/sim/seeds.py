@@ -13,6 +13,7 @@ from typing import Any
 from diloco_jax.proof.checks import checkers as checkers_lib
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import arrays, processes, random_settings, snapshots
+from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import faults as faults_lib
 from diloco_jax.proof.sim import world as world_lib
@@ -170,15 +171,15 @@ def _check_books(world: world_lib.World) -> None:
 
 
 def _check_snapshots(world: world_lib.World) -> None:
-  """Every part that a manifest names is where it was saved, unless that disk has lost it."""
+  """Every checkpoint that a manifest pins is where it was saved, unless that disk has lost it."""
   disk = world.disk('syncer')
-  for number in () if disk.rot else snapshots.manifests(disk):
-    manifest = snapshots.manifest(disk, number)
+  for number in () if disk.rot else snapshots.numbers(disk):
+    manifest = snapshots.read(disk, number)
     arrays.claim(manifest is not None, 'A manifest is whole or not there.', number)
-    for seal in (manifest['syncer'], *manifest['learners'].values()):
-      where = world.parts[seal]
+    for checkpoint, digest in manifest['pinned']:
+      where = world.saved[digest]
       arrays.claim(
-        where.rot or snapshots.part(where, number, seal) is not None,
+        where.rot or disk_lib.Checkpoints(where).holds(checkpoint, digest),
         'What a manifest names is there, and is what was saved.',
         number,
         manifest,

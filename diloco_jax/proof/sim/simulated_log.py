@@ -3,8 +3,8 @@
 Checkpoints hold the machine's snapshot, Theta, and how far they reach in the log. The log is the
 production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
 
-A log that refuses to open is put right by the *operator*, who loses as little as can be lost: the
-log is cut to its whole records, or begun anew behind the checkpoint if the two do not meet.
+A log that refuses to open is put right by the *operator*, as launch/restore.py does it: it is set
+aside, and a new one begins behind the newest checkpoint that is whole.
 
 The world also knows what no program can ask: which records no power loss takes any more
 (`durable`).
@@ -158,11 +158,6 @@ def repair(disk: disk_lib.Disk, agreement: str) -> None:
   """
   saved = disk_lib.Checkpoints(disk).newest()
   after, chain = (0, None) if saved is None else (saved['log'], bytes.fromhex(saved['chain']))
-  found = wal_recovery.scan(disk)
-  meet = found.segments and found.first - 1 <= after <= found.last
-  if found.damage and meet:
-    wal_recovery.repair(disk, found.last)
-    return
   for name in wal_recovery.segment_names(disk):
     disk.rename(name, f'{name}.{len(disk.names())}{SET_ASIDE}')
   disk.fsync_names()

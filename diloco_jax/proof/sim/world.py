@@ -55,7 +55,7 @@ class World:
     self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
     self.on_fall: Callable[[], None] = lambda: None  # called when the syncer's disk ends it
     self.flipped = 0  # adoptions that went wrong
-    self.parts: dict[str, disk_lib.Disk] = {}  # of snapshots of the run, by seal: where they are
+    self.saved: dict[str, disk_lib.Disk] = {}  # checkpoints, by digest: where they are
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -124,7 +124,7 @@ class World:
       return False
     snapshot = found.snapshot and {
       **found.snapshot,
-      syncer_machine.MANIFESTS: snapshots.manifests(disk),
+      syncer_machine.MANIFESTS: snapshots.numbers(disk),
     }
     life = self._life(dataclasses.replace(start, snapshot=snapshot))
     self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)

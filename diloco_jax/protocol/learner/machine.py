@@ -115,10 +115,8 @@ class LearnerMachine:
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = False
     self._told_step = -1  # the last one reported on this session
-    self._saved_steps = 0
     self._ending = self._refused = ''
-    self._saving = False
-    self._part = checkpoints_lib.LearnerPart(self._connection, self._out)
+    self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
     self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -146,7 +144,7 @@ class LearnerMachine:
   @property
   def _waits_for_verdicts(self) -> bool:
     """It would leave, but what it has given is not settled yet."""
-    return bool(self._ending and self._given) and not (self._running or self._busy_saving)
+    return bool(self._ending and self._given) and not (self._running or self._saving.running)
 
   @property
   def _no_more(self) -> bool:
@@ -177,9 +175,7 @@ class LearnerMachine:
       case events.MomentsTaken():
         self._taker.taken(event, self.step)
       case events.SaveDone():
-        self._saved(event)
-      case events.PartSaved():
-        self._part.saved(event)
+        self._saving.saved(event)
         if self._refused:
           self._give_up()
       case events.Stop(reason=reason):
@@ -198,7 +194,7 @@ class LearnerMachine:
     self._told_step = -1
     self._pulls.clear()
     self._pulled.clear()
-    self._part.forget()
+    self._saving.forget()
     self._given.clear()
     for _, handle in self._arrivals:
       self._out.drop(handle)
@@ -231,8 +227,8 @@ class LearnerMachine:
         self._taker.none(message, self.step)
       case messages.Settled():
         self._settled(message)
-      case messages.Mark():
-        self._part.heard(message)
+      case messages.SnapshotNow():
+        self._saving.heard(message)
       case messages.Finish():
         self._ending = self._ending or 'done'
       case messages.Heartbeat() | messages.Joined() | messages.Pull():
@@ -283,7 +279,8 @@ class LearnerMachine:
   def _begin_life(self, joined: messages.Joined) -> None:
     """Steps and tokens are counted per incarnation."""
     self._incarnation = joined.incarnation
-    self.steps = self.tokens = self._saved_steps = 0
+    self.steps = self.tokens = 0
+    self._saving.begin_life()
     for anchor in self._anchors:
       anchor.steps = anchor.tokens = 0
 
@@ -366,14 +363,11 @@ class LearnerMachine:
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
     # Not before it trains: until then its moments are nobody's.
-    if trains and not (self._ending or self._refused or self._saving):
-      self._part.begin(self.step, self.snapshot())
+    if trains and not (self._ending or self._refused) and self._saving.due(self.steps):
+      self._save()
     if self._ending:
       self._end(now_ns)
     elif self._may_step():
-      due = self._config.save_steps and self.steps - self._saved_steps >= self._config.save_steps
-      if due and not self._busy_saving:
-        self._save()
       self._running = True
       self._out.do(actions.Step(step=self.step))
     elif self._told_step != self.step:
@@ -492,29 +486,12 @@ class LearnerMachine:
 
   # --- Saving and ending --------------------------------------------------------------------------
 
-  @property
-  def _busy_saving(self) -> bool:
-    """A checkpoint or a part of a snapshot is being written: one at a time."""
-    return self._saving or self._part.saving
-
   def _save(self) -> None:
-    self._saved_steps = self.steps
-    self._saving = True
-    self._out.do(actions.Save(step=self.step, snapshot=self.snapshot()))
-
-  def _saved(self, done: events.SaveDone) -> None:
-    self._saving = False
-    if done.error:
-      self._out.say(
-        f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
-        'previous checkpoint is untouched.'
-      )
-    if self._refused:
-      self._give_up()
+    self._saving.begin(self.step, self.steps, self.snapshot())
 
   def _give_up(self) -> None:
     """Refused for good: ends at once, but not in the middle of a checkpoint."""
-    if not self._busy_saving:
+    if not self._saving.running:
       for _, handle in self._arrivals:
         self._out.drop(handle)
       self._arrivals.clear()
@@ -523,9 +500,9 @@ class LearnerMachine:
   def _end(self, now_ns: int) -> None:
     """Save, see what was given settled, say goodbye, exit; each once. A syncer drops the payload of
     who leaves, so a moment of patience is worth the work since the anchor."""
-    if self._busy_saving:
+    if self._saving.running:
       return
-    if self.steps > self._saved_steps:
+    if self._saving.unsaved(self.steps):
       self._save()
       return
     if self._waits_for_verdicts and now_ns < self._leave_ns:

@@ -29,7 +29,7 @@ theory of its own, and none calls back::
     quorum.py       when a sync has waited enough;  grace.py: how long it may
     published.py    the versions, and who holds which
     donation.py     who gives its moments to whom
-    checkpoints.py       when to save;  run_snapshot.py: snapshots of the whole run
+    checkpoints.py  when to save;  snapshots of the whole run
     screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
     shards.py      who reads which data stream, and how far each is committed
@@ -52,7 +52,6 @@ from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import quorum as quorum_lib
 from diloco_jax.protocol.syncer import recovery, verdicts
-from diloco_jax.protocol.syncer import run_snapshot as run_snapshot_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
@@ -110,7 +109,7 @@ class SyncerMachine:
     )
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = checkpoints_lib.Saving(config.save_syncs)
-    self._marking = run_snapshot_lib.Marking(config, self._members, self._out)
+    self._snapshots = checkpoints_lib.Snapshots(config, self._members, self._out)
     self._skipped = 0
     self._stopping = ''
     self._finished = False  # everybody is told that the run is over
@@ -140,7 +139,7 @@ class SyncerMachine:
       self._sweep_ns,
       self._linger_ns,
       self._membership.deadline_ns,
-      self._marking.deadline_ns,
+      self._snapshots.deadline_ns,
       self._relay.deadline_ns,
     ]
     if not self._holds_back:
@@ -172,12 +171,10 @@ class SyncerMachine:
         self._published.send_whole(event)
       case events.SaveDone():
         self._saved(now_ns, event)
-      case events.PartSaved():
-        self._marking.saved(event)
       case events.ManifestWritten():
-        self._marking.written(event)
+        self._snapshots.written(event)
       case events.TakeSnapshot():
-        self._marking.ask()
+        self._snapshots.ask()
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
       case events.Connected() | events.Wake():
@@ -217,8 +214,8 @@ class SyncerMachine:
           self._strike(now_ns, member, message.fragment)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
-      case messages.Marked():
-        self._marking.marked(member, message)
+      case messages.SnapshotSaved():
+        self._snapshots.answered(member, message)
       case messages.Donation():
         self._relay.donation(member, message, handle)
       case messages.NoDonation():
@@ -238,7 +235,7 @@ class SyncerMachine:
     self._relay.advance(now_ns)
     if not self._holds_back:
       self._save_what_is_due(now_ns)
-    self._marking.advance(now_ns)
+    self._snapshots.advance(now_ns)
     for gather in list(self._gathering.open.values()):
       if not self._holds_back:
         self._decide(now_ns, gather)
@@ -345,7 +342,7 @@ class SyncerMachine:
     gather = self._gathering.end(done)
     if not done.failed:
       self._saving.outer_step()
-      self._marking.outer_step()
+      self._snapshots.outer_step()
     for member in self._screening.ended(now_ns, gather.participants, done):
       self._membership.quarantine(member)
 
@@ -408,7 +405,7 @@ class SyncerMachine:
   def _exit(self) -> None:
     """The books are closed; the process ends once they are saved."""
     self._exiting = True
-    self._marking.abandon()
+    self._snapshots.abandon()
     for gather in self._gathering.open.values():
       for handle in gather.abandon():
         self._out.drop(handle)
@@ -424,19 +421,22 @@ class SyncerMachine:
   @property
   def _snapshot_due(self) -> bool:
     """A run that is over needs none any more: who would go on from it?"""
-    return self._marking.due and not (self._stopping or self._finished)
+    free = not (self._saving.running or self._stopping or self._finished)
+    return free and self._snapshots.due
 
   def _save_what_is_due(self, now_ns: int) -> None:
-    if self._saving.due:
-      self._save()
     if self._snapshot_due:
-      self._marking.begin(now_ns, self.clock, self.snapshot())
+      self._saving.begin(closed=self._closed, last=False)
+      self._snapshots.begin(now_ns, self.clock, self.snapshot())
+    elif self._saving.due:
+      self._save()
 
   def _save(self) -> None:
     self._saving.begin(closed=self._closed, last=self._exiting)
-    self._out.do(actions.Save(step=self.clock, snapshot=self.snapshot()))
+    self._out.do(actions.Save(step=self.clock, books=self.snapshot()))
 
   def _saved(self, now_ns: int, done: events.SaveDone) -> None:
+    self._snapshots.saved(done)
     last = self._saving.end(bool(done.error), now_ns + self._config.heartbeat_ns)
     if done.error and not last:
       self._tell_failed(now_ns, done)
@@ -523,8 +523,8 @@ class SyncerMachine:
     machine._pace.reopen(snapshot['undecided'])
     machine._saving.farewell = machine._pace.over
     machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
-    machine._marking.load(snapshot.get(MANIFESTS, ()))
-    machine._marking.resume(machine._gathering.synced)
+    machine._snapshots.load(snapshot.get(MANIFESTS, ()))
+    machine._snapshots.resume(machine._gathering.synced)
     return machine
 
   @classmethod
@@ -562,7 +562,7 @@ class SyncerMachine:
       self._ledger,
       self._streams,
       self._screening,
-      self._marking,
+      self._snapshots,
       self._relay,
     ):
       part.check()

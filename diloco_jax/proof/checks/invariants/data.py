@@ -27,7 +27,7 @@ class BatchesOnce(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Save)
   def save(self, book, now_ns, save, event):
-    self._same(book, save.snapshot['data'], [])
+    self._same(book, save.books['data'], [])
 
   @invariant.on(SYNCER, facts.Merging)
   def books(self, book, now_ns, merging, event):

@@ -7,23 +7,15 @@ from diloco_jax.protocol import actions, facts, messages
 SYNCER = invariant.SYNCER
 
 
-class SnapshotIsACut(invariant.Invariant):
+class CheckpointIsACut(invariant.Invariant):
   id = 'I16'
   sentence = (
-    "A syncer's snapshot is of one moment, between two outer steps: versions, ids and "
+    "A syncer's checkpoint is of one moment, between two outer steps: versions, ids and "
     'ledger tell of the same ones.'
   )
 
   @invariant.on(SYNCER, actions.Save)
   def save(self, book, now_ns, save, event):
-    snapshot, lineage = save.snapshot, book.lineage
-    if book.merges:
-      self.fail('an outer step is under way')
-    self._same(snapshot, lineage)
-
-  @invariant.on(SYNCER, actions.SavePart)
-  def save_part(self, book, now_ns, save, event):
-    """The syncer's part of a snapshot of the whole run is one, too."""
     if book.merges:
       self.fail('an outer step is under way')
     self._same(save.books, book.lineage)
@@ -47,7 +39,7 @@ class NothingSpokenIsLost(invariant.Invariant):
   id = 'I2'
   sentence = (
     'No version that a learner was ever sent, or that a peer heard of, is lost by any '
-    'restart, unless an operator repaired a damaged log.'
+    'restart, unless an operator set a damaged log aside.'
   )
 
   @invariant.on(SYNCER, messages.Publish)

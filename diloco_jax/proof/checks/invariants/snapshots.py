@@ -1,12 +1,14 @@
-"""Safety and liveness of snapshots of the whole run (protocol/syncer/run_snapshot.py)."""
+"""Safety and liveness of snapshots of the whole run (protocol/syncer/checkpoints.py)."""
 
 import dataclasses
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import syncer as syncer_book
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
 
 SYNCER, LEARNER, EVERY = invariant.SYNCER, invariant.LEARNER, invariant.EVERY
+KEPT = 2  # snapshots
 
 
 @dataclasses.dataclass(slots=True)
@@ -16,8 +18,8 @@ class _Taking:
   number: int
   began_ns: int
   asked: dict[str, syncer_book.Peer] = dataclasses.field(default_factory=dict)
-  told: dict[str, messages.Marked] = dataclasses.field(default_factory=dict)
-  own: events.PartSaved | None = None
+  told: dict[str, messages.SnapshotSaved] = dataclasses.field(default_factory=dict)
+  own: events.SaveDone | None = None
   ended: bool = False
 
 
@@ -33,16 +35,17 @@ class _Snapshots(invariant.Invariant):
     taking = self.taking.get(book.life.number)
     return None if taking is None or taking.ended else taking
 
-  @invariant.on(SYNCER, actions.SavePart)
+  @invariant.on(SYNCER, actions.Save)
   def begins(self, book, now_ns, save, event):
-    self.taking[book.life.number] = _Taking(save.snapshot, now_ns)
+    if save.snapshot is not None:
+      self.taking[book.life.number] = _Taking(save.snapshot, now_ns)
 
-  @invariant.on(SYNCER, messages.Mark)
+  @invariant.on(SYNCER, messages.SnapshotNow)
   def asks(self, book, now_ns, send, event):
     peer = book.peers[send.session]
     self.taking[book.life.number].asked[peer.join.learner] = peer
 
-  @invariant.on(SYNCER, messages.Marked)
+  @invariant.on(SYNCER, messages.SnapshotSaved)
   def answers(self, book, now_ns, event, out):
     taking, peer, message = self.of(book), book.peer, event.message
     if taking is None or message.snapshot != taking.number or not peer.member:
@@ -50,10 +53,11 @@ class _Snapshots(invariant.Invariant):
     if taking.asked.get(peer.join.learner) is peer:
       taking.told.setdefault(peer.join.learner, message)
 
-  @invariant.on(SYNCER, events.PartSaved)
+  @invariant.on(SYNCER, events.SaveDone)
   def saved(self, book, now_ns, event, out):
+    """One save runs at a time: the first answer is that of the snapshot's."""
     taking = self.of(book)
-    if taking is not None and event.snapshot == taking.number:
+    if taking is not None and taking.own is None:
       taking.own = event
 
   @invariant.on(SYNCER, facts.Snapshot)
@@ -69,13 +73,15 @@ class _Snapshots(invariant.Invariant):
 class ManifestIsTrue(_Snapshots):
   id = 'I16b'
   sentence = (
-    'A manifest names the part that the syncer saved for it and that of each learner '
-    'that told so on the stream on which it was asked; everybody else who was asked is '
+    'A manifest pins the checkpoint that the syncer saved for it and that of each learner '
+    'that told so on the stream on which it was asked; every other learner that was asked is '
     'missing for a reason; and one snapshot is taken at a time.'
   )
 
-  @invariant.on(SYNCER, actions.SavePart)
+  @invariant.on(SYNCER, actions.Save)
   def begins(self, book, now_ns, save, event):
+    if save.snapshot is None:
+      return
     before = self.taking.get(book.life.number)
     if before is not None and not (before.ended and before.number < save.snapshot):
       self.fail(f'snapshot {save.snapshot} begins after {before}')
@@ -87,18 +93,15 @@ class ManifestIsTrue(_Snapshots):
     if taking is None or write.snapshot != taking.number:
       self.fail(write, 'no such snapshot is being taken')
     own = taking.own
-    if own is None or own.error or (own.step, own.seal) != (write.step, write.seal):
+    if own is None or own.error or _name(own) != _name(write) or own.step != write.step:
       self.fail(write, f'the syncer saved {own}')
     named, missing = {part.learner for part in write.parts}, dict(write.missing)
     if named & missing.keys() or named | missing.keys() != taking.asked.keys():
       self.fail(write, f'asked were {sorted(taking.asked)}')
     for part in write.parts:
       told, peer = taking.told.get(part.learner), taking.asked[part.learner]
-      if (
-        told is None
-        or told.error
-        or (told.step, told.seal, peer.incarnation) != (part.step, part.seal, part.incarnation)
-      ):
+      same = told is not None and _name(told) == _name(part)
+      if not same or told.error or peer.incarnation != part.incarnation:
         self.fail(part, f'the learner told {told}')
     for learner, why in missing.items():
       told = taking.told.get(learner)
@@ -106,9 +109,14 @@ class ManifestIsTrue(_Snapshots):
         self.fail(f'{learner} is left out: {why}')
 
 
+def _name(checkpoint) -> tuple[int, str]:
+  """How a checkpoint is named wherever it is told of."""
+  return checkpoint.checkpoint, checkpoint.record_sha256
+
+
 @dataclasses.dataclass(slots=True)
 class _LearnersPart:
-  """A part that a learner saves: what it had trained by then, as its incarnation counts."""
+  """What a learner saves for a snapshot: what it had trained by then, as its incarnation counts."""
 
   snapshot: int
   learner: str
@@ -119,26 +127,28 @@ class _LearnersPart:
 class PartsAreACut(invariant.Invariant):
   id = 'I16c'
   sentence = (
-    'A part of a learner is of a step boundary after it heard the mark on its stream, '
-    "and knows of every token that the syncer's part has heard of."
+    'What a learner saves for a snapshot is of a step boundary after it was asked on its stream, '
+    "and knows of every token that the syncer's checkpoint has heard of."
   )
 
   def __init__(self, run):
     super().__init__(run)
     self.heard: dict[int, tuple[int, set[int]]] = {}  # by nonce: session, snapshots
     self.saving: dict[int, _LearnersPart] = {}  # by nonce
-    self.sealed: dict[str, _LearnersPart] = {}
+    self.saved: dict[str, _LearnersPart] = {}  # by the SHA-256 of the record
     self.trained: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
 
-  @invariant.on(LEARNER, messages.Mark)
+  @invariant.on(LEARNER, messages.SnapshotNow)
   def hears(self, book, now_ns, event, out):
     session, heard = self.heard.get(book.nonce, (0, set()))
     if event.session == book.session:
       heard = heard if session == book.session else set()
       self.heard[book.nonce] = book.session, heard | {event.message.snapshot}
 
-  @invariant.on(LEARNER, actions.SavePart)
+  @invariant.on(LEARNER, actions.Save)
   def saves(self, book, now_ns, save, event):
+    if save.snapshot is None:
+      return
     session, heard = self.heard.get(book.nonce, (0, set()))
     if session != book.session or save.snapshot not in heard:
       self.fail(book, save.snapshot, 'it was not asked for that')
@@ -148,23 +158,24 @@ class PartsAreACut(invariant.Invariant):
       save.snapshot, book.learner, book.incarnation, book.told_tokens
     )
 
-  @invariant.on(LEARNER, events.PartSaved)
-  def saved(self, book, now_ns, event, out):
-    part = self.saving.pop(book.nonce)
-    if not event.error:
-      self.sealed[event.seal] = part
+  @invariant.on(LEARNER, events.SaveDone)
+  def ends(self, book, now_ns, event, out):
+    part = self.saving.pop(book.nonce, None)
+    if part is not None and not event.error:
+      self.saved[event.record_sha256] = part
 
-  @invariant.on(SYNCER, actions.SavePart)
+  @invariant.on(SYNCER, actions.Save)
   def begins(self, book, now_ns, save, event):
-    self.trained[book.life.number, save.snapshot] = {
-      (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']
-    }
+    if save.snapshot is not None:
+      self.trained[book.life.number, save.snapshot] = {
+        (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']
+      }
 
   @invariant.on(SYNCER, actions.WriteManifest)
   def written(self, book, now_ns, write, event):
     trained = self.trained[book.life.number, write.snapshot]
     for one in write.parts:
-      part = self.sealed.get(one.seal)
+      part = self.saved.get(one.record_sha256)
       if part is None or (part.snapshot, part.learner, part.incarnation) != (
         write.snapshot,
         one.learner,
@@ -173,14 +184,56 @@ class PartsAreACut(invariant.Invariant):
         self.fail(one, f'saved was {part}')
       heard = trained.get((one.learner, one.incarnation), 0)
       if part.tokens < heard:
-        self.fail(one, f"it has {part.tokens} tokens, the syncer's part has heard of {heard}")
+        self.fail(one, f"it has {part.tokens} tokens, the syncer's checkpoint has heard of {heard}")
+
+
+class PinsStay(invariant.Invariant):
+  id = 'I16d'
+  sentence = 'A save unpins nothing that one of the two newest manifests pins.'
+
+  def __init__(self, run):
+    super().__init__(run)
+    self.written: dict[int, set[int]] = {}  # by the syncer's life
+    self.asked: dict[tuple[int, int], tuple[int, ...]] = {}  # (nonce, snapshot): what is kept
+
+  @invariant.on(SYNCER, events.ManifestWritten)
+  def adds(self, book, now_ns, event, out):
+    if not event.error:
+      self.written.setdefault(book.life.number, set()).add(event.snapshot)
+
+  @invariant.on(SYNCER, actions.Save)
+  def begins(self, book, now_ns, save, event):
+    if save.snapshot is not None:
+      self._keeps(book, save)
+
+  @invariant.on(SYNCER, messages.SnapshotNow)
+  def asks(self, book, now_ns, send, event):
+    self._keeps(book, send.message)
+
+  def _keeps(self, book, what):
+    before = (book.life.start.snapshot or {}).get(syncer_machine.MANIFESTS, ())
+    newest = sorted({*before, *self.written.get(book.life.number, ())})[-KEPT:]
+    if not set(newest) <= set(what.keep):
+      self.fail(what, f'the newest manifests are {newest}')
+
+  @invariant.on(LEARNER, messages.SnapshotNow)
+  def hears(self, book, now_ns, event, out):
+    if event.session == book.session:
+      self.asked[book.nonce, event.message.snapshot] = event.message.keep
+
+  @invariant.on(LEARNER, actions.Save)
+  def saves(self, book, now_ns, save, event):
+    if save.snapshot is not None:
+      keep = self.asked.get((book.nonce, save.snapshot))
+      if save.keep != keep:
+        self.fail(save, f'it was told to keep {keep}')
 
 
 class SnapshotsEnd(_Snapshots):
   id = 'L9'
   sentence = (
-    "A snapshot that was begun ends: once the syncer's part is saved it waits for nobody "
-    'who has answered or is gone, and for nobody longer than snapshot_wait_ns.'
+    "A snapshot that was begun ends: once the syncer's checkpoint is saved it waits for no learner "
+    'that has answered or is gone, and for none longer than snapshot_wait_ns.'
   )
 
   @invariant.on(SYNCER, actions.WriteManifest)

@@ -54,7 +54,6 @@ class LearnerBook:
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.step = self.incarnation = self.session = 0
     self.joined = self.ever_joined = self.training = self.running = self.saving = False
-    self.saving_part = False  # of a snapshot of the whole run
     self.ending = self.finished = self.exited = False
     self.refused: messages.Refused | None = None
     self.due: set[int] = set()
@@ -202,9 +201,6 @@ class LearnerBook:
   def saved(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
     self.saving = False
 
-  def part_saved(self, now_ns: int, event: events.PartSaved, out: Sequence) -> None:
-    self.saving_part = False
-
   # --- Actions ------------------------------------------------------------------------------------
 
   def dialled(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
@@ -260,9 +256,6 @@ class LearnerBook:
   def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
     self.saving = True
 
-  def saves_part(self, now_ns: int, save: actions.SavePart, event: Any) -> None:
-    self.saving_part = True
-
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
     self.handles.pop(drop.handle, None)
 
@@ -276,7 +269,6 @@ LEARNER_EVENTS: dict[type, Callable] = {
   events.Encoded: LearnerBook.encoded,
   events.AdoptDone: LearnerBook.adopt_done,
   events.SaveDone: LearnerBook.saved,
-  events.PartSaved: LearnerBook.part_saved,
   events.Stop: LearnerBook.stopped,
   messages.Joined: LearnerBook.welcomed,
   messages.Pull: LearnerBook.pulled,
@@ -292,7 +284,6 @@ LEARNER_ACTIONS: dict[type, Callable] = {
   actions.UseStream: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,
   actions.Save: LearnerBook.saves,
-  actions.SavePart: LearnerBook.saves_part,
   actions.Drop: LearnerBook.drops,
   actions.Exit: LearnerBook.exits,
   messages.Confirm: LearnerBook.confirms,

@@ -388,7 +388,7 @@ class SyncerBook:
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
     saved = lineage_book.Saved(
-      save.snapshot, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed
+      save.books, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed
     )
     self.saving.append(saved)
     self.run.saved.append(saved)

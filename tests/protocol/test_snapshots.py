@@ -9,9 +9,9 @@ from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import checkpoints, recovery
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import recovery, run_snapshot
 from tests.protocol import single
 
 CONFIG = config_lib.ProtocolConfig(
@@ -25,7 +25,7 @@ CONFIG = config_lib.ProtocolConfig(
   snapshot_wait_ns=100,
 )
 BOOKS = {'versions': [3]}
-SEALED = events.PartSaved(snapshot=1, step=7, seal='own')
+SAVED = events.SaveDone(step=7, checkpoint=9, record_sha256='own')
 
 
 class Syncer:
@@ -35,25 +35,25 @@ class Syncer:
     self.members, self.out = members_lib.Members(CONFIG), action_list.Outbox()
     for session, learner in enumerate(learners, 1):
       self.members.bind(learner, session, 1, session, 0).sent = [0]
-    self.marking = run_snapshot.Marking(CONFIG, self.members, self.out)
+    self.snapshots = checkpoints.Snapshots(CONFIG, self.members, self.out)
 
   def begin(self) -> list:
     self.out.take()
-    self.marking.begin(0, 7, BOOKS)
+    self.snapshots.begin(0, 7, BOOKS)
     return self.out.take()
 
-  def marked(self, session: int, error: str = '', snapshot: int = 1) -> None:
-    self.marking.marked(
+  def answer(self, session: int, error: str = '', snapshot: int = 1) -> None:
+    self.snapshots.answered(
       self.members.by_session[session],
-      messages.Marked(
-        snapshot=snapshot, step=8, seal='' if error else f'of {session}', error=error
+      messages.SnapshotSaved(
+        snapshot=snapshot, checkpoint=8, record_sha256=f'of {session}', error=error
       ),
     )
 
   def manifest(self, now_ns: int = 1) -> actions.WriteManifest | None:
     """What is written now, if anything."""
-    self.marking.advance(now_ns)
-    self.marking.check()
+    self.snapshots.advance(now_ns)
+    self.snapshots.check()
     written = [one for one in self.out.take() if isinstance(one, actions.WriteManifest)]
     return written[0] if written else None
 
@@ -65,81 +65,84 @@ def _syncer() -> Syncer:
 
 def test_it_begins_every_so_many_outer_steps_or_when_asked(syncer):
   for _ in range(CONFIG.snapshot_syncs):
-    assert not syncer.marking.due
-    syncer.marking.outer_step()
-  assert syncer.marking.due
-  own, *marks = syncer.begin()
-  assert own == actions.SavePart(snapshot=1, step=7, books=BOOKS, keep=())
-  assert [(one.session, one.message.snapshot) for one in marks] == [(1, 1), (2, 1)]
-  syncer.marking.ask()
-  assert not syncer.marking.due  # one at a time
-  syncer.marking.saved(events.PartSaved(snapshot=1, step=7, seal='', error='no space'))
-  assert syncer.marking.due
+    assert not syncer.snapshots.due
+    syncer.snapshots.outer_step()
+  assert syncer.snapshots.due
+  own, *asked = syncer.begin()
+  assert own == actions.Save(step=7, books=BOOKS, snapshot=1)
+  assert [(one.session, one.message.snapshot) for one in asked] == [(1, 1), (2, 1)]
+  syncer.snapshots.ask()
+  assert not syncer.snapshots.due  # one at a time
+  syncer.snapshots.saved(events.SaveDone(step=7, error='no space'))
+  assert syncer.snapshots.due
 
 
 def test_when_a_syncer_died_does_not_shift_the_times_of_snapshots(syncer):
-  syncer.marking.resume(CONFIG.snapshot_syncs * 7 + 1)
-  assert not syncer.marking.due
+  syncer.snapshots.resume(CONFIG.snapshot_syncs * 7 + 1)
+  assert not syncer.snapshots.due
   for _ in range(CONFIG.snapshot_syncs - 1):
-    syncer.marking.outer_step()
-  assert syncer.marking.due
+    syncer.snapshots.outer_step()
+  assert syncer.snapshots.due
 
 
 def test_the_manifest_comes_after_every_answer(syncer):
   syncer.begin()
-  syncer.marked(2)
-  syncer.marked(2, snapshot=9)  # of another one
+  syncer.answer(2)
+  syncer.answer(2, snapshot=9)  # of another one
   assert syncer.manifest() is None
-  syncer.marking.saved(SEALED)
-  assert syncer.manifest() is None and syncer.marking.deadline_ns == 100
-  syncer.marked(1)
+  syncer.snapshots.saved(SAVED)
+  assert syncer.manifest() is None and syncer.snapshots.deadline_ns == 100
+  syncer.answer(1)
   written = syncer.manifest()
-  assert (written.seal, written.missing) == ('own', ())
-  assert [(part.learner, part.seal) for part in written.parts] == [('l0', 'of 1'), ('l1', 'of 2')]
+  assert (written.checkpoint, written.record_sha256, written.missing) == (9, 'own', ())
+  assert [(part.learner, part.checkpoint, part.record_sha256) for part in written.parts] == [
+    ('l0', 8, 'of 1'),
+    ('l1', 8, 'of 2'),
+  ]
   assert syncer.manifest() is None  # once
 
 
 def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name():
   syncer = Syncer(('l0', 'l1', 'l2'))
   syncer.begin()
-  syncer.marked(3)
-  syncer.marking.saved(SEALED)
+  syncer.answer(3)
+  syncer.snapshots.saved(SAVED)
   syncer.members.release(1)
-  syncer.marked(2, error='no space')
+  syncer.answer(2, error='no space')
   missing = dict(syncer.manifest().missing)
   assert missing == {'l0': 'it was gone before it had saved', 'l1': 'it could not save: no space'}
 
 
 def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
   syncer.begin()
-  syncer.marking.saved(SEALED)
-  syncer.marked(2)
+  syncer.snapshots.saved(SAVED)
+  syncer.answer(2)
   assert syncer.manifest(99) is None
   assert set(dict(syncer.manifest(100).missing)) == {'l0'}
-  assert syncer.marking.deadline_ns is None
-  syncer.marked(1)  # too late
-  syncer.marking.written(events.ManifestWritten(snapshot=1))
-  assert not syncer.marking.due
+  assert syncer.snapshots.deadline_ns is None
+  syncer.answer(1)  # too late
+  syncer.snapshots.written(events.ManifestWritten(snapshot=1))
+  assert not syncer.snapshots.due
 
 
 def test_numbers_go_on_and_two_are_kept(syncer):
-  syncer.marking.load([3, 4, 7])
+  syncer.snapshots.load([3, 4, 7])
   for number, keep in ((8, (4, 7)), (9, (7, 8)), (10, (8, 9))):
-    own, *marks = syncer.begin()
+    own, *asked = syncer.begin()
     assert (own.snapshot, own.keep) == (number, keep)
-    assert {one.message.keep for one in marks} == {keep}
-    syncer.marking.saved(events.PartSaved(snapshot=number, step=7, seal='own'))
-    syncer.marked(1, snapshot=number)
+    assert {one.message.keep for one in asked} == {keep}
+    syncer.snapshots.saved(SAVED)
+    syncer.answer(1, snapshot=number)
     assert syncer.manifest(100)
-    syncer.marking.written(events.ManifestWritten(snapshot=number))
+    syncer.snapshots.written(events.ManifestWritten(snapshot=number))
 
 
 def test_what_was_not_written_is_no_snapshot(syncer):
   syncer.begin()
-  syncer.marking.saved(SEALED)
-  syncer.marked(1)
+  syncer.snapshots.saved(SAVED)
+  syncer.answer(1)
   assert syncer.manifest(100)
-  syncer.marking.written(events.ManifestWritten(snapshot=1, error='no space'))
+  syncer.snapshots.written(events.ManifestWritten(snapshot=1, error='no space'))
   assert any(
     'snapshot 1 is given up: its manifest' in one.text
     for one in syncer.out.take()
@@ -150,12 +153,12 @@ def test_what_was_not_written_is_no_snapshot(syncer):
 
 def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syncer):
   syncer.begin()
-  syncer.marking.saved(SEALED)
+  syncer.snapshots.saved(SAVED)
   assert syncer.manifest(100) is None
   for session in (1, 2):
     syncer.members.release(session)
-  syncer.marking.ask()
-  assert not syncer.marking.due
+  syncer.snapshots.ask()
+  assert not syncer.snapshots.due
 
 
 def test_learners_without_a_place_have_left():
