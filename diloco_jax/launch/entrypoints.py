@@ -94,7 +94,7 @@ def syncer(
 
 
 def learner(config: run_config.Config, workdir: str, learner_id: str, address: str) -> int:
-  """Runs a learner process and returns its exit code."""
+  """Runs a learner process; the exit code."""
   if not members.ID.fullmatch(learner_id):
     raise program.NeverRetry(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
