@@ -5,9 +5,9 @@
     python -m experiments.replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
 
 The folder of a run (or its `tapes`) names all its tapes; a segment names the whole tape of its
-process. The program prints one line per tape, `identical: N events, hash H`, or the first divergence
-with the turns before it. For a machine that crashed as recorded it prints the traceback. With
---arrays it carries out every outer step again from the payloads in the log (needs a run with
+process. The program prints one line per tape, `identical: N events, hash H`, or the first
+divergence with the turns before it. For a machine that crashed as recorded it prints the traceback.
+With --arrays it carries out every outer step again from the payloads in the log (needs a run with
 --config.sync.keep_log=true) and compares Theta at every version. Exit codes: 0 all identical, 1 a
 divergence or a damaged tape, 42 no such tape.
 """

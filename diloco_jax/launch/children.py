@@ -1,9 +1,9 @@
 """Starts, logs and reliably kills one child process of the supervisor.
 
 Each child leads its own process group. Ctrl-C in a terminal therefore reaches only the supervisor,
-which ends the children in its own order, and SIGKILL can reach every process that the child started.
-The kernel kills the child when the supervisor dies, even by SIGKILL (die_with_parent.py). Each line
-of output goes to WORKDIR/logs/NAME.log and to the listener.
+which ends the children in its own order, and SIGKILL can reach every process that the child
+started. The kernel kills the child when the supervisor dies, even by SIGKILL (die_with_parent.py).
+Each line of output goes to WORKDIR/logs/NAME.log and to the listener.
 """
 
 import asyncio

@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-  """Asks the kernel to kill this process with its parent; a parent that died earlier has no effect."""
+  """Asks the kernel to kill this process with its parent, unless the parent has already died."""
   if sys.platform == 'linux':
     import ctypes  # pylint: disable=g-import-not-at-top
 

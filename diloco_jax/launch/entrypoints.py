@@ -33,12 +33,12 @@ FILE = 'file:'
 SPARE_SESSIONS = 8
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
-  'again: it continues from the log, and learners send unmerged contributions again. If its disk is '
-  'full, make space first.'
+  'again: it continues from the log, and learners send unmerged contributions again. If its disk '
+  'is full, make space first.'
 )
 _LEARNER_SAFE = (
-  'Merged contributions and the last checkpoint are safe. Start the learner again: it continues from '
-  'the checkpoint; the inner steps since then are lost.'
+  'Merged contributions and the last checkpoint are safe. Start the learner again: it continues '
+  'from the checkpoint; the inner steps since then are lost.'
 )
 
 
@@ -47,8 +47,8 @@ def syncer(
 ) -> int:
   """Runs the syncer process and returns its exit code.
 
-  With `stands_by` the process compiles its functions, touches no file of the run, and begins when it
-  reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
+  With `stands_by` the process compiles its functions, touches no file of the run, and begins when
+  it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
   """
   _prepare_jax(1)
   with program.never_retry(ValueError):

@@ -1,8 +1,8 @@
 """The chaos plan of a local run: the victim, time and duration of each kill. A pure function of the
 config and its seed.
 
-Times are fractions of the run's progress, not seconds, so that a plan means the same on a fast and a
-slow machine. The supervisor follows the records and carries out the kills that are due.
+Times are fractions of the run's progress, not seconds, so that a plan means the same on a fast and
+a slow machine. The supervisor follows the records and carries out the kills that are due.
 """
 
 import dataclasses

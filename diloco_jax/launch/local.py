@@ -1,4 +1,4 @@
-"""Runs a whole experiment on this machine: makes its folder, starts its programs, writes its report.
+"""Runs a whole experiment on this machine: makes the folder, starts programs, writes the report.
 
 WORKDIR/config.json        the config that started the run
 WORKDIR/records/           facts of every process        (report/records.py)
@@ -50,8 +50,8 @@ _MALLOC = {
 def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
 ) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue. `restored` says that a restore has just
-  brought it back to a run snapshot, perhaps with other learners. Raises ValueError."""
+  """Makes the folder of a run, or opens the one to continue. `restored` says that a restore has
+  just brought it back to a run snapshot, perhaps with other learners. Raises ValueError."""
   if workdir is None:
     if resume or restored:
       flag = '--restore' if restored else '--resume'
@@ -76,8 +76,8 @@ def open_workdir(
 
 
 def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
-  """Brings the run in a folder back to a run snapshot (restore.py, in a separate process, because it
-  imports jax) and prints each change. Call `open_workdir` with `restored` next.
+  """Brings the run in a folder back to a run snapshot (restore.py, in a separate process, because
+  it imports jax) and prints each change. Call `open_workdir` with `restored` next.
 
   Raises:
     ValueError: the restore is impossible; nothing was changed.
@@ -222,7 +222,7 @@ def run(
   single: bool = False,
   standby: bool = True,
 ) -> int:
-  """Runs the experiment to its end, writes the report, prints the summary, returns the exit code."""
+  """Runs the experiment, writes the report, prints the summary and returns the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
   started_s = time.monotonic()
   if single:

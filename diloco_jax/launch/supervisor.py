@@ -13,15 +13,16 @@ The states of a program::
 Once its active process has made an outer step, a program may have a standby process (standby.py). A
 ready standby process takes over when the active one fails, without a pause after a first failure.
 
-The run is over when its syncer is done, refused or failed, or when no learner is left. The remaining
-processes then have FINISH_S to end by themselves (learners save); after that the supervisor sends
-SIGTERM, and STOP_S later SIGKILL. Ctrl-C or SIGTERM starts the same ending at once; a second signal
-kills at once. `retire` ends a run in order: all learners leave, then the syncer ends.
+The run is over when its syncer is done, refused or failed, or when no learner is left. The
+remaining processes then have FINISH_S to end by themselves (learners save); after that the
+supervisor sends SIGTERM, and STOP_S later SIGKILL. Ctrl-C or SIGTERM starts the same ending at
+once; a second signal kills at once. `retire` ends a run in order: all learners leave, then the
+syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
 
-The supervisor does not import jax: it starts programs and reads their records (report/run_state.py).
+The supervisor does not import jax: it starts programs and reads records (report/run_state.py).
 """
 
 import asyncio

@@ -3,9 +3,9 @@
 This is the only place outside simulation and replay that calls `machine.handle`. The loop runs on
 one thread; transport and work post events into the queue from their own threads.
 
-The loop writes every turn to the tape before it carries out the turn's first action, so a replay can
-reproduce all visible actions of a machine, also after a kill at any moment. A machine that raises
-ends its process: its state is no longer reliable, and the tape is the bug report.
+The loop writes every turn to the tape before it carries out the turn's first action, so a replay
+can reproduce all visible actions of a machine, also after a kill at any moment. A machine that
+raises ends its process: its state is no longer reliable, and the tape is the bug report.
 """
 
 import queue

@@ -8,9 +8,9 @@ that every byte but the first is a target exactly once.
 A seeded shuffle divides the windows once into V slices. A learner trains on a leased shard v of V:
 one slice after the other, each in an order drawn for that pass. Batch i is a pure function of
 (corpus, seed, v, i), so the state of a shard is one integer, the next index. A pass leaves out the
-windows that do not fill a batch, different ones each time. The shards start at evenly spread slices,
-so that M learners, which lease the first M shards, read all slices once before any slice twice: an
-epoch is V / M passes.
+windows that do not fill a batch, different ones each time. The shards start at evenly spread
+slices, so that M learners, which lease the first M shards, read all slices once before any slice
+twice: an epoch is V / M passes.
 """
 
 import dataclasses
@@ -137,8 +137,8 @@ class Stream:
 
 
 def first_slice(stream: int, streams: int) -> int:
-  """The first slice of a shard: its rank when shards are sorted by their bit-reversed numbers, so that
-  the first M shards are about evenly spread for every M (van der Corput).
+  """The first slice of a shard: its rank when shards are sorted by their bit-reversed numbers, so
+  that the first M shards are about evenly spread for every M (van der Corput).
 
   >>> [first_slice(stream, 8) for stream in range(8)]
   [0, 4, 2, 6, 1, 5, 3, 7]

@@ -28,7 +28,7 @@ def make_eval_step(
 
 
 def evaluate(eval_step: Callable, params: Any, batches: Sequence[jax.Array]) -> float:
-  """Mean loss over batches of equal size, in nats per token; blocks once per batch (see island.py)."""
+  """Mean loss over equally large batches, in nats per token; blocks per batch (see island.py)."""
   if not batches:
     raise ValueError('no evaluation batches: set eval_batches to at least 1')
   return sum(float(eval_step(params, batch)) for batch in batches) / len(batches)

@@ -54,8 +54,8 @@ def make_mesh(
 def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.Device]]:
   """Assigns devices to islands: whole slices if devices have a `slice_index`, else equal runs.
 
-  Fast links join the devices of a slice; an island across two slices would train at the speed of the
-  slow links between them.
+  Fast links join the devices of a slice; an island across two slices would train at the speed of
+  the slow links between them.
   """
   slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
   if len(slices) > 1 and len(slices) % num_islands:
@@ -106,7 +106,7 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Places a host array; in a multi-host island each host passes the whole array and keeps its part."""
+  """Places a host array; each host of an island passes the whole array and keeps its part."""
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 

@@ -4,15 +4,15 @@ r"""A small Gemma-like decoder as plain functions over a plain tree of parameter
   x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
   logits = c tanh(norm(x) E^T / c)                       softcap c; E^T, or a head of its own
 
-RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this size);
-its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries and keys
-are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K key-value heads
-(GQA); attention is causal.
+RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this
+size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries
+and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
+key-value heads (GQA); attention is causal.
 
 Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
 Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
-protocol cuts fragments between tensors and layers. For the same reason there is no scan over layers:
-at these depths the unrolled model compiles in seconds. Activations have `config.dtype`.
+protocol cuts fragments between tensors and layers. For the same reason there is no scan over
+layers: at these depths the unrolled model compiles in seconds. Activations have `config.dtype`.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ _EMBED_STD = 0.02
 def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
   """Draws parameters on the host as numpy float32; the initial loss is close to ln V.
 
-  Projections have standard deviation 1/sqrt(fan in); those whose output is added to the residual sum
-  are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with depth.
+  Projections have standard deviation 1/sqrt(fan in); those whose output is added to the residual
+  sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with depth.
 
   The draw is on the host so that learners on different devices and meshes, and a syncer without a
   mesh, start from the same bits, and so that nothing has to be compiled for it.

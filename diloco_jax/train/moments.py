@@ -1,8 +1,8 @@
 """The inner optimizer's state as bytes, which a donor sends to a joining learner.
 
-The bytes are the leaves of the optax state in tree order, each raw, in C order and native byte order
-(little endian on all hardware that JAX supports), without padding. Both ends know shapes and dtypes
-from the model and the optimizer of the run.
+The bytes are the leaves of the optax state in tree order, each raw, in C order and native byte
+order (little endian on all hardware that JAX supports), without padding. Both ends know shapes and
+dtypes from the model and the optimizer of the run.
 
 The donor copies its moments on the device between two steps, since the next step donates the
 originals; until the transfer ends the copy takes as much device memory as the moments themselves.

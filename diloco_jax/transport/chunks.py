@@ -19,8 +19,8 @@ are little endian::
       40       data
 
 The chunks of a transfer arrive in the order of their index (a stream is ordered); transfers may
-interleave. Because `crc32` runs over the payload, each end reads every byte once, detects a wrong bit
-with the chunk that has it, and ends with the value in the announcing message
+interleave. Because `crc32` runs over the payload, each end reads every byte once, detects a wrong
+bit with the chunk that has it, and ends with the value in the announcing message
 (`protocol.messages.Payload`; compared in link.py). `check` detects a chunk with a wrong header.
 
 This module checks neither the sender (see the session token) nor the meaning of the bytes (see the

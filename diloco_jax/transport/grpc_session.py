@@ -272,8 +272,8 @@ class Session:
       self._donation_comes()
     else:
       with self._changed:
-        # After a stall this thread may be far ahead of the Control reader. It then waits, and gRPC's
-        # flow control makes the peer wait, too.
+        # After a stall this thread may be far ahead of the Control reader. It then waits, and
+        # gRPC's flow control makes the peer wait, too.
         self._changed.wait_for(
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s,
@@ -301,7 +301,7 @@ class Session:
     handle = None if payload is None else self._payloads.put(payload)
     self._post(events.Received(session=self.number, message=message, handle=handle))
 
-  # --- The only place where a session ends ----------------------------------------------------------
+  # --- The only place where a session ends --------------------------------------------------------
 
   def _change_state(self, state: _State, reason: str, failed: bool) -> None:
     if self._state is _State.OVER:
@@ -317,7 +317,7 @@ class Session:
     self.reason, self._failed = reason, failed
     if self._dialed or self._state is _State.OPEN:
       self._post(events.Disconnected(session=self.number, reason=reason))
-    # The writers read the state and end their streams, unless a peer that reads nothing blocks them.
+    # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
     self._timer = threading.Timer(self._limits.drain_s, self._end_undrained)
     self._timer.daemon = True
     self._timer.start()

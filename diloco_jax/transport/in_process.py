@@ -1,9 +1,9 @@
 """The transport inside one process: it passes messages and payloads by reference.
 
-For the single-controller mode and for tests. It gives the guarantees of the gRPC transport (the same
-tests run over both): first in, first out per direction; `Disconnected` exactly once per session on
-either side; no event of the session after it. One lock orders all calls of the hub; it cannot
-deadlock, because a `Post` only puts into a queue and never calls back.
+For the single-controller mode and for tests. It gives the guarantees of the gRPC transport (the
+same tests run over both): first in, first out per direction; `Disconnected` exactly once per
+session on either side; no event of the session after it. One lock orders all calls of the hub; it
+cannot deadlock, because a `Post` only puts into a queue and never calls back.
 """
 
 import itertools

@@ -4,24 +4,25 @@ messages with their payloads.
 A link has two lanes. *Control* carries messages in the order of sending and never waits for bulk.
 *Bulk* carries payloads, one *transfer* after the other, each cut into chunks on demand. A message
 with a payload is an *announcement*: it enters the control lane when its transfer begins. So a
-heartbeat never waits behind a gigabyte, and the link can still replace a transfer that has not begun.
-A *donation* (a donor's moments: the largest payload, awaited by one joiner only) uses the bulk lane
-in the background: one chunk at a time when no other payload waits, at no more than its granted rate.
+heartbeat never waits behind a gigabyte, and the link can still replace a transfer that has not
+begun. A *donation* (a donor's moments: the largest payload, awaited by one joiner only) uses the
+bulk lane in the background: one chunk at a time when no other payload waits, at no more than its
+granted rate.
 
 Rules of the outgoing half (`Outbox`):
 
 * transfers leave in the order of sending, except that every other payload overtakes donations;
   transfer numbers grow and are never reused;
-* donations leave one after the other; at most MAX_DONATIONS wait, and a closing link does not finish
-  them;
+* donations leave one after the other; at most MAX_DONATIONS wait, and a closing link does not
+  finish them;
 * a whole Publish (`base_version` None) of a fragment replaces the older Publishes of that fragment
-  whose transfer has not begun: the learner would overwrite them on arrival. A delta replaces nothing,
-  since its base may be a version that still waits;
+  whose transfer has not begun: the learner would overwrite them on arrival. A delta replaces
+  nothing, since its base may be a version that still waits;
 * the queue is bounded; for a peer that empties it too slowly the link raises `LinkError`.
 
 Rules of the incoming half (`Inbox`): the lanes are separate gRPC streams, so announcement and
-transfer may arrive in either order. The link delivers a message when it is complete, in the order of
-completion. Announced and received size and checksum must agree, else `LinkError`.
+transfer may arrive in either order. The link delivers a message when it is complete, in the order
+of completion. Announced and received size and checksum must agree, else `LinkError`.
 """
 
 import collections
@@ -129,7 +130,7 @@ class Outbox:
     return self._control.popleft() if self._control else None
 
   def next_transfer(self) -> Iterator[bytes] | None:
-    """Begins the next transfer: queues its announcement in the control lane, returns its lazy frames.
+    """Begins the next transfer: queues its announcement as control, returns its frames, lazily.
 
     The call says that the transfer before has been sent.
     """
@@ -313,8 +314,8 @@ class Inbox:
 
 
 class Traffic:
-  """Counts the bytes of all sessions at one end of a transport: messages, chunk headers and payloads
-  of both lanes. Thread-safe."""
+  """Counts the bytes of all sessions at one end of a transport: messages, chunk headers and
+  payloads of both lanes. Thread-safe."""
 
   def __init__(self):
     self._lock = threading.Lock()

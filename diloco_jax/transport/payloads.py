@@ -53,7 +53,7 @@ class PayloadStore:
 
 
 def announce(data: memoryview) -> messages.Payload:
-  """Size and CRC-32 of the bytes to send, computed in pieces so that the GIL is held only briefly."""
+  """Size and CRC-32 of the bytes to send, in pieces so that the GIL is held only briefly."""
   crc = 0
   for start in range(0, len(data), CRC_CHUNK_BYTES):
     crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)

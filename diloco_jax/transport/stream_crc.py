@@ -2,8 +2,8 @@
 
 HTTP/2 and protobuf have no checksum, and a flipped bit turns one valid token count into another. So
 every envelope ends with the field `check` (tag 15, fixed32): the CRC-32 (zlib) of all envelopes of
-the stream from its first byte to the end of this one, without their checks. Because it runs over the
-stream, the next message reveals a missing one. CRC-32 guards against accidents, not against an
+the stream from its first byte to the end of this one, without their checks. Because it runs over
+the stream, the next message reveals a missing one. CRC-32 guards against accidents, not against an
 attacker.
 """
 

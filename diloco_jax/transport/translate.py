@@ -1,4 +1,4 @@
-"""Translates the machines' messages to protobuf and back: every message, in both directions, strictly.
+"""Translates every message of the machines to protobuf and back, strictly.
 
 The proto has one message per class of `protocol/messages.py` with the same field names, so one
 small reader and one small writer, driven by the annotations of the classes, serve all classes. Both
@@ -152,7 +152,7 @@ def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, option
   value = getattr(proto, name)
   if typing.get_origin(kind) is tuple:
     item = typing.get_args(kind)[0]
-    # The count comes first, so that a peer cannot make this end build a message that it will refuse.
+    # The count comes first, so that a peer cannot make this end build items that it will refuse.
     _check_length(cls, name, len(value), MAX_ITEMS)
     items = (_read(item, v) for v in value) if dataclasses.is_dataclass(item) else value
     return _checked(cls, name, tuple(items))
