@@ -1,4 +1,4 @@
-"""Runs an experiment on this machine: one syncer and its learners, each a process of its own.
+"""Runs an experiment on this machine: one syncer and its learners, each in its own process.
 
     python -m experiments.local                                  # the demo, stdlib_lm.py:cpu
     python -m experiments.local --config=experiments/configs/stdlib_lm.py:tiny --chaos=off
