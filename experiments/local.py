@@ -22,9 +22,7 @@ program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir')
 _RESTORE = flags.DEFINE_string(
-  'restore',
-  '',
-  'bring the run in --workdir back to a run snapshot (its number, or latest) and continue',
+  'restore', '', 'bring the run in --workdir back to a snapshot (its number, or latest), and go on'
 )
 _CONTROLLER = flags.DEFINE_enum(
   'controller',

@@ -7,8 +7,8 @@ WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
 WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints
 WORKDIR/syncer/wal/        the log of outer steps        (syncer/outer_log.py)
-WORKDIR/snapshots/         run snapshots                 (storage/manifests.py)
-WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
+WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
+WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
@@ -50,8 +50,8 @@ _MALLOC = {
 def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
 ) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue. `restored` says that a restore has
-  just brought it back to a run snapshot, perhaps with other learners. Raises ValueError."""
+  """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
+  to a snapshot, perhaps with other learners. Raises ValueError."""
   if workdir is None:
     if resume or restored:
       flag = '--restore' if restored else '--resume'
@@ -76,8 +76,8 @@ def open_workdir(
 
 
 def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
-  """Brings the run in a folder back to a run snapshot (restore.py, in a separate process, because
-  it imports jax) and prints each change. Call `open_workdir` with `restored` next.
+  """Brings the run in a folder back to a snapshot (restore.py, a process of its own: it uses jax)
+  and says what it did. `open_workdir` with `restored` is to follow.
 
   Raises:
     ValueError: the restore is impossible; nothing was changed.

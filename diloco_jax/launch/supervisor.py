@@ -22,7 +22,7 @@ syncer ends.
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
 
-The supervisor does not import jax: it starts programs and reads records (report/run_state.py).
+It knows nothing of jax: it starts programs, and reads their records (report/run_state.py).
 """
 
 import asyncio
@@ -159,7 +159,7 @@ class Supervisor:
       return False
     self._pauses[name] = down_s
     self.fates[name].kills += not politely
-    self._note(name, 'down', f'{why}, restart in {down_s:g} s', progress=self._view.progress)
+    self._note(name, 'down', f'{why}, back in {down_s:g} s', progress=self._view.progress)
     if politely:
       child.terminate()
     else:
@@ -247,7 +247,7 @@ class Supervisor:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _describe_exit(code))
 
   def _note(self, name: str, state: str, text: str, **values) -> None:
-    """Writes a new state of a program to the records, the view and the console."""
+    """A new state of a program, for the records and the view."""
     self.fates[name].state = state
     fact = {'name': 'process', 'child': name, 'state': state, 'text': text, **values}
     self._view.update('supervisor', fact)

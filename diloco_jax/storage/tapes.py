@@ -304,7 +304,7 @@ def find(path: pathlib.Path) -> list[Life]:
 
 
 def replay(life: Life) -> tape.Replay:
-  """Replays a tape. Raises tape.TapeError that names file and line."""
+  """Replays a life. Raises tape.TapeError that names file and line."""
   lines = Lines(life.segments)
   return tape.replay(lines, lines.place)
 

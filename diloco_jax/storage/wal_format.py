@@ -242,7 +242,7 @@ def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
   Equal headers (same keys in the same order) have equal bytes; NaN raises ValueError.
   """
   text = json.dumps(header, separators=(',', ':'), allow_nan=False).encode()
-  text += b' ' * (-(_CRC.size + len(text)) % 8)  # aligns the arrays for reading
+  text += b' ' * (-(_CRC.size + len(text)) % 8)  # so that the arrays are aligned when read back
   return [struct.pack('<I', len(text)) + text, *arrays]
 
 

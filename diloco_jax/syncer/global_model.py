@@ -1,7 +1,7 @@
 """Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
-A value is a flat float32 vector per fragment. A merge and its replay from the log (outer_log.py)
-use the same function, jitted once: equal inputs give equal bits.
+A flat float32 vector per fragment. What is merged now and what is merged again from the log
+(outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
 """
 
 import functools
@@ -21,11 +21,11 @@ from diloco_jax.protocol.syncer import screening
 from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
-ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
+NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
 class Share(NamedTuple):
-  """The contribution of one participant to an outer step."""
+  """What one participant brings to an outer step."""
 
   payload: memoryview | bytes  # its encoded pseudo-gradient
   tokens: int
@@ -155,12 +155,12 @@ class Theta:
     return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
 
   def merge(self, p: int, shares: Sequence[Share | None], width: int) -> Merged:
-    """Carries out an outer step of fragment p: makes its next version, unless the step is refused.
+    """Carries out an outer step of fragment p; its next version, unless it is refused.
 
     Args:
-      shares: in the order of learner ids; None counts as an absent learner.
-      width: rows of the stack; rows beyond the shares are absent learners. The width is part of the
-        input: a sum over more rows may round in another order.
+      shares: in the order of learner ids; None is left out, as if it were absent.
+      width: rows of the stack; those beyond the shares are absent learners. Part of the input: a
+        sum over more rows may be rounded in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
     tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
@@ -178,7 +178,7 @@ class Theta:
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state
-    failed = '' if bool(result.ok) else NOT_FINITE if any(shares) else ALL_REJECTED
+    failed = '' if bool(result.ok) else NOT_FINITE if any(shares) else NOBODY
     if not failed:
       self.versions[p] += 1
     return Merged(

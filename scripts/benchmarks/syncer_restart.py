@@ -30,7 +30,7 @@ from tests.runs import conductor
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'variant of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'number of kills of the syncer', 1)
-_COLD = flags.DEFINE_bool('cold', False, 'run without a standby process')
+_COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
 _OVERRIDES = {**conductor.ENDLESS, 'train.eval_every': 100, 'chaos.enabled': False}
 PATIENCE_S = 120.0  # per kill
 PHASES = (

@@ -67,7 +67,7 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
   absent = [shares[0], None, shares[2]]
   assert theta.merge(0, good, 4).digest == without.merge(0, absent, 4).digest
   assert not theta.merge(0, [None] * 4, 4).digest != theta.digest(0)  # nobody is left: unchanged
-  assert theta.merge(0, [None] * 4, 4).failed == global_model_lib.ALL_REJECTED
+  assert theta.merge(0, [None] * 4, 4).failed == global_model_lib.NOBODY
 
 
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])

@@ -124,7 +124,7 @@ def test_a_killed_learner_comes_back_and_is_merged_again(start, tmp_path):
     '--config.chaos.kills[0].at_fraction=0.0001', '--config.chaos.kills[0].down_s=0.2',
     '--config.chaos.kills[0].victim=l1',
   )
-  program.wait_for('restarted (process 2)')
+  program.wait_for('started again (life 2)')
   while not _merged_again(workdir):
     program.wait_for('[l1] completed step')  # it has trained again
   program.process.send_signal(signal.SIGINT)
@@ -251,7 +251,7 @@ def test_a_syncer_that_stands_by_touches_nothing_before_its_turn(start, tmp_path
   unwanted, wanted = (
     start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
   for program in (unwanted, wanted):
-    program.wait_for('standby: ready')
+    program.wait_for('stands by')
   wanted.process.send_signal(signal.SIGUSR1)
   unwanted.process.stdin.close()
   assert unwanted.end() == 0, unwanted.lines

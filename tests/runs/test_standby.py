@@ -38,7 +38,7 @@ def _run(tmp_path_factory) -> conductor.Run:
 
 def test_each_takes_over_and_the_run_ends_well(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
-  assert sum('standby takes over' in line for line in run.said) == KILLS
+  assert sum('who stood by takes over' in line for line in run.said) == KILLS
   codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == 'syncer']
   assert codes == [-signal.SIGKILL] * KILLS + [0]
 
