@@ -204,14 +204,14 @@ class Supervisor:
     """Runs one process; returns its exit code and its running time in seconds."""
     name, fate = program.name, self.fates[program.name]
     child = await self._standbys.take_over(name)
-    again = 'restarted' if child is None else 'standby takes over'
+    again = 'started again' if child is None else 'who stood by takes over'
     if child is None:
       child = await self._start(program, self._listen)
     self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
     fate.starts += 1
     self._note(
-      name, 'starting', f'{again} (process {fate.starts})' if fate.starts > 1 else '', pid=child.pid
+      name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '', pid=child.pid
     )
     if self._ending(name).is_set():
       child.terminate()
