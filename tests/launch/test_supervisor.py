@@ -199,7 +199,7 @@ threading.Event().wait()
 def with_standby(workdir: pathlib.Path, script: str = _STEPS) -> supervisor_lib.Program:
   """A syncer with a standby process once it has made an outer step."""
   life = program('syncer', _STEPS, str(workdir))
-  standby = program('syncer', script, str(workdir), 'stands by')
+  standby = program('syncer', script, str(workdir), 'standby')
   return dataclasses.replace(life, standby=standby.command)
 
 
