@@ -59,9 +59,9 @@ class Session:
   """One end of a session.
 
   Args:
-    number: the session's number in events.
+    number: what events call this session.
     outgoing, incoming: the two directions of Control, seen from this end.
-    dialed: whether this end dialed; it then gets Disconnected also if the session never opens.
+    dialed: this end dialed, so it hears of a session that never opened.
     traffic: counts the bytes of all sessions of a transport.
   """
 

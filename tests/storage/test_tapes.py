@@ -319,7 +319,7 @@ def test_the_program_shows_a_divergence_and_continues(tmp_path):
     ((), 'no tape given'),
     (('/nowhere',), 'there is no tape /nowhere'),
     (('--tape=x',), 'tape'),
-    (('tests/storage',), 'there are no tapes in tests/storage'),
+    (('tests/runs',), 'there are no tapes in tests/runs'),
   ],
 )
 def test_the_program_refuses_in_one_line(words, error):

@@ -1,5 +1,5 @@
-"""Tests that need real sockets and processes: killed, frozen and hostile peers, refused addresses,
-health and reflection."""
+"""What only real sockets and processes can show: peers that are killed, frozen or hostile, refused
+addresses, health and reflection."""
 
 import dataclasses
 import os
@@ -447,7 +447,7 @@ def test_health_is_answered(syncer, service):
   assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_reflection_returns_the_schema(syncer):
+def test_reflection_tells_the_schema(syncer):
   with grpc.insecure_channel(f'127.0.0.1:{syncer.port}') as channel:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     requests = [
