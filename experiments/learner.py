@@ -1,14 +1,14 @@
-"""A learner of a run, as a process; with --syncer=none it trains alone.
+"""Runs a learner as a process; with --syncer=none it trains alone.
 
     python -m experiments.learner --config=experiments/configs/stdlib_lm.py:cpu \
       --workdir=runs/by_hand --learner_id=l0 --syncer=127.0.0.1:7070
 
-    # The data-parallel baseline: the same jitted step, all the tokens, nobody to talk to.
+    # The data-parallel baseline: the same jitted step on all the tokens, without a syncer.
     python -m experiments.learner --config=experiments/configs/stdlib_lm.py:data_parallel \
       --workdir=runs/data_parallel --learner_id=l0 --syncer=none
 
-Start it again with the same --workdir and it goes on from its checkpoint. Exit codes: 0 done, 42
-never retry, anything else retry.
+Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
+done, 42 never retry, anything else retry.
 """
 
 from absl import flags
@@ -19,13 +19,13 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=T
 _LEARNER_ID = flags.DEFINE_string(
   'learner_id',
   None,
-  'Its name in the run, like l0.',
+  'The id of this learner, for example l0.',
   required=True,
 )
 _SYNCER = flags.DEFINE_string(
   'syncer',
   None,
-  "HOST:PORT of the syncer, file:PATH of a file that holds it, or 'none'.",
+  "HOST:PORT of the syncer, file:PATH of a file with this address, or 'none'.",
   required=True,
 )
 program.define_config()
@@ -34,7 +34,7 @@ program.define_config()
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
-  from diloco_jax.launch import entrypoints  # after the config is known to be good: imports jax
+  from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
   return entrypoints.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value)
 

@@ -1,4 +1,4 @@
-"""Runs an experiment on this machine: one syncer and its learners, each a process of its own.
+"""Runs an experiment on this machine: one syncer and its learners, each in its own process.
 
     python -m experiments.local                                  # the demo, stdlib_lm.py:cpu
     python -m experiments.local --config=experiments/configs/stdlib_lm.py:tiny --chaos=off
@@ -7,7 +7,7 @@
     python -m experiments.local --controller=single              # all in one process
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
-timeline.png, WORKDIR/logs what each process said, WORKDIR/tensorboard the curves.
+timeline.png, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
 import pathlib
@@ -19,8 +19,8 @@ from diloco_jax.launch import local, program
 _DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
 
 program.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
-_RESUME = flags.DEFINE_bool('resume', False, 'go on with the run in --workdir')
+_WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
+_RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir')
 _RESTORE = flags.DEFINE_string(
   'restore',
   '',
@@ -31,7 +31,7 @@ _CONTROLLER = flags.DEFINE_enum(
   'controller',
   'processes',
   ['processes', 'single'],
-  'a process for each learner, or one that drives them all',
+  'processes: one process per node; single: one process for all nodes',
 )
 _SYNCER = flags.DEFINE_enum(
   'syncer', 'local', ['local', 'none'], 'none: one learner trains alone, the baseline'
@@ -39,8 +39,8 @@ _SYNCER = flags.DEFINE_enum(
 _STANDBY = flags.DEFINE_bool(
   'standby',
   True,
-  'keep a second process of the syncer ready to take over; costs its memory, and for a moment, '
-  'while it compiles, that of a second global model',
+  'keep a standby syncer process ready to take over; it costs memory: its own and, while it '
+  'compiles, that of a second global model',
 )
 _CHAOS = flags.DEFINE_enum(
   'chaos', 'config', ['config', 'on', 'off'], 'carry out the chaos plan of the config'

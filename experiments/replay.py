@@ -1,15 +1,15 @@
-"""Replays tapes: makes each machine again, feeds it its events, compares what it asks for.
+"""Replays tapes: builds each machine again, feeds it its events and compares its actions.
 
-    python -m experiments.replay runs/cpu-20260101-120000          # every node, every life
+    python -m experiments.replay runs/cpu-20260101-120000          # every process of every node
     python -m experiments.replay runs/cpu-20260101-120000/tapes/l1.2.0.jsonl
     python -m experiments.replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
 
-A folder of a run (or its `tapes`) means all lives in it; any segment means its whole life. Each
-life is one line, `identical: N events, hash H`, or its first divergence with what came before. A
-machine that crashed as recorded shows its traceback. With --arrays every outer step of the run is
-carried out again from its payloads in the log (runs with --config.sync.keep_log=true), and Theta
-compared at every version. Exit codes: 0 all identical, 1 a divergence or
-a damaged tape, 42 no such tape.
+The folder of a run (or its `tapes`) names all its tapes; a segment names the whole tape of its
+process. The program prints one line per tape, `identical: N events, hash H`, or the first
+divergence with the turns before it. For a machine that crashed as recorded it prints the traceback.
+With --arrays it carries out every outer step again from the payloads in the log (needs a run with
+--config.sync.keep_log=true) and compares Theta at every version. Exit codes: 0 all identical, 1 a
+divergence or a damaged tape, 42 no such tape.
 """
 
 import pathlib
@@ -22,7 +22,7 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 
 _ARRAYS = flags.DEFINE_bool(
-  'arrays', False, 'make Theta again from the log of each run (folders only) and compare it too'
+  'arrays', False, 'also rebuild Theta from the log of each run (folders only) and compare it'
 )
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
 
 
 def _replay(life: tapes.Life) -> bool:
-  """Prints what came of one life; whether it is identical."""
+  """Prints the result of one process's tape; returns whether it is identical."""
   try:
     replay = tapes.replay(life)
   except (tape.TapeError, OSError) as error:
@@ -50,15 +50,15 @@ def _replay(life: tapes.Life) -> bool:
   if not replay.identical:
     header = replay.header
     print(
-      f'The tape is of commit {header.commit} {header.versions}, this is {tapes.commit()} '
+      f'The tape is of commit {header.commit} {header.versions}, this program of {tapes.commit()} '
       f'{tapes.versions()}.'
     )
   return replay.identical
 
 
 def _rebuild(workdir: pathlib.Path) -> bool:
-  """Prints what came of the arrays of a run; whether they are identical."""
-  from diloco_jax.storage import wal_format  # tapes alone are replayed without jax
+  """Prints the result for the arrays of a run; returns whether they are identical."""
+  from diloco_jax.storage import wal_format  # a replay without --arrays does not import jax
   from diloco_jax.syncer import rebuild
 
   try:

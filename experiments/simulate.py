@@ -1,13 +1,13 @@
-"""The production machines in the simulated world: seeds full of faults, and what each one says.
+"""Runs the production machines in the simulated world, with faults drawn from seeds.
 
     python -m experiments.simulate --seeds=0:1000                  # a thousand runs, no violation
-    python -m experiments.simulate --seed=17 --story               # what happened, in sentences
+    python -m experiments.simulate --seed=17 --story               # narrates one run
     python -m experiments.simulate --seed=17 --tapes=/tmp/seed17   # its tapes, for replay
 
-Every seed draws its own settings, hardware, network and faults; then everything is healed and the
-run must come to its end (docs/simulator.md). Exit code 0: no violation; 1: the first ones are
-printed with all that is needed to look into them; 42: wrong flags. A thousand seeds take about
-half a minute on two cores.
+Each seed draws its own settings, hardware, network and faults; then the simulator heals every
+fault, and the run must finish (docs/simulator.md). Exit code 0: no violation; 1: the first
+violations are printed with the commands that reproduce them; 42: wrong flags. A thousand seeds take
+about half a minute on two cores.
 """
 
 import pathlib
@@ -22,10 +22,12 @@ from diloco_jax.proof.sim import many_seeds, narrate, random_settings, tapes
 from diloco_jax.proof.sim import seeds as seeds_lib
 from diloco_jax.storage import tapes as tapes_lib
 
-_SEEDS = flags.DEFINE_string('seeds', None, 'Which seeds to run, FIRST:BEYOND; default 0:1000.')
-_SEED = flags.DEFINE_integer('seed', None, 'One seed only.')
-_STORY = flags.DEFINE_bool('story', False, 'With --seed: tell what happens.')
-_TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tape of every node.')
+_SEEDS = flags.DEFINE_string(
+  'seeds', None, 'The seeds to run, FIRST:END (without END); default 0:1000.'
+)
+_SEED = flags.DEFINE_integer('seed', None, 'Run one seed only.')
+_STORY = flags.DEFINE_bool('story', False, 'With --seed: narrate the run.')
+_TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tapes of all nodes.')
 _JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.', lower_bound=0)
 _SHOWN = 3  # violations printed in full
 
@@ -34,21 +36,21 @@ def main(argv: list[str]) -> int:
   del argv
   if _SEED.value is not None:
     if _SEEDS.value is not None:
-      raise program.NeverRetry('--seed and --seeds at once: one run, or many?')
+      raise program.NeverRetry('--seed and --seeds exclude each other: give one of them')
     return _one(_SEED.value)
   for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
     if given:
-      raise program.NeverRetry(f'{flag} tells of one run: add --seed=N')
+      raise program.NeverRetry(f'{flag} applies to one run: add --seed=N')
   first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
     raise program.NeverRetry(
-      f'--seeds={_SEEDS.value}: write FIRST:BEYOND, two numbers, like 0:1000'
+      f'--seeds={_SEEDS.value}: write FIRST:END, two numbers, for example 0:1000'
     )
   return _many(int(first), int(beyond))
 
 
 def _one(seed: int) -> int:
-  """Runs one seed, with its settings, its story and its tapes."""
+  """Runs one seed; prints its settings and, on request, its story, and writes its tapes."""
   print(f'seed {seed}: {random_settings.draw(seed).config}')
   tape = tapes.Tapes(_tapes_folder(), tapes_lib.commit())
   teller = narrate.Story(print)
@@ -70,7 +72,7 @@ def _tapes_folder() -> pathlib.Path | None:
   folder = pathlib.Path(_TAPES.value)
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise program.NeverRetry(
-      f'--tapes={folder} is a file, or not empty. Nothing was overwritten; name a new folder'
+      f'--tapes={folder} is a file or not empty. Nothing was overwritten; name a new folder'
     )
   return folder
 
@@ -104,7 +106,7 @@ def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
   for outcome in failed[:_SHOWN]:
     print(many_seeds.explain(outcome, tapes_lib.commit()), end='\n\n')
   if len(failed) > _SHOWN:
-    print('violated too by seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
+    print('more violations: seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
   if not failed:
     print('no violation')
   return 1 if failed else 0

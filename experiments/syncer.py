@@ -1,13 +1,12 @@
-"""The syncer of a run, as a process.
+"""Runs the syncer as a process.
 
     python -m experiments.syncer --config=experiments/configs/stdlib_lm.py:cpu \
       --workdir=runs/by_hand --port=7070
 
-It listens on 127.0.0.1 and writes HOST:PORT to WORKDIR/syncer/address once it does; learners may be
-started with `--syncer=file:WORKDIR/syncer/address` before that. Started again with the same
-command, however it ended, it goes on from its checkpoint and its log in WORKDIR/syncer. Exit codes:
-0 done, 42 never retry, 74 the disk failed or is full, anything else
-retry, too.
+The syncer listens on 127.0.0.1 and then writes HOST:PORT to WORKDIR/syncer/address; learners may
+start earlier with `--syncer=file:WORKDIR/syncer/address`. Started again with the same command after
+any end, the syncer continues from its checkpoint and its log in WORKDIR/syncer. Exit codes: 0 done,
+42 never retry, 74 the disk failed or is full (retry), anything else retry.
 """
 
 from absl import flags
@@ -18,7 +17,7 @@ _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=T
 _HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; loopback only.')
 _PORT = flags.DEFINE_integer('port', 0, 'Port to listen on; 0: the kernel chooses.')
 _STANDBY = flags.DEFINE_bool(
-  'standby', False, 'Get ready, touch nothing, and begin once a line comes on standard input.'
+  'standby', False, 'Compile, change no file, and begin after a line on standard input.'
 )
 program.define_config()
 
@@ -26,7 +25,7 @@ program.define_config()
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
-  from diloco_jax.launch import entrypoints  # after the config is known to be good: imports jax
+  from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
   return entrypoints.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value, _STANDBY.value)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Generates diloco_jax/transport/sync_pb2.py and .pyi from diloco_jax/transport/diloco/v1/sync.proto.
+# Generates sync_pb2.py and sync_pb2.pyi in diloco_jax/transport from diloco/v1/sync.proto there.
 #
-# With an OLD grpcio-tools on purpose: generated code demands at least the protobuf that made it, so
-# stubs of 1.73 (protobuf 6.31) import with protobuf 6.31 to 7.x, those of the newest only with it.
-# Run it after every change of the proto and check the result in; nobody needs it to train.
+# It uses an OLD grpcio-tools on purpose: generated code needs at least the protobuf that made it.
+# Stubs of 1.73 (protobuf 6.31) import with protobuf 6.31 to 7.x; newer stubs need a newer protobuf.
+# Run it after every change of the proto and commit the result; training does not need it.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

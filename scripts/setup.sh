@@ -1,6 +1,6 @@
-# Sourced by the other scripts: goes to the repo's root and makes sure that .venv there holds what
-# requirements.lock pins. Sets $python. The lock is copied into .venv last, as the mark of a
-# finished set-up, so that the second run costs nothing and an interrupted one is taken up again.
+# The other scripts source this file. It changes to the repo's root, installs the packages of
+# requirements.lock into .venv there, and sets $python. It copies the lock into .venv last, to mark
+# a finished set-up: a second run costs nothing, and an interrupted set-up continues.
 #   PYTHON=/path/to/python3.12 ./scripts/train.sh      chooses the interpreter (3.11 or newer)
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -17,7 +17,7 @@ find_python() {
     if is_new_enough "$candidate"; then echo "$candidate"; return; fi
     found+=("$candidate ($("$candidate" --version 2>/dev/null || echo 'not found'))")
   done
-  fail "Python 3.11 or newer is needed and none of these is: ${found[*]};" \
+  fail "this project needs Python 3.11 or newer; found only: ${found[*]};" \
     "install one, or name it: PYTHON=/path/to/python3.12 $0"
 }
 
@@ -29,7 +29,7 @@ set_up() {
   fi
   echo "setting up .venv (once; a minute or two)" >&2
   "$python" -m pip install --quiet --disable-pip-version-check -r requirements.lock >&2 \
-    || fail "pip could not install requirements.lock (see above); run $0 again to take it up"
+    || fail "pip could not install requirements.lock (see above); run $0 again to continue"
   cp requirements.lock .venv/requirements.installed
 }
 
@@ -37,7 +37,7 @@ is_set_up() { [ -x "$python" ] && cmp -s requirements.lock .venv/requirements.in
 
 if ! is_set_up; then
   if command -v flock >/dev/null; then
-    mkdir -p .cache; exec 9>.cache/setup.lock; flock 9   # two at once must not both install
+    mkdir -p .cache; exec 9>.cache/setup.lock; flock 9   # only one of two scripts may install
   fi
   is_set_up || set_up
   exec 9>&- || true

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the demo on this machine: one syncer, four learners, one of them killed on the way.
+# Trains the demo on this machine: one syncer, four learners; one learner is killed and restarted.
 #   ./scripts/train.sh [--workdir=DIR] [--config=experiments/configs/stdlib_lm.py:tiny] \
 #     [--config.sync.quorum=2 ...]
 set -euo pipefail

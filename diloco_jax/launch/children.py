@@ -1,9 +1,9 @@
-"""One child process of the supervisor: started, listened to, and gone when it has to be.
+"""Starts, logs and reliably kills one child process of the supervisor.
 
-A child gets a session of its own, so that Ctrl-C in a terminal reaches only the supervisor, which
-decides who ends and in which order, and so that SIGKILL can go to everything the child started. It
-dies with the supervisor, even if that is killed (die_with_parent.py). Its output, line by line, goes into
-WORKDIR/logs/NAME.log and to whoever listens.
+Each child leads its own process group. Ctrl-C in a terminal therefore reaches only the supervisor,
+which ends the children in its own order, and SIGKILL can reach every process that the child
+started. The kernel kills the child when the supervisor dies, even by SIGKILL (die_with_parent.py).
+Each line of output goes to WORKDIR/logs/NAME.log and to the listener.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ Listen = Callable[[str, str], None]
 
 
 class Child:
-  """A process that is running or has ended. Made by `start`."""
+  """A running or ended process. Made by `start`."""
 
   def __init__(
     self, name: str, process: asyncio.subprocess.Process, log: pathlib.Path, listen: Listen
@@ -48,39 +48,39 @@ class Child:
     return self._process.returncode is None
 
   def begin(self) -> None:
-    """Tells it that its turn has come (standby.py); its life begins now."""
+    """Lets a standby process (standby.py) take over; its running time counts from now."""
     self.started_s = time.monotonic()
     self.thaw()
     self._process.stdin.write(b'\n')
     self._process.stdin.close()
 
   async def wait(self) -> int:
-    """The exit code; negative: the number of the signal that ended it. The group is gone too."""
+    """Returns the exit code (negative: the signal's number). The process group is dead by then."""
     code = await self._process.wait()
-    self._signal_group(signal.SIGKILL)  # what it started does not outlive it
+    self._signal_group(signal.SIGKILL)  # processes that the child started must not outlive it
     await asyncio.wait([self._relay], timeout=_DRAIN_S)
     self._relay.cancel()
     self._log.close()
     return code
 
   def freeze(self) -> None:
-    """It stands still, and what it started with it: alive, silent, its sockets open."""
+    """Stops the process group with SIGSTOP: alive and silent, its sockets stay open."""
     if self.running:
       self._signal_group(signal.SIGSTOP)
 
   def thaw(self) -> None:
-    """It goes on where it was frozen, or just goes on."""
+    """Continues a frozen process group; has no effect on a running one."""
     if self.running:
       self._signal_group(signal.SIGCONT)
 
   def terminate(self) -> None:
-    """Asks it to end in an orderly way; it is thawed, since a frozen process hears nothing."""
+    """Sends SIGTERM, after a thaw, since a frozen process handles no signals."""
     if self.running:
       self.thaw()
       self._process.send_signal(signal.SIGTERM)
 
   def kill(self) -> None:
-    """Ends it and everything it started, now."""
+    """Kills the process and all its descendants at once."""
     if self.running:
       for process in _descendants(self.pid):
         _kill(process)
@@ -124,8 +124,8 @@ async def start(
   cpus: Sequence[int] = (),
   stands_by: bool = False,
 ) -> Child:
-  """Starts a child, on `cpus` only if any are given; `stands_by`: it waits for `begin`. OSError if
-  that fails."""
+  """Starts a child, restricted to `cpus` if any are given. With `stands_by` the child waits for
+  `begin`. Raises OSError if the start fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
   process = await asyncio.create_subprocess_exec(
     sys.executable,

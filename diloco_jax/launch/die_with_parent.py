@@ -2,11 +2,11 @@
 
     python -I -S die_with_parent.py PARENT_PID CPUS COMMAND ...
 
-Asks the kernel (Linux, prctl(2)) to kill this process when its parent dies, however that happens,
-and then becomes COMMAND by execve, which keeps the request. Asking here, in a process of its own,
-rather than between fork and exec of the parent, keeps the parent free of preexec functions.
-CPUS (`0,1`, or `all`) is where COMMAND may run. Elsewhere than on Linux it only becomes COMMAND.
-Standard library only; it starts in milliseconds.
+This process asks the kernel (Linux, prctl(2)) to send it SIGKILL when its parent dies for any
+reason, and then becomes COMMAND by execve, which keeps the request. Because a separate process
+asks, the parent needs no preexec function between fork and exec. CPUS (`0,1`, or `all`) lists the
+CPUs that COMMAND may use. On systems other than Linux the process only becomes COMMAND. It imports
+the standard library only and starts in milliseconds.
 """
 
 import os
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-  """Asks for it; a parent that is dead already is not noticed."""
+  """Asks the kernel to kill this process with its parent, unless the parent has already died."""
   if sys.platform == 'linux':
     import ctypes  # pylint: disable=g-import-not-at-top
 
@@ -28,7 +28,7 @@ def main(parent_pid: int, cpus: str, command: list[str]) -> None:
   die_with_parent()
   if sys.platform == 'linux' and cpus != 'all':
     os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(',')})
-  if os.getppid() != parent_pid:  # it died before we asked
+  if os.getppid() != parent_pid:  # the parent died before the request
     sys.exit(1)
   os.execvp(command[0], command)
 

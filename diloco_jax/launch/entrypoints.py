@@ -1,8 +1,9 @@
-"""The processes of a run: from flags to a node on gRPC, and from its end to an exit code.
+"""Entry points of the syncer and learner processes: they build a node on gRPC from the flags and
+turn its end into an exit code.
 
-What a retry cannot help ends in launch.NeverRetry (exit 42): a refused join, a port in use, a
-folder that cannot be written or that another syncer has, a config that does not fit the model, a
-checkpoint of another model, a damaged log. A failing or full disk ends it in 74 (program.py).
+Errors that a retry cannot fix raise program.NeverRetry (exit 42): a refused join, a port in use, a
+folder that is not writable or is locked by another syncer, a config that does not fit the model, a
+checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py).
 """
 
 import contextlib
@@ -32,29 +33,30 @@ from diloco_jax.transport import grpc_client, grpc_server, link
 FILE = 'file:'
 SPARE_SESSIONS = 8
 _SYNCER_SAFE = (
-  'Every outer step that anybody has heard of is in its log: started again, it goes on from there, '
-  'and learners send again what was not merged. If its disk is full, make space first.'
+  'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
+  'again: it continues from the log, and learners send unmerged contributions again. If its disk '
+  'is full, make space first.'
 )
 _LEARNER_SAFE = (
-  'What was merged and its last checkpoint are safe: started again, it goes on from there; the '
-  'steps since are lost with it.'
+  'Merged contributions and the last checkpoint are safe. Start the learner again: it continues '
+  'from the checkpoint; the inner steps since then are lost.'
 )
 
 
 def syncer(
   config: run_config.Config, workdir: str, host: str, port: int, stands_by: bool = False
 ) -> int:
-  """Runs the syncer process; the exit code.
+  """Runs the syncer process and returns its exit code.
 
-  `stands_by`: it compiles what it will need, touches nothing of the run, and begins once a line
-  comes on standard input (standby.py); if that is closed nobody wants it and it ends with 0.
+  With `stands_by` the process compiles its functions, touches no file of the run, and begins when
+  it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
   """
   _prepare_jax(1)
   with program.never_retry(ValueError):
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
   if stands_by:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # it is for the syncer that has the run
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the active syncer
     theta.warm_up()
     theta.forget()
     print(f'{standby.LINE}: ready to take over', flush=True)
@@ -74,7 +76,7 @@ def syncer(
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(f'{host}:{port}', post, payloads, limits)
       _write_address(folder, f'{host}:{transport.port}')
-    records.say(f'syncer listens on {host}:{transport.port}')
+    records.say(f'the syncer listens on {host}:{transport.port}')
     return transport
 
   with (
@@ -86,7 +88,7 @@ def syncer(
     ),
     program.log_failures(),
     program.never_retry(ValueError, files.DirectoryError),
-    _asks(lambda: inbox.post(events.TakeSnapshot())),
+    _snapshot_on_signal(lambda: inbox.post(events.TakeSnapshot())),
   ):
     result = syncer_process.run(assembled, theta, folder, inbox, listen, records)
   return _end(result, records)
@@ -103,7 +105,7 @@ def learner(
   """Runs a learner process; the exit code."""
   if not members.ID.fullmatch(learner_id):
     raise program.NeverRetry(
-      f'--learner_id={learner_id!r}: use up to 63 of a-z 0-9 _ -, a letter or digit first'
+      f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
   _prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
@@ -141,19 +143,19 @@ def learner(
 
 
 def _open_transfers(config: run_config.Config) -> int:
-  """A joiner gets every fragment at once, and new versions on top; their announcements may be read
-  later than their bytes, since the two travel on streams of their own."""
+  """A joining learner receives every fragment at once, and new versions on top. The announcement of
+  a payload may arrive after its bytes, since the two use separate gRPC streams."""
   return 2 * config.sync.fragments + SPARE_SESSIONS
 
 
 def _donor_rate(config: run_config.Config) -> int:
-  """In bytes a second."""
+  """The highest rate of a donation, in bytes per second."""
   return config.sync.donor_rate_mib_s << 20
 
 
 def _prepare_jax(devices: int) -> None:
-  """Emulated devices as the mesh needs them, and no free-running dispatch on CPU: data-parallel
-  steps on emulated devices have been seen to abort when the host ran ahead of them."""
+  """Emulates as many devices as the mesh needs and turns asynchronous dispatch off: data-parallel
+  steps on emulated CPU devices have aborted when the host ran ahead of the devices."""
   if 'JAX_NUM_CPU_DEVICES' not in os.environ:
     jax.config.update('jax_num_cpu_devices', devices)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
@@ -171,7 +173,7 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
 
 
 def _write_address(folder: pathlib.Path, address: str) -> None:
-  """Atomically, so that nobody reads half of it."""
+  """Writes the address file atomically, so that no learner reads half of it."""
   path = folder / 'syncer' / 'address'
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_suffix('.new')
@@ -192,19 +194,19 @@ def _resolver(address: str) -> Callable[[], str]:
 def stops(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = program.NOT_IN_TIME
 ) -> Iterator[None]:
-  """SIGTERM and Ctrl-C end the process in order, a second one ends it at once.
+  """SIGTERM and Ctrl-C end the process in order; a second signal ends it at once.
 
   Args:
-    stop: asks it to end; called with the reason, in the main thread, between any two instructions.
-    drain_s: what it may take for that. Then it ends anyway, with exit code `code`.
-    safe: what is safe in that case, in words.
+    stop: asks the process to end; called with the reason, in the main thread, between any two
+      instructions.
+    drain_s: the time that an orderly end may take. After it the process exits with `code`.
+    safe: the sentence that says which state is safe in that case.
   """
   seen: list[threading.Timer] = []
 
-  def give_up(name: str) -> None:
+  def exit_late(name: str) -> None:
     print(
-      f'error: asked to end by {name} and not done within {drain_s:g} s, so it ends as it is. '
-      f'{safe}',
+      f'error: the process has not ended within {drain_s:g} s of {name} and exits now. {safe}',
       file=sys.stderr,
       flush=True,
     )
@@ -215,7 +217,7 @@ def stops(
     if seen:
       os._exit(128 + number)
     name = signal.Signals(number).name
-    seen.append(threading.Timer(drain_s, give_up, [name]))
+    seen.append(threading.Timer(drain_s, exit_late, [name]))
     seen[0].daemon = True
     seen[0].start()
     stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
@@ -231,8 +233,8 @@ def stops(
 
 
 @contextlib.contextmanager
-def _asks(take_snapshot: Callable[[], None]) -> Iterator[None]:
-  """SIGUSR1 asks for a snapshot of the whole run."""
+def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
+  """Takes a run snapshot on SIGUSR1."""
   before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
   try:
     yield

@@ -1,7 +1,8 @@
-"""The chaos plan of a local run: whom to kill, when, and for how long. Pure, and the same per seed.
+"""The chaos plan of a local run: the victim, time and duration of each kill. A pure function of the
+config and its seed.
 
-A plan is in shares of the run's progress, not in seconds, so that it means the same on a fast and
-on a slow machine. The supervisor watches the records and carries out what is due.
+Times are fractions of the run's progress, not seconds, so that a plan means the same on a fast and
+a slow machine. The supervisor follows the records and carries out the kills that are due.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ class Kill:
 
 
 def plan(chaos: run_config.ChaosConfig, learners: list[str]) -> list[Kill]:
-  """The kills in the order of their time; victims that the config leaves open are drawn by seed.
+  """Returns the kills in order of time; the seed draws each victim that the config leaves open.
 
   >>> kill = run_config.KillConfig(at_fraction=0.5, down_s=3.0)
   >>> plan(run_config.ChaosConfig(enabled=True, kills=[kill]), ["l0"])
@@ -39,7 +40,7 @@ def plan(chaos: run_config.ChaosConfig, learners: list[str]) -> list[Kill]:
 
 
 def due(kills: list[Kill], progress: float) -> tuple[list[Kill], list[Kill]]:
-  """(what is due at this progress, what is still to come)."""
+  """Splits the kills into (due at this progress, still to come)."""
   return (
     [kill for kill in kills if kill.at_fraction <= progress],
     [kill for kill in kills if kill.at_fraction > progress],

@@ -1,8 +1,8 @@
-"""A whole run on this machine: its folder, its programs and their environment, its end.
+"""Runs a whole experiment on this machine: makes the folder, starts programs, writes the report.
 
-WORKDIR/config.json        the config, as it was started
+WORKDIR/config.json        the config that started the run
 WORKDIR/records/           facts of every process        (report/records.py)
-WORKDIR/logs/              what every process said
+WORKDIR/logs/              output of every process
 WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
 WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints
@@ -36,9 +36,9 @@ SUPERVISOR = 'supervisor'
 ADDRESS = 'syncer/address'
 _ERROR = 'error: '
 
-# glibc gives freed pages back and takes fresh ones, page fault by page fault; for buffers that come
-# and go with every fragment that costs more than the arithmetic. 32 MiB is the largest threshold
-# that it accepts.
+# By default glibc returns freed pages to the kernel and takes new ones, one page fault each; for
+# buffers that live as long as one fragment this costs more than the arithmetic. 32 MiB is the
+# largest threshold that glibc accepts.
 _MALLOC = {
   'MALLOC_MMAP_THRESHOLD_': str(32 << 20),
   'MALLOC_TRIM_THRESHOLD_': str(1 << 30),
@@ -54,18 +54,18 @@ def open_workdir(
   if workdir is None:
     if resume or restored:
       flag = '--restore' if restored else '--resume'
-      raise ValueError(f'{flag} needs --workdir=DIR, the run to go on with')
+      raise ValueError(f'{flag} needs --workdir=DIR, the run to continue')
     workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
   workdir = workdir.absolute()
   if resume or restored:
     _check_same_run(config, workdir, restored)
   elif workdir.is_dir() and any(workdir.iterdir()):
     raise ValueError(
-      f'{workdir} holds a run already: go on with it (--resume), or choose another --workdir'
+      f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
     )
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / ADDRESS).unlink(missing_ok=True)  # of a run that has ended
+    (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
     (workdir / run_config.FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
   except OSError as error:
     raise ValueError(
@@ -79,8 +79,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> Non
   own: it uses jax) and says what it did. `open_workdir` with `restored` is to follow.
 
   Raises:
-    ValueError: it cannot; nothing was changed.
-    DiskFailed: the disk failed on the way; to be done again.
+    ValueError: the restore is impossible; nothing was changed.
+    DiskFailed: the disk failed during the restore; repeat it.
   """
   if not (workdir / run_config.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to restore')
@@ -104,10 +104,10 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> Non
 def _check_same_run(
   config: run_config.Config, workdir: pathlib.Path, restored: bool = False
 ) -> None:
-  """`restored`: it was brought back, and what may differ then was looked at (restore.py)."""
+  """Refuses another run's config; after a restore (`restored`) restore.py has compared them."""
   path = workdir / run_config.FILE
   if not path.is_file():
-    raise ValueError(f'there is no run in {workdir} to go on with; leave --resume out to start one')
+    raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
   if restored:
     return
   before = run_config.Config.from_dict(json.loads(path.read_text())).agreement()
@@ -115,12 +115,12 @@ def _check_same_run(
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'start it with its own, or choose another --workdir'
+      'continue it with its own config, or choose another --workdir'
     )
 
 
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-  """The environment of a process with so many emulated devices; what the user has set stays."""
+  """The environment of a process with `devices` emulated devices; the user's settings win."""
   cache = _ROOT / '.cache' / 'jax'
   ours = {
     'JAX_PLATFORMS': 'cpu',
@@ -142,17 +142,17 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
 
 
 def available_cpus() -> list[int]:
-  """The CPUs that this process may use; none where the system does not tell."""
+  """The CPUs that this process may use; empty if the system has no such call."""
   if not hasattr(os, 'sched_getaffinity'):
     return []
   return sorted(os.sched_getaffinity(0))
 
 
 def share_cpus(learners: int, cpus: Sequence[int]) -> list[Sequence[int]]:
-  """Which CPUs each learner gets: an island has hardware of its own.
+  """Assigns CPUs to each learner, as if each island had its own hardware.
 
-  Left to themselves, four learners of two emulated devices on two cores take turns as the scheduler
-  likes, and some steps take four times as long as others.
+  Without this, four learners with two emulated devices each compete for two cores, and some steps
+  take four times as long as others.
 
   >>> share_cpus(4, [0, 1])
   [[0], [1], [0], [1]]
@@ -176,11 +176,11 @@ def programs(
   alone: bool,
   standby: bool = True,
 ) -> list[supervisor_lib.Program]:
-  """The programs of a run; `alone`: one learner and no syncer; `standby`: a second process of the
-  syncer stands by."""
+  """The programs of a run. `alone`: one learner and no syncer. `standby`: the syncer has a standby
+  process."""
   common = [*config_flags, f'--workdir={workdir}']
-  # Learners read the address at every dial, so nobody waits for the syncer's start, and one that is
-  # started again may listen on another port.
+  # Learners read the address file at every dial, so they may start before the syncer, and a
+  # restarted syncer may listen on another port.
   address = 'none' if alone else f'file:{workdir / ADDRESS}'
 
   names = run_config.learner_ids(1 if alone else config.sync.learners)
@@ -221,7 +221,7 @@ def run(
   single: bool = False,
   standby: bool = True,
 ) -> int:
-  """Runs to the end, writes the report, prints the summary; the exit code."""
+  """Runs the experiment, writes the report, prints the summary and returns the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
   started_s = time.monotonic()
   if single:
@@ -239,7 +239,7 @@ def run(
   )
   print(summary_lib.text(summary, workdir))
   if code:
-    print(f'{text}; go on with: --resume --workdir={workdir}', file=sys.stderr)
+    print(f'{text}; continue with: --resume --workdir={workdir}', file=sys.stderr)
   return code
 
 
@@ -274,7 +274,7 @@ async def _in_loop(supervisor: supervisor_lib.Supervisor) -> supervisor_lib.Outc
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, str, bool]:
-  """All nodes in this process; the exit code, one line, and whether somebody interrupted."""
+  """Runs all nodes in this process; returns (exit code, one line, whether a signal interrupted)."""
   os.environ.update(environment(config.mesh.num_devices * config.sync.learners))
   from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
 
@@ -288,7 +288,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, 
     del number, frame
     interrupts.append(time.monotonic())
     if len(interrupts) > 1:
-      os._exit(program.INTERRUPTED)  # threads in the middle of a step do not listen
+      os._exit(program.INTERRUPTED)  # a thread inside a step cannot be interrupted
     controller.stop('interrupted')
 
   for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,9 +32,9 @@ class SingleController:
 
   Args:
     config: a validated config.
-    workdir: checkpoints go there; a run that it holds is continued.
-    make_recorder: name of a node ('syncer', 'l0', ...) -> where its facts go.
-    devices: what the islands share; default all.
+    workdir: the folder of checkpoints; a run in it is continued.
+    make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...).
+    devices: the devices that the islands share; default all.
 
   Raises:
     ValueError: the devices do not make M meshes of the config's shape.
@@ -66,7 +66,7 @@ class SingleController:
     self._threads: list[threading.Thread] = []
 
   def start(self) -> None:
-    """Starts every node on a thread of its own."""
+    """Starts each node on its own thread."""
     corpus = data.load_corpus(self._assembled.config.data.corpus)
     listening = threading.Event()
 
@@ -109,7 +109,7 @@ class SingleController:
       try:
         with contextlib.closing(self._make_recorder(name)) as recorder:
           self._exits[name] = run(recorder)
-      except BaseException as error:  # kept for `join`, which raises it where somebody looks
+      except BaseException as error:  # `join` raises it in the caller's thread
         self._exits[name] = error
         self.stop(f'{name} failed')
 
@@ -123,7 +123,7 @@ class SingleController:
       inbox.post(events.Stop(reason=reason))
 
   def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
-    """Waits for every node; raises what any of them raised, TimeoutError if they do not end."""
+    """Waits for every node; raises the error of a failed node, or TimeoutError."""
     for thread in self._threads:
       thread.join(timeout_s)
       if thread.is_alive():
@@ -139,7 +139,7 @@ def run(
   workdir: pathlib.Path,
   make_recorder: MakeRecorder,
 ) -> dict[str, actions.Exit]:
-  """Runs a whole experiment in this process; the exit of every node by name."""
+  """Runs a whole experiment in this process; returns the exit of each node by name."""
   controller = SingleController(config, workdir, make_recorder)
   controller.start()
   return controller.join()

@@ -1,13 +1,18 @@
-"""How every program of the project starts: flags, the config, and what its exit code means.
+"""How every program of the project starts: its flags, its config and its exit codes.
 
-Exit codes are the contract with whatever restarts processes (a supervisor, Kubernetes): 0 is done,
-42 is *never retry* (the command or the config is wrong, or the log on disk is damaged or does not
-belong here: a retry would fail the same way, a person has to decide), 74 the disk has failed or is
-full, or a syncer did not end in time (a retry recovers what was committed), 75 a learner did not,
-anything else is worth another try, too. What ends with 42, 74 or 75 is said in one line that starts
-with `error:` and shows the values and the remedy; a traceback is for errors that nobody expected.
+Exit codes are the contract with the process manager (the supervisor, Kubernetes):
 
-No jax in here: `--help`, a mistyped flag and the supervisor answer at once.
+  0   done
+  42  never retry: the command or the config is wrong, or the log on disk is damaged or belongs to
+      another run. A retry would fail in the same way; a person has to decide.
+  74  the disk has failed or is full, or the syncer did not end in time; a retry recovers all
+      committed outer steps
+  75  a learner did not end in time; a retry helps, as after every other code
+
+A program that ends with 42, 74 or 75 prints one line that starts with `error:` and shows the values
+and the remedy. Only unexpected errors print a traceback.
+
+This module does not import jax, so `--help`, a mistyped flag and the supervisor answer at once.
 """
 
 import contextlib
@@ -35,20 +40,20 @@ _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
 
 
 class NeverRetry(Exception):
-  """The command, the config, the machine's set-up or what is on its disk is wrong: one line, exit
+  """The command, the config, the machine's set-up or the data on its disk is wrong: one line, exit
   42."""
 
   code = NEVER_RETRY
 
 
 class DiskFailed(Exception):
-  """The disk failed; what was committed is safe: one line, exit 74."""
+  """The disk failed; committed outer steps are safe: one line, exit 74."""
 
   code = DISK_FAILED
 
 
 class _OptionalIntParser(flags.ArgumentParser):
-  """`=2` sets, `=none` clears; absl's integer parser knows no none."""
+  """Accepts integers and `none`, which absl's integer parser refuses."""
 
   def parse(self, argument: str | int | None) -> int | None:
     if argument is None or isinstance(argument, int):
@@ -61,28 +66,28 @@ class _OptionalIntParser(flags.ArgumentParser):
     return 'integer or none'
 
 
-flags.disclaim_key_flags()  # --config belongs to the program that defines it, in --help too
+flags.disclaim_key_flags()  # --help lists --config under the program that defines it
 config_flags.register_flag_parser_for_type(run_config.OptionalInt, _OptionalIntParser())
 
 
 def define_config() -> flags.FlagHolder:
   """Defines --config=FILE.py[:VARIANT] and, with it, the overrides --config.a.b=value.
 
-  It has no default here, since a default would be read at import, where nobody catches its errors.
+  It has no default here, since a default would be read at import, outside every error handler.
   """
   return config_flags.DEFINE_config_file(
     'config',
-    help_string='FILE.py:VARIANT; change any field of it with --config.sync.quorum=2',
+    help_string='FILE.py:VARIANT; override any field, for example --config.sync.quorum=2',
   )
 
 
 def config() -> run_config.Config:
-  """The config that the flags name, validated. Raises NeverRetry."""
+  """Returns the validated config that the flags name. Raises NeverRetry."""
   value = flags.FLAGS['config'].value
   if value is None:
     raise NeverRetry('no --config given; for example --config=experiments/configs/stdlib_lm.py:cpu')
   path = flags.FLAGS['config'].config_filename.split(':', 1)[0]
-  if not pathlib.Path(path).is_file():  # config_flags keeps this error back until a field is read
+  if not pathlib.Path(path).is_file():  # config_flags raises this only when a field is read
     raise NeverRetry(_no_file(path))
   with never_retry():
     value.validate()
@@ -90,7 +95,7 @@ def config() -> run_config.Config:
 
 
 def config_flags_of_this_process() -> list[str]:
-  """`--config` and its overrides as this process was given them, to pass on to a child."""
+  """`--config` and its overrides as on this command line, to pass to a child process."""
   flag = flags.FLAGS['config']
   overrides = getattr(flag, 'override_values', {})
   return [f'--config={flag.config_filename}'] + [
@@ -100,7 +105,7 @@ def config_flags_of_this_process() -> list[str]:
 
 @contextlib.contextmanager
 def never_retry(*kinds: type[Exception]) -> Iterator[None]:
-  """Exceptions of these kinds (ValueError by default) inside end the process with 42, one line."""
+  """Turns exceptions of these kinds (default: ValueError) into NeverRetry: one line, exit 42."""
   caught = kinds or (ValueError,)
   try:
     yield
@@ -110,7 +115,7 @@ def never_retry(*kinds: type[Exception]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def log_failures() -> Iterator[None]:
-  """A write-ahead log with which nothing can go on ends the process with 74 or 42, one line."""
+  """Turns a fatal error of the write-ahead log into one line and exit code 74 or 42."""
   try:
     yield
   except (wal_format.WalBroken, wal_format.WalFull) as error:
@@ -120,7 +125,7 @@ def log_failures() -> Iterator[None]:
 
 
 def one_line(error: BaseException | str) -> str:
-  """The words of an error without its line breaks.
+  """The text of an error without line breaks.
 
   >>> one_line(ValueError('quorum is 5,\\n  it must be at most 4'))
   'quorum is 5, it must be at most 4'
@@ -131,8 +136,8 @@ def one_line(error: BaseException | str) -> str:
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """absl's app.run with the exit codes above; `default_config` stands in for a missing --config,
-  `positional`: words that are no flags are for `main`, else they are refused."""
+  """Calls absl's app.run with the exit codes above. `default_config` replaces a missing --config;
+  with `positional`, `main` gets the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   if default_config and not _config_path(argv):
     argv.insert(1, f'--config={default_config}')
@@ -144,7 +149,7 @@ def run_main(
 
 
 def last_config_first(argv: list[str]) -> list[str]:
-  """Of several --config the last wins, and it comes before its overrides (config_flags wants that).
+  """Keeps the last of several --config and puts it before its overrides, as config_flags requires.
 
   >>> last_config_first(['x', '--config=a.py', '--config.n=1', '--config', 'b.py:v'])
   ['x', '--config=b.py:v', '--config.n=1']
@@ -162,7 +167,7 @@ def last_config_first(argv: list[str]) -> list[str]:
 
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
-    logging.set_verbosity(logging.WARNING)  # libraries (Orbax) tell dozens of lines per checkpoint
+    logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
   try:
     return main(argv) or 0
   except (NeverRetry, DiskFailed) as error:
@@ -172,7 +177,7 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return INTERRUPTED
-  except BrokenPipeError:  # `| head` has seen enough; the interpreter must not flush into it again
+  except BrokenPipeError:  # `| head` has exited; the interpreter must not flush into the pipe again
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -185,7 +190,7 @@ def _refuse(text: str, code: int = NEVER_RETRY) -> int:
 
 def _parse(argv: list[str], positional: bool = False) -> list[str]:
   wants_help = any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in argv[1:])
-  sys.argv = argv  # config_flags looks for the overrides there
+  sys.argv = argv  # config_flags reads the overrides from there
   try:
     rest = flags.FLAGS(argv)
   except SystemExit:
@@ -198,7 +203,7 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
 
 
 def _explain(argv: list[str], error: Exception) -> str:
-  """What is wrong with the command line, in one line."""
+  """Explains an error of the command line in one line."""
   path = _config_path(argv)
   if path and not pathlib.Path(path).is_file():
     return _no_file(path)
@@ -219,7 +224,7 @@ def _config_path(argv: list[str]) -> str:
 
 
 def _explain_lookup(argv: list[str], path: str, error: Exception) -> str:
-  """An override that names no field, or a variant that the file does not have."""
+  """Explains an override of an unknown field, or an unknown variant of the config file."""
   known = _known_names()
   for word in argv:
     match = _OVERRIDE.match(word)
@@ -231,7 +236,7 @@ def _explain_lookup(argv: list[str], path: str, error: Exception) -> str:
 
 
 def _known_names() -> list[str]:
-  """Dotted names of all fields of a Config, from its types."""
+  """The dotted names of all fields of a Config, from its types."""
   import dataclasses  # pylint: disable=g-import-not-at-top
   import typing  # pylint: disable=g-import-not-at-top
 

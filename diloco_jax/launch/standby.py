@@ -1,9 +1,9 @@
-"""Processes that stand by: ready to take the place of one that falls, and waiting for their turn.
+"""Standby processes: each is ready to take over when the active process of its program dies.
 
-What a new process does first (imports, compilers) takes longer than what it has to do for the run.
-A process that stands by has done that and said so; it has touched nothing of the run, and begins
-once it reads a line on its standard input. At most one of a program; while it is not needed it
-costs its memory. One that is not ready when its turn comes, for whatever reason, is not waited for.
+A new process spends more time on imports and compilation than on the recovery of the run. A standby
+process has done this in advance and has said so; it has touched no file of the run, and begins when
+it reads a line on its standard input. A program has at most one standby process, which costs its
+memory. The supervisor never waits for a standby process that is not ready when it is needed.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 
 from diloco_jax.launch import children
 
-LINE = 'stands by'  # what a process says when it is ready, at the beginning of a line
+LINE = 'stands by'  # a standby process prints a line that begins with this when it is ready
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Standby:
-  """One process; `life` runs from its start to its death."""
+  """One standby process; the task `life` runs from its start to its death."""
 
   child: children.Child | None = None
   ready: bool = False
@@ -25,30 +25,30 @@ class _Standby:
 
 
 class Standbys:
-  """The processes that stand by, by program."""
+  """The standby processes, by program."""
 
   def __init__(
     self,
     start: Callable[[str, children.Listen], Awaitable[children.Child]],
     listen: children.Listen,
   ):
-    """`start` starts the process that stands by for a program; `listen` gets what it says."""
+    """`start` starts the standby process of a program; `listen` gets each line that it prints."""
     self._start = start
     self._listen = listen
     self._all: dict[str, _Standby] = {}
 
   def prepare(self, name: str) -> None:
-    """Has a process stand by for a program, unless one does, or died before it was ready."""
+    """Starts a standby process for a program, unless it has one or one died before it was ready."""
     if name not in self._all:
       standby = self._all[name] = _Standby()
       standby.life = asyncio.create_task(self._live(name, standby))
 
   def ready(self, name: str) -> bool:
-    """Somebody could take over now."""
+    """Whether a standby process could take over now."""
     return name in self._all and self._all[name].ready
 
   async def take_over(self, name: str) -> children.Child | None:
-    """Lets the process begin that stands by; None: nobody is ready."""
+    """Lets the standby process begin; returns None if none is ready."""
     standby = self._all.pop(name, None)
     if standby is None:
       return None
@@ -59,12 +59,12 @@ class Standbys:
     return None
 
   async def close(self) -> None:
-    """Nobody stands by any more."""
+    """Ends all standby processes."""
     while self._all:
       await self._dismiss(self._all.popitem()[1])
 
   async def _live(self, name: str, standby: _Standby) -> None:
-    """From the start of a process to its death, whatever it is by then."""
+    """Runs a standby process from its start to its death, also after it has taken over."""
 
     def listen(who: str, line: str) -> None:
       standby.ready = standby.ready or line.startswith(LINE)
@@ -72,12 +72,12 @@ class Standbys:
 
     try:
       standby.child = await self._start(name, listen)
-    except OSError as error:  # no memory, no descriptors: the next life is a new process
-      self._listen(name, f'nobody stands by: {error}')
+    except OSError as error:  # no memory or no descriptors: the supervisor will start a new process
+      self._listen(name, f'no standby process: {error}')
       return
     await standby.child.wait()
     if standby.ready and self._all.get(name) is standby:
-      del self._all[name]  # it has died before its turn
+      del self._all[name]  # it died before it took over
 
   async def _dismiss(self, standby: _Standby) -> None:
     if standby.child is not None:

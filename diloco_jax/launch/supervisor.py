@@ -1,24 +1,26 @@
-"""Starts the processes of a local run, restarts what falls, kills by plan, leaves nothing behind.
+"""The supervisor starts the processes of a local run, restarts failed ones, carries out the chaos
+plan, and leaves no process behind.
 
-The life of a program under the supervisor::
+The states of a program::
 
     waiting --the run begins--> running
     running --exit 0--> done
-    running --exit 42--> refused              never retried; the others go on
-    running --anything else--> down --back-off--> running
-    running --brought down on purpose--> down --the pause asked for--> running
-    down --MAX_SHORT_LIVES short lives in a row--> failed
+    running --exit 42--> refused              never retried; the other programs continue
+    running --any other exit--> down --back-off--> running
+    running --bring_down--> down --the requested pause--> running
+    down --MAX_SHORT_LIVES short processes in a row--> failed
 
-A program may have a process that stands by (standby.py) once its present life has made an outer
-step; if that one is ready it is the next life, and after a first fall it begins without a pause.
+Once its active process has made an outer step, a program may have a standby process (standby.py). A
+ready standby process takes over when the active one fails, without a pause after a first failure.
 
-The run is over when its syncer is done, refused or failed, or when no learner is left. Whoever
-still runs then has FINISH_S to end by itself (learners save), then gets SIGTERM, and SIGKILL STOP_S
-later. Ctrl-C or SIGTERM starts the same ending at once; a second one kills at once. `retire` ends a
-run in order: the learners leave, and the syncer, which has heard them all, ends after them.
+The run is over when its syncer is done, refused or failed, or when no learner is left. The
+remaining processes then have FINISH_S to end by themselves (learners save); after that the
+supervisor sends SIGTERM, and STOP_S later SIGKILL. Ctrl-C or SIGTERM starts the same ending at
+once; a second signal kills at once. `retire` ends a run in order: all learners leave, then the
+syncer ends.
 
-Faults are injected from outside: by a plan in shares of progress (kill_plan.py), or by nemesis.py with
-`child`, `bring_down` and `add`.
+Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
+injector (proof/faults), which calls `child`, `bring_down` and `add`.
 
 It knows nothing of jax: it starts programs, and reads their records (report/run_facts.py).
 """
@@ -48,8 +50,8 @@ _BACKOFF_S = (0.5, 30.0)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-  """A program to keep running; `cpus`: where it may run, () for everywhere; `standby`: the command
-  of a process that stands by for it, () for none."""
+  """A program to keep running. `cpus`: the CPUs that it may use, () for all; `standby`: the command
+  of its standby process, () for none."""
 
   name: str
   command: Sequence[str]
@@ -60,7 +62,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-  """How a run ended: the exit code to give, one line, and each program's fate."""
+  """How a run ended: the exit code, one line, and the status of each program."""
 
   code: int
   text: str
@@ -69,13 +71,14 @@ class Outcome:
 
 
 def backoff_s(failures: int, draw: random.Random) -> float:
-  """Pause before a restart after so many failures in a row: doubling, capped, half of it random."""
+  """The pause before a restart after `failures` in a row: doubling, capped, half of it random."""
   longest = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** (failures - 1))
   return longest * (0.5 + 0.5 * draw.random())
 
 
 class Supervisor:
-  """Runs programs to their end. `listen` gets every line of output, `tick` the view, regularly."""
+  """Runs programs to their end. `listen` gets each line of output; `tick` gets the view every
+  TICK_S."""
 
   def __init__(
     self,
@@ -103,19 +106,19 @@ class Supervisor:
       lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen
     )
     self._keepers: dict[str, asyncio.Task] = {}
-    self._pauses: dict[str, float] = {}  # brought down on purpose: how long they stay down
+    self._pauses: dict[str, float] = {}  # seconds until the restart of a program, by bring_down
     self._draw = random.Random()
-    self._stopping = asyncio.Event()  # no new lives
-    self._retiring = asyncio.Event()  # no new lives of learners; set when stopping, too
+    self._stopping = asyncio.Event()  # no process is started any more
+    self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._interrupts = 0
     self.fates = {name: run_facts.Fate() for name in self._programs}
 
   async def run(self) -> Outcome:
-    """Returns when every process is gone."""
+    """Returns once every process has ended."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       loop.add_signal_handler(number, self._interrupt)
-    self._look()  # at what earlier runs in this folder have left
+    self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):
       self._begin(program)
     watcher = asyncio.create_task(self._watch())
@@ -134,14 +137,14 @@ class Supervisor:
     self._look()
     return self._outcome()
 
-  # --- For whoever injects faults -----------------------------------------------------------------
+  # --- Fault injection ----------------------------------------------------------------------------
 
   def child(self, name: str) -> children.Child | None:
-    """The process that runs a program now, if one does."""
+    """The running process of a program; None if there is none."""
     return self._running.get(name)
 
   def add(self, program: Program) -> None:
-    """Runs one more learner, beside the others and like them; the run waits for its end, too."""
+    """Runs one more learner like the others; the run waits for its end, too."""
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
     self._learners.append(program.name)
@@ -149,8 +152,8 @@ class Supervisor:
     self._begin(program)
 
   def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
-    """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL; however it ends, it
-    is started again `down_s` later. False: there is none, or everything is ending."""
+    """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL, and restarts the
+    program `down_s` later. Returns False if it has no process or the run is ending."""
     child = self._running.get(name)
     if child is None or self._retiring.is_set():
       return False
@@ -164,7 +167,7 @@ class Supervisor:
     return True
 
   def retire(self) -> None:
-    """Ends the run: every learner is asked to end; the syncer is when the last of them has."""
+    """Ends the run: sends SIGTERM to every learner; the syncer ends after the last of them."""
     self._retiring.set()
     for name in self._learners:
       if name in self._running:
@@ -176,35 +179,35 @@ class Supervisor:
     self._keepers[program.name] = asyncio.create_task(self._keep(program))
 
   async def _keep(self, program: Program) -> None:
-    """Runs a program, life after life, until its fate is sealed or the run stops."""
+    """Runs the processes of a program, one after the other, until it has ended or the run stops."""
     failures = 0
     while not self._ending(program.name).is_set():
       code, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
       ended = code == program_lib.NEVER_RETRY or (code == 0 and pause_s is None)
       if ended or self._ending(program.name).is_set():
-        self._seal(program.name, code)
+        self._note_end(program.name, code)
         return
       failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
       if pause_s is None:
         if failures >= MAX_SHORT_LIVES:
-          self._note(program.name, 'failed', f'gave up after {failures} short lives in a row')
+          self._note(program.name, 'failed', f'failed after {failures} short processes in a row')
           return
         relieved = failures == 1 and self._standbys.ready(program.name)
         pause_s = 0.0 if relieved else backoff_s(failures, self._draw)
-        self._note(program.name, 'down', f'{_ended(code)}; restart in {pause_s:.1f} s')
+        self._note(program.name, 'down', f'{_describe_exit(code)}; restart in {pause_s:.1f} s')
       else:
         failures = 0
       await self._pause(program.name, pause_s)
 
   async def _live(self, program: Program) -> tuple[int, float]:
-    """One life: its exit code and how long it lasted."""
+    """Runs one process; returns its exit code and its running time in seconds."""
     name, fate = program.name, self.fates[program.name]
     child = await self._standbys.take_over(name)
     again = 'started again' if child is None else 'who stood by takes over'
     if child is None:
       child = await self._start(program, self._listen)
-    self._look()  # what the last life has left is not of this one
+    self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
     fate.starts += 1
     self._note(
@@ -234,14 +237,14 @@ class Supervisor:
     )
 
   def _ending(self, name: str) -> asyncio.Event:
-    """Set once a process of this program is to end, however long it has lived."""
+    """The event that forbids another process of this program."""
     return self._stopping if name == SYNCER else self._retiring
 
-  def _seal(self, name: str, code: int) -> None:
+  def _note_end(self, name: str, code: int) -> None:
     if code == program_lib.NEVER_RETRY:
-      self._note(name, 'refused', self.fates[name].last_error or _ended(code))
+      self._note(name, 'refused', self.fates[name].last_error or _describe_exit(code))
     else:
-      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _ended(code))
+      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _describe_exit(code))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """A new state of a program, for the records."""
@@ -251,7 +254,7 @@ class Supervisor:
       self._listen('local', f'{name}: {text}')
 
   async def _pause(self, name: str, seconds: float) -> None:
-    """Waits, but not beyond the end of the run."""
+    """Waits for `seconds`, or until the run ends."""
     try:
       await asyncio.wait_for(self._ending(name).wait(), seconds)
     except TimeoutError:
@@ -260,7 +263,7 @@ class Supervisor:
   # --- The run ------------------------------------------------------------------------------------
 
   async def _watch(self) -> None:
-    """Follows the records, carries out the chaos plan, refreshes the display."""
+    """Reads new records, carries out the chaos plan and refreshes the display, every TICK_S."""
     while True:
       self._look()
       self._tick(self._view)
@@ -278,7 +281,7 @@ class Supervisor:
       self.bring_down(kill.victim, kill.down_s, 'killed by the chaos plan')
 
   async def _until_over(self) -> None:
-    """Until the syncer's fate is sealed, or no learner is left, or somebody interrupts."""
+    """Waits until the syncer has ended, no learner is left, or a signal interrupts the run."""
     stop = asyncio.create_task(self._stopping.wait())
     ends = {stop}
     if SYNCER in self._keepers:
@@ -292,7 +295,7 @@ class Supervisor:
     stop.cancel()
 
   async def _end(self) -> None:
-    """Everybody ends: by himself, asked, or killed."""
+    """Ends every process: on its own, on SIGTERM, or by SIGKILL."""
     natural = self._is_natural_end()
     self._stop()
     for child in self._running.values():
@@ -303,17 +306,17 @@ class Supervisor:
       child.terminate()
     await self._wait(self._stop_s, interrupts=1)
     for name, child in list(self._running.items()):
-      self._listen('local', f'{name}: does not end, killed')
+      self._listen('local', f'{name}: did not end on SIGTERM; killed')
       child.kill()
     await asyncio.wait(self._keepers.values())
 
   def _is_natural_end(self) -> bool:
-    """Nobody interrupted, and somebody came to the end of the run: the others deserve patience."""
+    """No signal interrupted, and one program is done: the others get time to end by themselves."""
     asked = self._interrupts or self._retiring.is_set()
     return not asked and any(fate.state == 'done' for fate in self.fates.values())
 
   async def _wait(self, seconds: float, interrupts: int) -> None:
-    """Until no process is left, `seconds` have passed, or there were more interrupts than that."""
+    """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""
     deadline_s = time.monotonic() + seconds
     while self._running and time.monotonic() < deadline_s and self._interrupts <= interrupts:
       await asyncio.sleep(0.05)
@@ -321,7 +324,7 @@ class Supervisor:
   def _interrupt(self) -> None:
     self._interrupts += 1
     if self._interrupts == 1:
-      self._listen('local', 'stopping (again: kill at once)')
+      self._listen('local', 'stopping (interrupt again to kill at once)')
       self._stop()
     else:
       for child in list(self._running.values()):
@@ -344,7 +347,7 @@ class Supervisor:
 def _verdict(
   syncer: run_facts.Fate | None, learners: list[run_facts.Fate], interrupted: bool
 ) -> dict:
-  """(exit code, one line) of a run from the fates of its programs."""
+  """Returns (exit code, one line) of a run from the statuses of its programs."""
   if interrupted:
     return {'code': program_lib.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
@@ -358,16 +361,16 @@ def _verdict(
       'text': learners[0].last_error or 'no learner could start',
     }
   if syncer is not None and syncer.state != 'done':
-    return {'code': 1, 'text': f'the syncer {syncer.state} (its log says why)'}
+    return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
   if not any(fate.state == 'done' for fate in learners):
-    return {'code': 1, 'text': 'no learner came to its end (their logs say why)'}
+    return {'code': 1, 'text': 'no learner finished the run (see their logs)'}
   return {'code': 0, 'text': 'done'}
 
 
-def _ended(code: int) -> str:
-  """An exit code in words.
+def _describe_exit(code: int) -> str:
+  """Describes an exit code.
 
-  >>> _ended(-9), _ended(3)
+  >>> _describe_exit(-9), _describe_exit(3)
   ('killed by SIGKILL', 'ended with exit code 3')
   """
   if code >= 0:

@@ -1,11 +1,11 @@
-"""The loop that serves every node: one machine, one inbox, and the ports behind which the world is.
+"""The loop of every node: one machine, one event queue, and the ports to the outside.
 
-This is the only place outside simulation and replay that calls `machine.handle`. It runs on one
-thread; transports and work post their events into the inbox from theirs.
+This is the only place outside simulation and replay that calls `machine.handle`. The loop runs on
+one thread; transport and work post events into the queue from their own threads.
 
-Every turn is on the tape before its first action is carried out, so whatever the world sees of a
-machine can be replayed, also after a kill at any moment. A machine that raises ends its process:
-its state can no longer be trusted, and the tape is the bug report.
+The loop writes every turn to the tape before it carries out the turn's first action, so a replay
+can reproduce all visible actions of a machine, also after a kill at any moment. A machine that
+raises ends its process: its state is no longer reliable, and the tape is the bug report.
 """
 
 import queue
@@ -17,7 +17,7 @@ from diloco_jax.protocol import actions, events
 
 
 class Machine(Protocol):
-  """What both machines have in common."""
+  """The interface of both machines."""
 
   deadline_ns: int | None
 
@@ -25,18 +25,18 @@ class Machine(Protocol):
 
 
 class Monotonic:
-  """Monotonic time of this machine; wall-clock jumps do not touch it."""
+  """Monotonic time of this host; jumps of the wall clock do not change it."""
 
   def now_ns(self) -> int:
     return time.monotonic_ns()
 
 
 class MachineCrash(Exception):
-  """A machine raised: on what, and where the tape is that replays it."""
+  """A machine raised an exception; the text names the event and the tape that reproduces it."""
 
 
 class Inbox:
-  """Events on their way to a machine, first in, first out. `post` is thread-safe."""
+  """The events that wait for a machine, first in, first out. `post` is thread-safe."""
 
   def __init__(self):
     self._queue: queue.SimpleQueue[events.Event | BaseException] = queue.SimpleQueue()
@@ -45,11 +45,11 @@ class Inbox:
     self._queue.put(event)
 
   def fail(self, error: BaseException) -> None:
-    """Ends the node: a part of it that no machine can do without has failed. Thread-safe."""
+    """Ends the node after the failure of one of its ports. Thread-safe."""
     self._queue.put(error)
 
   def take(self, timeout_s: float | None) -> events.Event:
-    """The next event, or Wake once `timeout_s` has passed. Raises what `fail` was given."""
+    """Returns the next event, or Wake after `timeout_s`. Raises the error given to `fail`."""
     try:
       event = self._queue.get(timeout=timeout_s)
     except queue.Empty:
@@ -83,11 +83,11 @@ class Node:
     self._tape = tape
 
   def run(self) -> actions.Exit:
-    """Runs until the machine's Exit, which is returned; what was sent has then gone out.
+    """Runs until the machine's Exit and returns it.
 
     Raises:
       MachineCrash: the machine raised; the exception is its cause.
-      Whatever the inbox was told by `fail`.
+      BaseException: the error given to `Inbox.fail`.
     """
     while True:
       event = self._inbox.take(self._timeout_s())
@@ -100,7 +100,7 @@ class Node:
     try:
       asked = self._machine.handle(now_ns, event)
     except Exception as error:
-      where = self._tape.crash(now_ns, event, error) if self._tape else 'No tape was kept.'
+      where = self._tape.crash(now_ns, event, error) if self._tape else 'There is no tape.'
       raise MachineCrash(
         f'the machine raised {type(error).__name__}: {error}, on {event}. {where}'
       ) from error

@@ -1,7 +1,7 @@
-"""The ports of a node: everything the machines may ask of the world.
+"""The ports of a node: the interfaces that carry out the actions of a machine.
 
-The same machine runs over gRPC, in one process, or in a simulation: only what is behind these
-ports differs.
+The same machine runs over gRPC, in one process, and in the simulator; only the implementations of
+these ports differ.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,20 +10,20 @@ from typing import Protocol
 from diloco_jax.protocol import actions, events, facts, messages
 
 Post = Callable[[events.Event], None]
-"""Puts an event into a node's inbox; may be called from any thread."""
+"""Puts an event into a node's queue; may be called from any thread."""
 
 
 class Clock(Protocol):
-  """Monotonic time. Only the shell reads it; a machine is told."""
+  """Monotonic time. Only the loop reads it; a machine gets the time with each event."""
 
   def now_ns(self) -> int: ...
 
 
 class Payloads(Protocol):
-  """Bytes that cross between transport and work, by handle. Thread-safe."""
+  """Holds the bytes that transport and work exchange, by payload id. Thread-safe."""
 
   def put(self, data: memoryview | bytes) -> int:
-    """Keeps `data` (no copy) and returns a new handle."""
+    """Keeps `data` (no copy) and returns a new payload id."""
 
   def get(self, handle: int) -> memoryview | bytes: ...
 
@@ -31,10 +31,10 @@ class Payloads(Protocol):
 
 
 class Transport(Protocol):
-  """Streams to peers. Never blocks the caller; what happens comes back as events:
+  """Sessions with peers. No call blocks. The transport posts these events:
 
-  Connected, Disconnected (exactly once per session, also for a Dial that fails), and Received,
-  whose payload was put into Payloads once it was complete and its checksum right.
+  Connected, Disconnected (exactly once per session, also for a failed Dial), and Received, after it
+  has put the complete payload with a correct checksum into Payloads.
   """
 
   def dial(self, session: int) -> None: ...
@@ -42,26 +42,26 @@ class Transport(Protocol):
   def send(
     self, session: int, message: messages.Message, payload: memoryview | bytes | None
   ) -> None:
-    """Queues a message and its payload; silently nothing if the session is gone."""
+    """Queues a message and its payload; has no effect if the session is closed."""
 
   def close(self, session: int, reason: str) -> None: ...
 
   def shutdown(self, grace_s: float) -> None:
-    """Ends every session, giving what was queued at most `grace_s` to go out."""
+    """Ends every session, after at most `grace_s` for sending the queued messages."""
 
 
 MakeTransport = Callable[[Post, Payloads], Transport]
-SHUTDOWN_S = 2.0  # what a node gives its transport to send what is queued at the end
+SHUTDOWN_S = 2.0  # `grace_s` of a node at its end
 
 
 class Work(Protocol):
-  """The arrays. `submit` queues an action, first in first out; its answer comes as an event."""
+  """Array computations. `submit` queues an action, first in, first out; the result is an event."""
 
   def submit(self, action: actions.Work) -> None: ...
 
 
 class Records(Protocol):
-  """Where facts and lines for people go. Never raises, never blocks for long."""
+  """Takes facts and console lines. Never raises, never blocks for long."""
 
   def report(self, fact: facts.Fact) -> None: ...
 
@@ -69,10 +69,10 @@ class Records(Protocol):
 
 
 class Tape(Protocol):
-  """Where every turn of the machine is written (protocol/tape/tape.py). Never raises."""
+  """Takes every turn of the machine (protocol/tape/tape.py). Never raises."""
 
   def record(self, now_ns: int, event: events.Event, actions: Sequence[actions.Action]) -> None:
-    """A turn was taken; returns once a kill of the process cannot undo the line."""
+    """Writes a turn; returns once a kill of the process cannot lose the line."""
 
   def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
-    """The machine raised; returns the words that tell where the tape is and how to replay it."""
+    """Writes the turn that raised; returns the text that names the tape and the replay command."""

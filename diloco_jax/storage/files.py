@@ -1,11 +1,11 @@
-"""A directory on a real disk (node.files.Files), its lock, and a probe before anything is trusted.
+"""A directory on a real disk (the port storage/files_port.py), its lock, and a write test at start.
 
-Descriptors stay open from the first use of a file to its removal, so a failed fsync is reported to
-the one that wrote. Writes are handed over in pieces of at most 1 MiB, each without the interpreter
-lock: a step never waits for it.
+A descriptor stays open from the first use of a file to its removal, so the kernel reports a failed
+fsync to the process that wrote. Writes are split into pieces of at most 1 MiB, each without the
+interpreter lock, so no step waits for the disk.
 
-The lock is flock(2) on the file `lock`: it ends with the process, however that ends. It holds
-between processes of one host; of two hosts on a shared file system only if that one carries it over
+The lock is flock(2) on the file `lock`; the kernel releases it at any end of the process. It works
+between processes of one host, and between two hosts only on a shared file system that supports it
 (NFS 4 does).
 """
 
@@ -18,17 +18,17 @@ import socket
 from collections.abc import Iterator
 
 PIECE_BYTES = 1 << 20
-PIECES = 64  # buffers of one write
+PIECES = 64  # most buffers in one write
 LOCK = 'lock'
 PROBE = 'probe'
 
 
 class DirectoryError(RuntimeError):
-  """The directory cannot be used; one line says why and what to do."""
+  """The directory is unusable; one line says why and what to do."""
 
 
 class Files:
-  """The files of one directory, which is created if it is not there."""
+  """The files of one directory, which is created if it does not exist."""
 
   def __init__(self, path: str | os.PathLike):
     """Raises DirectoryError."""
@@ -56,7 +56,7 @@ class Files:
     if len(found) == count:
       return found
     pieces = [found]
-    while found and (count := count - len(found)):  # a signal, or the end
+    while found and (count := count - len(found)):  # short read: a signal, or the end of the file
       offset += len(found)
       found = os.pread(self._descriptor(name), count, offset)
       pieces.append(found)
@@ -96,7 +96,7 @@ class Files:
   # --- Beside the port ----------------------------------------------------------------------------
 
   def lock(self, role: str = 'syncer') -> None:
-    """Takes the directory for this process until `close` or its end. Raises DirectoryError."""
+    """Locks the directory for this process until `close` or its end. Raises DirectoryError."""
     try:
       descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -111,8 +111,8 @@ class Files:
       holder = _holder(descriptor)
       os.close(descriptor)
       raise DirectoryError(
-        f'DD406 {self.place} is already used by {holder}. Nothing was changed. Stop that one, or '
-        'use another state directory.'
+        f'DD406 {self.place} is already used by {holder}. Nothing was changed. Stop that process, '
+        'or use another state directory.'
       ) from error
     except OSError as error:
       if self._lock < 0:
@@ -120,7 +120,7 @@ class Files:
       raise self._unwritable(error) from error
 
   def probe(self) -> None:
-    """Writes, syncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
+    """Writes, fsyncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
     try:
       self.create(PROBE)
       self.append(PROBE, b'probe')
@@ -131,7 +131,7 @@ class Files:
       raise self._unwritable(error) from error
 
   def close(self) -> None:
-    """Closes everything and gives the lock back."""
+    """Closes all files and releases the lock."""
     for name in list(self._open):
       self._close(name)
     for descriptor in (self._directory, self._lock):
@@ -150,13 +150,13 @@ class Files:
 
   def _unwritable(self, error: OSError) -> DirectoryError:
     return DirectoryError(
-      f'{self.place} cannot be written: {error}. Not started. Check its owner, its mode and the '
+      f'{self.place} is not writable: {error}. Not started. Check its owner, its mode and the '
       f'space on its disk (this process is user {os.geteuid()}).'
     )
 
 
 def _batches(pieces: tuple[bytes | bytearray | memoryview, ...]) -> Iterator[list[memoryview]]:
-  """Buffers for one write each: at most PIECE_BYTES and PIECES together."""
+  """Yields the buffers of each write: at most PIECE_BYTES and PIECES together."""
   batch, room = [], PIECE_BYTES
   for piece in pieces:
     view = memoryview(piece)
@@ -171,7 +171,7 @@ def _batches(pieces: tuple[bytes | bytearray | memoryview, ...]) -> Iterator[lis
 
 
 def _rest(batch: list[memoryview], written: int) -> list[memoryview]:
-  """What a write has left over (a full disk takes a part; the next try says why)."""
+  """The buffers that a write left over (a full disk takes a part; the next write fails)."""
   if not written:
     raise OSError(errno.EIO, 'the disk took nothing')
   while batch and written >= len(batch[0]):
@@ -181,9 +181,9 @@ def _rest(batch: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _holder(descriptor: int) -> str:
-  """Who wrote the lock file, in words."""
+  """Names the process that wrote the lock file."""
   try:
     holder = json.loads(os.pread(descriptor, 4096, 0))
     return f'{holder["role"]} pid {int(holder["pid"])} on {holder["host"]}'
   except (OSError, ValueError, TypeError, KeyError):
-    return 'another process'  # which has not yet written who it is
+    return 'another process'  # which has not written its name yet

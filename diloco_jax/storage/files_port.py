@@ -1,12 +1,11 @@
-"""The port Files: one directory of files that only grow, and what a crash leaves of them.
+"""The port Files: one directory of append-only files, and the effect of a crash on them.
 
-The write-ahead log (storage/wal.py) is written against it, so the production log runs on a real
-directory (storage/files.py) and on the simulated disk that tears and forgets (proof/sim/disk.py).
+The write-ahead log (storage/wal.py) uses this port, so the production log runs on a real directory
+(storage/files.py) and on the simulated disk, which loses and tears writes (proof/sim/disk.py).
 
-What is written is seen at once by every reader and survives the death of the process. What
-survives the death of the *host* is said per call. Between two fsyncs of a file its written bytes
-may reach the disk in any order, or not at all: a lost part reads as zeros, as rubbish, or the file
-is shorter.
+Every reader sees written bytes at once, and they survive the death of the process. Each call states
+what survives the death of the *host*. Between two fsyncs of a file its written bytes may reach the
+disk in any order, or not at all: a lost part reads as zeros, as garbage, or the file is shorter.
 """
 
 from typing import Protocol
@@ -16,24 +15,24 @@ class Files(Protocol):
   """Every call may raise OSError with the errno of a real disk. One thread at a time."""
 
   place: str
-  """The directory, in words, for messages."""
+  """The directory, for messages."""
 
   def names(self) -> list[str]:
-    """The files there are, sorted."""
+    """The names of all files, sorted."""
 
   def size(self, name: str) -> int:
-    """Bytes of a file."""
+    """The size of a file in bytes."""
 
   def read(self, name: str, offset: int = 0, count: int | None = None) -> bytes:
     """`count` bytes from `offset` (None: all), fewer only where the file ends."""
 
   def create(self, name: str) -> None:
-    """An empty file, in place of what was there. Durable by fsync and fsync_names."""
+    """Makes an empty file; replaces an existing one. Durable by fsync and fsync_names."""
 
   def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    """Writes all the pieces, in their order, at the end; flat buffers, never copied whole.
+    """Writes all pieces (flat buffers, never copied whole) in order at the end of the file.
 
-    If it raises, any part of the bytes may have been written (a full disk takes a part, then
+    If the call raises, any part of the bytes may be written (a full disk takes a part, then raises
     ENOSPC); the file's size tells how much.
     """
 
@@ -41,18 +40,18 @@ class Files(Protocol):
     """Cuts a file back to its first `size` bytes. Durable by fsync."""
 
   def fsync(self, name: str) -> None:
-    """On return, all that the file holds is durable.
+    """On return, the whole file is durable.
 
-    If it raises, nothing is known of what was written since the last one that returned, and none
-    that follows makes up for it: a kernel drops the pages that it could not write. They can still
-    be read until the host restarts, so only writing them once more makes them durable.
+    If the call raises, the state of the bytes since the last successful fsync is unknown, and a
+    later fsync does not help: the kernel drops the pages that it could not write. They stay
+    readable until the host restarts, so only writing them again makes them durable.
     """
 
   def rename(self, old: str, new: str) -> None:
-    """Atomic, also in a crash: `new` is what it was or what `old` is. Durable by fsync_names."""
+    """Atomic, also in a crash: `new` is the earlier `new` or `old`. Durable by fsync_names."""
 
   def remove(self, name: str) -> None:
     """Durable by fsync_names."""
 
   def fsync_names(self) -> None:
-    """On return, the files created, renamed and removed so far are durably so."""
+    """On return, all creations, renames and removals so far are durable."""

@@ -1,15 +1,16 @@
 """The tapes of a run on disk: WORKDIR/tapes/NODE.LIFE.SEGMENT.jsonl (lines: protocol/tape/tape.py).
 
-Every process of a node is a *life* with the next free number. A life's tape is cut into segments;
-one that is full is closed, the next begins, and a thread of its own packs it (.jsonl.gz), in small
-pieces so that the machine's thread is never kept waiting for the interpreter lock.
+LIFE counts the processes of a node: each process writes its own tape under the next free number. A
+tape is cut into segments; the process closes a full segment, begins the next, and a separate thread
+packs the full one (.jsonl.gz), in small pieces, so that the machine's thread never waits for the
+interpreter lock.
 
-A line is given to the operating system before the actions of its turn are carried out: a killed
-process loses nothing that the world has seen of it. A machine that loses power may lose the last
-lines (no fsync: a turn would cost milliseconds), which shows as a damaged end.
+The operating system has a line before the actions of its turn are carried out, so a killed process
+loses no turn with a visible effect. A host that loses power may lose the last lines (there is no
+fsync, which would cost milliseconds per turn); the end of the tape is then damaged.
 
-A failing disk ends the tape, not the run: the tape is cut back to its last whole line, one warning
-is said, and nothing is written any more, so that it has an end but never a gap.
+A failing disk ends the tape, not the run: the tape is cut back to its last whole line, the process
+prints one warning and writes nothing more. A tape may therefore end early but never has a gap.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from diloco_jax.protocol.tape import tape
 
 TAPES = 'tapes'
 SEGMENT_BYTES = 64 << 20
-PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each
+PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each piece
 UNKNOWN = 'unknown'
 
 _NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
@@ -43,7 +44,7 @@ _CHECKOUT = pathlib.Path(__file__).resolve().parents[2]
 
 
 class Tape:
-  """The tape of one life (node.ports.Tape). One thread writes; never raises on a failing disk."""
+  """The tape of one process (node.ports.Tape). One thread writes; a failing disk never raises."""
 
   def __init__(
     self,
@@ -53,13 +54,13 @@ class Tape:
     config: dict[str, Any] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
   ):
-    """Begins a new life in WORKDIR/tapes.
+    """Begins a new tape in WORKDIR/tapes.
 
     Args:
       workdir: the run's folder.
-      start: what the machine is made of.
-      say: where the one warning goes.
-      config: of the whole run; its digest tells tapes of the same run.
+      start: the arguments of the machine.
+      say: prints the one warning.
+      config: of the whole run; tapes of one run have the same digest of it.
       segment_bytes: a segment is closed once it is larger.
     """
     self._folder = pathlib.Path(workdir) / TAPES
@@ -72,17 +73,17 @@ class Tape:
     self._file = None
     self._compressing: list[threading.Thread] = []
     self.path: pathlib.Path | None = None  # of the newest segment
-    self.ended = ''  # why nothing is written any more
+    self.ended = ''  # why the tape has ended
     self._guard(self._begin_life)
 
   def record(self, now_ns: int, event: events.Event, asked: Sequence[actions.Action]) -> None:
-    """Writes a turn; on return the operating system has it."""
+    """Writes a turn; on return the operating system has the line."""
     self._guard(lambda: self._write(self._writer.turn(now_ns, event, asked)))
     if self._written >= self._segment_bytes:
       self._guard(self._rotate)
 
   def crash(self, now_ns: int, event: events.Event, error: Exception) -> str:
-    """Writes the turn that the machine did not survive; the words for its bug report."""
+    """Writes the turn that raised; returns the text for the bug report."""
     self._guard(lambda: self._write(self._writer.crash(now_ns, event, error)))
     if self.ended:
       return f'Its tape ({self.path}) ended before this: {self.ended}.'
@@ -92,7 +93,7 @@ class Tape:
     )
 
   def close(self) -> None:
-    """Closes the newest segment, and waits until the older ones are compressed."""
+    """Closes the newest segment and waits for the compression of the older ones."""
     self._close()
     self.ended = self.ended or 'closed'
     for thread in self._compressing:
@@ -126,28 +127,28 @@ class Tape:
 
   def _write(self, line: bytes) -> None:
     done = 0
-    while done < len(line):  # a disk that fills up takes a part
+    while done < len(line):  # a disk that becomes full takes a part
       done += self._file.write(line[done:])
     self._written += len(line)
 
   def _guard(self, write: Callable[[], None]) -> None:
-    """Runs `write` unless the tape has ended; what goes wrong ends it."""
+    """Runs `write` unless the tape has ended; an error ends the tape."""
     if self.ended:
       return
     try:
       write()
     except (OSError, tape.TapeError) as error:
       self.ended = str(error)
-      self._say(f'[{self._node}] the tape ends here, the run goes on: {error}')
+      self._say(f'[{self._node}] the tape ends here, the run continues: {error}')
       self._cut()
 
   def _cut(self) -> None:
-    """Takes back the part of a line that was written."""
+    """Cuts off a partly written line."""
     if self._file is not None:
       try:
         self._file.truncate(self._written)
       except OSError:
-        pass  # the reader will find the torn line
+        pass  # a reader will report the torn line
       self._close()
 
   def _close(self) -> None:
@@ -160,7 +161,7 @@ class Tape:
 
 
 def _compress(path: pathlib.Path) -> None:
-  """Replaces a closed segment by its .gz; after a kill on the way both or the old one are there."""
+  """Replaces a closed segment by its .gz; a kill meanwhile leaves both files or the old one."""
   target = path.with_name(f'{path.name}.gz')
   fresh = target.with_name(f'{target.name}.new')
   try:
@@ -169,7 +170,7 @@ def _compress(path: pathlib.Path) -> None:
     fresh.replace(target)
     path.unlink()
   except OSError:
-    fresh.unlink(missing_ok=True)  # no room: the segment stays as it is
+    fresh.unlink(missing_ok=True)  # no space: the segment stays unpacked
 
 
 def _digest(config: dict[str, Any] | None) -> str:
@@ -179,7 +180,7 @@ def _digest(config: dict[str, Any] | None) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Of what decides how a run goes: Python, this package, jax and numpy."""
+  """The versions that decide the results of a run: Python, this package, jax and numpy."""
   found = {'python': platform.python_version()}
   for name in ('diloco-jax', 'jax', 'numpy'):
     try:
@@ -190,10 +191,10 @@ def versions() -> dict[str, str]:
 
 
 def commit(checkout: pathlib.Path = _CHECKOUT) -> str:
-  """The git commit of a checkout, from its files; 'unknown' if it is none."""
+  """The git commit of a checkout, from its files; 'unknown' for another folder."""
   try:
     git = checkout / '.git'
-    if git.is_file():  # a worktree names its folder
+    if git.is_file():  # the file of a worktree names its git folder
       git = (checkout / git.read_text().removeprefix('gitdir:').strip()).resolve()
     head = (git / 'HEAD').read_text().strip()
     if not head.startswith('ref:'):
@@ -233,7 +234,7 @@ class Life:
 
 
 class Lines:
-  """The lines of a life's segments; `place` says where the last one stands."""
+  """The lines of a tape's segments; `place` names file and number of the last line read."""
 
   def __init__(self, segments: Sequence[pathlib.Path]):
     self._segments = segments
@@ -241,10 +242,10 @@ class Lines:
     self._number = 0
 
   def __iter__(self) -> Iterator[bytes]:
-    """Raises TapeError for a segment that cannot be unpacked, OSError for one that is not there."""
+    """Raises TapeError for a segment that cannot be unpacked, OSError for a missing one."""
     for path in self._segments:
       self._path = path
-      if not self._path.exists():  # compressed since it was listed
+      if not self._path.exists():  # packed since the listing
         self._path = self._path.with_name(f'{self._path.name}.gz')
       opener = gzip.open if self._path.suffix == '.gz' else open
       with opener(self._path, 'rb') as file:
@@ -267,12 +268,12 @@ class Lines:
 
 
 def lives(folder: pathlib.Path) -> list[Life]:
-  """All lives whose tapes are in a folder, by node and number."""
+  """All tapes in a folder, sorted by node and number."""
   found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
     if _NAME.fullmatch(path.name):
       node, life, segment = _place(path)
-      # Where both X.jsonl.gz and X.jsonl are left, the latter is taken: it comes last here.
+      # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
       found.setdefault((node, life), {})[segment] = path
   return [
     Life(node, life, tuple(path for _, path in sorted(segments.items())))
@@ -281,9 +282,9 @@ def lives(folder: pathlib.Path) -> list[Life]:
 
 
 def find(path: pathlib.Path) -> list[Life]:
-  """The lives that a path names: a folder (of tapes, or of a run), or a file.
+  """The tapes that a path names: a folder (of tapes, or of a run), or a file.
 
-  Any segment names its whole life; a file of another name is a tape by itself.
+  A segment names its whole tape; a file with another name is a tape by itself.
 
   Raises:
     ValueError: there is no such path, or no tape in it.
@@ -309,7 +310,7 @@ def replay(life: Life) -> tape.Replay:
 
 
 def read(life: Life) -> tape.Reader:
-  """The header and the turns of a life. Raises tape.TapeError, here and while iterating."""
+  """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
   lines = Lines(life.segments)
   return tape.Reader(lines, lines.place)
 

@@ -1,25 +1,25 @@
-"""The write-ahead log of the syncer: what is committed here survives, everything else may not.
+"""The write-ahead log of the syncer: committed records survive every crash.
 
-A record is all that is needed to carry out one outer step again, bit for bit. `append` gives it to
-the operating system, `commit` makes everything appended since the last one durable by one fsync.
-Nothing that follows from a record (an acknowledgement, a publication, a metric) may leave the
+A record holds all data that is needed to repeat one outer step, bit for bit. `append` gives it to
+the operating system; `commit` makes all records appended since the last commit durable with one
+fsync. No consequence of a record (an acknowledgement, a publication, a metric) may leave the
 process before the commit that covers it has returned.
 
-The log is a row of segments, files named by the number of their first record (bytes:
-wal_format.py). Records are numbered 1, 2, 3 ... and chained by their hashes. Recovery verifies all
-of it: a tail that a crash has torn is cut, and said so; anything else is refused
-(wal_recovery.py, which also tells how the two are told apart).
+The log is a sequence of segments, files named by the number of their first record (bytes:
+wal_format.py). Records are numbered 1, 2, 3 ... and chained by their hashes. Recovery verifies the
+whole log: it cuts a tail torn by a crash and reports this; it refuses any other damage
+(wal_recovery.py, which also defines the difference).
 
-Failures. A disk that is full takes nothing more: what it took of the record is cut off again, and
-the same record may be appended later. Any other failure breaks the log: after a failed fsync
-nobody knows what is durable, and no second one finds out, so nothing more is written, and the
-process has to end and recover. What recovery then reads may be pages that the disk never took, so
-whole records whose commit is not proven are written once more, to a new file, before they count.
+Failures. When the disk is full, the log cuts off the partly written record, and the caller may
+append the same record later. Any other failure breaks the log: after a failed fsync it is unknown
+which records are durable, and a second fsync would not tell. So the log writes nothing more, and
+the process has to end and recover. Recovery may then read pages that never reached the disk; it
+therefore writes whole records without a proven commit once more, to a new file, before use.
 
-The order of I/O calls makes each of these true at every moment of a crash:
-  a segment has its name only once its header is durable, and all records before it are;
-  the oldest segment is dropped first, durably, before the next;
-  a file is replaced only by a durable whole one.
+The order of I/O calls keeps these statements true at every moment of a crash:
+  a segment gets its name only after its header and all earlier records are durable;
+  the log removes the oldest segment first, durably, before the next;
+  only a whole, durable file replaces another.
 """
 
 import dataclasses
@@ -36,22 +36,22 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Record(NamedTuple):
-  """A record as it was appended."""
+  """An appended record."""
 
   number: int
   kind: int
-  chain: bytes  # hash of the history up to and with it
+  chain: bytes  # hash of the history up to and including this record
   payload: memoryview
 
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-  """What recovery found and did."""
+  """The findings and changes of a recovery."""
 
   first: int  # the oldest record
   last: int  # the newest; first - 1 if there is none
   cut_bytes: int  # of the torn tail
-  words: tuple[str, ...]  # a line for people each; empty if there is nothing to tell
+  words: tuple[str, ...]  # console lines; empty if recovery changed nothing
 
 
 def open_log(
@@ -61,20 +61,20 @@ def open_log(
   chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
 ) -> 'Wal':
-  """Recovers a log, or begins one in a directory that has none. Read `records(after)` next.
+  """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
-  Every record it returns is durable and whole. The caller holds the directory's lock.
+  Every record of the returned log is durable and whole. The caller holds the directory's lock.
 
   Args:
-    files: where the log is; other files in it are left alone.
-    run: whose log it is, 1 to 64 bytes.
-    after: the last record that the caller's snapshot holds; 0: no snapshot. The log has to hold it
-      or to begin right behind it.
-    chain: the hash of the history up to `after`, if the snapshot has it.
-    segment_bytes: a segment is closed once it is larger.
+    files: the directory of the log; its other files are not touched.
+    run: the run of the log, 1 to 64 bytes.
+    after: the last record in the caller's checkpoint; 0: no checkpoint. The log must hold this
+      record or begin with the next one.
+    chain: the hash of the history up to `after`, if the checkpoint has it.
+    segment_bytes: the log closes a segment once it is larger.
 
   Raises:
-    WalDamaged: it is not what was committed; nothing was changed.
+    WalDamaged: the log differs from the committed one; nothing was changed.
     WalUnsupported: another format version or run; nothing was changed.
     WalFull, WalBroken: the disk is full, or failed.
   """
@@ -87,7 +87,7 @@ def open_log(
     _check_snapshot(files, found, after, chain)
     words = _recover(files, found)
   except OSError as error:
-    raise _unrecovered(files, error) from error
+    raise _recovery_failed(files, error) from error
   recovered = Recovered(found.first, found.last, found.torn_bytes, tuple(words))
   log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered)
   if found.proven < found.last:
@@ -96,18 +96,18 @@ def open_log(
 
 
 def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
-  """A log as it is, for reading: what recovery would keep, and nothing is changed.
+  """Opens a log for reading only: the records that recovery would keep. Changes nothing.
 
   Raises:
     WalDamaged, WalUnsupported: as open_log.
-    OSError: it cannot be read.
+    OSError: the log is not readable.
   """
   found = wal_recovery.scan(files, run)
   if found.damage:
     raise found.damaged(files, found.damage)
   recovered = Recovered(found.first, found.last, found.torn_bytes, ())
   log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered)
-  log._broken = 'It was opened for reading.'
+  log._broken = 'The log is open for reading only.'
   return log
 
 
@@ -118,12 +118,12 @@ def begin(
   chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
 ) -> 'Wal':
-  """A new log that goes on behind a snapshot, in a directory that has none.
+  """Begins a log after a checkpoint, in a directory without a log.
 
-  An explicit act: committed records that were in a log behind that snapshot are given up.
+  Call it on purpose only: it abandons committed records that another log has after the checkpoint.
   """
   if wal_recovery.segment_names(files):
-    raise ValueError(f'there is a log in {files.place} already')
+    raise ValueError(f'there is a log in {files.place} already; use open_log')
   chain = chain or fmt.first_chain(run)
   log = Wal(files, run, [], after, chain, segment_bytes, Recovered(after + 1, after, 0, ()))
   log._begin_segment()
@@ -133,7 +133,7 @@ def begin(
 def _check_snapshot(
   files: files_port_lib.Files, found: wal_recovery.Found, after: int, chain: bytes | None
 ) -> None:
-  """The log and the caller's snapshot have to be of one history without a gap."""
+  """Refuses a log and a checkpoint of different histories, or with a gap between them."""
   if not found.segments:
     raise _misfit(files, found, 'there is no log', after)
   if after > found.last:
@@ -147,7 +147,7 @@ def _check_snapshot(
 def _misfit(
   files: files_port_lib.Files, found: wal_recovery.Found, why: str, after: int
 ) -> fmt.WalDamaged:
-  """A whole log, but not the one that the snapshot belongs to."""
+  """The error for a whole log that does not fit the checkpoint."""
   last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
   return fmt.WalDamaged(
     f'The snapshot holds all records up to {after}, but {why}, in {files.place}. Not started, '
@@ -160,16 +160,16 @@ def _misfit(
 
 
 def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str]:
-  """Makes what was found durable and the last file end with it; what there is to tell."""
+  """Makes all found records durable and cuts the torn tail; returns the console lines."""
   for name in files.names():
     if name.endswith(fmt.NEW) and fmt.first_of(name[: -len(fmt.NEW)]) is not None:
-      files.remove(name)  # a segment that was never in use
-  files.fsync_names()  # the last life may have ended between a rename and this
+      files.remove(name)  # an unused segment
+  files.fsync_names()  # the previous process may have ended between a rename and this call
   last = found.segments[-1]
-  if found.proven < found.last:  # perhaps only in memory, never on the disk: see above
+  if found.proven < found.last:  # perhaps never on the disk, only in memory: see above
     wal_recovery.copy(files, last.name, 0, last.size, last.name)
   elif found.torn_bytes:
-    files.truncate(last.name, last.size)  # durable with the next commit; till then cut again
+    files.truncate(last.name, last.size)  # durable with the next commit; until then repeatable
   words = [
     f'WAL {files.place}/{name}: the mark at byte {offset} is damaged; every record is whole.'
     for name, offset in found.passed
@@ -177,7 +177,7 @@ def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str
   if found.torn_bytes:
     words.append(
       f'DD403 WAL {files.place}/{last.name} ended in an unfinished record ({found.torn_bytes} '
-      f'bytes dropped, it was never acknowledged). State is record {found.last}, hash '
+      f'bytes dropped, it was never acknowledged). The log ends with record {found.last}, hash '
       f'{fmt.short(found.chain)}.'
     )
   return words
@@ -186,7 +186,7 @@ def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str
 def chain_at(
   files: files_port_lib.Files, segments: list[wal_recovery.Segment], number: int
 ) -> bytes | None:
-  """The hash after a record, or before the first; None: the log does not hold it."""
+  """The hash after a record, or before the first one; None if the log does not hold it."""
   for segment in segments:
     if segment.first == number + 1:
       header = files.read(segment.name, 0, fmt.SEGMENT_HEADER_BYTES)
@@ -198,8 +198,8 @@ def chain_at(
   return None
 
 
-def _unrecovered(files: files_port_lib.Files, error: OSError) -> fmt.WalError:
-  """The disk failed before the log was open."""
+def _recovery_failed(files: files_port_lib.Files, error: OSError) -> fmt.WalError:
+  """The error for a disk that failed before the log was open."""
   if error.errno in FULL:
     return fmt.WalFull(
       f'No space on {files.place} to recover the log. Not started, no record is lost. Make space '
@@ -215,9 +215,9 @@ class Wal:
   """An open log (open_log, begin). One thread at a time.
 
   Attributes:
-    last: number of the newest record appended.
-    committed: number of the newest durable one; after a failure, what is safe.
-    recovered: what open_log found.
+    last: number of the newest appended record.
+    committed: number of the newest durable record; after a failure all records up to it are safe.
+    recovered: the findings of open_log.
   """
 
   def __init__(
@@ -235,34 +235,34 @@ class Wal:
     self._segments = segments
     self._segment_bytes = segment_bytes
     self._chain = self._committed_chain = chain
-    self._broken = ''  # why nothing is written any more
+    self._broken = ''  # why the log writes nothing more
     self.last = self.committed = last
     self.recovered = recovered
 
   @property
   def first(self) -> int:
-    """Number of the oldest record that is kept."""
+    """Number of the oldest record in the log."""
     return self._segments[0].first
 
   @property
   def chain(self) -> bytes:
-    """Hash of the history up to the newest durable record: what a snapshot keeps."""
+    """Hash of the history up to the newest durable record, for a checkpoint."""
     return self._committed_chain
 
   def append(self, kind: int, *buffers: Any) -> int:
     """Gives a record to the operating system; `commit` makes it durable.
 
     Args:
-      kind: at least 1; its meaning is the caller's.
-      *buffers: the payload: contiguous buffers one behind the other (bytes, arrays), none copied.
-        They must not change before this returns.
+      kind: at least 1; the caller defines its meaning.
+      *buffers: the payload as a sequence of contiguous buffers (bytes, arrays), not copied. They
+        must not change before this call returns.
 
     Returns:
-      Its number.
+      The number of the record.
 
     Raises:
-      WalFull: there is no space; append the same again later.
-      WalBroken: the disk failed; nothing is written any more.
+      WalFull: there is no space; append the same record later.
+      WalBroken: the disk failed; the log writes nothing more.
     """
     if not 1 <= kind < 1 << 32:
       raise ValueError(f'kind {kind} of a record is not from 1 to 2**32 - 1')
@@ -278,13 +278,14 @@ class Wal:
     return number
 
   def commit(self) -> int:
-    """Makes all that was appended durable; on return anything about it may leave the process.
+    """Makes all appended records durable; after it their consequences may leave the process.
 
     Returns:
       The number of the last record.
 
     Raises:
-      WalBroken: the fsync failed: what was appended since the last commit must not be spoken of.
+      WalBroken: the fsync failed; no consequence of records since the last commit may leave the
+        process.
     """
     self._require_whole()
     if self.committed < self.last:
@@ -294,11 +295,11 @@ class Wal:
     return self.committed
 
   def records(self, after: int = 0) -> Iterator[Record]:
-    """The records behind number `after` that are there now, one at a time in memory.
+    """Yields the present records after number `after`, one at a time in memory.
 
     Raises:
-      WalDamaged: a payload does not read back as it did when the log was opened.
-      WalBroken: the disk cannot be read.
+      WalDamaged: a payload has changed since the log was opened.
+      WalBroken: the disk is not readable.
     """
     due, last = max(after + 1, self.first), self.last
     try:
@@ -315,7 +316,7 @@ class Wal:
       raise self._changed(self._segments[-1], 0, due)
 
   def roll(self) -> None:
-    """Begins a new segment, so that the one before can be dropped. Everything is committed."""
+    """Begins a new segment, so that the previous one can be dropped. Commit all records first."""
     if self.committed < self.last:
       raise ValueError(f'records {self.committed + 1} to {self.last} are not committed')
     self._require_whole()
@@ -325,10 +326,10 @@ class Wal:
   def drop_before(self, number: int) -> list[str]:
     """Removes the segments whose records are all < `number`; never the newest.
 
-    The caller has a *verified* snapshot that holds every record before `number`.
+    The caller must have a *verified* checkpoint that holds every record before `number`.
 
     Returns:
-      The files removed.
+      The removed files.
     """
     self._require_whole()
     dropped = []
@@ -340,12 +341,12 @@ class Wal:
     return dropped
 
   def close(self) -> None:
-    """Makes the last mark durable too. Not needed for any promise; the files stay open."""
+    """Makes the last mark durable, too, which no guarantee needs. The files stay open."""
     self._require_whole()
     self._do('fsync of', self._files.fsync, self._segments[-1].name)
 
   def _write(self, entry: fmt.Entry, views: list[memoryview]) -> None:
-    """An entry at the end: all of it, or nothing if that can be helped."""
+    """Writes a whole entry at the end, or, if the disk allows it, nothing."""
     segment = self._segments[-1]
     broken, self._broken = self._broken, 'A write was interrupted.'  # unless it returns
     try:
@@ -359,7 +360,7 @@ class Wal:
     segment.size += fmt.ENTRY_HEADER_BYTES + entry.length
 
   def _cut_back(self, segment: wal_recovery.Segment) -> bool:
-    """Takes back the part of an entry that was written; if that fails, recovery will."""
+    """Cuts off a partly written entry; False: the disk failed, and recovery will cut it."""
     try:
       self._files.truncate(segment.name, segment.size)
       return True
@@ -367,14 +368,14 @@ class Wal:
       return False
 
   def _mark(self) -> None:
-    """Says in the log what was committed, so that later damage is not taken for a torn tail."""
+    """Writes the commit to the log, so that recovery does not take damage for a torn tail."""
     try:
       self._write(fmt.Entry(fmt.MARK, self.last, self.last, 0, self._chain, 0), [])
     except fmt.WalError:
-      pass  # the commit stands; if the disk failed, the next append says so
+      pass  # the commit is valid; if the disk failed, the next append raises
 
   def _begin_segment(self) -> None:
-    """A file has its name only once its header is durable."""
+    """Begins a segment; the file gets its name once its header is durable."""
     first = self.last + 1
     name, new = fmt.segment_name(first), fmt.segment_name(first) + fmt.NEW
     header = fmt.pack_segment(fmt.Header(first, self._chain, self._run))
@@ -386,16 +387,16 @@ class Wal:
     self._segments.append(wal_recovery.Segment(name, first))
 
   def _fsync_names(self, name: str) -> None:
-    del name  # for the message
+    del name  # for the error text
     self._files.fsync_names()
 
   def _from(self, number: int) -> list[wal_recovery.Segment]:
-    """The segments that hold a record and those behind it."""
+    """The segment that holds record `number`, and all later ones."""
     older = sum(segment.first <= number for segment in self._segments)
     return self._segments[max(older - 1, 0) :]
 
   def _record(self, segment: wal_recovery.Segment, offset: int, entry: fmt.Entry) -> Record:
-    """Read once more, checked once more."""
+    """Reads a record and checks its payload again."""
     payload, done = memoryview(bytearray(entry.length)), 0
     start = offset + fmt.ENTRY_HEADER_BYTES
     for data in wal_recovery.read_pieces(self._files, segment.name, start, start + entry.length):
@@ -407,8 +408,8 @@ class Wal:
 
   def _changed(self, segment: wal_recovery.Segment, offset: int, number: int) -> fmt.WalDamaged:
     return fmt.WalDamaged(
-      f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} is '
-      'not what it was. Check the disk and the memory of this host, then start again.',
+      f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} '
+      'differs. Check the disk and the memory of this host, then start again.',
       segment.name,
       offset,
       number - 1,
@@ -423,7 +424,7 @@ class Wal:
   def _do(
     self, doing: str, call: Callable[..., Any], name: str, *args: Any, needed: int = 0
   ) -> None:
-    """A call of the port; `needed` bytes of space may be missing without harm."""
+    """Calls the port; if `needed` is set, a full disk does not break the log."""
     broken, self._broken = self._broken, f'Interrupted: {doing} {name}.'  # unless it returns
     try:
       call(name, *args)
@@ -436,15 +437,15 @@ class Wal:
 
   def _full(self, needed: int) -> fmt.WalFull:
     return fmt.WalFull(
-      f'No space on {self._files.place} ({needed} bytes needed). No outer update is committed '
-      f'until there is; the last committed record {self.committed} is safe.'
+      f'No space on {self._files.place} ({needed} bytes needed). The syncer commits no outer step '
+      f'until there is space; the last committed record {self.committed} is safe.'
     )
 
   def _fail(self, doing: str, error: OSError) -> fmt.WalBroken:
-    """Nothing is written from here on."""
+    """Breaks the log: it writes nothing more."""
     self._broken = (
-      f'{doing} failed in {self._files.place}: {error}. Stopped so that no unsaved update is '
-      f'acknowledged. Safe up to record {self.committed}, hash {fmt.short(self._committed_chain)}. '
-      'Check the disk, then start again.'
+      f'{doing} failed in {self._files.place}: {error}. The syncer stops before it acknowledges an '
+      f'outer step that is not durable. Safe up to record {self.committed}, hash '
+      f'{fmt.short(self._committed_chain)}. Check the disk, then start again.'
     )
     return fmt.WalBroken(self._broken, self.committed)

@@ -1,4 +1,4 @@
-"""The bytes of the write-ahead log, and the errors that tell of them. Little-endian throughout.
+"""The byte format of the write-ahead log, and its errors. All numbers are little-endian.
 
 A segment is a file that begins with a header of 128 bytes:
 
@@ -17,7 +17,7 @@ Then entries follow without gaps, each a header of 72 bytes and its payload:
 
 | bytes | what |
 |---|---|
-| 0-3 | `D1 57 EC 0A`, by which an entry is found behind a damaged one |
+| 0-3 | `D1 57 EC 0A`, by which recovery finds an entry after a damaged one |
 | 4-7 | kind: 0 is a mark, all others belong to the caller |
 | 8-15 | number of the record; of a mark: of the record before it |
 | 16-23 | proven: the newest record that was durable when this entry was written |
@@ -27,11 +27,11 @@ Then entries follow without gaps, each a header of 72 bytes and its payload:
 | 68-71 | CRC-32 of bytes 0-67 |
 
 Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, payload).
-It covers all that the record says and nothing of how it came to the disk (segments, groups of a
-commit, marks), so a syncer that crashed and one that never did have the same hash after the same
-records, and one hash names a whole history. The CRCs are no less needed: they tell a record that is
-broken from one that is whole and of another history, and a header without its payload.
-The first hash is the SHA-256 of the run's name.
+It covers the content of the record and nothing of the way to the disk (segments, groups of a
+commit, marks), so a syncer that crashed and one that did not have the same hash after the same
+records, and one hash names a whole history. The CRCs are needed, too: they tell a damaged record
+from a whole record of another history, and reveal a header without its payload. The first hash is
+the SHA-256 of the run's name.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ from diloco_jax.protocol.tape import codec
 
 VERSION = 1
 MARK = 0
-PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of this size
+PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of at most this size
 RUN_BYTES = 64
 
 _MAGIC = b'DJAXWAL\n'
@@ -73,18 +73,18 @@ class WalError(Exception):
 
 
 class WalFull(WalError):
-  """There is no space for this record. The log is whole: append it again once there is."""
+  """The disk has no space for this record. The log is whole: append the record again later."""
 
   code = 'DD401'
 
 
 class WalDamaged(WalError):
-  """The log is not what was committed. Nothing was changed.
+  """The log differs from the committed one. Nothing was changed.
 
   Attributes:
     name: the damaged segment.
-    offset: byte in it from which on it cannot be trusted.
-    last_good: the last record before that.
+    offset: the byte in it where the damage begins.
+    last_good: the last record before it.
   """
 
   code = 'DD402'
@@ -95,10 +95,10 @@ class WalDamaged(WalError):
 
 
 class WalBroken(WalError):
-  """The disk failed. Nothing is written any more: end the process (exit code 74).
+  """The disk failed. The log writes nothing more: end the process (exit code 74).
 
   Attributes:
-    committed: the newest record that is durable; None: the log was not open yet.
+    committed: the newest durable record; None: the log was not open yet.
   """
 
   code = 'DD405'
@@ -132,7 +132,7 @@ class Entry(NamedTuple):
 
 
 class Corrupt(Exception):
-  """Bytes that are not what the format says; why, in words."""
+  """Bytes that break the format; the text says how."""
 
 
 def segment_name(first: int) -> str:
@@ -140,7 +140,7 @@ def segment_name(first: int) -> str:
 
 
 def first_of(name: str) -> int | None:
-  """The number in a segment's name; None: the file is not a segment."""
+  """The number in a segment's name; None if the file is not a segment."""
   match = _NAME.fullmatch(name)
   return int(match[1]) if match else None
 
@@ -187,13 +187,13 @@ def parse_entry(data: bytes) -> Entry:
 
 
 def entries_in(data: bytes) -> Iterator[tuple[int, Entry]]:
-  """Every whole header in some bytes, wherever it begins: (offset, entry)."""
+  """Yields (offset, entry) of every whole header in `data`, at any offset."""
   place = data.find(_SYNC)
   while place >= 0:
     try:
       yield place, parse_entry(data[place : place + ENTRY_HEADER_BYTES])
     except Corrupt:
-      pass  # by chance, or hit itself
+      pass  # the magic bytes by chance, or a damaged header
     place = data.find(_SYNC, place + 1)
 
 
@@ -205,7 +205,7 @@ def first_chain(run: str) -> bytes:
 def sums(
   before: bytes, kind: int, number: int, length: int, payload: Iterable[bytes | memoryview]
 ) -> tuple[bytes, int]:
-  """Chain hash and CRC-32 of a record whose payload comes in pieces."""
+  """Chain hash and CRC-32 of a record whose payload is given in pieces."""
   digest = hashlib.sha256(before + _CHAINED.pack(kind, number, length))
   crc = 0
   for piece in payload:
@@ -219,14 +219,14 @@ def crc_of(payload: memoryview) -> int:
 
 
 def pieces_of(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-  """The same bytes in pieces of at most PIECE_BYTES, none copied."""
+  """The same bytes in pieces of at most PIECE_BYTES, not copied."""
   for view in buffers:
     for start in range(0, len(view), PIECE_BYTES):
       yield view[start : start + PIECE_BYTES]
 
 
 def short(chain: bytes) -> str:
-  """A hash as messages show it."""
+  """A hash as shown in messages."""
   return chain.hex()[:16]
 
 
@@ -238,9 +238,9 @@ def _crc_follows(data: bytes) -> bool:
 
 
 def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
-  """Buffers for `append`: u32 JSON bytes, JSON filled up with spaces to 8, the arrays' bytes.
+  """Buffers for `append`: u32 JSON size, JSON padded with spaces to 8 bytes, the arrays' bytes.
 
-  Equal headers (same keys in the same order) have equal bytes; NaN is refused.
+  Equal headers (same keys in the same order) have equal bytes; NaN raises ValueError.
   """
   text = codec.encode(header).encode()
   text += b' ' * (-(_CRC.size + len(text)) % 8)  # so that the arrays are aligned when read back
@@ -248,7 +248,7 @@ def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
 
 
 def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
-  """The header and the arrays' bytes, not copied."""
+  """Returns the header and the arrays' bytes, not copied."""
   view = memoryview(payload)
   (count,) = struct.unpack_from('<I', view)
   return json.loads(bytes(view[4 : 4 + count])), view[4 + count :]

@@ -1,4 +1,4 @@
-"""Held-out loss of the global model, evaluated on a thread of its own."""
+"""Held-out loss of the global model, evaluated on its own thread."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from diloco_jax.train import mesh as mesh_lib
 
 
 class Evaluation:
-  """Held-out loss of the published model on copies of it, beside the work and in no one's way."""
+  """Evaluates copies of the published model, so that merges neither wait for it nor change it."""
 
   def __init__(
     self, assembled: build.Assembly, theta: global_model_lib.Theta, records: records_lib.Recorder
@@ -30,11 +30,11 @@ class Evaluation:
     self._thread.start()
 
   def submit(self, step: int) -> None:
-    """Evaluates the model as it is now (called on the thread that changes it)."""
+    """Queues an evaluation of the present model. Call it on the thread that changes the model."""
     self._queue.put((step, self._theta.params()))
 
   def stop(self) -> None:
-    """Waits for what was submitted; raises what went wrong."""
+    """Waits for all submitted evaluations; raises their first error."""
     self._queue.put(None)
     self._thread.join()
     if self._error is not None:
@@ -43,7 +43,7 @@ class Evaluation:
   def _guarded(self) -> None:
     try:
       self._run()
-    except BaseException as error:  # training goes on without a held-out loss; the end tells it
+    except BaseException as error:  # the run continues without evaluations; `stop` raises the error
       self._error = error
       self._records.say(f'evaluation stopped: {error!r}')
 

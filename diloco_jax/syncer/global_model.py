@@ -1,4 +1,4 @@
-"""Theta on the syncer: master, published value and outer state of every fragment, and how it moves.
+"""Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
 A flat float32 vector per fragment. What is merged now and what is merged again from the log
 (storage/outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
@@ -26,16 +26,16 @@ NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
 class Merged(NamedTuple):
-  """What became of an outer step; if it was refused (`failed`, in words), nothing has changed."""
+  """The result of an outer step; if it was refused (`failed` says why), nothing has changed."""
 
   failed: str
   digest: int  # of the published value after it
-  delta: memoryview  # what takes holders of the version before to it; not to be sent if it failed
+  delta: memoryview  # from the version before to this one; not to be sent after a refusal
   norm: float
 
 
 class Screened(NamedTuple):
-  """What participants bring (protocol/syncer/screening.py): their norms, and who of them is left out."""
+  """The norms of the participants and the refused learners (protocol/syncer/screening.py)."""
 
   norms: tuple[int, ...]
   refused: tuple[str, ...]
@@ -45,13 +45,13 @@ class Theta:
   """The global model, by fragment: master, published value, outer state, version."""
 
   def __init__(self, assembled: build.Assembly):
-    """Version 0 from the config's seed, the same that every learner draws; drawn when it is first
-    needed, since what is restored from a checkpoint never is."""
+    """Begins with version 0, which the config's seed gives on every learner, too. It is drawn on
+    first use, since a syncer with a checkpoint does not need it."""
     self._assembled = assembled
     layout = assembled.layout
     count = layout.num_fragments
     self._outer = [assembled.outer_optimizer(p) for p in range(count)]
-    # Placed as what a checkpoint gives back, so that both are compiled for, and cached, as one.
+    # The same sharding as restored arrays, so that one compiled function serves both.
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     self._values: dict[str, Any] | None = None
     self._warm = False
@@ -89,7 +89,7 @@ class Theta:
     return {'masters': masters, 'published': published, 'outer': outer}
 
   def arrays(self) -> dict[str, Any]:
-    """Everything a checkpoint needs; a tree of arrays."""
+    """All arrays of a checkpoint, as a tree."""
     return {name: list(values) for name, values in self._whole().items()}
 
   def _whole(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Theta:
 
   @property
   def like(self) -> Any:
-    """The shapes of `arrays`, nothing drawn."""
+    """The shapes of `arrays`, without drawing values."""
     return jax.eval_shape(self._version_0)
 
   @property
@@ -122,8 +122,8 @@ class Theta:
     return digest_lib.as_int(self._digest(self.published[p]))
 
   def width(self, participants: int) -> int:
-    """To how many rows so many participants are filled up: M, or the next power of two once more
-    have joined, so that it compiles once."""
+    """The rows of the stack for so many participants: M or, for more than M, the next power of two,
+    so that jax compiles few shapes."""
     expected = self._assembled.config.sync.learners
     return expected if participants <= expected else 1 << (participants - 1).bit_length()
 
@@ -133,7 +133,7 @@ class Theta:
     payloads: Sequence[memoryview | bytes],
     p: int,
   ) -> Screened:
-    """Looks at each payload of fragment p by itself: nobody else's changes what becomes of it."""
+    """Judges each payload of fragment p alone, independently of the other participants."""
     norms = tuple(self.norm(p, payload) for payload in payloads)
     refused = tuple(
       one.learner
@@ -143,7 +143,7 @@ class Theta:
     return Screened(norms, refused)
 
   def norm(self, p: int, payload: memoryview | bytes) -> int:
-    """In screening.UNIT; NOT_FINITE if it is not."""
+    """The norm of a payload in screening.UNIT, or screening.NOT_FINITE."""
     norm = float(self._norm[p](np.frombuffer(payload, np.uint8)))
     return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
 
@@ -193,8 +193,8 @@ class Theta:
     )
 
   def warm_up(self) -> None:
-    """Compiles the outer steps for M participants, by empty contributions: nobody has a weight, so
-    they are refused and nothing changes."""
+    """Compiles the outer steps for M participants, with empty contributions: all weights are 0, so
+    each step is refused and nothing changes."""
     if not self._warm:
       for p, size in enumerate(self._assembled.payload_bytes):
         self.norm(p, bytes(size))
@@ -202,11 +202,11 @@ class Theta:
       self._warm = True
 
   def forget(self) -> None:
-    """Frees its arrays: version 0 again, drawn when it is needed; what is compiled stays."""
+    """Frees all arrays and returns to version 0 (drawn on first use); compiled functions stay."""
     self._values, self.versions = None, [0] * len(self.versions)
 
   def params(self) -> Any:
-    """The published model as a parameter tree, in buffers of its own."""
+    """Returns the published model as a parameter tree in new buffers."""
     return self._to_params(self.published)
 
   def _assemble(self, published: list[jax.Array]) -> Any:

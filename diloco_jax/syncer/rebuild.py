@@ -1,14 +1,14 @@
-"""Replay of arrays (level L2): the log makes Theta again, the tapes say what it must be.
+"""Replay of arrays (level L2): rebuilds Theta from the log and compares it with the tapes.
 
-A tape replays the decisions of a machine, anywhere. Here the outer steps are carried out again, one
-record of the log after the other, from version 0, by the function that merged them first::
+A tape replays the decisions of a machine, on any host. This module repeats the outer steps, one
+record of the log after the other, from version 0, with the function that merged them first::
 
-    version 0 (config, seed)          = what the first tape of the syncer began with
+    version 0 (config, seed)          = the digests at the start of the syncer's first tape
     each record: its payloads merged  = the digest that was committed with it
-                                      = the digest that the tape has of this version
+                                      = the digest of this version on the tape
 
-It takes the same build: jax, flags and kind of machine. It takes the whole log (sync.keep_log); the
-log and the tapes are only read.
+It needs the same build (jax, flags and kind of host) and the whole log (sync.keep_log). It only
+reads the log and the tapes.
 """
 
 import hashlib
@@ -27,17 +27,17 @@ Versions = dict[tuple[int, int], int]  # (fragment, version): digest of the publ
 
 
 class Differs(Exception):
-  """What the log makes is not what the tapes have."""
+  """The log gives another value than the tapes."""
 
 
 class Rebuilt(NamedTuple):
-  """Theta was made again.
+  """The result of a rebuild without a difference.
 
   Attributes:
     outer_steps: records of the log.
-    refused: so many of them changed nothing, and did not again.
-    on_tape: versions whose digest the tapes have; the same.
-    digests: of the published value of each fragment in the end.
+    refused: outer steps that were refused, in the run and now.
+    on_tape: versions with a digest on the tapes, all equal.
+    digests: of the final published value of each fragment.
   """
 
   outer_steps: int
@@ -55,23 +55,23 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(workdir: pathlib.Path) -> Rebuilt:
-  """Makes Theta again from the log of a run, and compares it at every version.
+  """Rebuilds Theta from the log of a run and compares it at every version.
 
   Raises:
     ValueError: there is no such run, or its log does not reach back to version 0.
-    Differs, NotReproduced: another value comes out.
-    WalError, TapeError, OSError: log or tape cannot be read.
+    Differs, NotReproduced: a value differs.
+    WalError, TapeError, OSError: the log or a tape is not readable.
   """
   assembled = build.assemble(_config(workdir))
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   log = wal.read_log(files, outer_log.run_of(assembled.agreement))
   if log.first > 1:
     raise ValueError(
-      f'the log in {files.place} begins with record {log.first}: what came before was '
-      'dropped behind checkpoints (start runs with --config.sync.keep_log=true to keep it), or set '
-      'aside by a restore'
+      f'the log in {files.place} begins with record {log.first}: earlier records were dropped '
+      'after checkpoints (start runs with --config.sync.keep_log=true to keep them) or set aside '
+      'by a restore'
     )
-  theta, told = global_model_lib.Theta(assembled), _told(workdir)
+  theta, told = global_model_lib.Theta(assembled), _digests_on_tape(workdir)
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
   for record in log.records():
@@ -91,8 +91,8 @@ def _config(workdir: pathlib.Path) -> run_config.Config:
   return run_config.Config.from_dict(json.loads(path.read_text()))
 
 
-def _told(workdir: pathlib.Path) -> Versions:
-  """What the syncer's tapes say of every version; where two lives tell of one, the later."""
+def _digests_on_tape(workdir: pathlib.Path) -> Versions:
+  """The digest of every version on the syncer's tapes; a later process replaces an earlier one."""
   told: Versions = {}
   for life in tapes.find(workdir):
     if life.node != 'syncer':
@@ -112,8 +112,9 @@ def _told(workdir: pathlib.Path) -> Versions:
 def _compare(made: Versions, told: Versions) -> None:
   for (p, version), digest in sorted(told.items()):
     if (p, version) not in made:
-      raise Differs(f'version {version} of fragment {p} is on the tape, the log does not have it')
+      raise Differs(f'version {version} of fragment {p} is on the tape but not in the log')
     if made[p, version] != digest:
       raise Differs(
-        f'version {version} of fragment {p} is {made[p, version]:016x}, the tape has {digest:016x}'
+        f'version {version} of fragment {p} is {made[p, version]:016x}, but the tape has '
+        f'{digest:016x}'
       )

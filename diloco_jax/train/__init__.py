@@ -1,1 +1,1 @@
-"""One island: a mesh, a model, an inner optimizer and a data stream. It also trains alone."""
+"""One island: a mesh, a model, an inner optimizer and a data shard. It also trains alone."""

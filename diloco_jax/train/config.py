@@ -1,8 +1,9 @@
-"""What an island is made of, as typed data.
+"""The settings of an island as typed data.
 
 The dataclasses are mutable and slotted so that `ml_collections.config_flags` can override any
-field (`--config.model.num_layers=8`). Overrides do not re-run `__post_init__`, hence `validate()`,
-which a main calls once before the first compile. Every complaint names both values and the remedy.
+field (`--config.model.num_layers=8`). Overrides do not run `__post_init__` again; a program
+therefore calls `validate()` once before the first compile. Each error names both values and the
+remedy.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ class ModelConfig:
   embed_dim: int = 128  # D
   num_heads: int = 4  # N, query heads
   num_kv_heads: int = 2  # K, key and value heads; divides num_heads
-  head_dim: int = 32  # H, even (RoPE turns pairs)
+  head_dim: int = 32  # H, even (RoPE rotates pairs)
   hidden_dim: int = 512  # F, of the gated feed-forward block
   tied_head: bool = True  # the output head is the embedding, transposed
   rope_theta: float = 10_000.0  # wavelengths run from 2 pi to 2 pi rope_theta positions
@@ -59,7 +60,7 @@ class ModelConfig:
       )
     if self.head_dim % 2:
       raise ValueError(
-        f'head_dim {self.head_dim} is odd: RoPE turns pairs, use {self.head_dim + 1}'
+        f'head_dim {self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}'
       )
     if self.logit_softcap < 0:
       raise ValueError(f'logit_softcap {self.logit_softcap} is negative: use 0 to switch it off')
@@ -95,12 +96,12 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DataConfig:
-  """Bytes of text, cut into windows, dealt into disjoint streams (data.py)."""
+  """Bytes of text, cut into windows, divided into disjoint shards (data.py)."""
 
   corpus: str = 'stdlib'  # 'stdlib' = Python's own sources; else a directory or a glob of files
   seq_len: int = 128  # L, tokens predicted per sequence
   batch_size: int = 8  # B, sequences per inner step of one learner
-  streams: int = 16  # V, disjoint streams; at least as many as learners ever
+  streams: int = 16  # V, disjoint shards; at least the largest number of learners
   seed: int = 0  # of the shuffle; the same on every learner of a run
   eval_batches: int = 8  # of the held-out files
   eval_batch_size: int = 32  # sequences
@@ -132,7 +133,7 @@ class MeshConfig:
 def validate(
   model: ModelConfig, optimizer: OptimizerConfig, data: DataConfig, mesh: MeshConfig
 ) -> None:
-  """Validates each part and how they fit together."""
+  """Validates each part, and that the parts fit together."""
   for part in (model, optimizer, data, mesh):
     part.validate()
   if model.vocab_size < 256:

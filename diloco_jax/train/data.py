@@ -1,16 +1,16 @@
-"""Bytes of text: a corpus, its held-out files, and disjoint streams of windows.
+"""Bytes of text: a corpus, its held-out files, and disjoint shards of windows.
 
-A corpus is a list of files, in sorted order of their relative names. One pass reads them into one
-array with a zero byte after each file. A file is held out if a hash of its relative name says so:
-the split needs no list, and adding a file moves no other. Windows overlap by one byte, so that
-every byte but the first is a target exactly once.
+A corpus is a list of files in sorted order of their relative names. One pass reads them into one
+array with a zero byte after each file. A hash of its relative name decides whether a file is held
+out: the split needs no list, and a new file does not move another. Windows overlap by one byte, so
+that every byte but the first is a target exactly once.
 
-The windows are dealt into V slices, once, by a seeded shuffle. A learner trains on a leased stream
-v of V: one slice after the other, each in an order drawn for that pass. Batch i is a pure function
-of (corpus, seed, v, i), so the state of a stream is one integer, the next index. What is too little
-for a batch is left out of a pass, other windows each time. Streams begin evenly spread, so that the
-first M of them, all that M learners lease, come to slices that nobody has read before they come to
-one that somebody has: an epoch is V / M passes.
+A seeded shuffle divides the windows once into V slices. A learner trains on a leased shard v of V:
+one slice after the other, each in an order drawn for that pass. Batch i is a pure function of
+(corpus, seed, v, i), so the state of a shard is one integer, the next index. A pass leaves out the
+windows that do not fill a batch, different ones each time. The shards start at evenly spread
+slices, so that M learners, which lease the first M shards, read all slices once before any slice
+twice: an epoch is V / M passes.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def load_corpus(source: str) -> Corpus:
   """Reads 'stdlib' (Python's own sources), a directory, or a glob of text files.
 
   Raises:
-    ValueError: nothing to read, or a file that cannot be read.
+    ValueError: there is no file, or a file is not readable.
   """
   names = _list_files(source)
   parts: tuple[list[bytes], list[bytes]] = [], []
@@ -60,7 +60,7 @@ def load_corpus(source: str) -> Corpus:
 
 
 def _list_files(source: str) -> list[tuple[str, str]]:
-  """Returns sorted (relative name, path); names use '/' so that they hash alike everywhere."""
+  """Returns sorted (relative name, path); names use '/' so that hashes agree on every system."""
   if source == 'stdlib':
     root, suffix = sysconfig.get_path('stdlib'), '.py'
     paths = _walk(root, suffix)
@@ -113,7 +113,7 @@ class Windows:
 
 
 class Stream:
-  """Batches uint8[batch_size, seq_len + 1] of a stream, by index from 0 on, without end."""
+  """The endless batches uint8[batch_size, seq_len + 1] of a shard, by index from 0."""
 
   def __init__(self, windows: Windows, config: config_lib.DataConfig, stream: int):
     self._shuffled = grain.MapDataset.source(windows).seed(config.seed).shuffle()
@@ -128,7 +128,7 @@ class Stream:
     return self._pass[1][place]
 
   def _order(self, number: int) -> grain.MapDataset:
-    """The batches of a pass."""
+    """The batches of pass `number`."""
     config = self._config
     which = (self._first + number) % config.streams
     seed = np.random.SeedSequence([config.seed, which, number]).generate_state(1)
@@ -137,8 +137,8 @@ class Stream:
 
 
 def first_slice(stream: int, streams: int) -> int:
-  """Where a stream begins: its rank in the order of the bits of its number read backwards, so that
-  the first few streams, however many, are about evenly spread (van der Corput).
+  """The first slice of a shard: its rank when shards are sorted by their bit-reversed numbers, so
+  that the first M shards are about evenly spread for every M (van der Corput).
 
   >>> [first_slice(stream, 8) for stream in range(8)]
   [0, 4, 2, 6, 1, 5, 3, 7]
@@ -151,10 +151,10 @@ def first_slice(stream: int, streams: int) -> int:
 
 
 def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> Stream:
-  """Stream `stream` of a corpus. Raises ValueError: there is no such stream, or too little text."""
+  """Returns a shard of a corpus. Raises ValueError: no such shard, or too little text."""
   if not 0 <= stream < config.streams:
     raise ValueError(
-      f'stream {stream} is outside [0, {config.streams}): lease an existing one or '
+      f'shard {stream} is outside [0, {config.streams}): lease an existing one or '
       'raise DataConfig.streams'
     )
   windows = Windows(corpus.train_bytes, config.seq_len)
@@ -162,14 +162,14 @@ def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> S
   if len(windows) < need:
     raise ValueError(
       f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
-      f'fewer than one batch of {config.batch_size} for each of {config.streams} streams '
-      f'({need}): use more text, fewer streams or a smaller batch'
+      f'fewer than one batch of {config.batch_size} for each of {config.streams} shards '
+      f'({need}): use more text, fewer shards or a smaller batch'
     )
   return Stream(windows, config, stream)
 
 
 def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarray]:
-  """Returns eval_batches of uint8[eval_batch_size, seq_len + 1], spread evenly, always the same."""
+  """Returns the same evenly spread batches uint8[eval_batch_size, seq_len + 1] at every call."""
   windows = Windows(corpus.eval_bytes, config.seq_len)
   need = config.eval_batches * config.eval_batch_size
   if len(windows) < need:

@@ -1,4 +1,4 @@
-"""Held-out loss of any parameters that lie like the island's: its own, or the syncer's."""
+"""Held-out loss of parameters with the island's shapes: its own, or the syncer's."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ def make_eval_step(
 
 
 def evaluate(eval_step: Callable, params: Any, batches: Sequence[jax.Array]) -> float:
-  """Mean over equally large batches, in nats per token; blocks once per batch (see island.py)."""
+  """Mean loss over equally large batches, in nats per token; blocks per batch (see island.py)."""
   if not batches:
     raise ValueError('no evaluation batches: set eval_batches to at least 1')
   return sum(float(eval_step(params, batch)) for batch in batches) / len(batches)

@@ -1,16 +1,16 @@
-"""An island: one mesh, one inner optimizer, one data stream. It trains alone, knowing no syncer.
+"""An island: one mesh, one inner optimizer, one data shard. It trains alone and knows no syncer.
 
-What the protocol needs is reachable from outside and nothing else: the state may be replaced
-between two steps (adopt), parameters read and donated, the data stream moved (leases), the clock
-passed in. The clock is an argument of every step; the island keeps none.
+Its interface is what the protocol needs: a caller may replace the state between two steps (adopt),
+read and donate parameters, and switch to another shard (leases). The clock is an argument of every
+step; the island does not keep it.
 
   island = Island(model=ModelConfig(), optimizer=OptimizerConfig(), data=DataConfig(),
                   mesh=MeshConfig(data=2), total_steps=1000)
   for clock in range(1000):
     print(island.step(clock).loss)
 
-A step blocks until the device is done: a learner's step boundary is a moment, and emulated devices
-that run ahead of their host have been seen to abort in their collectives.
+A step blocks until the device is done: a step boundary must be one moment for the learner, and
+collectives on emulated devices have aborted when the host ran ahead.
 """
 
 import time
@@ -30,7 +30,7 @@ from diloco_jax.train import step as step_lib
 
 
 class StepResult(NamedTuple):
-  """One inner step, done."""
+  """The result of one inner step."""
 
   loss: float  # of the batch before the update, nats per token
   grad_norm: float  # before clipping
@@ -39,14 +39,14 @@ class StepResult(NamedTuple):
 
 
 class Island:
-  """A learner's body.
+  """The training half of a learner.
 
   Args:
     model, optimizer, data, mesh: configurations; validated here, before any compile.
-    total_steps: the clock at which the learning rate has decayed.
+    total_steps: the clock at which the learning rate reaches its end.
     devices: exactly as many as the mesh has; default: all local ones.
     seed: of the initial parameters; the same for every learner of a run.
-    stream: the data stream to start on, in [0, data.streams).
+    stream: the shard to start on, in [0, data.streams).
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
     corpus: one already loaded, to share among islands of a process.
   """
@@ -84,7 +84,7 @@ class Island:
     return self._data.batch_size * self._data.seq_len
 
   def warm_up(self) -> float:
-    """Compiles the step without running it; returns seconds. Optional, once, before the first."""
+    """Compiles the step without running it; returns seconds. Optional, before the first step."""
     start_ns = time.monotonic_ns()
     batch = jax.ShapeDtypeStruct((self._data.batch_size, self._data.seq_len + 1), np.uint8)
     clock = jax.ShapeDtypeStruct((), np.int32)
@@ -92,7 +92,7 @@ class Island:
     return (time.monotonic_ns() - start_ns) / 1e9
 
   def step(self, clock: int) -> StepResult:
-    """Trains on the next batch of the stream at the learning rate of `clock`; blocks until done."""
+    """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
     batch_BxL1 = mesh_lib.put_batch(self.mesh, self._stream[self._next_index])
     clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
@@ -106,8 +106,8 @@ class Island:
     )
 
   def evaluate(self, params: Any = None) -> float:
-    """Held-out loss in nats per token, of the island's parameters or of others like them."""
-    if self._eval_batches is None:  # many islands of a run never evaluate
+    """Held-out loss in nats per token, of the island's parameters or of `params`."""
+    if self._eval_batches is None:  # most islands of a run never evaluate
       self._eval_batches = [
         mesh_lib.put_batch(self.mesh, batch)
         for batch in data_lib.eval_batches(self.corpus, self._data)
@@ -119,8 +119,8 @@ class Island:
 
   @property
   def state(self) -> step_lib.TrainState:
-    """Parameters and optimizer state on the mesh. The next step donates their buffers, also those
-    of arrays that were assigned: keep no reference, or keep a copy."""
+    """Parameters and optimizer state on the mesh. The next step donates their buffers, also the
+    buffers of assigned arrays: keep a copy, not a reference."""
     return self._state
 
   @state.setter
@@ -141,7 +141,7 @@ class Island:
 
   @property
   def moments(self) -> Any:
-    """The inner optimizer's state: of each parameter two averages, and their step count."""
+    """The inner optimizer's state: two averages per parameter, and their step count."""
     return self._state.opt_state
 
   @moments.setter
@@ -153,7 +153,7 @@ class Island:
 
   @property
   def replicated(self) -> jax.sharding.NamedSharding:
-    """Where anchors and other flat arrays of this island go."""
+    """The sharding of anchors and other flat arrays of this island."""
     return mesh_lib.replicated(self.mesh)
 
   # Data.
@@ -164,17 +164,17 @@ class Island:
 
   @property
   def data_state(self) -> int:
-    """Index of the next batch of the stream."""
+    """Index of the next batch of the shard."""
     return self._next_index
 
   @data_state.setter
   def data_state(self, next_index: int) -> None:
     if next_index < 0:
-      raise ValueError(f'next index {next_index} is negative: a stream starts at 0')
+      raise ValueError(f'next index {next_index} is negative: a shard starts at 0')
     self._next_index = int(next_index)
 
   def lease(self, stream: int, next_index: int = 0) -> None:
-    """Moves to another stream, at its committed cursor."""
+    """Switches to a shard, at its committed cursor."""
     self._stream = data_lib.make_stream(self.corpus, self._data, stream)
     self._stream_index = stream
     self.data_state = next_index
@@ -197,7 +197,7 @@ class Island:
     )
 
   def restore(self) -> checkpoint.Restored | None:
-    """Becomes what the newest verified checkpoint holds; None, and no change, if there is none."""
+    """Loads the newest verified checkpoint; returns None, without a change, if there is none."""
     restored = self._require_checkpoints().restore(self.shardings, self.replicated, self._state)
     if restored is None:
       return None
@@ -206,7 +206,7 @@ class Island:
     return restored._replace(protocol=restored.protocol['protocol'])
 
   def wait(self) -> None:
-    """Blocks until the checkpoint under way is complete."""
+    """Blocks until the current checkpoint is complete."""
     self._require_checkpoints().wait()
 
   def close(self) -> None:
@@ -220,10 +220,10 @@ class Island:
 
 
 def _place(tree: Any, like: Any, shardings: Any) -> Any:
-  """Puts every leaf where the compiled step expects it; free for those that lie there already.
+  """Puts each leaf where the compiled step expects it; costs nothing for a leaf already there.
 
   Raises:
-    ValueError: the leaves are not those of this island's model and optimizer.
+    ValueError: a leaf does not fit this island's model and optimizer.
   """
   given, expected = _shapes(tree), _shapes(like)
   for path in sorted(given.keys() | expected.keys()):

@@ -1,13 +1,13 @@
-"""Meshes, islands and the one table that says how tensors lie on them.
+"""Meshes, islands and the one table that partitions tensors over them.
 
 A mesh has three axes: `data` splits the batch and replicates parameters, `fsdp` splits both,
-`tensor` splits heads and hidden units. Axis types are Auto: the partitioner places the
-collectives, the table below is all it is told. Meshes are passed explicitly, never set globally,
-since several islands may live in one process.
+`tensor` splits heads and hidden units. Axis types are Auto: the partitioner places the collectives;
+the table below is its only input. Meshes are passed explicitly, never set globally, since several
+islands may share one process.
 
-The table pairs a regular expression on the end of a leaf's path ("layers/3/query") with its
-partition. Optimizer moments end in the path of their parameter, so they lie as it does; what
-matches nothing (norm scales, counters) is replicated.
+The table maps a regular expression on the end of a leaf's path ("layers/3/query") to its partition.
+The path of an optimizer moment ends in the path of its parameter, so both have the same partition.
+Leaves without a match (norm scales, counters) are replicated.
 """
 
 import re
@@ -38,7 +38,7 @@ Rules = Sequence[tuple[str, P]]
 def make_mesh(
   config: config_lib.MeshConfig, devices: Sequence[jax.Device] | None = None
 ) -> jax.sharding.Mesh:
-  """Returns the mesh of one island over exactly the devices it is given (default: all local)."""
+  """Returns the mesh of one island over exactly `devices` (default: all local devices)."""
   devices = list(jax.local_devices() if devices is None else devices)
   if len(devices) != config.num_devices:
     raise ValueError(
@@ -52,9 +52,10 @@ def make_mesh(
 
 
 def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.Device]]:
-  """Deals devices to islands: whole slices where devices have a `slice_index`, else runs of them.
+  """Assigns devices to islands: whole slices if devices have a `slice_index`, else equal runs.
 
-  A slice is what fast links join; an island that spans two would train at the slow links' pace.
+  Fast links join the devices of a slice; an island across two slices would train at the speed of
+  the slow links between them.
   """
   slices = sorted({getattr(d, 'slice_index', None) or 0 for d in devices})
   if len(slices) > 1 and len(slices) % num_islands:
@@ -105,10 +106,10 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-  """Places a host array; in a multi-host island each host passes all of it and keeps its part."""
+  """Places a host array; each host of an island passes the whole array and keeps its part."""
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
 def put_batch(mesh: jax.sharding.Mesh, batch_BxL1: np.ndarray) -> jax.Array:
-  """Places a host batch, its rows split over `data` and `fsdp`."""
+  """Places a host batch with its rows split over `data` and `fsdp`."""
   return put(batch_BxL1, batch_sharding(mesh))

@@ -4,15 +4,15 @@ r"""A small Gemma-like decoder as plain functions over a plain tree of parameter
   x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
   logits = c tanh(norm(x) E^T / c)                       softcap c; E^T, or a head of its own
 
-Norms are RMSNorm before each block only (Gemma 2 and later also norm after it; at this size that
-buys nothing) with scale 1 + s, s starting at 0, so that weight decay would pull towards 1. Queries
-and keys are normed per head (QK-norm, Gemma 3), then turned by RoPE; N query heads share K
+RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this
+size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries
+and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
 key-value heads (GQA); attention is causal.
 
 Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
 Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
-protocol cuts fragments between tensors and layers; activations take `config.dtype`. There is no
-scan over layers for the same reason: at these depths unrolling compiles in seconds.
+protocol cuts fragments between tensors and layers. For the same reason there is no scan over
+layers: at these depths the unrolled model compiles in seconds. Activations have `config.dtype`.
 """
 
 from typing import Any
@@ -30,13 +30,13 @@ _EMBED_STD = 0.02
 
 
 def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
-  """Draws parameters on the host, as numpy float32: loss at the start is close to ln V.
+  """Draws parameters on the host as numpy float32; the initial loss is close to ln V.
 
-  Projections have standard deviation 1/sqrt(fan in); those that write to the residual stream are
-  divided by sqrt(2 layers) as well (GPT-2), so that its variance does not grow with depth.
+  Projections have standard deviation 1/sqrt(fan in); those whose output is added to the residual
+  sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with depth.
 
-  On the host, because learners on unlike devices and meshes, and a syncer without any, then start
-  from the same bits; and because nothing has to be compiled for it.
+  The draw is on the host so that learners on different devices and meshes, and a syncer without a
+  mesh, start from the same bits, and so that nothing has to be compiled for it.
   """
   rng = np.random.default_rng(seed)
   params = {
@@ -80,8 +80,8 @@ def apply(
 ) -> jax.Array:
   """Returns float32 logits_BxLxV of the token that follows each position.
 
-  `sharding` pins the residual stream (its leading axis is the batch): without it the partitioner
-  may gather the batch instead of the split parameters.
+  `sharding` pins the activations between the blocks (leading axis: the batch): without it the
+  partitioner may gather the batch instead of the split parameters.
   """
   dtype = jnp.dtype(config.dtype)
   params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
@@ -111,9 +111,9 @@ def loss(
 
 
 def label(path: str) -> str:
-  """The label by which merge rules are chosen, from `jax.tree_util.keystr` of a parameter.
+  """The label that selects the merge rule of a parameter, from its `jax.tree_util.keystr`.
 
-  The embedding and an untied head are merged by plain averaging (paper section 4).
+  The syncer merges the embedding and an untied head by plain averaging (paper section 4).
 
   >>> label("['embedding']"), label("['head']"), label("['layers'][0]['query']")
   ('embedding', 'head', 'body')
@@ -156,7 +156,7 @@ def _rope_table(config: config_lib.ModelConfig, length: int) -> tuple[jax.Array,
 
 
 def _rope(x_BxLxNxH: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
-  """Turns the pair (x_i, x_{i + H/2}) by its angle (arXiv 2104.09864)."""
+  """Rotates the pair (x_i, x_{i + H/2}) by its angle (arXiv 2104.09864)."""
   sin_1xLx1xH, cos_1xLx1xH = (t[None, :, None, :] for t in (sin_LxH, cos_LxH))
   a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
   turned = (a * cos_1xLx1xH - b * sin_1xLx1xH, b * cos_1xLx1xH + a * sin_1xLx1xH)

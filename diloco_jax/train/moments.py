@@ -1,16 +1,16 @@
-"""The inner optimizer's state as bytes: what a donor gives to a learner that joins.
+"""The inner optimizer's state as bytes, which a donor sends to a joining learner.
 
-The bytes are the leaves of the optax state in the order of the tree, each raw, in C order and the
-byte order of the machine (little endian on everything that JAX runs on), nothing between them. Both
-ends know shapes and dtypes from the model and the optimizer that they have agreed on.
+The bytes are the leaves of the optax state in tree order, each raw, in C order and native byte
+order (little endian on all hardware that JAX supports), without padding. Both ends know shapes and
+dtypes from the model and the optimizer of the run.
 
-A snapshot is taken on the device between two steps: copies, since the next step donates the
-originals, so for as long as it is on its way it takes as much device memory as the state itself.
-The copies reach the host leaf by leaf and the payload in pieces of PIECE_BYTES, so that a thread
-beside the steps never holds the interpreter for long.
+The donor copies its moments on the device between two steps, since the next step donates the
+originals; until the transfer ends the copy takes as much device memory as the moments themselves.
+The copy moves to the host leaf by leaf and into the payload in pieces of PIECE_BYTES, so that the
+copying thread never holds the interpreter lock for long.
 
-The digest (64 bits) is of every bit of every leaf, computed where the leaf lies, so it holds from
-the donor's device to the joiner's, whatever their meshes are.
+The digest (64 bits) covers every bit of every leaf and is computed on the devices that hold the
+leaf, so it is valid from the donor's devices to the joiner's, for any two meshes.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ PIECE_BYTES = 1 << 20
 
 
 class Snapshot(NamedTuple):
-  """On the device still: copies of the leaves, one digest per leaf, whether all is finite."""
+  """A copy of the moments on the device, one digest per leaf, and whether all values are finite."""
 
   moments: Any
   digests: Any
@@ -35,7 +35,7 @@ class Snapshot(NamedTuple):
 
 @jax.jit
 def snapshot(moments: Any) -> Snapshot:
-  """Copies a state between two steps."""
+  """Copies the moments between two steps."""
   leaves = [leaf for leaf in jax.tree.leaves(moments) if jnp.issubdtype(leaf.dtype, jnp.floating)]
   finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
   return Snapshot(
@@ -44,13 +44,13 @@ def snapshot(moments: Any) -> Snapshot:
 
 
 def digest(digests: Any) -> int:
-  """One number of the digests of all leaves."""
+  """Combines the digests of all leaves into one number."""
   numbers = [int(value) for value in jax.device_get(jax.tree.leaves(digests))]
   return int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:8])
 
 
 def size_bytes(moments: Any) -> int:
-  """Of the bytes of a state, of arrays or of ShapeDtypeStructs."""
+  """The number of bytes of a state, given as arrays or as ShapeDtypeStructs."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(moments))
 
 
@@ -60,7 +60,7 @@ def to_bytes(moments: Any) -> memoryview:
   start = 0
   for leaf in jax.tree.leaves(moments):
     raw = np.ascontiguousarray(np.asarray(leaf)).reshape(-1).view(np.uint8)
-    for piece in range(0, raw.size, PIECE_BYTES):  # numpy copies without the interpreter's lock
+    for piece in range(0, raw.size, PIECE_BYTES):  # numpy copies without the interpreter lock
       part = raw[piece : piece + PIECE_BYTES]
       data[start + piece : start + piece + part.size] = part
     start += raw.size
@@ -71,12 +71,12 @@ def from_bytes(data: memoryview | bytes, like: Any) -> Any:
   """A tree of numpy arrays, views of `data`.
 
   Raises:
-    ValueError: there are more or fewer bytes than a state `like` this one has.
+    ValueError: `data` has another size than the state `like`.
   """
   expected = size_bytes(like)
   if memoryview(data).nbytes != expected:
     raise ValueError(
-      f'{memoryview(data).nbytes} bytes of moments came, this optimizer has {expected}'
+      f'received {memoryview(data).nbytes} bytes of moments, but this optimizer has {expected}'
     )
   raw, start, leaves = np.frombuffer(data, np.uint8), 0, []
   for leaf in jax.tree.leaves(like):

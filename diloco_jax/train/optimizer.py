@@ -1,9 +1,9 @@
 r"""AdamW whose learning rate follows the protocol's clock, not the optimizer's own count.
 
-A learner that was away adopts the syncer's clock, and a donor's moments arrive with the donor's
-count; a schedule read from the count would put learners of one run at different rates. So the
+A learner that reconnects adopts the syncer's clock, and a donor's moments arrive with the donor's
+count; a schedule that follows the count would give the learners of one run different rates. So the
 clock is an argument: `tx.update(grads, state, params, step=clock)`. Adam's bias correction keeps
-its own count: it belongs to the moments, wherever they come from.
+its own count, which belongs to the moments and moves with them.
 
   rate(t) = peak (t + 1) / W                                                    t < W (warm-up)
   rate(t) = peak (r + (1 - r) (1 + cos(pi (t - W) / (T - W))) / 2)              W <= t < T

@@ -1,7 +1,7 @@
-"""The inner step: one jitted function, the same for a lone learner and for one under the syncer.
+"""The inner step: one jitted function, the same for a lone learner and for one with a syncer.
 
-Its parameters may have been overwritten between two steps by what the syncer published; it does
-not know. The state is donated, so a step allocates no second copy of parameters and moments.
+The learner may overwrite parameters with a published fragment between two steps; the step does not
+depend on it. The state is donated, so a step allocates no second copy of parameters and moments.
 """
 
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from diloco_jax.train import model as model_lib
 
 
 class TrainState(NamedTuple):
-  """What an inner step changes. Everything else (clock, counters, cursor) is integers elsewhere."""
+  """The arrays that an inner step changes. Clock, counters and cursor are integers elsewhere."""
 
   params: Any  # float32
-  opt_state: Any  # moments lie as their parameters do
+  opt_state: Any  # moments have the sharding of their parameters
 
 
 def init_state(
@@ -29,10 +29,10 @@ def init_state(
   mesh: jax.sharding.Mesh,
   seed: int,
 ) -> tuple[TrainState, TrainState]:
-  """Puts fresh parameters and moments onto the mesh, no leaf whole on a device if it is split.
+  """Puts initial parameters and moments onto the mesh; a split leaf is never whole on one device.
 
   Returns:
-    The state, and a tree like it of NamedShardings.
+    The state, and a tree of the same structure of NamedShardings.
   """
   params = model_lib.init_params(config, seed)
   abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(tree)), params)

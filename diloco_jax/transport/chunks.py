@@ -18,14 +18,13 @@ are little endian::
       36     4 check    CRC-32 (zlib) of the header bytes 0 to 35
       40       data
 
-The chunks of a transfer come in the order of their index (a stream is ordered); transfers may
-interleave. Because `crc32` runs over the payload, each end reads every byte once, a wrong bit is
-noticed with the chunk that has it, and the last value is the one that the announcing message gives
-(`protocol.messages.Payload`; compared in `node.link.Inbox`). `check` keeps a chunk with a wrong
-header from landing elsewhere.
+The chunks of a transfer arrive in the order of their index (a stream is ordered); transfers may
+interleave. Because `crc32` runs over the payload, each end reads every byte once, detects a wrong
+bit with the chunk that has it, and ends with the value in the announcing message
+(`protocol.messages.Payload`; compared in link.py). `check` detects a chunk with a wrong header.
 
-Not checked here: who sends (see the session token), what the bytes mean (see the codecs).
-CRC-32 guards against accidents, not against an attacker.
+This module checks neither the sender (see the session token) nor the meaning of the bytes (see the
+codecs). CRC-32 guards against accidents, not against an attacker.
 """
 
 import dataclasses
@@ -52,7 +51,7 @@ def chunk_count(total_bytes: int) -> int:
 
 
 def split(transfer: int, payload: memoryview | bytes) -> Iterator[bytes]:
-  """The frames of a transfer, each made when it is asked for (one copy of at most 1 MiB)."""
+  """Yields the frames of a transfer, each made on demand (one copy of at most 1 MiB)."""
   data = memoryview(payload).cast('B')
   count = chunk_count(data.nbytes)
   crc32 = 0
@@ -85,10 +84,10 @@ class Chunk:
 
 
 class _Partial:
-  """A transfer of which some chunks are still to come."""
+  """An incomplete transfer."""
 
   def __init__(self, total: int):
-    # Not a bytearray: that would be zeroed at once, with the GIL held, however large.
+    # Not a bytearray: Python would zero all of it at once while it holds the GIL.
     self.buffer_S = np.empty(total, np.uint8)
     self.next_index = 0
     self.crc32 = 0
@@ -109,7 +108,7 @@ class _Partial:
 
 
 class Assembler:
-  """Puts transfers together again. Not thread-safe; one per stream.
+  """Assembles transfers from frames. Not thread-safe; one per stream.
 
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
@@ -122,11 +121,11 @@ class Assembler:
     self._open: dict[int, _Partial] = {}
 
   def add(self, frame: bytes) -> Transfer | None:
-    """Takes one frame; returns its transfer if that is complete now.
+    """Takes one frame; returns its transfer if it is now complete.
 
     Raises:
-      WireError: the frame breaks the format or a limit (its `clause` says which). Afterwards the
-        stream it came over is worth nothing: close it.
+      WireError: the frame breaks the format or a limit (`clause` names it). The caller must close
+        the stream.
     """
     chunk = parse(frame)
     self._check_limits(chunk)
@@ -156,7 +155,7 @@ class Assembler:
   def _partial(self, chunk: Chunk) -> _Partial:
     if chunk.transfer in self._open:
       return self._open[chunk.transfer]
-    # Only a first chunk opens a transfer, so a stray one allocates nothing.
+    # Only a first chunk opens a transfer, so a misplaced chunk allocates nothing.
     if chunk.index != 0:
       raise errors.WireError(
         'order',

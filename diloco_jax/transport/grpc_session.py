@@ -6,15 +6,14 @@ A session lives through four states::
        |                  |                                ^
        +------------------+---- fail(), streams ended -----+
 
-Only an OPEN session delivers and accepts messages. `Disconnected` is posted at the moment a
-session stops being OPEN, so nothing follows it and it comes exactly once; DRAINING then lets what
-was queued go out for at most `drain_s`. OVER ends both streams. Four threads serve a session, one
-per stream and direction: two writers that gRPC runs (the generators `control_frames`,
-`bulk_frames`) and two readers (`read_control`, `read_bulk`). All of them end with their stream,
-and a stream ends with the session.
+Only an OPEN session delivers and accepts messages. The session posts `Disconnected` when it leaves
+OPEN: exactly once, and as its last event. In DRAINING it sends the queued messages for at most
+`drain_s`. OVER ends both streams. Four threads serve a session, one per stream and direction: gRPC
+runs two writers (the generators `control_frames`, `bulk_frames`), the session two readers
+(`read_control`, `read_bulk`). Each thread ends with its stream, and each stream with the session.
 
-There is no retry anywhere: a retried stream can lose messages silently. What was lost with a
-session is the machines' business.
+A session never retries: a retried stream can lose messages silently. The machines recover the
+messages that a broken session loses.
 """
 
 import enum
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-# Read when gRPC is imported: a peer that goes away is our business to report, not its log's.
+# gRPC reads this at import. The session itself reports a lost peer, so gRPC need not log it.
 os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
@@ -42,7 +41,7 @@ COMMON_OPTIONS = (
   ('grpc.enable_retries', 0),
   ('grpc.keepalive_time_ms', 10_000),
   ('grpc.keepalive_timeout_ms', 5_000),
-  # Without this a frozen peer is noticed after a minute only, whatever the two lines above say.
+  # Without this line gRPC detects a frozen peer only after a minute, despite the two lines above.
   ('grpc.http2.ping_timeout_ms', 5_000),
   ('grpc.keepalive_permit_without_calls', 1),
   ('grpc.http2.max_pings_without_data', 0),
@@ -77,7 +76,7 @@ class Session:
     self._traffic = traffic
     self.number = number
     self.reason = ''
-    self.finished = threading.Event()  # both streams are gone
+    self.finished = threading.Event()  # both streams have ended
     self._post = post
     self._payloads = payloads
     self._limits = limits
@@ -98,13 +97,13 @@ class Session:
     self._bulk_done = False
     self._cancels: list[Callable[[], None]] = []  # one per stream
     self._streams_up = 0
-    self._streams_read = 0  # to their orderly end
+    self._streams_read = 0  # streams that the peer ended in order
     self._timer: threading.Timer | None = None
 
-  # --- What the transport calls -------------------------------------------------------------------
+  # --- Interface of the transport -----------------------------------------------------------------
 
   def open(self) -> None:
-    """Both streams are up."""
+    """Opens the session; both streams are up."""
     with self._changed:
       if self._state is _State.CONNECTING:
         self._state = _State.OPEN
@@ -124,20 +123,20 @@ class Session:
         self._outbox.push(message, payload)
         self._changed.notify_all()
       except link.LinkError as error:
-        self._leave(_State.OVER, str(error), failed=True)
+        self._change_state(_State.OVER, str(error), failed=True)
 
   def close(self, reason: str) -> None:
-    """Ends the session once what is queued has gone out, at most `drain_s` from now."""
+    """Ends the session after it has sent the queued messages, at most `drain_s` from now."""
     with self._changed:
       if self._state is _State.OPEN:
-        self._leave(_State.DRAINING, reason, failed=False)
+        self._change_state(_State.DRAINING, reason, failed=False)
       elif self._state is _State.CONNECTING:
-        self._leave(_State.OVER, reason, failed=False)
+        self._change_state(_State.OVER, reason, failed=False)
 
   def fail(self, reason: str) -> None:
     """Ends the session now."""
     with self._changed:
-      self._leave(_State.OVER, reason, failed=True)
+      self._change_state(_State.OVER, reason, failed=True)
 
   def add_stream(self, cancel: Callable[[], None]) -> None:
     with self._changed:
@@ -145,14 +144,14 @@ class Session:
       self._streams_up += 1
 
   def cancel(self) -> None:
-    """Tears both streams down without a word: for a peer that takes nothing any more."""
+    """Cancels both streams without a reason, for a peer that has stopped reading."""
     with self._changed:
       cancels = list(self._cancels)
     for cancel in cancels:
       cancel()
 
   def stream_gone(self) -> bool:
-    """One stream is gone for whatever reason; True if it was the last."""
+    """Counts an ended stream; returns True if it was the last."""
     with self._changed:
       self._streams_up -= 1
       if self._streams_up:
@@ -161,7 +160,7 @@ class Session:
     return True
 
   def finish(self) -> None:
-    """No stream is left."""
+    """Ends the session after its last stream."""
     self.fail(LOST)
     with self._changed:
       if self._timer is not None:
@@ -170,7 +169,7 @@ class Session:
 
   @property
   def failed(self) -> bool:
-    """The session broke, rather than being closed by either side."""
+    """Whether the session broke, rather than being closed by either side."""
     return self._failed
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------
@@ -181,7 +180,7 @@ class Session:
       try:
         data = self._sent.close(self._outgoing.encode(*entry))
       except errors.WireError as error:
-        self.fail(f'this end cannot send it: {error}')
+        self.fail(f'this end cannot encode a message: {error}')
         return
       self._traffic.add(sent_bytes=len(data))
       yield data
@@ -209,7 +208,7 @@ class Session:
     with self._changed:
       while self._state is not _State.OVER:
         if (frames := self._outbox.next_transfer()) is not None:
-          self._changed.notify_all()  # its announcement waits on Control
+          self._changed.notify_all()  # the announcement waits in the control lane
           return frames
         if self._state is _State.DRAINING:
           self._bulk_done = True
@@ -246,26 +245,26 @@ class Session:
       self._on_end(stream)
 
   def _on_end(self, stream: Iterable[bytes]) -> None:
-    """The peer ended a stream in order; when it has ended both, it has closed the session."""
+    """Counts a stream that the peer ended in order; after both, the peer has closed the session."""
     trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
     reason = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
     with self._changed:
       self._streams_read += 1
       if self._streams_read == 2:
-        self._leave(_State.OVER, reason, failed=False)
+        self._change_state(_State.OVER, reason, failed=False)
 
   def _on_control(self, data: bytes) -> None:
     message, transfer = self._incoming.decode(self._received.open(data))
     with self._changed:
       self._deliver(self._inbox.on_message(message, transfer))
-      self._changed.notify_all()  # a transfer may have waited for it
+      self._changed.notify_all()  # a transfer may wait for this announcement
 
   def _on_frame(self, frame: bytes) -> None:
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
-        # After a stall this thread may read far ahead of the one that reads Control. Then it waits,
-        # and by gRPC's flow control so does the peer.
+        # After a stall this thread may be far ahead of the Control reader. It then waits, and
+        # gRPC's flow control makes the peer wait, too.
         self._changed.wait_for(
           lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
           self._limits.handshake_s,
@@ -279,9 +278,9 @@ class Session:
     handle = None if payload is None else self._payloads.put(payload)
     self._post(events.Received(session=self.number, message=message, handle=handle))
 
-  # --- The one place where a session stops -------------------------------------------------------
+  # --- The only place where a session ends --------------------------------------------------------
 
-  def _leave(self, state: _State, reason: str, failed: bool) -> None:
+  def _change_state(self, state: _State, reason: str, failed: bool) -> None:
     if self._state is _State.OVER:
       return
     if self._state is not _State.DRAINING:
@@ -295,12 +294,12 @@ class Session:
     self.reason, self._failed = reason, failed
     if self._dialed or self._state is _State.OPEN:
       self._post(events.Disconnected(session=self.number, reason=reason))
-    # Writers see the state and end their streams; a peer that takes nothing keeps them waiting.
-    self._timer = threading.Timer(self._limits.drain_s, self._give_up)
+    # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
+    self._timer = threading.Timer(self._limits.drain_s, self._end_undrained)
     self._timer.daemon = True
     self._timer.start()
 
-  def _give_up(self) -> None:
+  def _end_undrained(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
     self.cancel()
 
@@ -352,7 +351,7 @@ class Sessions:
 
 
 def words(error: grpc.RpcError) -> str:
-  """A stream's bad end in words: status and details, as far as gRPC tells (a server: nothing)."""
+  """Describes a stream's error: status and details (on a server gRPC gives neither)."""
   if not isinstance(error, grpc.Call):
     return LOST
   code = error.code().name.lower().replace('_', ' ')
@@ -379,7 +378,7 @@ def check_loopback(address: str) -> tuple[str, int]:
   if not loopback:
     raise ValueError(
       f'address {address!r}: {host!r} is not a loopback address, and transport '
-      'security does not exist yet: use 127.0.0.1 and, between machines, a tunnel '
+      'security does not exist yet: use 127.0.0.1 and, between hosts, a tunnel '
       '(ssh -L)'
     )
   return host, int(port)

@@ -1,9 +1,9 @@
-"""The transport inside one process: a message is handed over, a payload crosses by reference.
+"""The transport inside one process: it passes messages and payloads by reference.
 
-For the single-controller mode and for tests. It keeps the promises of the gRPC transport (one
-battery of tests runs over both): per direction first in first out, `Disconnected` exactly once per
-session on either side, nothing after it. One lock for the whole hub orders everything; that cannot
-deadlock, because a `Post` only puts into a queue and never calls back.
+For the single-controller mode and for tests. It gives the guarantees of the gRPC transport (the
+same tests run over both): first in, first out per direction; `Disconnected` exactly once per
+session on either side; no event of the session after it. One lock orders all calls of the hub; it
+cannot deadlock, because a `Post` only puts into a queue and never calls back.
 """
 
 import itertools
@@ -15,7 +15,7 @@ from diloco_jax.transport import link
 
 
 class InProcessHub:
-  """Joins one syncer and any number of learners, each with its own inbox and payloads."""
+  """Connects one syncer and any number of learners, each with its own event queue and payloads."""
 
   def __init__(self):
     self._lock = threading.Lock()
@@ -23,9 +23,9 @@ class InProcessHub:
     self._numbers = itertools.count(1)
 
   def syncer_transport(self, post: ports.Post, payloads: ports.Payloads) -> 'InProcessTransport':
-    """The syncer's end; sessions that learners dial come in as Connected.
+    """Returns the syncer's end; each session that a learner dials arrives as Connected.
 
-    A new one takes the place of one that was shut down (a restarted syncer).
+    After a shutdown of the transport the hub accepts a new one (a restarted syncer).
     """
     with self._lock:
       if self._syncer is not None:
@@ -37,7 +37,7 @@ class InProcessHub:
     return InProcessTransport(self, post, payloads)
 
   def cut(self, transport: 'InProcessTransport') -> None:
-    """Breaks every session of one end, as a lost connection does."""
+    """Breaks every session of one end, like a lost connection."""
     with self._lock:
       transport._end_all('connection cut')
 
@@ -69,7 +69,7 @@ class InProcessTransport:
     self._post = post
     self._payloads = payloads
     self._peers: dict[int, tuple[InProcessTransport, int]] = {}
-    self.traffic = link.Traffic()  # payloads only: messages are handed over, not serialised
+    self.traffic = link.Traffic()  # payloads only: messages are not serialised
 
   def dial(self, session: int) -> None:
     self._hub._connect(self, session)
@@ -91,7 +91,7 @@ class InProcessTransport:
       self._end(session, reason)
 
   def shutdown(self, grace_s: float) -> None:
-    del grace_s  # nothing is ever queued
+    del grace_s  # this transport queues nothing
     self._hub._retire(self)
 
   def _deliver(self, session: int, message: messages.Message, payload: link.Buffer | None) -> None:

@@ -1,27 +1,28 @@
-"""One peer's link without its sockets: what goes out next, and what has come in whole.
+"""The link to one peer without its sockets: the order of sending, and the assembly of received
+messages with their payloads.
 
-A link has two lanes. *Control* carries messages in the order in which they were sent and waits for
-nothing. *Bulk* carries payloads, one *transfer* after the other, each cut into chunks on demand.
-A message with a payload is an *announcement*: it enters the control lane when its transfer begins.
-So a heartbeat is never behind a gigabyte, and what has not begun can still be replaced.
-A *donation* (a donor's moments, larger than anything else, and nobody but its joiner waits for it)
-goes out in the background of the bulk lane: one chunk at a time when no other payload waits, and no
-faster than it is granted.
+A link has two lanes. *Control* carries messages in the order of sending and never waits for bulk.
+*Bulk* carries payloads, one *transfer* after the other, each cut into chunks on demand. A message
+with a payload is an *announcement*: it enters the control lane when its transfer begins. So a
+heartbeat never waits behind a gigabyte, and the link can still replace a transfer that has not
+begun. A *donation* (a donor's moments: the largest payload, awaited by one joiner only) uses the
+bulk lane in the background: one chunk at a time when no other payload waits, at no more than its
+granted rate.
 
 Rules of the outgoing half (`Outbox`):
 
-* transfers leave in the order in which they were sent, but for donations, which any other payload
-  overtakes; transfer numbers grow and are never reused;
-* donations leave one after the other; more than MAX_DONATIONS do not wait, and a closing link does
-  not finish them;
+* transfers leave in the order of sending, except that every other payload overtakes donations;
+  transfer numbers grow and are never reused;
+* donations leave one after the other; at most MAX_DONATIONS wait, and a closing link does not
+  finish them;
 * a whole Publish (`base_version` None) of a fragment replaces the older Publishes of that fragment
-  whose transfer has not begun: they would be overwritten on arrival. A delta replaces nothing, its
-  base may be the very version that waits;
-* what waits is bounded; a peer too slow to empty its outbox is not worth the memory: `LinkError`.
+  whose transfer has not begun: the learner would overwrite them on arrival. A delta replaces
+  nothing, since its base may be a version that still waits;
+* the queue is bounded; for a peer that empties it too slowly the link raises `LinkError`.
 
-Rules of the incoming half (`Inbox`): the lanes are separate streams, so announcement and transfer
-may come in either order. A message is delivered when it is complete, messages in the order in which
-they became complete. Announced and received size and checksum must agree, else `LinkError`.
+Rules of the incoming half (`Inbox`): the lanes are separate gRPC streams, so announcement and
+transfer may arrive in either order. The link delivers a message when it is complete, in the order
+of completion. Announced and received size and checksum must agree, else `LinkError`.
 """
 
 import collections
@@ -36,26 +37,26 @@ Buffer = memoryview | bytes
 Split = Callable[[int, Buffer], Iterator[bytes]]
 """Cuts the payload of a transfer into frames, lazily."""
 
-MAX_DONATIONS = 2  # the machines ask for one at a time; the one before may just be ending
+MAX_DONATIONS = 2  # machines send one at a time; the one before may still be ending
 NO_TRANSFER = 0  # the transfer number of a message without payload
 
 
 class LinkError(Exception):
-  """The link cannot go on: the peer broke a rule above, or is too slow. Both values, in words."""
+  """The peer broke a rule above or is too slow; the text has both values. The session must end."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What one side grants one peer. Sizes come from the layout that both agreed on, not from it."""
+  """The limits of one end for one peer. Sizes come from the agreed layout, not from the peer."""
 
   max_payload_bytes: int  # the largest payload accepted
-  max_queued_bytes: int = 8 << 30  # payloads waiting to go out (by reference, often shared)
-  max_queued_messages: int = 1 << 14  # control messages waiting to go out
-  donation_bytes_per_s: int = 0  # of the donations that go out; 0: as fast as it goes
+  max_queued_bytes: int = 8 << 30  # payloads that wait to be sent (by reference, often shared)
+  max_queued_messages: int = 1 << 14  # control messages that wait to be sent
+  donation_bytes_per_s: int = 0  # of outgoing donations; 0: no limit
   max_open_transfers: int = 4  # incoming, incomplete or not yet announced
-  max_sessions: int = 64  # peers at a time (syncer)
-  handshake_s: float = 5.0  # for both streams of a session to be up
-  drain_s: float = 5.0  # for what was queued to go out after a close
+  max_sessions: int = 64  # at the same time (syncer)
+  handshake_s: float = 5.0  # until both gRPC streams of a session are open
+  drain_s: float = 5.0  # for sending the queued messages after a close
 
 
 def size_bytes(payload: Buffer) -> int:
@@ -63,14 +64,14 @@ def size_bytes(payload: Buffer) -> int:
 
 
 def check_payload(message: messages.Message, payload: Buffer | None) -> None:
-  """Refuses (ValueError) to send a message whose payload is not the one that it announces."""
+  """Raises ValueError if the payload differs from the one that the message announces."""
   announced = announced_payload(message)
   name = type(message).__name__
   if (announced is None) != (payload is None):
-    raise ValueError(f'{name} announces {announced} but comes with {_words(payload)}')
+    raise ValueError(f'{name} announces {announced} but comes with {_describe(payload)}')
   if announced is not None and announced.size_bytes != size_bytes(payload):
     raise ValueError(
-      f'{name} announces {announced.size_bytes} bytes but comes with {_words(payload)}'
+      f'{name} announces {announced.size_bytes} bytes but comes with {_describe(payload)}'
     )
 
 
@@ -78,13 +79,13 @@ def announced_payload(message: messages.Message) -> messages.Payload | None:
   return getattr(message, 'payload', None)
 
 
-def _words(payload: Buffer | None) -> str:
+def _describe(payload: Buffer | None) -> str:
   return 'no payload' if payload is None else f'{size_bytes(payload)} bytes'
 
 
 @dataclasses.dataclass
 class _Background:
-  """A donation on its way out: its frames (None before the first), and when the next may go."""
+  """An outgoing donation: its frames (None before the first), and the time of the next frame."""
 
   message: messages.Message
   payload: Buffer
@@ -93,8 +94,8 @@ class _Background:
 
 
 class Outbox:
-  """What is to go out to one peer. Not thread-safe: its owner holds a lock. Frames are made outside
-  of it, by one thread."""
+  """The messages and payloads to send to one peer. Not thread-safe: the owner holds a lock. One
+  thread makes the frames, outside the lock."""
 
   def __init__(self, split: Split, max_bytes: int, max_messages: int, bytes_per_s: int = 0):
     self._split = split
@@ -109,11 +110,11 @@ class Outbox:
 
   @property
   def queued_bytes(self) -> int:
-    """Payload bytes that wait, with those of the transfer under way; donations do not count."""
+    """Waiting payload bytes, with those of the current transfer, without donations."""
     return self._under_way_bytes + sum(size_bytes(payload) for _, payload in self._bulk)
 
   def push(self, message: messages.Message, payload: Buffer | None = None) -> None:
-    """Queues a message. Raises LinkError if more would wait than this peer is granted."""
+    """Queues a message. Raises LinkError if the queue would exceed this peer's limits."""
     check_payload(message, payload)
     if payload is None:
       self._push_control(message, NO_TRANSFER)
@@ -124,13 +125,13 @@ class Outbox:
       self._push_bulk(message, payload)
 
   def next_control(self) -> tuple[messages.Message, int] | None:
-    """The next message and the number of its transfer (`NO_TRANSFER` without payload)."""
+    """Returns the next message and the number of its transfer (`NO_TRANSFER` without payload)."""
     return self._control.popleft() if self._control else None
 
   def next_transfer(self) -> Iterator[bytes] | None:
-    """Begins the next transfer: its announcement joins the control lane; its frames, lazily.
+    """Begins the next transfer: queues its announcement as control, returns its frames, lazily.
 
-    Asking for the next transfer says that the one before has gone out.
+    The call says that the transfer before has been sent.
     """
     self._under_way_bytes = 0
     if not self._bulk:
@@ -140,8 +141,8 @@ class Outbox:
     return self._begin(message, payload)
 
   def next_donated(self, now_s: float) -> Iterator[bytes] | None:
-    """The next frame of the donation, lazily, if there is one and its time has come. To be asked
-    for when no other transfer is there; the first one announces it."""
+    """Returns the next frame of the donation, lazily, if there is one and it is due. Call it only
+    if there is no other transfer; the first frame queues the announcement."""
     if not self._donations or now_s < self._donations[0].next_s:
       return None
     background = self._donations[0]
@@ -150,7 +151,7 @@ class Outbox:
     return self._one_frame(background, now_s)
 
   def donation_wait_s(self, now_s: float) -> float | None:
-    """How long until `next_donated` has something; None: there is no donation."""
+    """Seconds until `next_donated` returns a frame; None if there is no donation."""
     return max(0.0, self._donations[0].next_s - now_s) if self._donations else None
 
   def _begin(self, message: messages.Message, payload: Buffer) -> Iterator[bytes]:
@@ -161,7 +162,7 @@ class Outbox:
   def _one_frame(self, background: _Background, now_s: float) -> Iterator[bytes]:
     frame = next(background.frames, None)
     if frame is None:
-      if self._donations and self._donations[0] is background:  # else it was cleared meanwhile
+      if self._donations and self._donations[0] is background:  # else `clear` removed it
         self._donations.popleft()
       return
     if self._bytes_per_s:
@@ -169,7 +170,7 @@ class Outbox:
     yield frame
 
   def clear(self) -> None:
-    """Forgets everything that waits, and its bytes."""
+    """Drops all waiting messages and payloads."""
     self._control.clear()
     self._bulk.clear()
     self._donations.clear()
@@ -223,7 +224,7 @@ class _Arrived:
 
 
 class Inbox:
-  """What has come in from one peer. Not thread-safe: its owner holds a lock."""
+  """Pairs the messages of one peer with their payloads. Not thread-safe: the owner holds a lock."""
 
   def __init__(self, max_payload_bytes: int, max_waiting: int):
     self._max_payload_bytes = max_payload_bytes
@@ -233,7 +234,7 @@ class Inbox:
     self._last_transfer = NO_TRANSFER
 
   def on_message(self, message: messages.Message, transfer: int) -> Delivery | None:
-    """Takes a message; returns it (with its payload) if it is complete by that."""
+    """Takes a message; returns it with its payload if it is now complete."""
     payload = announced_payload(message)
     if (payload is None) != (transfer == NO_TRANSFER):
       raise LinkError(f'{type(message).__name__} with payload {payload} names transfer {transfer}')
@@ -245,11 +246,11 @@ class Inbox:
     return self._pair(transfer)
 
   def takes(self, transfer: int) -> bool:
-    """Whether there is room for this transfer, or its announcement is there already."""
+    """Whether there is room for this transfer, or its announcement has arrived."""
     return transfer in self._announced or len(self._arrived) < self._max_waiting
 
   def on_transfer(self, transfer: int, data: Buffer, crc32: int) -> Delivery | None:
-    """Takes a whole transfer; returns its message and payload if that has been announced."""
+    """Takes a whole transfer; returns its message and payload if the message has arrived."""
     known = transfer <= self._last_transfer and transfer not in self._announced
     if known or transfer in self._arrived:
       raise LinkError(
@@ -292,8 +293,8 @@ class Inbox:
 
 
 class Traffic:
-  """Bytes that have crossed one end of a transport, over all its sessions: messages, chunk headers
-  and payloads, both lanes. Thread-safe."""
+  """Counts the bytes of all sessions at one end of a transport: messages, chunk headers and
+  payloads of both lanes. Thread-safe."""
 
   def __init__(self):
     self._lock = threading.Lock()

@@ -1,6 +1,6 @@
-"""Where array bytes wait between transport and work, each under an integer handle.
+"""Holds array bytes between transport and work, each under an integer payload id.
 
-Machines see handles only. Nothing is copied: what is put must not be changed afterwards.
+Machines see payload ids only. The store copies nothing: the owner must not change the bytes later.
 """
 
 import threading
@@ -23,7 +23,7 @@ class PayloadStore:
     self._last = 0
 
   def put(self, data: Buffer) -> int:
-    """Keeps `data` (no copy) and returns a new handle."""
+    """Keeps `data` (no copy) and returns a new payload id."""
     with self._lock:
       self._last += 1
       self._kept[self._last] = data
@@ -44,16 +44,16 @@ class PayloadStore:
       return len(self._kept)
 
   def _check(self, handle: int) -> None:
-    # A second drop is a bug in the caller's book-keeping: it hides here no longer than one call.
+    # A second drop is a bug of the caller; this check reports it at once.
     if handle not in self._kept:
       raise KeyError(
-        f'no payload under handle {handle}: of {self._last} put, {len(self._kept)} '
+        f'no payload has id {handle}: of {self._last} put, {len(self._kept)} '
         'are kept; it was dropped already or never put'
       )
 
 
 def announce(data: memoryview) -> messages.Payload:
-  """Size and CRC-32 of bytes about to be sent, in pieces so that the GIL is held briefly."""
+  """Size and CRC-32 of the bytes to send, in pieces so that the GIL is held only briefly."""
   crc = 0
   for start in range(0, len(data), CRC_CHUNK_BYTES):
     crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)

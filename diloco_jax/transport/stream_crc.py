@@ -1,10 +1,10 @@
-"""The checksum of a Control stream: no message is wrong, missing or repeated unnoticed.
+"""The checksum of a Control stream: it detects every wrong, missing or repeated message.
 
-HTTP/2 and protobuf have none, and a flipped bit makes a token count another valid token count. So
-every envelope ends with the field `check` (tag 15, fixed32): CRC-32 (zlib) of all envelopes of the
-stream from its first byte to the end of this one, without their checks. Because it runs over the
-stream, a message that went missing is noticed with the next one. CRC-32 guards against accidents,
-not against an attacker.
+HTTP/2 and protobuf have no checksum, and a flipped bit turns one valid token count into another. So
+every envelope ends with the field `check` (tag 15, fixed32): the CRC-32 (zlib) of all envelopes of
+the stream from its first byte to the end of this one, without their checks. Because it runs over
+the stream, the next message reveals a missing one. CRC-32 guards against accidents, not against an
+attacker.
 """
 
 import struct
@@ -17,24 +17,25 @@ _TAG = 15 << 3 | 5
 
 
 class Seal:
-  """One direction of one stream, at either end."""
+  """The checksum of one direction of a stream, at either end."""
 
   def __init__(self):
     self._crc32 = 0
 
   def close(self, envelope: bytes) -> bytes:
-    """The envelope with its check."""
+    """Returns the envelope with its check."""
     self._crc32 = zlib.crc32(envelope, self._crc32)
     return envelope + _CHECK.pack(_TAG, self._crc32)
 
   def open(self, data: bytes) -> bytes:
-    """The envelope without its check. Raises WireError if anything on the stream is not as sent."""
+    """Returns the envelope without its check. Raises WireError if the stream differs from the one
+    sent."""
     envelope = data[: -_CHECK.size]
     self._crc32 = zlib.crc32(envelope, self._crc32)
     if data[-_CHECK.size :] != _CHECK.pack(_TAG, self._crc32):
       raise errors.WireError(
         'checksum',
-        f'CRC-32 {self._crc32:#010x} over the stream up to this message of '
-        f'{len(envelope)} bytes, it ends with {data[-_CHECK.size :].hex()}',
+        f'the stream has CRC-32 {self._crc32:#010x} up to this message of '
+        f'{len(envelope)} bytes, but the message ends with {data[-_CHECK.size :].hex()}',
       )
     return envelope

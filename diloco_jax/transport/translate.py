@@ -1,13 +1,13 @@
-"""Between the machines' messages and protobuf: total, both ways, and strict.
+"""Translates every message of the machines to protobuf and back, strictly.
 
 The proto has one message per class of `protocol/messages.py` with the same field names, so one
-small reader and one small writer, driven by the annotations of the classes, serve them all. What
-protobuf does not check is checked here at both ends, before encoding and after decoding:
+small reader and one small writer, driven by the annotations of the classes, serve all classes. Both
+ends check these rules, which protobuf does not, before encoding and after decoding:
 
   range     integers are in [0, 2^63), `Held.version` may be -1, nonces and digests are in
             [0, 2^64), checksums in [0, 2^32)
   length    strings have at most the UTF-8 bytes of `MAX_STRING_BYTES`, tuples at most `MAX_ITEMS`
-  missing   a nested message must be there (protobuf would invent one of zeros)
+  missing   a nested message must be present (protobuf would invent one of zeros)
   type      a field holds a value of its type; a string is Unicode text (`string`)
   body      exactly one known body per envelope
   protobuf  the bytes are a protobuf of this schema
@@ -25,7 +25,7 @@ from google.protobuf import message as protobuf
 from diloco_jax.protocol import messages
 from diloco_jax.transport import errors, sync_pb2
 
-MAX_ITEMS = 4096  # more fragments than anyone cuts a model into
+MAX_ITEMS = 4096  # more than the fragments of any model
 MAX_STRING_BYTES = {
   'learner': 63,
   'code': 63,
@@ -53,27 +53,27 @@ _RANGES = {
 
 @dataclasses.dataclass(frozen=True)
 class Direction:
-  """One direction of the Control stream: its envelope and the messages that may be in it."""
+  """One direction of the Control stream: its envelope and the messages that it may carry."""
 
   envelope: type[protobuf.Message]
   classes: tuple[type, ...]
 
   def encode(self, message: messages.Message, transfer_id: int = 0) -> bytes:
-    """Serialised envelope. Raises WireError if a value is outside what the wire can carry."""
+    """Returns the serialised envelope. Raises WireError if a value breaks a rule above."""
     if type(message) not in self.classes:
       raise errors.WireError(
         'body',
-        f'{type(message).__name__} is no body of {self._name}: it has '
+        f'{type(message).__name__} is no body of {self._name}; its bodies are '
         f'{", ".join(c.__name__ for c in self.classes)}',
       )
     envelope = self.envelope(transfer_id=transfer_id)
     body = getattr(envelope, _body_name(type(message)))
-    body.SetInParent()  # a message without fields is there all the same
+    body.SetInParent()  # marks a message without fields as present
     _write(body, message)
     return envelope.SerializeToString()
 
   def decode(self, data: bytes) -> tuple[messages.Message, int]:
-    """(message, transfer id) of a serialised envelope. Raises WireError for anything else."""
+    """Returns (message, transfer id) of a serialised envelope. Raises WireError for other bytes."""
     try:
       envelope = self.envelope.FromString(data)
     except protobuf.DecodeError as error:
@@ -85,8 +85,8 @@ class Direction:
     if name is None:
       raise errors.WireError(
         'body',
-        f'{self._name} of {len(data)} bytes has no body that version '
-        f'{messages.PROTOCOL_VERSION} of the protocol knows',
+        f'{self._name} of {len(data)} bytes has no known body of protocol version '
+        f'{messages.PROTOCOL_VERSION}',
       )
     return _read(self._class_of(name), getattr(envelope, name)), envelope.transfer_id
 
@@ -152,7 +152,7 @@ def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, option
   value = getattr(proto, name)
   if typing.get_origin(kind) is tuple:
     item = typing.get_args(kind)[0]
-    # Counted before a single item is read: a peer cannot make us build what is refused anyway.
+    # The count comes first, so that a peer cannot make this end build items that it will refuse.
     _check_length(cls, name, len(value), MAX_ITEMS)
     items = (_read(item, v) for v in value) if dataclasses.is_dataclass(item) else value
     return _checked(cls, name, tuple(items))
@@ -164,7 +164,7 @@ def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, option
 
 
 def _checked(cls: type, name: str, value: Any) -> Any:
-  """`value` if the wire may carry it in this field."""
+  """Returns `value` if it keeps the rules of this field."""
   match value:
     case bool():
       pass

@@ -1,15 +1,15 @@
-"""What a donation costs the donor: its steps while one is on its way, against those before it.
+"""The cost of a donation for the donor: its step time during a donation and before it.
 
 A donor's island trains in this process, on the first CPU; the syncer's end of the wire is another
-process, on the last one. Rounds of steps with and without a donation alternate, so that whatever
-else the machine does meets both. A step counts as disturbed if a donation was under way at any time
-of it, from the snapshot between two steps until the last byte has arrived.
+process, on the last CPU. Rounds of steps with and without a donation alternate, so that other load
+on the host affects both. A step counts as disturbed if it overlaps a donation, from the copy of the
+moments between two steps until the last byte has arrived.
 
     python scripts/benchmarks/donation.py [--rate_mib_s=16] [--rounds=10]
 
-prints medians in ms, their ratio (steps/s while donating over steps/s otherwise), the bytes, and
-what a MiB costs this process: CPU time while donating beyond that of as many undisturbed steps.
-The device is emulated by the same CPU here, which is the worst case.
+prints medians in ms, their ratio (steps/s during donations over steps/s otherwise), the bytes, and
+the cost of a MiB for this process: CPU time during donations minus that of as many undisturbed
+steps. The same CPU emulates the device, which is the worst case.
 """
 
 import argparse
@@ -27,13 +27,13 @@ STEPS_BETWEEN = 12
 
 
 def _run_on(choose) -> None:
-  """This process, from now on, on one CPU of those that it may use."""
+  """Restricts this process to one of its CPUs."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {choose(os.sched_getaffinity(0))})
 
 
 def syncer(pipe, max_payload_bytes: int) -> None:
-  """The other end: takes donations and says so."""
+  """The syncer's end: receives donations and reports each one."""
   _run_on(max)
   from diloco_jax.protocol import events, messages
   from diloco_jax.transport import (
@@ -109,7 +109,7 @@ class Donor:
       self._payloads.drop(event.handle)
 
   def give(self, transfer: int) -> None:
-    """At a step boundary."""
+    """Starts a donation; call it at a step boundary."""
     self._moments.read(transfer)
 
   def arrived(self) -> bool:
@@ -120,8 +120,8 @@ class Donor:
 
 
 def measure(donor: Donor, rounds: int) -> tuple[list[float], list[float], float]:
-  """Seconds of the steps without a donation under way, of those with one, and the CPU time that a
-  donation cost."""
+  """Returns the seconds of undisturbed steps, of disturbed steps, and the CPU time of a
+  donation."""
   calm, giving, clock, calm_cpu_s, giving_cpu_s = [], [], 0, 0.0, 0.0
 
   def step() -> float:
@@ -143,7 +143,7 @@ def measure(donor: Donor, rounds: int) -> tuple[list[float], list[float], float]
     while not donor.arrived():
       giving.append(step() + (snapshot_s if clock == before + 1 else 0.0))
     giving_cpu_s += time.process_time() - cpu_s
-    step()  # what is left of it
+    step()  # the rest of the donation
   return calm, giving, (giving_cpu_s - calm_cpu_s / len(calm) * len(giving)) / rounds
 
 

@@ -1,9 +1,9 @@
-"""What it costs to look at every payload before an outer step (protocol/syncer/screening.py).
+"""The cost of screening every payload before an outer step (protocol/syncer/screening.py).
 
     JAX_PLATFORMS=cpu python scripts/benchmarks/screening.py     # about a minute on one core
 
 Prints the time of an outer step of one fragment (int8, RDA, Nesterov) with and without the norms of
-its participants, taken in turns in one run, and their ratio: medians of several rounds.
+its participants, measured alternately in one run, and their ratio: medians of several rounds.
 """
 
 import functools

@@ -1,9 +1,10 @@
-"""How fast the simulated world runs, and whether an event costs more with more learners.
+"""The speed of the simulator, and the cost of an event with many learners.
 
     python scripts/benchmarks/simulator.py        # about a minute on one core
 
-Prints seeds per second on one core (checkers on, as in the tests), and events per second with 8 and
-with 512 learners in one run without faults: medians of several, as a ratio on the same machine.
+Prints seeds per second on one core (with checkers, as in the tests), and events per second with 8
+and with 512 learners in a run without faults: medians of several runs, and their ratio on this
+host.
 """
 
 import pathlib
@@ -24,7 +25,7 @@ STEPS = {8: 600, 512: 10}  # about as many events in both
 
 
 def run_world(learners: int) -> int:
-  """A run without faults under all checkers; how many events it took."""
+  """Runs without faults under all checkers; returns the number of events."""
   return seeds.run_calm(
     config_lib.ProtocolConfig(
       learners=learners,

@@ -1,13 +1,13 @@
-"""A soak: 200 kills of real processes in one run, and the figures that came of it.
+"""A soak test: 200 kills of real processes in one run, and its figures.
 
     python scripts/benchmarks/soak.py                  # about 14 minutes on two quiet cores
     python scripts/benchmarks/soak.py --kills=40
 
-Seven kills in ten are of the syncer, at any moment and at every failpoint, two of a learner, one of
-everything at once; the plan is that of tests/runs/test_syncer_kills.py, and so are the promises.
-The figures: committed outer steps that were lost, tokens unaccounted for, the time from a kill of
-the syncer to its next outer step (of a new process: nobody stands by), the longest gap between two
-steps of a learner that survived. Exit code 1 if a promise was broken.
+Of ten kills, seven hit the syncer, at random moments and at every failpoint, two a learner, and one
+all processes at once; plan and checks are those of tests/runs/test_syncer_kills.py. The figures:
+lost committed outer steps, tokens unaccounted for, the time from a kill of the syncer to its next
+outer step (of a new process, without a standby process), the longest gap between two steps of a
+surviving learner. Exit code 1 if a check failed.
 """
 
 import pathlib
@@ -24,8 +24,8 @@ from diloco_jax.node import failpoints
 from diloco_jax.proof.faults import chaos_report
 from tests.runs import test_syncer_kills as kills
 
-_KILLS = flags.DEFINE_integer('kills', 200, 'how many', 10)
-_SEED = flags.DEFINE_integer('seed', 1, 'of the moments')
+_KILLS = flags.DEFINE_integer('kills', 200, 'number of kills', 10)
+_SEED = flags.DEFINE_integer('seed', 1, 'seed of the random moments')
 _WORKDIR = flags.DEFINE_string('workdir', '', 'a new folder; default: a temporary one')
 PATIENCE_S = 60.0  # per kill
 
@@ -40,7 +40,7 @@ def plan(count: int) -> dict:
 
 
 def restarts(run: kills.Run) -> list[float]:
-  """Seconds from each death of the syncer to the next outer step that was committed."""
+  """Seconds from each death of the syncer to the next committed outer step."""
   outer = [fact['t_ns'] for fact in run.of('syncer', 'outer')]
   after = (next((t for t in outer if t > death), None) for death in run.deaths('syncer'))
   return [(t - death) / 1e9 for t, death in zip(after, run.deaths('syncer')) if t is not None]

@@ -1,14 +1,13 @@
-"""From a SIGKILL of the syncer to its first new outer step: medians, and where the time goes.
+"""The time from a SIGKILL of the syncer to its first new outer step, by phases.
 
     python scripts/benchmarks/syncer_restart.py                       # the demo model, 5 kills
     python scripts/benchmarks/syncer_restart.py --variant=tiny --kills=11
-    python scripts/benchmarks/syncer_restart.py --cold                # no process stands by
+    python scripts/benchmarks/syncer_restart.py --cold                # without a standby process
 
-A run of real processes under the supervisor; the syncer is killed at random moments under load,
-by kill(2), as anybody may, each time once another process stands by (launch/standby.py) and it has
-lived long enough not to be taken for one that cannot live. Time 0 is its death. On a machine that
-has other things to do the wall times say more about those: `cpu` is the time that the new process
-has really used by then, since its turn came.
+In a run of real processes under the supervisor, the benchmark sends SIGKILL to the syncer at random
+moments under load, each time after a standby process is ready (launch/standby.py) and the syncer
+has lived long enough not to count as a short process. Time 0 is its death. On a busy host the wall
+times depend on the other load; `cpu` is the CPU time of the new process since it took over.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
 from experiments.configs import stdlib_lm
 
-_VARIANT = flags.DEFINE_string('variant', 'cpu', 'of experiments/configs/stdlib_lm.py')
-_KILLS = flags.DEFINE_integer('kills', 5, 'how often the syncer is killed', 1)
+_VARIANT = flags.DEFINE_string('variant', 'cpu', 'variant of experiments/configs/stdlib_lm.py')
+_KILLS = flags.DEFINE_integer('kills', 5, 'number of kills of the syncer', 1)
 _COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
 _OVERRIDES = (
   '--config.train.steps=1000000',
@@ -52,7 +51,7 @@ PHASES = (
 
 
 class Bench(conductor.Conductor):
-  """Kills the syncer of a run again and again, and keeps what each of its lives wrote down."""
+  """Kills the syncer of a run repeatedly and keeps the phases of each of its processes."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
     config = stdlib_lm.get_config(_VARIANT.value)
@@ -79,7 +78,7 @@ class Bench(conductor.Conductor):
 
 
 def _phases(facts: list[tuple[str, dict]]) -> dict[str, tuple[float, float | None]]:
-  """When a new life came to each phase: s since the death of the one before, and its CPU time."""
+  """The time of each phase of a new process: s since the death before it, and its CPU time."""
   killed_ns, before_s, found = None, None, {}
   for who, fact in facts:
     match fact:

@@ -11,7 +11,7 @@ def plan(seed: int, *kills: run_config.KillConfig, enabled: bool = True) -> list
   return kill_plan.plan(config, _LEARNERS)
 
 
-def test_the_same_seed_draws_the_same_victims_and_others_draw_others():
+def test_the_seed_decides_the_victims():
   kills = [run_config.KillConfig(at_fraction=i / 10) for i in range(8)]
   assert plan(3, *kills) == plan(3, *kills)
   victims = {tuple(kill.victim for kill in plan(seed, *kills)) for seed in range(20)}
@@ -19,12 +19,12 @@ def test_the_same_seed_draws_the_same_victims_and_others_draw_others():
   assert {name for names in victims for name in names} == set(_LEARNERS)
 
 
-def test_kills_come_in_the_order_of_their_time():
+def test_kills_are_in_order_of_time():
   late, early = (run_config.KillConfig(victim='l1', at_fraction=f) for f in (0.9, 0.1))
   assert [kill.at_fraction for kill in plan(0, late, early)] == [0.1, 0.9]
 
 
-def test_nothing_is_planned_where_chaos_is_off():
+def test_no_kills_without_chaos():
   assert plan(0, run_config.KillConfig(), enabled=False) == []
 
 

@@ -1,4 +1,4 @@
-"""A run's folder and its programs: what is refused, what is passed on, what the user may set."""
+"""The folder of a run and its programs: refusals, arguments passed on, settings of the user."""
 
 import json
 import pathlib
@@ -25,9 +25,9 @@ def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeyp
   assert workdir.parent == tmp_path / 'runs' and workdir.name.startswith('tiny-')
 
 
-def test_a_folder_that_holds_something_is_refused_unless_resumed(config, tmp_path):
+def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
   workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
-  with pytest.raises(ValueError, match='holds a run already: go on with it .--resume.'):
+  with pytest.raises(ValueError, match='already holds a run: continue it .--resume.'):
     local.open_workdir(config, workdir, resume=False)
   (workdir / 'syncer').mkdir()
   (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
@@ -36,7 +36,7 @@ def test_a_folder_that_holds_something_is_refused_unless_resumed(config, tmp_pat
   assert not (workdir / 'syncer' / 'address').exists()
 
 
-def test_a_run_goes_on_with_its_own_config_only(config, tmp_path):
+def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1
   with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.0 there'):
@@ -50,7 +50,7 @@ def test_a_run_goes_on_with_its_own_config_only(config, tmp_path):
     ('nowhere', 'there is no run in'),
   ],
 )
-def test_there_must_be_a_run_to_resume(config, tmp_path, workdir, words):
+def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
   with pytest.raises(ValueError, match=words):
     local.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
 
@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_written_is_refused(config):
     local.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
 
 
-def test_everybody_gets_the_same_config_and_its_own_identity(config, tmp_path):
+def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
   programs = {p.name: p for p in local.programs(config, tmp_path, flags, alone=False)}
   assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
@@ -72,12 +72,12 @@ def test_everybody_gets_the_same_config_and_its_own_identity(config, tmp_path):
   assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
 
 
-def test_alone_there_is_no_syncer(config, tmp_path):
+def test_a_lone_learner_has_no_syncer(config, tmp_path):
   [program] = local.programs(config, tmp_path, [], alone=True)
   assert '--syncer=none' in program.command
 
 
-def test_what_the_user_has_set_stays():
+def test_the_users_environment_wins():
   environment = local.environment(
     2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': '/x'}
   )

@@ -1,7 +1,7 @@
-"""The supervisor with small real child processes: restarts, refusals, chaos, nobody left behind.
+"""The supervisor with small real child processes: restarts, refusals, chaos, no process left over.
 
 Children are Python one-liners that write records or misbehave. Tests wait for facts (a file, a
-fate, a process that is gone), each with a deadline.
+status, a dead process), each with a deadline.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _DEADLINE_S = 30.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
 _FOREVER = 'import threading; threading.Event().wait()'
 _DEAF = 'import signal, threading; signal.signal(signal.SIGTERM, signal.SIG_IGN); '
-# Is done once DONE exists.
+# Ends once DONE exists.
 _SYNCER = """
 import os, pathlib, sys
 while not pathlib.Path(sys.argv[1], "DONE").exists():
@@ -40,7 +40,7 @@ def program(name: str, script: str, *args: str) -> supervisor_lib.Program:
 
 
 class Run:
-  """A supervisor and what it heard. It runs on the main thread, since it takes signals."""
+  """A supervisor and its output. It runs on the main thread, since it handles signals."""
 
   def __init__(self, workdir: pathlib.Path, programs, **kwargs):
     self.lines: list[tuple[str, str]] = []
@@ -102,7 +102,7 @@ def test_the_run_ends_with_its_syncer(tmp_path):
   }
 
 
-def test_a_learner_that_falls_is_started_again(tmp_path):
+def test_a_failed_learner_is_restarted(tmp_path):
   script = (
     'import pathlib, sys; first = pathlib.Path(sys.argv[1], "first"); '
     'again = first.exists(); first.touch(); sys.exit(0 if again else 3)'
@@ -112,21 +112,21 @@ def test_a_learner_that_falls_is_started_again(tmp_path):
   assert outcome.fates['l0'].starts == 2
 
 
-def test_a_learner_that_always_falls_is_given_up(tmp_path, monkeypatch):
+def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeypatch):
   monkeypatch.setattr(supervisor_lib, '_BACKOFF_S', (0.01, 0.01))
   outcome = Run(tmp_path, [program('l0', 'raise SystemExit(3)')]).run()
   assert (outcome.code, outcome.fates['l0'].state) == (1, 'failed')
   assert outcome.fates['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
 
 
-def test_42_of_the_syncer_ends_all_with_its_line(tmp_path):
+def test_exit_42_of_the_syncer_ends_the_run_with_its_error_line(tmp_path):
   syncer = 'import sys; print("error: port 7 is taken", file=sys.stderr); sys.exit(42)'
   run = Run(tmp_path, [program('syncer', syncer), program('l0', _FOREVER), program('l1', _FOREVER)])
   outcome = run.run()
   assert (outcome.code, outcome.text) == (42, 'port 7 is taken')
 
 
-def test_42_of_a_learner_ends_only_that_learner(tmp_path):
+def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
   refused = 'import sys; print("error: another model", file=sys.stderr); sys.exit(42)'
   run = Run(
     tmp_path,
@@ -145,8 +145,8 @@ def test_42_of_a_learner_ends_only_that_learner(tmp_path):
   assert outcome.fates['syncer'].state == 'done'
 
 
-def test_42_of_the_syncer_ends_the_run_with_42_and_74_is_tried_again(tmp_path):
-  """First the disk fails, which a restart may help; then the log is found damaged."""
+def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
+  """First the disk fails, which a restart may fix; then the log is damaged."""
   syncer = (
     'import pathlib, sys\n'
     'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
@@ -161,7 +161,7 @@ def test_42_of_the_syncer_ends_the_run_with_42_and_74_is_tried_again(tmp_path):
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 
-def test_the_chaos_plan_kills_and_brings_back(tmp_path):
+def test_the_chaos_plan_kills_and_restarts(tmp_path):
   learner = (
     'import json, pathlib, sys, threading\n'
     'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
@@ -179,7 +179,7 @@ def test_the_chaos_plan_kills_and_brings_back(tmp_path):
   assert exits == [-signal.SIGKILL, 0]
 
 
-# Makes an outer step, says so, and stays; who stands by waits for its line first, then is done.
+# Reports an outer step and stays; as a standby process it waits for a line, then ends with 0.
 _STEPS = """
 import json, pathlib, sys, threading
 if "standby" in sys.argv:
@@ -194,14 +194,14 @@ threading.Event().wait()
 
 
 def with_standby(workdir: pathlib.Path, script: str = _STEPS) -> supervisor_lib.Program:
-  """A syncer for which a process stands by once it has made an outer step."""
+  """A syncer with a standby process once it has made an outer step."""
   life = program('syncer', _STEPS, str(workdir))
   standby = program('syncer', script, str(workdir), 'standby')
   return dataclasses.replace(life, standby=standby.command)
 
 
-def test_who_stands_by_takes_over(tmp_path):
-  """It is there before the syncer falls, and is the next life."""
+def test_a_standby_process_takes_over(tmp_path):
+  """It starts before the syncer dies and becomes its next process."""
   run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], finish_s=0.1)
   ready = []
 
@@ -220,7 +220,7 @@ def test_who_stands_by_takes_over(tmp_path):
   assert 'syncer: who stood by takes over (life 2)' in run.said('local')
 
 
-def test_if_who_stood_by_has_died_a_new_process_is_started(tmp_path):
+def test_a_new_process_is_started_if_the_standby_process_has_died(tmp_path):
   syncer = with_standby(tmp_path, 'print("stands by"); raise SystemExit(1)')
   run = Run(tmp_path, [syncer, program('l0', _FOREVER)], stop_s=0.5)
   killed = []
@@ -235,8 +235,8 @@ def test_if_who_stood_by_has_died_a_new_process_is_started(tmp_path):
   assert 'syncer: started again (life 2)' in run.said('local')
 
 
-def test_who_is_not_ready_is_not_waited_for(tmp_path):
-  """Whatever holds it up, the next life does not need it."""
+def test_the_supervisor_does_not_wait_for_an_unready_standby_process(tmp_path):
+  """The next process of the program is a new one."""
   syncer = with_standby(tmp_path, 'print("warming up"); ' + _FOREVER)
   run = Run(tmp_path, [syncer, program('l0', _FOREVER)], stop_s=0.5)
   pids: list[int] = []
@@ -253,7 +253,7 @@ def test_who_is_not_ready_is_not_waited_for(tmp_path):
   assert len(pids) == 3 and all(gone(pid) for pid in pids)
 
 
-def test_after_a_fall_who_stands_by_begins_without_a_pause(tmp_path):
+def test_after_a_first_failure_a_standby_process_takes_over_without_a_pause(tmp_path):
   run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], finish_s=0.1)
   killed = []
 
@@ -265,7 +265,7 @@ def test_after_a_fall_who_stands_by_begins_without_a_pause(tmp_path):
   assert 'syncer: killed by SIGKILL; restart in 0.0 s' in run.said('local')
 
 
-def test_who_stands_by_is_gone_with_the_run(tmp_path):
+def test_a_standby_process_ends_with_the_run(tmp_path):
   run = Run(tmp_path, [with_standby(tmp_path), program('l0', _FOREVER)], stop_s=0.5)
   pids: list[int] = []
 
@@ -278,8 +278,8 @@ def test_who_stands_by_is_gone_with_the_run(tmp_path):
   assert len(pids) == 3 and all(gone(pid) for pid in pids)
 
 
-def test_an_interrupt_leaves_nobody_even_if_a_child_is_deaf(tmp_path):
-  """The deaf child and the one that it started itself, in a session of its own."""
+def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
+  """The child ignores SIGTERM; its own child runs in another session."""
   deaf = (
     _DEAF
     + 'import subprocess, sys; subprocess.Popen([sys.executable, "-S", "-c", '
@@ -314,8 +314,8 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
   assert run.run(tick).code == 130
 
 
-def test_children_die_with_a_supervisor_that_is_killed(tmp_path):
-  """SIGKILL gives it no chance to stop them; the kernel does (die_with_parent.py)."""
+def test_children_die_with_a_killed_supervisor(tmp_path):
+  """After SIGKILL the supervisor cannot stop them; the kernel does (die_with_parent.py)."""
   deaf = _DEAF + 'print("deaf"); threading.Event().wait()'
   script = f"""
 import asyncio, os, pathlib, sys
@@ -340,7 +340,7 @@ asyncio.run(main())
   await_true(lambda: gone(child_pid), 'the death of the child')
 
 
-def test_a_line_without_end_is_cut(tmp_path):
+def test_an_endless_line_is_cut(tmp_path):
   run = Run(tmp_path, [program('l0', 'import sys; sys.stdout.write("x" * 200_000)')])
   run.run()
   assert sum(len(line) for line in run.said('l0')) == 200_000

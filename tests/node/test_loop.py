@@ -22,7 +22,7 @@ ANNOUNCED = messages.Payload(size_bytes=len(PAYLOAD), crc32=0)
 
 
 class Ports:
-  """Clock, transport, work and records in one, which write down what they are asked."""
+  """Clock, transport, work and records in one object, which records its calls."""
 
   def __init__(self):
     self.asked: list[Any] = []
@@ -51,7 +51,7 @@ class Ports:
 
 
 class Script:
-  """A machine that answers each event with what its script says."""
+  """A machine that answers each event with the next actions of its script."""
 
   deadline_ns: int | None = None
 
@@ -71,7 +71,7 @@ def run(machine: Any, ports: Ports, *posted: events.Event, payloads: Any = None)
   return loop.Node(machine, inbox, ports, ports, ports, payloads, ports).run()
 
 
-def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
+def test_actions_reach_their_ports_in_order_until_exit():
   payloads, ports = payloads_lib.PayloadStore(), Ports()
   handle = payloads.put(PAYLOAD)
   step, end = actions.Step(step=3), actions.Exit(code=0, text='done')
@@ -103,7 +103,7 @@ def test_actions_reach_their_ports_in_order_and_nothing_after_exit():
   assert [event.reason for _, event in machine.seen] == ['a', 'b']
 
 
-def test_a_part_that_fails_ends_the_node_after_what_had_come():
+def test_a_failed_port_ends_the_node_after_the_earlier_events():
   inbox, ports, machine = loop.Inbox(), Ports(), Script([], [actions.Exit(code=0, text='')])
   inbox.post(events.Stop(reason='a'))
   inbox.fail(OSError('the disk'))
@@ -120,7 +120,7 @@ def test_the_deadline_wakes_the_machine():
   assert machine.seen == [(5_000_000, events.Wake())]
 
 
-def test_a_deadline_in_the_past_wakes_at_once_but_after_what_has_come():
+def test_a_past_deadline_wakes_at_once_but_after_the_earlier_events():
   ports, machine = Ports(), Script([], [actions.Exit(code=0, text='')])
   ports.time_ns, machine.deadline_ns = 9, 3
   run(machine, ports, events.Stop(reason='first'))
@@ -128,7 +128,7 @@ def test_a_deadline_in_the_past_wakes_at_once_but_after_what_has_come():
 
 
 class Answers:
-  """Work that is done at once: every value is 7, every payload the same bytes."""
+  """Work that answers at once: every value is 7, every payload the same bytes."""
 
   def __init__(self, post: Any, payloads: payloads_lib.PayloadStore):
     self._post, self._payloads = post, payloads
@@ -197,6 +197,6 @@ def test_a_run_over_real_threads_and_transports_ends():
     )
     serve(learner_machine.LearnerMachine(config, identity, (7, 7)), hub.learner_transport)
   assert [exits.get(timeout=DEADLINE_S).code for _ in range(3)] == [0, 0, 0]
-  assert [len(store) for store in stores] == [0, 0, 0], 'every payload was dropped'
+  assert [len(store) for store in stores] == [0, 0, 0], 'some payloads were not dropped'
   assert [work.steps for work in works] == [0, 6, 6]
   assert records.ledger.merged == records.ledger.trained * 2 == 120

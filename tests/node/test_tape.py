@@ -1,4 +1,4 @@
-"""The loop and the tape: every turn before its actions, and a crash that names its tape."""
+"""The loop and the tape: a turn is written before its actions, and a crash names its tape."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from diloco_jax.protocol import actions, events
 
 
 class World:
-  """Every port, the tape included, in one list of what was asked."""
+  """All ports with the tape in one object, which records the calls in one list."""
 
   def __init__(self):
     self.asked: list[Any] = []
@@ -61,7 +61,7 @@ def test_a_turn_is_on_the_tape_before_its_actions_are_carried_out():
   'kept, words',
   [
     (True, 'It is on the tape X.'),
-    (False, 'No tape was kept.'),
+    (False, 'There is no tape.'),
   ],
 )
 def test_a_machine_that_raises_names_its_tape(kept: bool, words: str):

@@ -1,4 +1,4 @@
-"""A checkpoint reads back bit for bit, or is refused, or the one before it is used."""
+"""A checkpoint reads back bit for bit, or it is refused and the one before it is used."""
 
 import gc
 import logging
@@ -50,7 +50,7 @@ def _assert_holds(restored: checkpoint.Restored, step: int) -> None:
   jax.tree.map(np.testing.assert_array_equal, restored.state, _state(step))
 
 
-def test_reads_back_what_was_saved(tmp_path):
+def test_reads_back_the_saved_state(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   anchors = [jnp.arange(32, dtype=jnp.float32), jnp.full(64, -0.0)]
   checkpoints.save(7, _state(7), 70, anchors, {'versions': [3, 4], 'steps': {'0': 1}})
@@ -93,7 +93,7 @@ def test_a_save_at_a_clock_that_has_one_takes_the_next_number(tmp_path):
   _assert_holds(_restore(tmp_path), 4)
 
 
-def test_what_is_donated_after_save_returns_does_not_reach_the_disk(tmp_path):
+def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path):
   add_one = jax.jit(lambda tree: jax.tree.map(lambda leaf: leaf + 1, tree), donate_argnums=0)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   state = add_one(_state(1))
@@ -120,7 +120,7 @@ def test_restores_onto_another_mesh(tmp_path):
 
 
 def test_killed_in_the_middle_of_a_save(tmp_path):
-  """SIGKILL while the second checkpoint is being written: the first is the newest, and whole."""
+  """SIGKILL during the second save: the first checkpoint is the newest one, and whole."""
   child = textwrap.dedent("""
       import os, pathlib, signal, sys
       import jax.numpy as jnp
@@ -153,7 +153,7 @@ def test_killed_in_the_middle_of_a_save(tmp_path):
   assert _restore(tmp_path, like).step == 2
 
 
-# Orbax now and then leaves a coroutine of its own unawaited when a read fails.
+# Orbax sometimes leaves a coroutine unawaited when a read fails.
 @pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
 @pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning')
 def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
@@ -162,14 +162,14 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
     file.write_bytes(file.read_bytes()[:-20])
   with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
     _assert_holds(_restore(tmp_path), 1)
-  gc.collect()  # what Orbax left behind complains here, not in a later test
+  gc.collect()  # Orbax's unawaited coroutine warns here, not in a later test
   assert 'does not read back' in caplog.text and 'unreadable-2' in caplog.text
   _save(tmp_path, 2)
   _assert_holds(_restore(tmp_path), 2)
 
 
 def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path):
-  """A disk that takes no more: the limit on file sizes gives the same kind of error."""
+  """The limit on file sizes gives the same kind of error as a full disk."""
   _save(tmp_path, 1)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   noise = np.random.default_rng(0).standard_normal(2**20, np.float32)
@@ -199,7 +199,7 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
 
 
 def test_one_changed_bit_is_noticed(tmp_path):
-  """Whatever the storage swallows: the record of a state that differs in one bit does not fit."""
+  """The record of a state detects one changed bit, even if the storage does not."""
   _save(tmp_path, 1, 2)
   record = tmp_path / '2' / 'record' / 'data.json'
   digest = str(checkpoint._digests({'state': _state(2)})['state/w'])
@@ -211,7 +211,7 @@ def test_one_changed_bit_is_noticed(tmp_path):
   _assert_holds(_restore(tmp_path), 1)
 
 
-def test_nothing_readable_is_an_error_and_nothing_saved_is_not(tmp_path):
+def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
   assert _restore(tmp_path) is None
   _save(tmp_path, 1)
   (tmp_path / '1' / 'record' / 'data.json').write_text('{')
@@ -239,7 +239,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
     checkpoint.Checkpoints(str(tmp_path / 'file' / 'checkpoints'))
 
 
-def test_a_protocol_record_that_is_no_json_fails_at_once(tmp_path):
+def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   with pytest.raises(TypeError, match='JSON'):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})

@@ -1,4 +1,4 @@
-"""The real files under the write-ahead log: limits, locks, and processes that are killed."""
+"""The real files under the write-ahead log: limits, locks, and killed processes."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_names_sizes_and_pieces(tmp_path: pathlib.Path):
 
 
 def test_large_and_many_buffers_go_out_in_pieces(tmp_path: pathlib.Path, monkeypatch):
-  """No write holds more than a MiB; one that takes only a part is continued."""
+  """No write has more than a MiB; a partial write is continued."""
   written, writev = [], os.writev
 
   def some(descriptor: int, buffers: list[memoryview]) -> int:
@@ -114,7 +114,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: pathlib.Path):
+def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: pathlib.Path):
   holder = python(HOLD, tmp_path, stdin=subprocess.PIPE)
   try:
     assert holder.stdout.readline() == 'held\n'
@@ -137,7 +137,7 @@ def test_a_second_process_is_refused_until_the_first_is_gone(tmp_path: pathlib.P
   other.close()
 
 
-def test_a_lock_file_that_says_nothing_still_holds(tmp_path: pathlib.Path):
+def test_an_empty_lock_file_still_locks(tmp_path: pathlib.Path):
   files, other = files_lib.Files(tmp_path), files_lib.Files(tmp_path)
   files.lock()
   (tmp_path / files_lib.LOCK).write_text('[]')
@@ -152,8 +152,8 @@ def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path, 
   with pytest.raises(files_lib.DirectoryError, match='file is no directory to write in'):
     files_lib.Files(tmp_path / 'file')
   files = files_lib.Files(tmp_path / 'state')
-  (tmp_path / 'state' / files_lib.PROBE).mkdir()  # refuses everyone, root too
-  with pytest.raises(files_lib.DirectoryError, match='state cannot be written: .*Not started') as e:
+  (tmp_path / 'state' / files_lib.PROBE).mkdir()  # refuses every user, also root
+  with pytest.raises(files_lib.DirectoryError, match='state is not writable: .*Not started') as e:
     files.probe()
   assert '\n' not in str(e.value)
   files.close()
@@ -181,7 +181,7 @@ print(log.commit(), flush=True)
 
 
 def test_a_file_that_may_not_grow_takes_the_record_later(tmp_path: pathlib.Path):
-  """The limit gives a short write, then EFBIG: the part is cut off again."""
+  """The limit gives a short write, then EFBIG: the log cuts off the part."""
   child = python(FILL, tmp_path)
   lines = child.communicate(timeout=120)[0].splitlines()
   assert child.returncode == 0
@@ -194,8 +194,8 @@ def test_a_file_that_may_not_grow_takes_the_record_later(tmp_path: pathlib.Path)
   files.close()
 
 
-def test_no_space_is_told_from_other_failures(tmp_path: pathlib.Path):
-  """/dev/full is a disk without space: nothing can be begun on it, and DD401 says so."""
+def test_no_space_differs_from_other_failures(tmp_path: pathlib.Path):
+  """/dev/full is a disk without space: no log can begin on it."""
   full = tmp_path / (fmt.segment_name(1) + fmt.NEW)
   full.symlink_to('/dev/full')
   files = files_lib.Files(tmp_path)
@@ -222,8 +222,8 @@ while True:
 """
 
 
-def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path: pathlib.Path):
-  """Five rounds on one log: killed after a number of commits, in whatever it was doing then."""
+def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path):
+  """Five rounds on one log, each killed after a number of commits at an arbitrary moment."""
   draw, committed = random.Random(9), 0
   for _ in range(5):
     writer = python(WRITE, tmp_path)
@@ -233,7 +233,7 @@ def test_a_killed_writer_loses_nothing_that_it_committed(tmp_path: pathlib.Path)
     finally:
       writer.kill()
     for line in writer.communicate()[0].splitlines(keepends=True):
-      if line.endswith('\n'):  # what it said before it was gone
+      if line.endswith('\n'):  # a whole line before the kill
         committed = int(line)
     assert writer.returncode == -signal.SIGKILL
     files = files_lib.Files(tmp_path)

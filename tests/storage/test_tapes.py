@@ -1,4 +1,4 @@
-"""Tapes on disk: lives and segments, kills and full disks, and a real run that replays."""
+"""Tapes on disk: processes and segments, kills and full disks, and the replay of a real run."""
 
 import contextlib
 import gzip
@@ -29,14 +29,14 @@ DEADLINE_S = 150
 
 
 def golden() -> tuple[tape.Start, list[tape.Record]]:
-  """A real learner's start and turns, to be written anew."""
+  """A real learner's start and turns, for writing again."""
   with open(GOLDEN / 'learner.jsonl', 'rb') as file:
     reader = tape.Reader(file)
     return reader.header.start, list(reader)
 
 
 def write(workdir: pathlib.Path, segment_bytes: int = tapes.SEGMENT_BYTES) -> tape.Record:
-  """One whole life; its last turn."""
+  """Writes the whole tape of one process; returns its last turn."""
   start, turns = golden()
   said: list[str] = []
   with contextlib.closing(tapes.Tape(workdir, start, said.append, {'a': 1}, segment_bytes)) as out:
@@ -61,10 +61,10 @@ def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
   )
 
 
-# --- Lives and segments ---------------------------------------------------------------------------
+# --- Processes and segments -----------------------------------------------------------------------
 
 
-def test_every_life_is_a_tape_of_its_own(tmp_path):
+def test_every_process_has_its_own_tape(tmp_path):
   for _ in range(3):
     last = write(tmp_path)
   assert names(tmp_path) == ['l1.1.0.jsonl', 'l1.2.0.jsonl', 'l1.3.0.jsonl']
@@ -76,7 +76,7 @@ def test_every_life_is_a_tape_of_its_own(tmp_path):
     assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
 
 
-def test_the_header_says_what_wrote_it(tmp_path):
+def test_the_header_names_the_versions_that_wrote_it(tmp_path):
   write(tmp_path)
   header = tapes.read(tapes.find(tmp_path)[0]).header
   assert header.versions['jax'] == jax.__version__
@@ -94,7 +94,7 @@ def test_full_segments_are_packed_and_read_as_one(tmp_path):
   for name in packed:
     with gzip.open(tmp_path / tapes.TAPES / name) as file:
       assert 9_000 <= len(file.read()) < 9_000 + 30_000
-  for path in (tmp_path, *(tmp_path / tapes.TAPES).iterdir()):  # any segment names the whole life
+  for path in (tmp_path, *(tmp_path / tapes.TAPES).iterdir()):  # any segment names the whole tape
     [life] = tapes.find(path)
     assert len(life.segments) == len(packed) + 1
     result = tapes.replay(life)
@@ -108,8 +108,8 @@ def test_more_than_nine_segments_stay_in_order(tmp_path):
   assert tapes.replay(life).identical
 
 
-def test_a_segment_that_was_packed_and_is_still_there(tmp_path):
-  """Killed between the two: nothing is read twice."""
+def test_a_packed_segment_that_was_not_removed(tmp_path):
+  """A kill between packing and removal: no line is read twice."""
   write(tmp_path, segment_bytes=9_000)
   packed = tmp_path / tapes.TAPES / 'l1.1.0.jsonl.gz'
   packed.with_suffix('').write_bytes(gzip.decompress(packed.read_bytes()))
@@ -119,7 +119,7 @@ def test_a_segment_that_was_packed_and_is_still_there(tmp_path):
 
 
 @pytest.mark.parametrize('packed', [False, True])
-def test_damage_is_said_with_file_and_line(tmp_path, packed):
+def test_damage_is_reported_with_file_and_line(tmp_path, packed):
   write(tmp_path, segment_bytes=9_000)
   [life] = tapes.find(tmp_path)
   path = life.segments[1]
@@ -150,7 +150,7 @@ def test_a_packed_segment_that_cannot_be_unpacked(tmp_path):
 
 
 class Stub:
-  """Ports of a learner that asks for nothing but time."""
+  """The ports of a learner that needs only the time."""
 
   def now_ns(self) -> int:
     return 1
@@ -172,7 +172,7 @@ def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
   inbox, stub = loop.Inbox(), Stub()
   inbox.post(events.Wake())
   inbox.post(
-    events.MergeDone(  # what no learner ever asked for
+    events.MergeDone(  # never an event of a learner
       sync=1, fragment=0, handle=None, payload=None, digest=1
     )
   )
@@ -229,13 +229,13 @@ def test_a_killed_process_loses_no_turn(tmp_path):
   assert (result.identical, result.events, result.end, result.torn) == (True, 100, 'open', False)
 
 
-@pytest.mark.parametrize('limit', [100, 20_000])  # in the header, in the middle of a turn
+@pytest.mark.parametrize('limit', [100, 20_000])  # within the header, within a turn
 def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
   with child(tmp_path, limit) as process:
     said, errors = process.communicate(timeout=DEADLINE_S)
   assert process.returncode == 0, errors
   warning, done = said.splitlines()
-  assert 'the tape ends here, the run goes on' in warning and done == 'done' and not errors
+  assert 'the tape ends here, the run continues' in warning and done == 'done' and not errors
   [life] = tapes.find(tmp_path)
   assert life.segments[0].stat().st_size <= limit
   result = tapes.replay(life)
@@ -243,7 +243,7 @@ def test_a_full_disk_ends_the_tape_and_not_the_run(tmp_path, limit):
   assert (0 < result.events < 100) == (limit > 1_000)
 
 
-def test_a_folder_that_cannot_be_made_is_said_once(tmp_path):
+def test_an_impossible_folder_is_reported_once(tmp_path):
   (tmp_path / tapes.TAPES).write_text('in the way')
   start, turns = golden()
   said: list[str] = []
@@ -252,7 +252,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path):
     out.record(turn.now_ns, turn.event, turn.actions)
   assert 'ended before this' in out.crash(0, events.Wake(), ValueError('x'))
   out.close()
-  assert len(said) == 1 and said[0].startswith('[l1] the tape ends here, the run goes on: ')
+  assert len(said) == 1 and said[0].startswith('[l1] the tape ends here, the run continues: ')
 
 
 # --- The commit of a checkout ---------------------------------------------------------------------
@@ -282,7 +282,7 @@ def test_the_commit_of_a_checkout_a_worktree_and_neither(tmp_path):
 # --- experiments/replay.py ------------------------------------------------------------------------
 
 
-def test_the_program_says_one_line_for_each_life(tmp_path):
+def test_the_program_prints_one_line_per_tape(tmp_path):
   write(tmp_path)
   write(tmp_path)
   done = program(tmp_path, GOLDEN / 'syncer.jsonl')
@@ -294,7 +294,7 @@ def test_the_program_says_one_line_for_each_life(tmp_path):
   assert found == ['l1.1', 'l1.2', 'syncer.jsonl']
 
 
-def test_the_program_shows_a_divergence_and_goes_on(tmp_path):
+def test_the_program_shows_a_divergence_and_continues(tmp_path):
   start, turns = golden()
   write(tmp_path)
   with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
@@ -319,7 +319,7 @@ def test_the_program_shows_a_divergence_and_goes_on(tmp_path):
     ((), 'no tape given'),
     (('/nowhere',), 'there is no tape /nowhere'),
     (('--tape=x',), 'tape'),
-    (('tests/runtime',), 'there are no tapes in tests/runtime'),
+    (('tests/runs',), 'there are no tapes in tests/runs'),
   ],
 )
 def test_the_program_refuses_in_one_line(words, error):
@@ -346,7 +346,7 @@ def test_the_program_starts_without_jax():
 
 
 class Watched(records.Recorder):
-  """Records that say when so many outer steps have been made."""
+  """Records that set an event after a number of outer steps."""
 
   def __init__(self, workdir: pathlib.Path, name: str, enough: threading.Event):
     super().__init__(workdir, name, tensorboard=False)
@@ -360,9 +360,9 @@ class Watched(records.Recorder):
         self._enough.set()
 
 
-def test_a_run_that_was_stopped_and_went_on_replays(tmp_path):
+def test_a_stopped_and_resumed_run_replays(tmp_path):
   config = stdlib_lm.get_config('tiny')
-  config.sync.learners = config.sync.quorum = 2  # so that both have trained when it is stopped
+  config.sync.learners = config.sync.quorum = 2  # so that both have trained before the stop
   config.train.steps, config.train.eval_every = 100_000, 0
   config.train.checkpoint_every_steps = config.sync.checkpoint_every_syncs = 4
   config.validate()

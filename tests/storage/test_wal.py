@@ -1,8 +1,8 @@
-"""The write-ahead log on a disk that tears, forgets, fills up and fails.
+"""The write-ahead log on a disk that tears and loses writes, fills up and fails.
 
-The one statement behind most of these tests: whatever happens, what is read back is a prefix of
-what was appended, byte for byte, with everything in it that was committed; or the log is refused,
-by name and offset, and not a byte of it was changed.
+Most of these tests check one statement: after any failure the log returns a prefix of the appended
+records, byte for byte, with all committed records; or the log is refused, by name and offset, and
+no byte of it has changed.
 """
 
 import errno
@@ -23,18 +23,18 @@ MARK_BYTES = fmt.ENTRY_HEADER_BYTES
 
 
 class PowerLoss(BaseException):
-  """The host is gone in the middle of a call."""
+  """The host dies during a call."""
 
 
 class Killed(BaseException):
-  """The process is gone in the middle of a call; its host is not."""
+  """The process dies during a call; its host does not."""
 
 
 class Storage(disk_lib.Disk):
-  """The simulated disk, with calls that fail, and deaths in the middle of one.
+  """The simulated disk, with failing calls and deaths during a call.
 
   Attributes:
-    plan: what happens at which call: number of the call to a word (FAULTS).
+    plan: the fault (a word of FAULTS) at each call, by the number of the call.
     calls: the calls so far, by name.
   """
 
@@ -83,7 +83,7 @@ class Storage(disk_lib.Disk):
     self._turn('fsync_names', super().fsync_names)
 
   def _turn(self, call: str, whole, part=lambda: None, failed=None) -> None:
-    """A call: done, or done in part, or not at all, as the plan says."""
+    """Carries out a call wholly, in part or not at all, as planned."""
     fault = self.plan.get(len(self.calls))
     self.calls.append(call)
     match fault:
@@ -129,7 +129,7 @@ def payload(number: int) -> bytes:
 
 
 def chain_after(records: list[tuple[int, bytes]]) -> bytes:
-  """The hash of a history, from its definition in wal_format."""
+  """The hash of a history, by the definition in wal_format."""
   chain = hashlib.sha256(RUN.encode()).digest()
   for number, (kind, data) in enumerate(records, 1):
     head = struct.pack('<IQQ', kind, number, len(data))
@@ -138,7 +138,7 @@ def chain_after(records: list[tuple[int, bytes]]) -> bytes:
 
 
 def write_log(disk: Storage, records: int, group: int = 2, segment_bytes: int = 1 << 20) -> wal.Wal:
-  """`records` records, committed in groups."""
+  """Writes `records` records and commits them in groups."""
   log = wal.open_log(disk, RUN, segment_bytes=segment_bytes)
   for number in range(1, records + 1):
     assert log.append(1, payload(number)) == number
@@ -156,19 +156,19 @@ def expected(count: int) -> list[tuple[int, bytes]]:
 
 
 def marks(disk: Storage, name: str) -> list[int]:
-  """Where the marks of a segment begin."""
+  """The offsets of the marks of a segment."""
   return [place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.MARK]
 
 
-# --- What it is for -------------------------------------------------------------------------------
+# --- The purpose ----------------------------------------------------------------------------------
 
 
-def test_what_was_committed_is_read_back():
+def test_committed_records_are_read_back():
   disk = Storage()
   update = np.arange(1000, dtype=np.float32).reshape(10, 100)
   log = wal.open_log(disk, RUN)
   assert log.append(7, *fmt.pack({'sync': 24, 'fragment': 3}, update)) == 1
-  assert log.append(8) == 2  # nothing but its kind
+  assert log.append(8) == 2  # only its kind
   assert (log.last, log.committed) == (2, 0)
   assert log.commit() == 2
 
@@ -191,12 +191,12 @@ def test_one_fsync_commits_many_records():
     log.append(1, payload(number))
   assert disk.calls.count('fsync') == before
   assert log.commit() == 50
-  assert log.commit() == 50  # nothing new
+  assert log.commit() == 50  # no new record
   assert disk.calls.count('fsync') == before + 1
 
 
-def test_the_hash_is_that_of_the_history_alone():
-  """Groups, segments, restarts and torn tails are no part of what happened (I10)."""
+def test_the_hash_depends_on_the_history_only():
+  """Groups, segments, restarts and torn tails are not part of the history (I10)."""
   plain = write_log(Storage(), 20, group=20)
   other = Storage()
   write_log(other, 9, group=1, segment_bytes=300)
@@ -209,7 +209,7 @@ def test_the_hash_is_that_of_the_history_alone():
 
 
 def test_golden_bytes():
-  """Format version 1. If this fails, old logs cannot be read any more: a new version is due."""
+  """Format version 1. If this fails, old logs are no longer readable: raise the version."""
   disk = Storage()
   log = wal.open_log(disk, RUN)
   log.append(1, b'seven', b' bytes')
@@ -275,7 +275,7 @@ def test_every_prefix_of_a_log_is_a_prefix_of_its_records():
   assert seen == set(range(21))
 
 
-def test_a_log_that_was_cut_goes_on():
+def test_a_cut_log_continues():
   disk = Storage()
   write_log(disk, 4)
   ((name, data),) = disk.copy().items()
@@ -292,7 +292,7 @@ def test_a_log_that_was_cut_goes_on():
 @pytest.mark.parametrize('flip', [0x01, 0xFF])
 @pytest.mark.parametrize('segment_bytes', [1 << 20, 600])
 def test_no_flipped_byte_changes_what_is_read_back(segment_bytes: int, flip: int):
-  """Damage to a record or a header is refused; damage to a mark costs nothing."""
+  """A damaged record or header is refused; a damaged mark loses nothing."""
   disk = Storage()
   write_log(disk, 20, segment_bytes=segment_bytes)
   whole = disk.copy()
@@ -316,8 +316,8 @@ def test_no_flipped_byte_changes_what_is_read_back(segment_bytes: int, flip: int
       assert error.value.last_good < 20
 
 
-def test_without_its_mark_a_flip_in_the_last_record_is_a_torn_tail():
-  """The window that wal_recovery documents: power was lost before the last mark was on disk."""
+def test_without_a_mark_a_flip_in_the_last_record_is_a_torn_tail():
+  """The window that wal_recovery documents: a power loss before the last mark is on disk."""
   disk = Storage()
   write_log(disk, 5, group=1)
   ((name, data),) = disk.copy().items()
@@ -331,7 +331,7 @@ def test_without_its_mark_a_flip_in_the_last_record_is_a_torn_tail():
       wal.open_log(Storage(files={name: bytes(bad)}), RUN, after=5)
 
 
-def test_what_was_recovered_is_proven_from_then_on():
+def test_recovery_proves_the_recovered_records():
   disk = Storage()
   write_log(disk, 5, group=1)
   ((name, data),) = disk.copy().items()
@@ -347,20 +347,20 @@ def test_what_was_recovered_is_proven_from_then_on():
 
 
 class Story:
-  """A syncer's life on a disk, over all its crashes: what it appended, committed and dropped."""
+  """A syncer on a disk, over all its crashes: its appended, committed and dropped records."""
 
   STEPS = 14
 
   def __init__(self, disk: Storage):
     self.disk = disk
-    self.history: list[tuple[int, bytes]] = []  # every append that was begun, by number
+    self.history: list[tuple[int, bytes]] = []  # every begun append, by number
     self.committed = 0
     self.snapshot = 0  # verified, on another disk
     self.log: wal.Wal | None = None
     self.broken = 0
 
   def run(self) -> None:
-    """Until all steps are committed; every death is followed by a new life."""
+    """Runs until all steps are committed; recovers after every death."""
     for _ in range(100):
       try:
         if self.log is None:
@@ -384,7 +384,7 @@ class Story:
     raise AssertionError('never finished')
 
   def recover(self) -> None:
-    """Everything that was promised is there, nothing that was not appended is."""
+    """Checks that the log has every committed record and only appended records."""
     log = wal.open_log(self.disk, RUN, after=self.snapshot, segment_bytes=300)
     assert self.committed <= log.last <= len(self.history)
     self.committed = log.last
@@ -395,7 +395,7 @@ class Story:
     self.log = log
 
   def step(self) -> None:
-    """One to three records, a commit, and now and then a snapshot behind which is dropped."""
+    """Appends one to three records and commits; sometimes makes a checkpoint and drops segments."""
     log = self.log
     for _ in range(1 + len(self.history) % 3):
       number = log.last + 1
@@ -417,7 +417,7 @@ class Story:
 
 
 def quiet() -> list[str]:
-  """The calls of a life in which nothing happens."""
+  """The calls of a process without faults."""
   story = Story(Storage())
   story.run()
   story.recover()
@@ -428,12 +428,12 @@ CALLS = quiet()
 
 
 def test_the_story_uses_every_call_but_truncate():
-  assert set(CALLS) == set(FAULTS) - {'truncate'}  # which comes after a fault, or not at all
+  assert set(CALLS) == set(FAULTS) - {'truncate'}  # only after a fault, or never
 
 
 @pytest.mark.parametrize('fault', sorted({word for words in FAULTS.values() for word in words}))
 def test_every_call_failing(fault: str):
-  """One fault at every call in turn, then a second one somewhere behind it, then a power loss."""
+  """One fault at each call in turn, then a second one at a later call, then a power loss."""
   broken = 0
   for call, name in enumerate(CALLS):
     if fault not in FAULTS[name]:
@@ -465,7 +465,7 @@ def test_many_faults_at_random(seed: int):
     story.recover()
 
 
-def test_a_full_disk_takes_the_record_later():
+def test_a_full_disk_accepts_the_record_later():
   disk = Storage()
   log = write_log(disk, 3)
   disk.plan[len(disk.calls)] = 'disk full'
@@ -485,11 +485,11 @@ def test_a_full_disk_that_cannot_be_cut_back_breaks_the_log():
   assert read_log(wal.open_log(disk, RUN)) == expected(3)
 
 
-def test_a_mark_that_has_no_room_fails_no_commit():
+def test_a_mark_without_space_does_not_fail_the_commit():
   disk = Storage()
   log = wal.open_log(disk, RUN)
   log.append(1, payload(1))
-  disk.plan[len(disk.calls) + 1] = 'disk full'  # behind the fsync
+  disk.plan[len(disk.calls) + 1] = 'disk full'  # after the fsync
   assert log.commit() == 1
   log.append(1, payload(2))
   log.commit()
@@ -510,8 +510,8 @@ def test_a_failed_fsync_ends_the_log():
     log.commit()
 
 
-def test_what_a_failed_fsync_left_in_memory_is_written_again():
-  """The next process reads pages that the disk never took, and no fsync writes them any more."""
+def test_records_of_a_failed_fsync_are_written_again():
+  """The next process reads pages that never reached the disk, and no fsync will write them."""
   disk = Storage()
   log = write_log(disk, 3)
   log.append(1, payload(4))
@@ -519,7 +519,7 @@ def test_what_a_failed_fsync_left_in_memory_is_written_again():
   with pytest.raises(fmt.WalBroken):
     log.commit()
   log = wal.open_log(disk, RUN)
-  assert log.last == 4  # and from now on spoken of
+  assert log.last == 4  # and acknowledged from now on
   log.append(1, payload(5))
   log.commit()
   disk.crash()
@@ -583,7 +583,7 @@ def test_a_log_of_another_run_is_refused():
 
 
 def test_a_record_of_another_history_is_refused():
-  """Whole and at its place, but it does not follow from what is before it."""
+  """A whole record at its place whose hash does not follow from the record before."""
   disk, other = Storage(), Storage()
   write_log(disk, 2)
   log = wal.open_log(other, RUN)
@@ -649,7 +649,7 @@ def test_a_programming_error_writes_nothing():
     log.roll()
 
 
-def test_what_changes_under_an_open_log_is_never_skipped():
+def test_a_change_under_an_open_log_is_never_skipped():
   disk = Storage()
   write_log(disk, 3, group=1)
   ((name, data),) = disk.copy().items()

@@ -1,4 +1,4 @@
-"""The smallest island that still has every part: two layers, grouped heads, a gated block."""
+"""The smallest island with every part: two layers, grouped heads, a gated block."""
 
 import pathlib
 
@@ -43,7 +43,7 @@ def write_corpus(root: pathlib.Path, num_files: int = 200) -> None:
 
 @pytest.fixture(name='make_island')
 def _make_island(model, optimizer, data, corpus):
-  """Builds islands on the first devices there are; closes them at the end."""
+  """Builds islands on the first devices; closes them at the end."""
   built = []
 
   def make(
@@ -51,7 +51,7 @@ def _make_island(model, optimizer, data, corpus):
   ) -> island_lib.Island:
     mesh = mesh or config_lib.MeshConfig()
     devices = jax.devices()[first_device : first_device + mesh.num_devices]
-    model.num_layers = 1  # a second layer tells nothing more about islands, and is to be compiled
+    model.num_layers = 1  # a second layer tests nothing more and takes time to compile
     settings = {
       'model': model,
       'optimizer': optimizer,

@@ -1,4 +1,4 @@
-"""Wrong configurations do not start, and say which two values disagree and what to do."""
+"""Wrong configurations are refused with both values and the remedy."""
 
 import pytest
 from absl import flags
@@ -24,7 +24,7 @@ from diloco_jax.train import config as config_lib
     (config_lib.MeshConfig(fsdp=0), ['fsdp', '0']),
   ],
 )
-def test_each_part_refuses_what_cannot_work(config, words):
+def test_each_part_refuses_bad_values(config, words):
   with pytest.raises(ValueError) as error:
     config.validate()
   assert all(word in str(error.value) for word in words), error.value

@@ -1,4 +1,4 @@
-"""Every window belongs to one stream, every batch is a function of its index."""
+"""Every window belongs to one shard, every batch is a function of its index."""
 
 import collections
 
@@ -34,7 +34,7 @@ def test_a_pass_of_all_streams_is_every_window_once(numbered):
   'streams, learners', [(16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)]
 )
 def test_learners_read_every_window_once_before_any_twice(numbered, streams, learners):
-  """Issue 4: every example is trained on about once, however many streams nobody leases."""
+  """Issue 4: learners train on each example about once, for any number of unleased shards."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
   windows = data_lib.Windows(numbered.train_bytes, 16)
   rows = [
@@ -48,7 +48,7 @@ def test_learners_read_every_window_once_before_any_twice(numbered, streams, lea
 
 @pytest.mark.parametrize('streams, learners', [(16, 3), (16, 7), (33, 2)])
 def test_any_number_of_learners_reads_about_evenly(numbered, streams, learners):
-  """After one epoch's worth of passes nothing was read more than twice, and little is unread."""
+  """After the passes of one epoch every window was read at most twice, and most of them once."""
   config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
   windows = data_lib.Windows(numbered.train_bytes, 16)
   rows = [
@@ -128,7 +128,7 @@ def test_evaluation_batches_are_always_the_same(numbered):
   assert len({row.tobytes() for batch in first for row in batch}) == 12
 
 
-def test_nothing_to_read_is_one_clear_line(tmp_path):
+def test_an_unreadable_corpus_is_one_clear_line(tmp_path):
   with pytest.raises(ValueError, match='has no files: use .stdlib.'):
     data_lib.load_corpus(str(tmp_path))
   with pytest.raises(ValueError, match='has no files'):
@@ -144,5 +144,5 @@ def test_too_little_text_says_how_much_is_needed(numbered):
     data_lib.make_stream(numbered, config, 0)
   with pytest.raises(ValueError, match='has 15 held-out windows .* 8 x 32 = 256'):
     data_lib.eval_batches(numbered, config)
-  with pytest.raises(ValueError, match=r'stream 16 is outside \[0, 16\)'):
+  with pytest.raises(ValueError, match=r'shard 16 is outside \[0, 16\)'):
     data_lib.make_stream(numbered, config, 16)

@@ -1,4 +1,4 @@
-"""An island trains alone, stops and goes on bit for bit, and lets its state be replaced."""
+"""An island trains alone, continues from a checkpoint bit for bit, and takes a replaced state."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def test_learns_alone(make_island):
   assert island.data_state == 40
 
 
-def test_goes_on_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
+def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   island = make_island(checkpoint_dir=str(tmp_path), stream=1)
   for clock in range(3):
     island.step(clock)
@@ -45,14 +45,14 @@ def test_goes_on_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   _assert_same(other.state, island.state)
 
 
-def test_nothing_saved_changes_nothing(make_island, tmp_path):
+def test_without_a_checkpoint_restore_changes_nothing(make_island, tmp_path):
   island = make_island(checkpoint_dir=str(tmp_path))
   before = _host(island.state)
   assert island.restore() is None
   _assert_same(island.state, before)
 
 
-def test_parameters_are_replaced_and_moments_kept(make_island):
+def test_adopt_replaces_parameters_and_keeps_moments(make_island):
   """Adopt: the fragment is overwritten, the inner moments stay (paper section 3)."""
   island = make_island(config_lib.MeshConfig(fsdp=2))
   island.step(0)
@@ -64,11 +64,11 @@ def test_parameters_are_replaced_and_moments_kept(make_island):
   assert island.params['embedding'].sharding == island.shardings.params['embedding']
   kept = _host(adopted)
   island.step(1)
-  _assert_same(adopted, kept)  # the caller's own arrays on the host are not donated
+  _assert_same(adopted, kept)  # the step does not donate the caller's host arrays
 
 
-def test_donated_state_continues_as_the_donor(make_island):
-  """Recovery: model and inner optimizer state, onto other devices (paper section 6)."""
+def test_a_joiner_continues_with_the_donors_state(make_island):
+  """Recovery: model and inner optimizer state move to other devices (paper section 6)."""
   donor, joiner = make_island(), make_island(first_device=4, seed=7)
   donor.step(0)
   joiner.state = _host(donor.state)
@@ -88,7 +88,7 @@ def test_a_state_of_another_shape_is_refused(make_island):
     island.params = params
 
 
-def test_evaluates_parameters_of_others(make_island):
+def test_evaluates_given_parameters(make_island):
   island = make_island()
   start = island.evaluate()
   initial = _host(island.params)

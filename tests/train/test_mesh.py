@@ -1,4 +1,4 @@
-"""Tensors lie as the table says, and where they lie does not change what is computed."""
+"""Tensors are partitioned as in the table, and the partition does not change the results."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from diloco_jax.train import step as step_lib
 
 
 class Device(NamedTuple):
-  """What `islands` reads of a device."""
+  """A device with the fields that `islands` reads."""
 
   id: int
   slice_index: int
@@ -37,8 +37,8 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
   sharded_state, sharded_metrics = _one_step(model, optimizer, sharded_mesh, batch)
   for name in metrics:
     np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
-  # Adam divides by sqrt(v): where a gradient is almost zero its rounding is all there is, so the
-  # gradients' moments are compared, not the parameters.
+  # Adam divides by sqrt(v), which turns the rounding of an almost zero gradient into a full update;
+  # the test therefore compares the moments, not the parameters.
   for one, other in zip(
     jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state), strict=True
   ):
@@ -61,14 +61,14 @@ def test_mesh_takes_exactly_its_devices():
     mesh_lib.make_mesh(config, jax.devices()[:3])
 
 
-def test_a_tensor_that_does_not_split_is_named():
+def test_the_error_names_the_tensor_that_does_not_split():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
   tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}
   with pytest.raises(ValueError, match=r"layers/0/key .*: 2 does not split 4 ways .*'tensor'"):
     mesh_lib.tree_shardings(mesh, tree)
 
 
-def test_what_no_rule_names_is_replicated():
+def test_leaves_without_a_rule_are_replicated():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2), jax.devices()[:2])
   tree = {'count': jax.ShapeDtypeStruct((), np.int32), 'norm': jax.ShapeDtypeStruct((3,), np.int32)}
   assert {s.spec for s in jax.tree.leaves(mesh_lib.tree_shardings(mesh, tree))} == {P()}

@@ -1,4 +1,4 @@
-"""What the decoder promises, whatever its size."""
+"""Properties of the decoder at any size."""
 
 import doctest
 import math
@@ -79,7 +79,7 @@ def test_rope_scores_depend_on_distance_only(model):
   assert float(jnp.std(score_LxL[0])) > 0.1
 
 
-def test_layers_are_leaves_of_their_own(model):
+def test_each_layer_has_its_own_leaves(model):
   params, _ = _draw(model)
   paths = {
     jax.tree_util.keystr(path): leaf.shape

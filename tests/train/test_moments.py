@@ -1,4 +1,4 @@
-"""Moments as bytes: what one island gives, another one has, bit for bit, whatever their meshes."""
+"""Moments as bytes: they move between islands bit for bit, for any two meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,18 @@ def equal(ours, theirs):
   return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_a_snapshot_is_of_the_boundary_at_which_it_was_taken(make_island):
+def test_a_copy_of_the_moments_survives_the_next_step(make_island):
   island = make_island()
   island.step(0)
   before = states(island)
   copied = moments.snapshot(island.moments)
-  island.step(1)  # donates what the snapshot was taken of
+  island.step(1)  # donates the copied arrays
   assert not equal(states(island), before)
   assert bytes(moments.to_bytes(copied.moments)) == b''.join(one.tobytes() for one in before)
   assert bool(copied.finite)
 
 
-def test_what_is_given_is_what_is_taken_on_another_mesh(make_island):
+def test_moments_arrive_unchanged_on_another_mesh(make_island):
   donor = make_island(config_lib.MeshConfig(data=2))
   joiner = make_island(config_lib.MeshConfig(fsdp=2))
   for clock in range(3):
@@ -56,11 +56,11 @@ def test_one_bit_changes_the_digest():
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
-def test_what_is_not_finite_is_no_gift(value):
+def test_moments_that_are_not_finite_are_marked(value):
   assert not bool(moments.snapshot({'mu': jnp.float32([1.0, value])}).finite)
 
 
 def test_another_size_is_refused_with_both_sizes():
   state = {'mu': jnp.float32([1.0, 2.0])}
-  with pytest.raises(ValueError, match='7 bytes of moments came, this optimizer has 8'):
+  with pytest.raises(ValueError, match='received 7 bytes of moments, but this optimizer has 8'):
     moments.from_bytes(bytes(7), state)

@@ -1,4 +1,4 @@
-"""AdamW as optax has it, at the rate of the clock."""
+"""AdamW equals optax's, with the learning rate of the clock."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""One golden step, and what the jitted step does with its buffers."""
+"""One golden step, and the donated buffers of the jitted step."""
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +30,10 @@ def _stepped():
 def test_golden_step(stepped):
   """The numbers of one step from seed 0.
 
-  If this fails, something of model, initialisation, loss or optimizer now computes another thing.
-  If the change was meant, judge each number (loss near ln 256 = 5.545; an update of about the
-  learning rate, 5e-3 at clock 0), then write the new ones. If all differ in the last digits only,
-  the compiler rounds differently: widen nothing beyond 1e-3.
+  If this fails, the model, the initialisation, the loss or the optimizer computes other values. If
+  the change is intended, check each number (loss near ln 256 = 5.545; an update of about the
+  learning rate, 5e-3 at clock 0), then write the new ones. If the numbers differ in the last digits
+  only, the compiler rounds differently: do not widen a tolerance beyond 1e-3.
   """
   _, initial, after, metrics = stepped
   rms = lambda tree: float(
@@ -61,7 +61,7 @@ _GOLDEN = {
 }
 
 
-def test_donates_the_state_it_is_given(stepped):
+def test_the_step_donates_its_state(stepped):
   before, _, after, _ = stepped
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
   assert int(after.opt_state[1].count) == 1

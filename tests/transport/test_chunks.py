@@ -11,7 +11,7 @@ from diloco_jax.transport import chunks, errors
 
 MIB = chunks.CHUNK_BYTES
 
-# Transfer 7 of the payload b'abc'. When this fails, the format has changed: raise VERSION.
+# Transfer 7 of the payload b'abc'. If this test fails, the format has changed: raise VERSION.
 GOLDEN = bytes.fromhex(
   '444c4342'  # magic
   '0100'  # version
@@ -31,7 +31,7 @@ def assembler(max_payload_bytes=1 << 24, max_open=2):
 
 
 def frame(data=b'abc', **changes):
-  """A frame with some fields changed and a right header check, as a hostile peer would make it."""
+  """A frame with some changed fields and a correct header check, as a hostile peer makes it."""
   fields = {
     'magic': chunks.MAGIC,
     'version': chunks.VERSION,
@@ -60,7 +60,7 @@ def test_golden_bytes():
 
 
 @pytest.mark.parametrize('size', [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB])
-def test_a_payload_comes_back_whole(size):
+def test_a_payload_arrives_whole(size):
   payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
   frames = list(chunks.split(1, payload))
   assert max(map(len, frames)) <= chunks.MAX_FRAME_BYTES
@@ -70,11 +70,11 @@ def test_a_payload_comes_back_whole(size):
   assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
 
 
-def test_frames_are_made_when_asked_for():
+def test_frames_are_made_on_demand():
   payload = bytearray(2 * MIB)
   frames = chunks.split(1, payload)
   next(frames)
-  payload[MIB] = 9  # nobody may do this; it shows that the second chunk was not cut yet
+  payload[MIB] = 9  # forbidden to callers; shows that the second chunk does not exist yet
   assert next(frames)[chunks.HEADER_BYTES] == 9
 
 
@@ -123,13 +123,13 @@ def test_one_error_per_clause(clause, changes):
   assert refused([frame(**changes)], assembler()) == clause
 
 
-def test_what_is_over_the_limit_is_refused_before_anything_is_allocated():
+def test_a_payload_over_the_limit_is_refused_before_allocation():
   huge = frame(bytes(MIB), total=1 << 50, count=1 << 30)
   assert refused([huge], assembler()) == 'too_large'
   assert refused([frame(b'abc')], assembler(max_payload_bytes=2)) == 'too_large'
 
 
-def test_only_so_many_transfers_are_open():
+def test_the_number_of_open_transfers_is_limited():
   firsts = [next(chunks.split(n, bytes(MIB + 1))) for n in (1, 2, 3)]
   assert refused(firsts, assembler(max_open=2)) == 'too_many'
 

@@ -1,4 +1,4 @@
-"""A donation over gRPC: behind everything else, at its rate, and whole."""
+"""A donation over gRPC: after all other payloads, at its rate, and whole."""
 
 import queue
 import time
@@ -18,7 +18,7 @@ FRAGMENT = b'a fragment'
 
 
 class End:
-  """One end of the wire and what it has heard."""
+  """One end of the wire and its events."""
 
   def __init__(self, make):
     self.inbox, self.kept = queue.Queue(), payloads.PayloadStore()
@@ -66,7 +66,7 @@ CONTRIBUTION = messages.Contribution(
 )
 
 
-def test_a_contribution_overtakes_a_donation_that_was_sent_before(ends):
+def test_a_contribution_overtakes_an_earlier_donation(ends):
   syncer, learner, _ = ends
   start_s = time.monotonic()
   learner.transport.send(1, DONATION, MOMENTS)
@@ -75,11 +75,11 @@ def test_a_contribution_overtakes_a_donation_that_was_sent_before(ends):
   took_s = time.monotonic() - start_s
   assert (first.message, last.message) == (CONTRIBUTION, DONATION)
   assert bytes(syncer.kept.get(last.handle)) == MOMENTS
-  # Of four chunks the last may go once three have had their time.
+  # The last of four chunks may leave once three have had their time.
   assert took_s >= 3 * MIB / RATE, took_s
 
 
-def test_the_syncer_relays_it_as_it_came(ends):
+def test_the_syncer_relays_a_donation_unchanged(ends):
   syncer, learner, session = ends
   learner.transport.send(1, DONATION, MOMENTS)
   came = syncer.hears()
@@ -89,7 +89,7 @@ def test_the_syncer_relays_it_as_it_came(ends):
   assert relayed.message == DONATION and bytes(learner.kept.get(relayed.handle)) == MOMENTS
 
 
-def test_a_donor_that_is_cut_off_in_the_middle_leaves_nothing_behind(ends):
+def test_a_disconnected_donor_leaves_no_partial_donation(ends):
   syncer, learner, session = ends
   learner.transport.send(1, DONATION, MOMENTS)
   learner.transport.close(1, 'it ends')

@@ -75,7 +75,7 @@ def syncer():
 
 @pytest.fixture
 def dial():
-  """Makes a learner that has dialed session 1."""
+  """Makes a learner that dials session 1."""
   made = []
 
   def make(port, limits=LIMITS):
@@ -126,7 +126,7 @@ def event_of(transport):
 
 
 def raw_streams(port, control=(), bulk=None, token=None):
-  """A peer that sends whatever bytes it likes; returns its channel and the two calls."""
+  """A peer that sends arbitrary bytes; returns its channel and the two calls."""
   channel = grpc.insecure_channel(f'127.0.0.1:{port}', (('grpc.use_local_subchannel_pool', 1),))
   first = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(control))
   if token is None:
@@ -155,7 +155,7 @@ def test_a_killed_learner_is_disconnected_once(syncer, child):
   lost = event_of(syncer)
   assert isinstance(lost, events.Disconnected) and lost.session == number
   again = child(LEARNER, f'127.0.0.1:{syncer.port}')
-  connected(syncer)  # nothing more came in between
+  connected(syncer)  # no other event came before
   again.kill()
   assert isinstance(event_of(syncer), events.Disconnected)
 
@@ -172,7 +172,7 @@ def test_a_killed_syncer_is_disconnected_once_and_redialed(child, dial):
   assert refused.session == 2 and refused.reason.startswith('unavailable: ')
 
 
-def test_closing_a_frozen_learner_waits_for_nobody(syncer, child):
+def test_closing_the_session_of_a_frozen_learner_does_not_wait(syncer, child):
   process = child(LEARNER, f'127.0.0.1:{syncer.port}')
   number = connected(syncer)
   assert process.stdout.readline() == 'Connected\n'
@@ -186,16 +186,16 @@ def test_closing_a_frozen_learner_waits_for_nobody(syncer, child):
     digest=0,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )
-  for _ in range(16):  # more than flow control lets out
+  for _ in range(16):  # more than flow control lets pass
     syncer.send(number, publish, data)
   session = syncer._find(number)
   syncer.close(number, 'its lease is over')
   assert event_of(syncer) == events.Disconnected(session=number, reason='its lease is over')
-  assert session.finished.wait(DEADLINE_S)  # after drain_s its streams are torn down
+  assert session.finished.wait(DEADLINE_S)  # the session cancels its streams after drain_s
   assert syncer._find(number) is None
 
 
-def test_an_address_where_nobody_answers_fails_in_time(dial):
+def test_a_dial_without_an_answer_fails_in_time(dial):
   with socket.create_server(('127.0.0.1', 0)) as silent:
     learner = dial(silent.getsockname()[1], dataclasses.replace(LIMITS, handshake_s=0.3))
     lost = event_of(learner)
@@ -246,7 +246,7 @@ def test_only_loopback_addresses_are_listened_on_and_dialed(address):
   learner.shutdown(0.0)
 
 
-def test_an_address_that_cannot_be_told_ends_the_dial():
+def test_an_unknown_address_ends_the_dial():
   def address():
     raise FileNotFoundError('no address file yet')
 
@@ -325,7 +325,7 @@ def test_an_unknown_session_token_is_refused(syncer, dial):
   assert code is grpc.StatusCode.UNAUTHENTICATED and 'unknown session token' in details
   dial(syncer.port)
   event = event_of(syncer)
-  assert isinstance(event, events.Connected) and event.session == 2  # of session 1 nobody heard
+  assert isinstance(event, events.Connected) and event.session == 2  # session 1 never opened
 
 
 def test_a_session_token_serves_once(syncer):
@@ -339,7 +339,7 @@ def test_a_session_token_serves_once(syncer):
     assert status_of(third)[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_control_without_bulk_is_given_up(dial):
+def test_control_without_bulk_is_closed(dial):
   inbox = queue.Queue()
   hasty = dataclasses.replace(LIMITS, handshake_s=0.2)
   transport = grpc_server.GrpcSyncerTransport(
@@ -397,7 +397,7 @@ def test_a_wrong_total_checksum_is_never_delivered(syncer, dial):
   assert 'announces' in event_of(syncer).reason
 
 
-def test_more_sessions_than_granted_are_refused_in_words(syncer, dial):
+def test_sessions_over_the_limit_are_refused_with_the_reason(syncer, dial):
   for _ in range(LIMITS.max_sessions):
     connected(dial(syncer.port))
   refused = event_of(dial(syncer.port))
@@ -428,7 +428,7 @@ def test_a_peer_that_is_too_slow_is_disconnected(syncer, dial):
   )
 
 
-def test_a_message_that_the_wire_cannot_carry_ends_the_session_in_words(syncer, dial):
+def test_an_unencodable_message_ends_the_session_with_the_reason(syncer, dial):
   learner = dial(syncer.port)
   connected(learner)
   learner.send(1, messages.Leave(reason='x' * 1000))

@@ -1,4 +1,4 @@
-"""The pure link: what goes out next, what has come in whole."""
+"""The pure link: the order of sending, and the pairing of messages with payloads."""
 
 import zlib
 
@@ -39,7 +39,7 @@ def control_of(box):
 
 
 def transfers_of(box):
-  """(version, frames) of all transfers, in the order in which they go out."""
+  """(version, frames) of all transfers, in the order of sending."""
   out = []
   while (frames := box.next_transfer()) is not None:
     [(message, _)] = control_of(box)
@@ -93,7 +93,7 @@ def test_a_delta_replaces_nothing():
   assert [version for version, _ in transfers_of(box)] == [1, 2]
 
 
-def test_a_transfer_under_way_is_not_replaced():
+def test_a_transfer_that_has_begun_is_not_replaced():
   box = outbox()
   box.push(publish(b'1234', version=1), b'1234')
   frames = box.next_transfer()
@@ -111,7 +111,7 @@ def test_what_waits_is_bounded_with_the_transfer_under_way():
   assert box.queued_bytes == 5
   with pytest.raises(link.LinkError, match='5 payload bytes wait.* 1 more .* over the 5'):
     box.push(publish(b'6', version=3, base=2), b'6')
-  box.next_transfer()  # says that the one before is out
+  box.next_transfer()  # says that the transfer before has been sent
   box.push(publish(b'6', version=3, base=2), b'6')
 
 
@@ -122,7 +122,7 @@ def test_waiting_messages_are_bounded():
     box.push(pull(3))
 
 
-def test_clear_forgets_everything():
+def test_clear_drops_all_messages_and_payloads():
   box = outbox()
   box.push(pull(1)), box.push(publish(b'1'), b'1')
   box.clear()
@@ -148,14 +148,14 @@ def test_announcement_and_transfer_meet_in_either_order():
   assert box.on_message(publish(b'de'), 2) == (publish(b'de'), b'de')
 
 
-def test_a_message_without_payload_waits_for_nothing():
+def test_a_message_without_payload_is_delivered_at_once():
   box = inbox()
   box.on_message(publish(b'abc'), 1)
   assert box.on_message(pull(1), 0) == (pull(1), None)
 
 
 @pytest.mark.parametrize('data', [b'abd', b'ab', b''])
-def test_another_payload_than_the_announced_one_is_refused(data):
+def test_a_transfer_other_than_the_announced_one_is_refused(data):
   box = inbox()
   box.on_message(publish(b'abc'), 1)
   with pytest.raises(link.LinkError, match='announces'):
@@ -163,7 +163,7 @@ def test_another_payload_than_the_announced_one_is_refused(data):
 
 
 @pytest.mark.parametrize('message, transfer', [(pull(1), 3), (publish(b'abc'), 0)])
-def test_a_transfer_number_is_given_exactly_with_a_payload(message, transfer):
+def test_only_a_message_with_payload_has_a_transfer_number(message, transfer):
   with pytest.raises(link.LinkError, match=f'names transfer {transfer}'):
     inbox().on_message(message, transfer)
 
@@ -179,14 +179,14 @@ def test_transfer_numbers_grow():
       arrive(box, transfer, b'abc')
 
 
-def test_an_unannounced_transfer_comes_once():
+def test_a_repeated_unannounced_transfer_is_refused():
   box = inbox()
   arrive(box, 1, b'a')
   with pytest.raises(link.LinkError, match='came twice'):
     arrive(box, 1, b'b')
 
 
-def test_what_a_peer_can_make_us_keep_is_bounded():
+def test_the_memory_for_one_peer_is_bounded():
   box = inbox(max_payload_bytes=3, max_waiting=2)
   with pytest.raises(link.LinkError, match='4 bytes is announced, at most 3'):
     box.on_message(publish(b'abcd'), 1)
@@ -213,12 +213,12 @@ def donation(data, transfer=1):
 
 
 def frame_of(box, now_s=0.0):
-  """The next frame of a donation, if it may go out now."""
+  """The next frame of a donation, if it is due."""
   frames = box.next_donated(now_s)
   return None if frames is None else next(frames, 'end')
 
 
-def test_a_donation_goes_out_frame_by_frame_and_everything_else_overtakes_it():
+def test_every_other_payload_overtakes_a_donation_between_frames():
   box = outbox()
   box.push(donation(b'abcdef'), b'abcdef')
   assert box.next_transfer() is None and frame_of(box) == (1, b'ab')
@@ -228,8 +228,8 @@ def test_a_donation_goes_out_frame_by_frame_and_everything_else_overtakes_it():
   assert [number for _, number in control_of(box)] == [1, 2]
 
 
-def test_transfer_numbers_grow_in_the_order_of_their_beginnings():
-  """A payload that overtakes a donation which has not begun is announced first."""
+def test_transfers_are_numbered_in_the_order_of_their_beginning():
+  """A payload that overtakes a waiting donation is announced first."""
   box, peer = outbox(), inbox()
   box.push(donation(b'ab'), b'ab')
   box.push(publish(b'12'), b'12')
@@ -248,7 +248,7 @@ def test_a_donation_keeps_to_its_rate():
   assert frame_of(box, 7.0) == (1, b'cd')
 
 
-def test_donations_do_not_count_for_what_waits_and_are_bounded_themselves():
+def test_donations_have_their_own_bound():
   box = outbox(max_bytes=3)
   for number in range(link.MAX_DONATIONS):
     box.push(donation(b'abcdef', number), b'abcdef')

@@ -1,4 +1,4 @@
-"""The payload store behind handles."""
+"""The payload store."""
 
 import concurrent.futures
 
@@ -28,7 +28,7 @@ def test_handles_are_never_reused():
 def test_an_unknown_handle_is_a_clear_error(method):
   store = payloads.PayloadStore()
   store.drop(store.put(b'a'))
-  with pytest.raises(KeyError, match='no payload under handle 1.*dropped already or never put'):
+  with pytest.raises(KeyError, match='no payload has id 1.*dropped already or never put'):
     getattr(store, method)(1)
 
 

@@ -1,4 +1,4 @@
-"""A Control stream is noticed to be wrong whatever went wrong with it."""
+"""The checksum detects every error of a Control stream."""
 
 import zlib
 
@@ -19,7 +19,7 @@ def opened(stream: list[bytes]) -> list[bytes]:
   return [seal.open(data) for data in stream]
 
 
-def test_what_was_sealed_opens():
+def test_a_correct_stream_opens():
   assert tuple(opened(sealed())) == ENVELOPES
 
 
@@ -40,7 +40,7 @@ def test_any_flipped_bit_is_noticed():
 
 
 @pytest.mark.parametrize('order', [(1, 2), (0, 2), (0, 0, 1), (1, 0), (2,)])
-def test_a_message_that_is_missing_repeated_or_moved_is_noticed(order):
+def test_a_missing_repeated_or_moved_message_is_detected(order):
   stream = sealed()
   with pytest.raises(errors.WireError):
     opened([stream[which] for which in order])

@@ -89,7 +89,7 @@ def join(**changes):
     (messages.Finish(), 'body'),
   ],
 )
-def test_what_the_wire_cannot_carry_is_refused_before_it_is_sent(message, clause):
+def test_an_unencodable_message_is_refused_before_sending(message, clause):
   with pytest.raises(errors.WireError) as caught:
     translate.LEARNER_TO_SYNCER.encode(message)
   assert caught.value.clause == clause

@@ -1,7 +1,7 @@
-"""What every transport promises, tested over each of them: the port `node.ports.Transport`.
+"""The guarantees of the port `node.ports.Transport`, tested over every transport.
 
-When a test is over, all ends are shut down and every end's history is read from its inbox: a
-session's events are Connected (or none), messages, Disconnected; that once, and nothing after it.
+After each test all ends shut down, and the fixture checks the history of every end: the events of a
+session are Connected (or none), messages, one Disconnected, and no event after it.
 """
 
 import os
@@ -20,7 +20,7 @@ LIMITS = link.Limits(max_payload_bytes=8 * MIB, max_sessions=8, drain_s=2.0)
 
 
 class End:
-  """One node's side of a transport: its inbox, its payloads, and all that ever happened."""
+  """One node's side of a transport: its event queue, its payloads and all its events."""
 
   def __init__(self, make):
     self.inbox = queue.Queue()
@@ -87,7 +87,7 @@ class GrpcWorld(InProcessWorld):
 
   def learner(self):
     def address():
-      return f'127.0.0.1:{self.port or 1}'  # nobody listens on port 1
+      return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
     return self.add(End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS)))
 
@@ -195,7 +195,7 @@ def test_payloads_keep_their_order_among_control_messages(world):
   assert [m.fragment for m in came if isinstance(m, messages.Contribution)] == [0, 1, 2, 3]
 
 
-def test_what_was_sent_before_a_close_arrives_before_it(world):
+def test_messages_before_a_close_arrive_before_it(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   data = os.urandom(5 * MIB)
@@ -209,7 +209,7 @@ def test_what_was_sent_before_a_close_arrives_before_it(world):
   assert number == syncer.history[-1].session
 
 
-def test_the_syncer_closes_and_the_learner_is_told_why(world):
+def test_the_learner_gets_the_reason_of_the_syncers_close(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   data = os.urandom(3 * MIB)
@@ -233,7 +233,7 @@ def test_both_ends_close_at_once(world):
   syncer.transport.close(number, 'again')
 
 
-def test_sending_to_a_session_that_is_gone_does_nothing(world):
+def test_sending_to_a_closed_session_has_no_effect(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   learner.transport.close(1, 'bye')
@@ -244,7 +244,7 @@ def test_sending_to_a_session_that_is_gone_does_nothing(world):
   learner.transport.close(77, 'never dialed')
 
 
-def test_a_lost_connection_is_heard_by_both_and_redialed(world):
+def test_both_ends_report_a_lost_connection_and_the_learner_dials_again(world):
   syncer, learner = world.syncer(), world.learner()
   first = connect(syncer, learner)
   world.cut(learner)
@@ -256,7 +256,7 @@ def test_a_lost_connection_is_heard_by_both_and_redialed(world):
   assert syncer.next() == events.Received(session=second, message=progress(5))
 
 
-def test_a_dial_that_fails_says_so_once(world):
+def test_a_failed_dial_is_reported_once(world):
   learner = world.learner()
   for session in (1, 2, 3):
     learner.transport.dial(session)
@@ -265,7 +265,7 @@ def test_a_dial_that_fails_says_so_once(world):
     assert event.reason.startswith('unavailable: ')
 
 
-def test_a_syncer_comes_back(world):
+def test_a_restarted_syncer_accepts_sessions(world):
   syncer, learner = world.syncer(), world.learner()
   connect(syncer, learner)
   syncer.transport.shutdown(1.0)
@@ -276,7 +276,7 @@ def test_a_syncer_comes_back(world):
   connect(world.syncer(), learner, session=3)
 
 
-def test_shutdown_lets_out_what_was_sent(world):
+def test_shutdown_sends_the_queued_messages(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   data = os.urandom(5 * MIB)
@@ -287,7 +287,7 @@ def test_shutdown_lets_out_what_was_sent(world):
   assert isinstance(learner.next(), events.Disconnected)
 
 
-def test_a_close_just_before_the_shutdown_still_lets_everything_out(world):
+def test_a_close_just_before_the_shutdown_sends_the_queued_messages(world):
   syncer, learner = world.syncer(), world.learner()
   connect(syncer, learner)
   data = os.urandom(5 * MIB)
@@ -318,14 +318,14 @@ def test_two_learners_at_once_do_not_mix(world):
     (contribution(b'abc'), b'ab'),
   ],
 )
-def test_a_payload_that_is_not_the_announced_one_is_refused(world, message, payload):
+def test_a_payload_other_than_the_announced_one_is_refused(world, message, payload):
   syncer, learner = world.syncer(), world.learner()
   connect(syncer, learner)
   with pytest.raises(ValueError, match='announces'):
     learner.transport.send(1, message, payload)
 
 
-def test_many_sessions_come_and_go(world):
+def test_many_sessions_in_a_row(world):
   syncer, learner = world.syncer(), world.learner()
   for session in range(1, 21):
     connect(syncer, learner, session)

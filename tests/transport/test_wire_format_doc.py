@@ -1,4 +1,4 @@
-"""docs/wire_format.md says what the code does."""
+"""docs/wire_format.md agrees with the code."""
 
 import pathlib
 import re
@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 DOC = (ROOT / 'docs' / 'wire_format.md').read_text()
 
 
-def test_every_message_is_in_the_table_with_its_direction_and_payload():
+def test_the_table_has_every_message_with_its_direction_and_payload():
   rows = re.findall(r'^\| `([A-Z]\w+)` \| (\w+) \| ([^|]*)\|', DOC, re.M)
   senders = {
     'learner': set(translate.LEARNER_TO_SYNCER.classes),
