@@ -260,12 +260,12 @@ def test_a_config_that_cannot_be_is_an_error():
 @pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j])
 def test_what_json_cannot_hold_is_not_put_on_a_tape(value: Any):
   with pytest.raises(tape.TapeError, match='cannot be put on a tape'):
-    tape.encode(actions.SavePart(snapshot=1, step=1, books={'a': value}, keep=()))
+    tape.encode(actions.Save(step=1, books={'a': value}))
 
 
 def test_only_strings_are_keys_that_come_back():
   with pytest.raises(tape.TapeError, match='cannot be put on a tape: keys must be str'):
-    tape.encode(actions.SavePart(snapshot=1, step=1, books={(1, 2): 3}, keep=()))
+    tape.encode(actions.Save(step=1, books={(1, 2): 3}))
 
 
 @pytest.mark.parametrize('name', ['syncer', 'learner'])
