@@ -116,18 +116,20 @@ def stale_base_merged(original):
   return judge
 
 
-@mutant('Payloads are merged in the order in which they arrived.', SyncerMachine, '_merge', 'I15')
+@mutant(
+  'Payloads are merged in the order in which they arrived.', gathering.Gathering, 'merge', 'I15'
+)
 def merge_in_arrival_order(original):
-  def _merge(self, now_ns, gather, why):
-    with mock.patch.object(syncer_machine, 'sorted', list, create=True):
-      original(self, now_ns, gather, why)
+  def merge(self, now_ns, gather):
+    with mock.patch.object(gathering, 'sorted', list, create=True):
+      original(self, now_ns, gather)
 
-  return _merge
+  return merge
 
 
 @mutant(
   'A contribution counts the tokens that were reported, not those of its range.',
-  SyncerMachine,
+  gathering.Gathering,
   '_participant',
   'I7',
 )

@@ -16,13 +16,14 @@ A sync ends with a version that is published, or cancelled. Either way each part
 became of its part.
 """
 
-from diloco_jax.protocol import action_list, events, facts, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published as published_lib
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 from diloco_jax.protocol.syncer import verdicts
 
@@ -39,6 +40,7 @@ class Gathering:
     ledger: ledger_lib.Ledger,
     published: published_lib.Published,
     streams: shards_lib.Streams,
+    screening: screening_lib.Screening,
     out: action_list.Outbox,
   ):
     self._streams = streams
@@ -46,6 +48,7 @@ class Gathering:
     self._members = members
     self._ledger = ledger
     self._published = published
+    self._screening = screening
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
@@ -140,7 +143,36 @@ class Gathering:
         self._out.drop(gather.withdraw(member.learner, self._config.quorum))
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
 
-  # --- How a sync ends ----------------------------------------------------------------------------
+  # --- How a sync is merged and ends --------------------------------------------------------------
+
+  def merge(self, now_ns: int, gather: gather_lib.Gather) -> None:
+    """Settles what is there, in the order of learner ids, for an outer step that begins now."""
+    payloads = sorted(gather.payloads.items())
+    gather.move('merging')
+    gather.participants = tuple(
+      self._participant(learner, message, handle) for learner, (message, handle) in payloads
+    )
+    contributions = ((learner, message) for learner, (message, _) in payloads)
+    self._streams.merge(gather.sync, gather.fragment, contributions)
+    version = self._published.fragments[gather.fragment].version + 1
+    self.grace.merge_began(gather.fragment, version, now_ns)
+
+  def _participant(
+    self, learner: str, message: messages.Contribution, handle: int
+  ) -> actions.Participant:
+    member = self._members.by_id[learner]
+    settled = self._ledger.of(member).settle(
+      message.fragment, message.tokens_from, message.tokens_to, ''
+    )
+    assert settled, (learner, message)
+    return actions.Participant(
+      learner=learner,
+      incarnation=member.incarnation,
+      handle=handle,
+      tokens=message.tokens_to - message.tokens_from,
+      steps=message.steps,
+      limit=self._screening.limit(message.fragment, message.steps),
+    )
 
   def end(self, done: events.MergeDone) -> gather_lib.Gather:
     """The outer step of a sync has ended; the sync with it."""

@@ -91,8 +91,15 @@ class SyncerMachine:
       self._out,
     )
     self._streams = shards_lib.Streams(config.data_streams, config.fragments)
+    self._screening = screening_lib.Screening(config, self._members, self._out)
     self._gathering = gathering_lib.Gathering(
-      config, self._members, self._ledger, self._published, self._streams, self._out
+      config,
+      self._members,
+      self._ledger,
+      self._published,
+      self._streams,
+      self._screening,
+      self._out,
     )
     self._relay = moments_relay_lib.Relay(config, self._members, self._published, self._out)
     self._membership = join_lib.Membership(
@@ -107,7 +114,6 @@ class SyncerMachine:
       self._relay,
       self._out,
     )
-    self._screening = screening_lib.Screening(config, self._members, self._out)
     self._saving = checkpoints_lib.Saving(config.save_syncs)
     self._snapshots = checkpoints_lib.Snapshots(config, self._members, self._out)
     self._skipped = 0
@@ -285,19 +291,8 @@ class SyncerMachine:
       self._gathering.cancel(gather, why)
 
   def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
-    """Settles what is there, in the order of learner ids, and has it merged."""
-    participants = [
-      self._participant(learner, *payload) for learner, payload in sorted(gather.payloads.items())
-    ]
-    gather.move('merging')
-    gather.participants = tuple(participants)
-    self._streams.merge(
-      gather.sync,
-      gather.fragment,
-      ((one.learner, gather.payloads[one.learner][0]) for one in participants),
-    )
+    self._gathering.merge(now_ns, gather)
     base = self._published.fragments[gather.fragment].version
-    self._gathering.grace.merge_began(gather.fragment, base + 1, now_ns)
     self._out.do(
       actions.Merge(
         sync=gather.sync,
@@ -311,32 +306,15 @@ class SyncerMachine:
       'sync': gather.sync,
       'fragment': gather.fragment,
       'version': base + 1,
-      'participants': tuple(p.learner for p in participants),
+      'participants': tuple(p.learner for p in gather.participants),
       'grace_ns': gather.grace_ns,
-      'tokens': sum(p.tokens for p in participants),
+      'tokens': sum(p.tokens for p in gather.participants),
       'why': why,
       'staleness': max(base - message.version for message, _ in gather.payloads.values()),
     }
     self._out.report(facts.Merging(**gather.facts))
     gathering = any(not one.merging for one in self._gathering.open.values())
     self._saving.decided(over=self._pace.over and not gathering)
-
-  def _participant(
-    self, learner: str, message: messages.Contribution, handle: int
-  ) -> actions.Participant:
-    member = self._members.by_id[learner]
-    settled = self._ledger.of(member).settle(
-      message.fragment, message.tokens_from, message.tokens_to, ''
-    )
-    assert settled, (learner, message)
-    return actions.Participant(
-      learner=learner,
-      incarnation=member.incarnation,
-      handle=handle,
-      tokens=message.tokens_to - message.tokens_from,
-      steps=message.steps,
-      limit=self._screening.limit(message.fragment, message.steps),
-    )
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
     gather = self._gathering.end(done)
