@@ -198,5 +198,5 @@ def test_only_the_loop_feeds_a_machine():
       if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         if node.func.attr == 'handle':
           callers.add(name)
-  replays = {'diloco_jax.protocol.tape.tape', 'diloco_jax.proof.checks.checkers'}
+  replays = {'diloco_jax.protocol.tape.replay', 'diloco_jax.proof.checks.checkers'}
   assert callers == {'diloco_jax.node.loop', 'diloco_jax.proof.sim.processes'} | replays, callers

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
 
 TAPES = 'tapes'
@@ -303,10 +304,10 @@ def find(path: pathlib.Path) -> list[Life]:
   return [one for one in lives(path.parent) if (one.node, one.number) == (node, life)]
 
 
-def replay(life: Life) -> tape.Replay:
+def replay(life: Life) -> replay_lib.Replay:
   """Replays a life. Raises tape.TapeError that names file and line."""
   lines = Lines(life.segments)
-  return tape.replay(lines, lines.place)
+  return replay_lib.replay(lines, lines.place)
 
 
 def read(life: Life) -> tape.Reader:

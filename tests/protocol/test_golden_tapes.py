@@ -18,6 +18,7 @@ import tempfile
 import pytest
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
 from tests import interpreters
 
@@ -28,10 +29,10 @@ TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
 REPLAY = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import replay
 for path in sys.argv[2:]:
   with open(path, 'rb') as file:
-    print(tape.replay(file).text())
+    print(replay.replay(file).text())
 print(hash('tape'), *sys.version_info[:2])
 """
 
@@ -51,9 +52,9 @@ RUN = (
 # --- Tests ----------------------------------------------------------------------------------------
 
 
-def replay(path: pathlib.Path) -> tape.Replay:
+def replay(path: pathlib.Path) -> replay_lib.Replay:
   with open(path, 'rb') as file:
-    return tape.replay(file)
+    return replay_lib.replay(file)
 
 
 @pytest.mark.parametrize('path', TAPES, ids=lambda path: path.stem)

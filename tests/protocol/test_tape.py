@@ -17,6 +17,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
@@ -307,7 +308,7 @@ def test_a_role_that_is_none():
 
 def test_a_whole_tape_is_identical():
   lines = recorded()
-  result = tape.replay(lines)
+  result = replay_lib.replay(lines)
   assert result.text() == f'identical: {len(EVENTS)} events, hash {hash_of(lines[-1])}'
   assert (result.end, result.header.commit, result.header.segment) == ('exit', 'commit', 0)
 
@@ -319,7 +320,7 @@ def test_the_reader_gives_the_turns():
 
 
 def test_segments_are_one_tape():
-  whole, cut = tape.replay(recorded()), tape.replay(recorded(segments=(0, 3, 7)))
+  whole, cut = replay_lib.replay(recorded()), replay_lib.replay(recorded(segments=(0, 3, 7)))
   assert (cut.identical, cut.events, cut.end) == (True, whole.events, 'exit')
   assert cut.hash != whole.hash  # headers are in the chain
 
@@ -336,7 +337,7 @@ def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
   with pytest.raises(tape.TapeError, match=f'line 1: {words}'):
     # A line that is no header and follows nothing has no right hash either: made right here.
     rest = lines[left]
-    tape.replay(
+    replay_lib.replay(
       [sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
     )
 
@@ -352,12 +353,12 @@ def test_a_segment_that_is_missing_or_follows_something_else():
   second = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 1)
   third = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 2)
   with pytest.raises(tape.TapeError, match='segment 2 comes where segment 1 is due'):
-    tape.replay(lines[:second] + lines[third:])
+    replay_lib.replay(lines[:second] + lines[third:])
   with pytest.raises(tape.TapeError, match='lines are missing between them'):
-    tape.replay(lines[: second - 1] + lines[second:])
+    replay_lib.replay(lines[: second - 1] + lines[second:])
   other = edited(lines, second, lambda data: data['start']['identity'].update(seed=9))
   with pytest.raises(tape.TapeError, match='segment 1 is of a machine with another start'):
-    tape.replay(other)
+    replay_lib.replay(other)
 
 
 def test_every_line_changed_left_out_or_moved_is_found():
@@ -366,20 +367,20 @@ def test_every_line_changed_left_out_or_moved_is_found():
     for at in (1, len(line) // 2, line.rindex(b'"hash":"') + 9):
       changed = line[:at] + (b'0' if line[at : at + 1] != b'0' else b'1') + line[at + 1 :]
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], changed, *lines[n + 1 :]])
+        replay_lib.replay([*lines[:n], changed, *lines[n + 1 :]])
     if n + 1 < len(lines):  # without its last line a tape is a shorter tape
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], *lines[n + 1 :]])
+        replay_lib.replay([*lines[:n], *lines[n + 1 :]])
       with pytest.raises(tape.TapeError, match=f'line {n + 1}: '):
-        tape.replay([*lines[:n], lines[n + 1], line, *lines[n + 2 :]])
+        replay_lib.replay([*lines[:n], lines[n + 1], line, *lines[n + 2 :]])
     with pytest.raises(tape.TapeError, match=f'line {n + 2}: '):
-      tape.replay([*lines[: n + 1], line, *lines[n + 1 :]])
+      replay_lib.replay([*lines[: n + 1], line, *lines[n + 1 :]])
 
 
 def test_a_torn_last_line_is_said_and_is_no_divergence():
   lines = recorded()
   for keep in range(1, len(lines[-1])):
-    result = tape.replay([*lines[:-1], lines[-1][:keep]])
+    result = replay_lib.replay([*lines[:-1], lines[-1][:keep]])
     assert (result.identical, result.torn, result.events) == (True, True, len(EVENTS) - 1)
   assert result.text().endswith('no exit (killed or running), the last line was cut off')
 
@@ -387,19 +388,19 @@ def test_a_torn_last_line_is_said_and_is_no_divergence():
 def test_a_torn_line_is_the_last_one():
   lines = recorded()
   with pytest.raises(tape.TapeError, match='line 4: a line follows one that was cut off'):
-    tape.replay([*lines[:2], lines[2][:-5], *lines[3:]])
+    replay_lib.replay([*lines[:2], lines[2][:-5], *lines[3:]])
 
 
 @pytest.mark.parametrize('keep', [0, 1, 200])
 def test_a_process_killed_before_its_first_turn(keep: int):
-  result = tape.replay([line for line in [recorded()[0][:keep]] if line])
+  result = replay_lib.replay([line for line in [recorded()[0][:keep]] if line])
   assert (result.header, result.identical, result.events) == (None, True, 0)
 
 
 def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
   lines = edited(recorded(), 0, lambda data: data.update(schema=2))
   with pytest.raises(tape.TapeError, match="schema of the tape is 2, this code reads 1;.*'commit'"):
-    tape.replay(lines)
+    replay_lib.replay(lines)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +413,7 @@ def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
 )
 def test_a_line_that_makes_no_sense_is_named(edit: Any, words: str):
   with pytest.raises(tape.TapeError, match=f'line 5: .*{words}'):
-    tape.replay(edited(recorded(), 4, edit))
+    replay_lib.replay(edited(recorded(), 4, edit))
 
 
 def test_nothing_comes_after_the_end():
@@ -421,13 +422,13 @@ def test_nothing_comes_after_the_end():
     lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'}, actions=[]
   )
   with pytest.raises(tape.TapeError, match=r'comes after the end \(exit\)'):
-    tape.replay([*lines, more])
+    replay_lib.replay([*lines, more])
 
 
 def test_a_start_of_which_no_machine_can_be_made():
   lines = edited(recorded(), 0, lambda data: data['start'].update(role='donor'))
   with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'donor'"):
-    tape.replay(lines)
+    replay_lib.replay(lines)
 
 
 # --- Divergence and crash -------------------------------------------------------------------------
@@ -437,7 +438,7 @@ def test_one_edited_action_is_shown_with_its_context():
   def edit(data: dict) -> None:
     data['actions'][0]['message']['tokens'] = 11
 
-  result = tape.replay(edited(recorded(), 6, edit))
+  result = replay_lib.replay(edited(recorded(), 6, edit))
   assert (result.identical, result.events) == (False, 6)
   found = result.divergence
   assert (found.turn.index, found.turn.now_ns, found.turn.event) == (5, 5, EVENTS[5])
@@ -471,7 +472,7 @@ def test_one_edited_action_is_shown_with_its_context():
   ],
 )
 def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
-  result = tape.replay(edited(recorded(), 6, edit))
+  result = replay_lib.replay(edited(recorded(), 6, edit))
   assert result.divergence.turn.index == 5
   assert words in result.text()
 
@@ -481,14 +482,14 @@ def test_the_order_of_a_dict_counts():
 
   def edit(data: dict) -> None:
     (save,) = [action for action in data['actions'] if action['kind'] == 'Save']
-    save['snapshot'] = dict(reversed(save['snapshot'].items()))
+    save['books'] = dict(reversed(save['books'].items()))
 
-  assert tape.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
+  assert replay_lib.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
 
 
 def test_a_long_difference_is_shown_where_it_is():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
-  found = tape.Divergence(
+  found = replay_lib.Divergence(
     tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
   )
   lines = found.text().splitlines()
@@ -496,7 +497,7 @@ def test_a_long_difference_is_shown_where_it_is():
 
 
 def test_a_recorded_crash_is_reproduced_with_its_traceback():
-  result = tape.replay(recorded(crash=True))
+  result = replay_lib.replay(recorded(crash=True))
   assert (result.identical, result.end, result.events) == (True, 'crash', len(EVENTS))
   assert 'crashes as recorded' in result.text()
   assert isinstance(result.crash, TypeError) and result.crash.__traceback__ is not None
@@ -511,5 +512,5 @@ def test_a_recorded_crash_is_reproduced_with_its_traceback():
 )
 def test_a_crash_that_does_not_come_back_is_a_divergence(edit: Any, words: str):
   lines = recorded(crash=True)
-  result = tape.replay(edited(lines, len(lines) - 1, edit))
+  result = replay_lib.replay(edited(lines, len(lines) - 1, edit))
   assert not result.identical and words in result.text()

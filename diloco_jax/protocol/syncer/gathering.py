@@ -190,8 +190,8 @@ class Gathering:
     self.synced += 1
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
-    # Not before: now it is durable.
-    self._out.report(facts.Synced(**{**gather.facts, 'participants': names, 'tokens': tokens}))
+    if gather.facts:  # else it was decided by the process before
+      self._out.report(facts.Synced(**{**gather.facts, 'participants': names, 'tokens': tokens}))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor

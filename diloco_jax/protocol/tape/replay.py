@@ -1,0 +1,160 @@
+"""Replay: the machine of a tape, made again and fed the same events, must ask for the same actions.
+
+The first turn in which it does not is a `Divergence`, which says what was recorded and what was
+replayed, and shows the turns before it.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from diloco_jax.protocol import actions as actions_lib
+from diloco_jax.protocol.tape import codec, tape
+
+CONTEXT = 5  # turns that a divergence shows before it
+SHOWN = codec.SHOWN
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Divergence:
+  """The first turn in which the machine did something else than the tape says.
+
+  `replayed` are the actions of the machine made again, or the exception that it raised.
+  """
+
+  turn: tape.Record | tape.Crash
+  replayed: tuple[actions_lib.Action, ...] | Exception
+  before: tuple[tape.Record | tape.Crash, ...]
+
+  def text(self) -> str:
+    """Several lines for people: the turns before, the event, and how the answers differ."""
+    turn = self.turn
+    lines = [_turn_text(earlier) for earlier in self.before]
+    lines += [
+      f'turn {turn.index} at {turn.now_ns} ns',
+      f'  event     {_cut(tape.encode(turn.event))}',
+    ]
+    was, now = _answer(turn), _answer(self.replayed)
+    for index in range(max(len(was), len(now))):
+      a = was[index] if index < len(was) else 'nothing'
+      b = now[index] if index < len(now) else 'nothing'
+      if a == b:
+        lines.append(f'  both      {_cut(a)}')
+      else:
+        start = _first_difference(a, b)
+        lines += [f'  recorded  {_cut(a, start)}', f'  replayed  {_cut(b, start)}']
+    return '\n'.join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replay:
+  """What came of a tape: `divergence` None says that every turn was the same.
+
+  `header` is None for a tape of which not even the header is whole. `crash` is the exception of a
+  machine that crashed as recorded, with its traceback.
+  """
+
+  header: tape.Header | None
+  events: int
+  hash: str
+  end: str
+  torn: bool
+  divergence: Divergence | None = None
+  crash: Exception | None = None
+
+  @property
+  def identical(self) -> bool:
+    return self.divergence is None
+
+  def text(self) -> str:
+    """One line if all is well, else the first divergence with what came before it."""
+    if self.header is None:
+      return 'nothing to replay: killed before its first turn, or emptied since'
+    if self.divergence is not None:
+      return f'diverges at turn {self.divergence.turn.index}:\n{self.divergence.text()}'
+    notes = {'exit': '', 'crash': ', crashes as recorded', 'open': ', no exit (killed or running)'}
+    torn = ', the last line was cut off' if self.torn else ''
+    return f'identical: {self.events} events, hash {self.hash}{notes[self.end]}{torn}'
+
+
+def replay(lines: Iterable[bytes], place: Callable[[], str] | None = None) -> Replay:
+  """Makes the machine of a tape again, feeds it the events and compares what it asks for.
+
+  Args:
+    lines: of all segments in order, each with its line end.
+    place: where the last line taken from `lines` stands, for errors.
+
+  Raises:
+    TapeError: the tape is damaged, or of a code that this one does not understand.
+  """
+  reader = tape.Reader(lines, place)
+  divergence = crash = None
+  if reader.header is not None:
+    machine = _make(reader.header.start)
+    before: collections.deque[tape.Record | tape.Crash] = collections.deque(maxlen=CONTEXT)
+    for turn in reader:
+      replayed = _take(machine, turn)
+      if not _same(turn, replayed):
+        divergence = Divergence(turn, replayed, tuple(before))
+        break
+      crash = replayed if isinstance(replayed, Exception) else None
+      before.append(turn)
+  return Replay(
+    reader.header, reader.events, reader.hash, reader.end, reader.torn, divergence, crash
+  )
+
+
+def _make(start: tape.Start) -> tape.Machine:
+  try:
+    return start.make()
+  except Exception as error:
+    raise tape.TapeError(f'no machine can be made of the header: {tape.words(error)}') from error
+
+
+def _take(
+  machine: tape.Machine, turn: tape.Record | tape.Crash
+) -> tuple[actions_lib.Action, ...] | Exception:
+  try:
+    return tuple(machine.handle(turn.now_ns, turn.event))
+  except Exception as error:  # whatever a machine may raise is what is looked for
+    return error
+
+
+def _same(
+  turn: tape.Record | tape.Crash, replayed: tuple[actions_lib.Action, ...] | Exception
+) -> bool:
+  """Actions in every character; of a crash only the class, words differ between Pythons."""
+  if isinstance(turn, tape.Crash):
+    return type(replayed).__name__ == turn.error.split(':')[0]
+  return isinstance(replayed, tuple) and tape.encode(turn.actions) == tape.encode(replayed)
+
+
+def _answer(answer: tape.Record | tape.Crash | tuple | Exception) -> list[str]:
+  """Every action as text, or the exception."""
+  match answer:
+    case tape.Record(actions=answers):
+      return [tape.encode(action) for action in answers]
+    case tape.Crash(error=error):
+      return [f'raised {error}']
+    case Exception():
+      return [f'raised {tape.words(answer)}']
+  return [tape.encode(action) for action in answer]
+
+
+def _turn_text(turn: tape.Record | tape.Crash) -> str:
+  kinds = [type(action).__name__ for action in getattr(turn, 'actions', ())]
+  return (
+    f'turn {turn.index} at {turn.now_ns} ns  {_cut(tape.encode(turn.event))} -> '
+    f'{", ".join(kinds) or "nothing"}'
+  )
+
+
+def _first_difference(a: str, b: str) -> int:
+  return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _cut(text: str, around: int = 0) -> str:
+  """At most `SHOWN` characters of a text, those around a position among them."""
+  begin = max(0, around - SHOWN // 2) if len(text) > SHOWN else 0
+  end = begin + SHOWN
+  return ('...' if begin else '') + text[begin:end] + ('...' if end < len(text) else '')
