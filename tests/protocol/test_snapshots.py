@@ -14,6 +14,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
 from tests.protocol import single
 
+WAIT_NS = 10_000_000
 CONFIG = config_lib.ProtocolConfig(
   learners=2,
   fragments=1,
@@ -22,7 +23,7 @@ CONFIG = config_lib.ProtocolConfig(
   quorum=1,
   total_steps=9,
   snapshot_syncs=2,
-  snapshot_wait_ns=100,
+  snapshot_wait_ns=WAIT_NS,
 )
 BOOKS = {'versions': [3]}
 SAVED = events.SaveDone(step=7, checkpoint=9, record_sha256='own')
@@ -91,7 +92,7 @@ def test_the_manifest_comes_after_every_answer(syncer):
   syncer.answer(2, snapshot=9)  # of another one
   assert syncer.manifest() is None
   syncer.snapshots.saved(SAVED)
-  assert syncer.manifest() is None and syncer.snapshots.deadline_ns == 100
+  assert syncer.manifest() is None and syncer.snapshots.deadline_ns == WAIT_NS
   syncer.answer(1)
   written = syncer.manifest()
   assert (written.checkpoint, written.record_sha256, written.missing) == (9, 'own', ())
@@ -118,7 +119,7 @@ def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
   syncer.snapshots.saved(SAVED)
   syncer.answer(2)
   assert syncer.manifest(99) is None
-  assert set(dict(syncer.manifest(100).missing)) == {'l0'}
+  assert set(dict(syncer.manifest(WAIT_NS).missing)) == {'l0'}
   assert syncer.snapshots.deadline_ns is None
   syncer.answer(1)  # too late
   syncer.snapshots.written(events.ManifestWritten(snapshot=1))
@@ -133,7 +134,7 @@ def test_numbers_go_on_and_two_are_kept(syncer):
     assert {one.message.keep for one in asked} == {keep}
     syncer.snapshots.saved(SAVED)
     syncer.answer(1, snapshot=number)
-    assert syncer.manifest(100)
+    assert syncer.manifest(WAIT_NS)
     syncer.snapshots.written(events.ManifestWritten(snapshot=number))
 
 
@@ -141,7 +142,7 @@ def test_what_was_not_written_is_no_snapshot(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
   syncer.answer(1)
-  assert syncer.manifest(100)
+  assert syncer.manifest(WAIT_NS)
   syncer.snapshots.written(events.ManifestWritten(snapshot=1, error='no space'))
   assert any(
     'snapshot 1 is given up: its manifest' in one.text
@@ -154,7 +155,7 @@ def test_what_was_not_written_is_no_snapshot(syncer):
 def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
-  assert syncer.manifest(100) is None
+  assert syncer.manifest(WAIT_NS) is None
   for session in (1, 2):
     syncer.members.release(session)
   syncer.snapshots.ask()

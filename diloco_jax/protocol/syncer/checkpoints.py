@@ -41,7 +41,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
@@ -236,11 +236,9 @@ class Snapshots:
       f'is complete{without}'
     )
     self._out.report(
-      'snapshot',
-      number=number,
-      parts=sorted(taking.parts),
-      missing=sorted(taking.missing),
-      error='',
+      facts.Snapshot(
+        number=number, parts=tuple(sorted(taking.parts)), missing=tuple(sorted(taking.missing))
+      )
     )
 
   def abandon(self) -> None:
@@ -253,7 +251,7 @@ class Snapshots:
     self._out.say(
       f'snapshot {number} is given up: {why}. Training goes on; older snapshots are untouched.'
     )
-    self._out.report('snapshot', number=number, parts=[], missing=[], error=why)
+    self._out.report(facts.Snapshot(number=number, error=why))
 
   def check(self) -> None:
     """Asserts that numbers only grow, and that no answer is awaited for what is being written."""
