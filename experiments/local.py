@@ -24,8 +24,8 @@ _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir')
 _RESTORE = flags.DEFINE_string(
   'restore',
   '',
-  'bring the run in --workdir back to a snapshot (its number, or latest), or to the newest '
-  'checkpoint of the syncer (checkpoint: its log is set aside), and go on',
+  'bring the run in --workdir back to a run snapshot (its number, or latest) or to the newest '
+  'checkpoint of the syncer (checkpoint; sets its log aside), and continue',
 )
 _CONTROLLER = flags.DEFINE_enum(
   'controller',

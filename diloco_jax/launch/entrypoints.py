@@ -102,7 +102,7 @@ def learner(
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
   transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> int:
-  """Runs a learner process; the exit code."""
+  """Runs a learner process and returns its exit code."""
   if not members.ID.fullmatch(learner_id):
     raise program.NeverRetry(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'

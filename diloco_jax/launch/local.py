@@ -7,8 +7,8 @@ WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
 WORKDIR/tensorboard/       curves
 WORKDIR/syncer/, islands/  checkpoints
 WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
-WORKDIR/snapshots/         of the whole run              (storage/manifests.py)
-WORKDIR/aside-1/           what a restore went back over (launch/restore.py)
+WORKDIR/snapshots/         run snapshots                 (storage/manifests.py)
+WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
@@ -49,8 +49,8 @@ _MALLOC = {
 def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
 ) -> pathlib.Path:
-  """Makes the folder of a run, or finds the one to go on with; `restored`: it was just brought back
-  (restore.py), perhaps with other learners. Raises ValueError."""
+  """Makes the folder of a run, or opens the one to continue; `restored`: a restore has just brought
+  it back (restore.py), perhaps with other learners. Raises ValueError."""
   if workdir is None:
     if resume or restored:
       flag = '--restore' if restored else '--resume'
@@ -75,8 +75,8 @@ def open_workdir(
 
 
 def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
-  """Brings the run in a folder back to a snapshot, or to a checkpoint (restore.py, a process of its
-  own: it uses jax) and says what it did. `open_workdir` with `restored` is to follow.
+  """Brings the run in a folder back to a run snapshot or a checkpoint (restore.py, in a separate
+  process, which imports jax) and prints each change. Call `open_workdir` with `restored` next.
 
   Raises:
     ValueError: the restore is impossible; nothing was changed.

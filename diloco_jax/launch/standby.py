@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from diloco_jax.launch import children
 
-LINE = 'stands by'  # a standby process prints a line that begins with this when it is ready
+LINE = 'standby'  # a standby process prints a line that begins with this word when it is ready
 
 
 @dataclasses.dataclass(slots=True, eq=False)

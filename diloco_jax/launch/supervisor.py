@@ -22,7 +22,7 @@ syncer ends.
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
 
-It knows nothing of jax: it starts programs, and reads their records (report/run_facts.py).
+The supervisor does not import jax: it starts programs and reads records (report/run_facts.py).
 """
 
 import asyncio
@@ -159,7 +159,7 @@ class Supervisor:
       return False
     self._pauses[name] = down_s
     self.fates[name].kills += not politely
-    self._note(name, 'down', f'{why}, back in {down_s:g} s')
+    self._note(name, 'down', f'{why}, restart in {down_s:g} s')
     if politely:
       child.terminate()
     else:
@@ -204,14 +204,14 @@ class Supervisor:
     """Runs one process; returns its exit code and its running time in seconds."""
     name, fate = program.name, self.fates[program.name]
     child = await self._standbys.take_over(name)
-    again = 'started again' if child is None else 'who stood by takes over'
+    again = 'restarted' if child is None else 'standby takes over'
     if child is None:
       child = await self._start(program, self._listen)
     self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
     fate.starts += 1
     self._note(
-      name, 'starting', f'{again} (life {fate.starts})' if fate.starts > 1 else '', pid=child.pid
+      name, 'starting', f'{again} (process {fate.starts})' if fate.starts > 1 else '', pid=child.pid
     )
     if self._ending(name).is_set():
       child.terminate()
@@ -247,7 +247,7 @@ class Supervisor:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _describe_exit(code))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
-    """A new state of a program, for the records."""
+    """Writes a new state of a program to the records and the console."""
     self.fates[name].state = state
     self._recorder.report(facts.Process(child=name, state=state, text=text, pid=pid))
     if text:

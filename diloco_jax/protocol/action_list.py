@@ -1,21 +1,21 @@
-"""What a machine asks for while it handles one event, in the order in which it decides.
+"""The actions of a machine for one event, in the order in which it decides them.
 
-A machine is made of parts with a theory each. They share one outbox, so that their decisions reach
-the shell in the order in which they were taken, whichever part took them.
+A machine consists of parts. All parts add to one list, so their decisions reach the shell in the
+order in which they were made.
 """
 
 from diloco_jax.protocol import actions, facts, messages
 
 
 class Outbox:
-  """A list that is emptied once per event."""
+  """A list that the machine empties once per event."""
 
   def __init__(self):
     self._actions: list[actions.Action] = []
-    self.closing: set[int] = set()  # sessions closed from here whose end has not been heard of
+    self.closing: set[int] = set()  # sessions closed from here, not yet Disconnected
 
   def take(self) -> list[actions.Action]:
-    """All that was asked for since the last call."""
+    """All actions since the last call."""
     taken, self._actions = self._actions, []
     return taken
 
@@ -30,7 +30,7 @@ class Outbox:
     self.do(actions.Close(session=session, reason=reason))
 
   def drop(self, handle: int | None) -> None:
-    """Lets go of a payload, if there is one."""
+    """Drops a payload, if there is one."""
     if handle is not None:
       self.do(actions.Drop(handle=handle))
 

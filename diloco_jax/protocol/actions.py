@@ -1,8 +1,8 @@
-"""What a machine asks of its shell.
+"""The actions that a machine asks its shell to carry out.
 
-Transport actions (Dial, Send, Close) and work actions (Step ... Save) are carried out in the order
-given; work is answered later by the event named in its docstring. Work of one machine runs first
-in, first out, so an Adopt given before a Step is finished before that step begins.
+The shell carries out transport actions (Dial, Send, Close) and work actions (Step ... Save) in the
+order given; the event named in a work action's docstring answers it later. Work of one machine runs
+first in, first out, so an Adopt given before a Step is finished before that step begins.
 """
 
 import dataclasses
@@ -20,14 +20,14 @@ def _action(cls):
 
 @_action
 class Dial:
-  """Open a stream to the syncer; answered by Connected or Disconnected."""
+  """Open a session with the syncer; answered by Connected or Disconnected."""
 
   session: int
 
 
 @_action
 class Send:
-  """Send a message on a session, with the bytes behind `handle` as its payload."""
+  """Send a message on a session, with the bytes of `handle` as its payload."""
 
   session: int
   message: messages.Message
@@ -36,7 +36,7 @@ class Send:
 
 @_action
 class Close:
-  """Close a session after what was sent on it has gone out."""
+  """Close a session after all messages sent on it have gone out."""
 
   session: int
   reason: str
@@ -44,7 +44,7 @@ class Close:
 
 @_action
 class Drop:
-  """The bytes behind `handle` are needed no more (sends under way keep their own reference)."""
+  """Free the bytes of `handle` (sends in progress keep their own reference)."""
 
   handle: int
 
@@ -61,7 +61,7 @@ class Step:
 
 @_action
 class Encode:
-  """Snapshot anchor - local of a fragment and encode it on the device; answered by Encoded."""
+  """Capture anchor - local of a fragment and encode it on the device; answered by Encoded."""
 
   sync: int
   fragment: int
@@ -69,8 +69,8 @@ class Encode:
 
 @_action
 class Adopt:
-  """Take the published value behind `handle` (`whole`, else a delta to the anchor) as anchor and
-  parameters; answered by AdoptDone. The handle is dropped by the shell afterwards."""
+  """Take the published value of `handle` (`whole`, else a delta to the anchor) as anchor and
+  parameters; answered by AdoptDone. The shell drops the handle afterwards."""
 
   fragment: int
   version: int
@@ -80,8 +80,8 @@ class Adopt:
 
 @_action
 class UseStream:
-  """The next step reads batch `cursor` of data stream `stream`. `rewind`: the parameters go back to
-  the anchors, since what was trained on another stream is for others to read again."""
+  """Read batch `cursor` of data shard `stream` in the next step. `rewind`: reset the parameters to
+  the anchors, because another learner will read the batches trained since then again."""
 
   stream: int
   cursor: int
@@ -90,16 +90,16 @@ class UseStream:
 
 @_action
 class ReadMoments:
-  """Snapshot the inner optimizer's state as it is between two steps and bring it to the host beside
-  the steps that follow; answered by MomentsRead."""
+  """Copy the inner optimizer's state between two steps, and transfer it to the host while the next
+  steps run; answered by MomentsRead."""
 
   transfer: int
 
 
 @_action
 class TakeMoments:
-  """Replace the inner optimizer's state by what is behind `handle` if its digest is `digest`, else
-  leave it as it is; answered by MomentsTaken. The handle is dropped by the shell afterwards."""
+  """Replace the inner optimizer's state by that of `handle` if its digest is `digest`, else leave it
+  unchanged; answered by MomentsTaken. The shell drops the handle afterwards."""
 
   transfer: int
   handle: int
@@ -113,7 +113,7 @@ class TakeMoments:
 class Participant:
   """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps).
 
-  `limit`: the norm beyond which it is left out (screening.py); None: any finite one will do.
+  `limit`: the norm above which it is left out (screening.py); None: any finite norm is allowed.
   """
 
   learner: str
@@ -126,12 +126,12 @@ class Participant:
 
 @_action
 class Merge:
-  """Run the outer step that makes `version`; participants in the order of learner ids. Who brings
-  a value that is not finite, or a norm beyond its limit, is left out.
+  """Run the outer step that makes `version`; participants in the order of learner ids. A participant
+  whose value is not finite, or whose norm is above its limit, is left out.
 
-  Answered by MergeDone once it is committed: the shell has written down what it needs to run it
-  again, with `books`, the machine's snapshot with this merge under way (recovery.py). Nothing of it
-  leaves before. The participants' handles are dropped by the shell afterwards.
+  Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
+  step again, with `books`, the machine state with this merge in progress (recovery.py). The shell
+  sends no result before. It drops the participants' handles afterwards.
   """
 
   sync: int
@@ -204,7 +204,7 @@ class Say:
 
 @_action
 class Exit:
-  """The machine has ended: exit code (0 done, 42 never retry) and the last line."""
+  """End the process: exit code (0 done, 42 never retry) and its last line of output."""
 
   code: int
   text: str

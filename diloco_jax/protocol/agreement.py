@@ -1,7 +1,7 @@
-"""What a learner and the syncer must share, and the words that say where they differ.
+"""The agreement that a learner and the syncer must share, and the description of its differences.
 
-An agreement is a flat JSON object: names (`model.num_layers`, `layout`) to values. It is compared
-at Join, before anything is sent that could be merged.
+An agreement is a flat JSON object: names (`model.num_layers`, `layout`) to values. The syncer
+compares it at Join, before the learner can contribute.
 """
 
 import json
@@ -11,7 +11,7 @@ LONGEST = 80
 
 
 def encode(facts: dict) -> str:
-  """Canonical text: equal facts, equal text."""
+  """Canonical text: equal facts have equal texts."""
   return json.dumps(facts, sort_keys=True, separators=(',', ':'))
 
 

@@ -1,7 +1,8 @@
-"""What can happen to a machine.
+"""The events that a machine handles.
 
-Integers, short strings and messages only. A *handle* is an integer by which the shell finds bytes
-that it holds (a received payload, an encoded fragment); a machine passes it on or drops it.
+They hold integers, short strings and messages only. A *handle* is an integer by which the shell
+finds bytes that it holds (a received payload, an encoded fragment); a machine passes it on or drops
+it.
 """
 
 import dataclasses
@@ -15,14 +16,14 @@ def _event(cls):
 
 @_event
 class Connected:
-  """A stream to a peer is open; `session` names it and is never used again."""
+  """A session with a peer is open; its number `session` is never used again."""
 
   session: int
 
 
 @_event
 class Disconnected:
-  """The stream is gone. Nothing more will come from it."""
+  """The session is closed and delivers no further message."""
 
   session: int
   reason: str
@@ -30,7 +31,7 @@ class Disconnected:
 
 @_event
 class Received:
-  """A whole message; `handle` holds its payload if it announces one (size, checksum verified)."""
+  """A whole message; `handle` is its payload if it announces one (size and checksum verified)."""
 
   session: int
   message: messages.Message
@@ -39,19 +40,19 @@ class Received:
 
 @_event
 class Wake:
-  """The machine's `deadline_ns` has come."""
+  """The machine's `deadline_ns` has passed."""
 
 
 @_event
 class Stop:
-  """The process was asked to end in an orderly way (SIGTERM, Ctrl-C)."""
+  """The supervisor or user asks the process to end in an orderly way (SIGTERM, Ctrl-C)."""
 
   reason: str
 
 
 @_event
 class TakeSnapshot:
-  """Somebody asks the syncer for a snapshot of the whole run now."""
+  """An operator asks the syncer for a run snapshot now."""
 
 
 # --- Answers to the learner's work ----------------------------------------------------------------
@@ -59,7 +60,7 @@ class TakeSnapshot:
 
 @_event
 class StepDone:
-  """One inner step is done: it trained on `tokens` and took `step_ns`."""
+  """One inner step is done; it trained on `tokens` tokens and took `step_ns`."""
 
   tokens: int
   step_ns: int
@@ -67,7 +68,7 @@ class StepDone:
 
 @_event
 class Encoded:
-  """The pseudo-gradient of an Encode; `handle` None: it held NaN or Inf and was refused."""
+  """The pseudo-gradient of an Encode; `handle` None: the encoder refused it (NaN or Inf)."""
 
   sync: int
   fragment: int
@@ -77,7 +78,7 @@ class Encoded:
 
 @_event
 class AdoptDone:
-  """The anchor of `fragment` is `version` now, with this digest of its bits."""
+  """The anchor of `fragment` now has this version, and this digest of its bits."""
 
   fragment: int
   version: int
@@ -86,8 +87,8 @@ class AdoptDone:
 
 @_event
 class MomentsRead:
-  """The snapshot of a ReadMoments, with the digest of its arrays; `handle` None: it held NaN or Inf
-  and is nothing to give away."""
+  """The copy of a ReadMoments, with the digest of its arrays; `handle` None: it holds NaN or Inf and
+  cannot be donated."""
 
   transfer: int
   handle: int | None
@@ -97,7 +98,7 @@ class MomentsRead:
 
 @_event
 class MomentsTaken:
-  """`matched`: the inner optimizer's state is the donated one now; else it is what it was."""
+  """`matched`: the inner optimizer now has the donated state; else its state is unchanged."""
 
   transfer: int
   matched: bool
@@ -108,11 +109,11 @@ class MomentsTaken:
 
 @_event
 class MergeDone:
-  """The outer step of `sync` is done: `handle` holds the encoded delta to the version before.
+  """The outer step of `sync` is done: `handle` is the encoded delta to the version before.
 
   `norms` are those of the participants' pseudo-gradients, in their order (screening.py: in parts of
-  1.0, -1 not finite); `refused` are the learners that were left out. `failed` in words if the outer
-  step was refused (nobody is left, or the result is not finite): Theta is unchanged.
+  1.0, -1 not finite); `refused` are the learners that were left out. `failed` is a text if the outer
+  step was refused (no participant is left, or the result is not finite): Theta is unchanged.
   """
 
   sync: int
@@ -138,7 +139,7 @@ class FragmentRead:
 
 @_event
 class ManifestWritten:
-  """A WriteManifest is finished; `error` in words if it failed: there is no such snapshot then."""
+  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not exist."""
 
   snapshot: int
   error: str = ''

@@ -1,16 +1,16 @@
-"""What a learner and the syncer say to each other.
+"""The messages between a learner and the syncer.
 
 Every message is an immutable tuple of integers and short strings. Array bytes never enter a
 message: `Contribution`, `Publish` and `Donation` announce a *payload* by size and checksum, and the
-transport delivers the message only once the payload is complete (see `wire/` and
+transport delivers the message only once the payload is complete (see `transport/` and
 `docs/wire_format.md`).
 
-A learner's life on the wire::
+The messages of one learner's process::
 
     learner                         syncer
       Join(nonce)          ->
-                           <-  Offer(incarnation)            not yet durable, holds nothing
-      Confirm(held)        ->                                from here on the id is held
+                           <-  Offer(incarnation)            not durable, reserves nothing
+      Confirm(held)        ->                                the process now holds the id
                            <-  Joined(step, stream, cursor, due)
                            <-  Publish(full) for each due fragment
                            <-  Donation(transfer)            a peer's moments, if promised
@@ -29,7 +29,7 @@ import dataclasses
 from typing import NamedTuple
 
 PROTOCOL_VERSION = 1
-CANCELLED = 'cancelled'  # Settled: no version comes of this sync, its tokens can be sent again
+CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be sent again
 
 
 def _message(cls):
@@ -38,7 +38,7 @@ def _message(cls):
 
 @_message
 class Payload:
-  """Announces bytes that travel beside a message: their number and their CRC-32."""
+  """Announces the bytes that belong to a message: their number and their CRC-32."""
 
   size_bytes: int
   crc32: int
@@ -53,7 +53,7 @@ class Held:
 
 
 class Lease(NamedTuple):
-  """A stream, and the batch to go on with."""
+  """A data shard, and the next batch to read."""
 
   stream: int
   cursor: int
@@ -62,7 +62,7 @@ class Lease(NamedTuple):
 def dominates(
   step: int, versions: tuple[int, ...], given_step: int, given_versions: tuple[int, ...]
 ) -> bool:
-  """Whether a vector clock is at least another, everywhere.
+  """Whether a vector clock is at least another one in every component.
 
   >>> dominates(7, (2, 3), 7, (2, 2)), dominates(7, (2, 1), 6, (2, 2))
   (True, False)
@@ -79,7 +79,7 @@ def dominates(
 
 @_message
 class Join:
-  """First word on a stream. `nonce` names the process; `agreement` is what both must share."""
+  """First message on a session. `nonce` names the process; `agreement` is what both must share."""
 
   protocol: int
   learner: str
@@ -91,8 +91,9 @@ class Join:
 
 @_message
 class Confirm:
-  """Accepts an Offer; `held` has one entry per fragment, `steps` and `tokens` are this life's. A
-  process that goes on in its life claims the data `stream` it reads and the batch it is at."""
+  """Accepts an Offer; `held` has one entry per fragment; `steps` and `tokens` are those of this
+  incarnation. A process that continues its incarnation claims its data `stream` and its next batch
+  (`cursor`)."""
 
   nonce: int
   incarnation: int
@@ -106,7 +107,7 @@ class Confirm:
 
 @_message
 class Progress:
-  """Report after an inner step: the clock, this life's totals, and how long the step took."""
+  """Report after an inner step: the clock, this incarnation's totals, and the step's duration."""
 
   step: int
   steps: int
@@ -120,8 +121,8 @@ class Contribution:
   """A pseudo-gradient (payload) measured from the anchor `version`.
 
   It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
-  `tokens_to` (the snapshot): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
-  are the batches [cursor - steps, cursor) of data stream `stream` (shards.py).
+  `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
+  are the batches [cursor - steps, cursor) of data shard `stream` (syncer/shards.py).
   """
 
   sync: int
@@ -157,7 +158,7 @@ class Adopted:
 
 @_message
 class Heartbeat:
-  """Renews the lease while a step runs long; the syncer answers in kind."""
+  """Renews the lease during a long step; the syncer answers with a Heartbeat."""
 
 
 @_message
@@ -175,8 +176,8 @@ class SnapshotSaved:
 class Donation:
   """A donor's inner optimizer state (payload) at a step boundary, for the joiner of `transfer`.
 
-  Relayed by the syncer as it came. `step` and `versions` are the donor's vector clock at the
-  snapshot: its clock and the version of each fragment that it held; `digest` is of the arrays.
+  The syncer relays it unchanged. `step` and `versions` are the donor's vector clock at the copy:
+  its clock and the version of each fragment that it held; `digest` is of the arrays.
   """
 
   transfer: int
@@ -189,7 +190,7 @@ class Donation:
 
 @_message
 class NoDonation:
-  """From a donor: it cannot give. From the syncer: nobody does, the joiner takes the next way."""
+  """From a donor: it cannot give. From the syncer: no donor gives, the joiner uses other moments."""
 
   transfer: int
   reason: str
@@ -197,7 +198,7 @@ class NoDonation:
 
 @_message
 class Recovered:
-  """The joiner has its moments, by one of `Way`, and trains once it holds every due fragment."""
+  """The joiner has its moments from a source in `Way`; it trains once it holds all due fragments."""
 
   transfer: int
   way: str
@@ -205,7 +206,7 @@ class Recovered:
 
 @_message
 class Leave:
-  """The learner goes for good (`done`, `preempted`, ...); it contributes no more."""
+  """The learner leaves the run (`done`, `preempted`, ...) and contributes nothing more."""
 
   reason: str
 
@@ -215,14 +216,14 @@ class Leave:
 
 @_message
 class Offer:
-  """An incarnation for this process, not held before Confirm."""
+  """An incarnation for this process, which the process holds from Confirm on."""
 
   incarnation: int
 
 
 @_message
 class Refused:
-  """The join is refused. `retry_ns`: when to try again, None: never (exit 42)."""
+  """The syncer refuses the join. `retry_ns`: when to try again, None: never (exit 42)."""
 
   code: str
   text: str
@@ -231,9 +232,10 @@ class Refused:
 
 @_message
 class Joined:
-  """The learner is a member. It adopts `step`; `due` fragments follow before it may train. It
-  reads data stream `stream` from batch `cursor` on; if it claimed that, it goes on where it is.
-  `donation`: the transfer by which a peer's moments come before it may train; 0: there is none."""
+  """The learner is a member. It sets its clock to `step`; the `due` fragments follow before it may
+  train. It reads data shard `stream` from batch `cursor` on; if it claimed exactly that position, it
+  continues there. `donation`: the transfer that brings a peer's moments before it may train; 0: no
+  transfer."""
 
   incarnation: int
   step: int
@@ -245,8 +247,8 @@ class Joined:
 
 @_message
 class Donate:
-  """Give your moments for `transfer` at the first boundary at which you have seen this vector
-  clock: your clock is at least `step`, your anchors are at least `versions`."""
+  """Asks a donor for its moments for `transfer`, at its first step boundary that has reached this
+  vector clock: its clock is at least `step`, its anchors are at least `versions`."""
 
   transfer: int
   step: int
@@ -255,7 +257,7 @@ class Donate:
 
 @_message
 class Pull:
-  """Sync `sync` has opened on `fragment`: send your pseudo-gradient at the next boundary."""
+  """Sync `sync` has opened on `fragment`: asks for a pseudo-gradient at the next step boundary."""
 
   sync: int
   fragment: int
@@ -275,7 +277,7 @@ class Publish:
 
 @_message
 class Settled:
-  """What became of a contribution: merged, or discarded for `reason`."""
+  """The verdict on a contribution: merged, or discarded for `reason`."""
 
   sync: int
   fragment: int
@@ -300,24 +302,24 @@ class Finish:
 class Reason:
   """Why tokens are discarded. The ledger's column names."""
 
-  LATE = 'late'  # the sync had closed before the payload came
+  LATE = 'late'  # the sync had closed before the payload arrived
   STALE = 'stale'  # the anchor was more than max_staleness versions old
-  OVERWRITTEN = 'overwritten'  # trained after the snapshot, then overwritten by the publish
+  OVERWRITTEN = 'overwritten'  # trained after the capture, then overwritten by the publish
   BAD_VALUE = 'bad_value'  # NaN, Inf or an absurd norm, refused by the encoder or before the merge
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged
-  DUPLICATE = 'duplicate'  # covered by an earlier contribution already
+  DUPLICATE = 'duplicate'  # covered by an earlier contribution
   ALL = (LATE, STALE, OVERWRITTEN, BAD_VALUE, LOST_WITH_PROCESS, LEFT, END_OF_RUN, DUPLICATE)
 
 
 class Way:
-  """Where a process has the moments of its inner optimizer from when it begins to train."""
+  """The source of a process's inner-optimizer moments when it begins to train."""
 
-  DONOR = 'donor'  # a peer's
-  CHECKPOINT = 'checkpoint'  # its own, as of its checkpoint
-  FRAGMENTS = 'fragments'  # fresh ones: it has the published fragments only
-  START = 'start'  # fresh ones, as everybody's: the run begins
+  DONOR = 'donor'  # a peer
+  CHECKPOINT = 'checkpoint'  # its own checkpoint
+  FRAGMENTS = 'fragments'  # fresh moments: it has only the published fragments
+  START = 'start'  # fresh moments like every learner: the run begins
 
 
 FromLearner = (

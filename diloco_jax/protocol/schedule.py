@@ -2,10 +2,13 @@
 
 Sync t handles the fragment p with (t - t_p) mod H == 0 (paper section 4). The offsets are spread
 evenly, t_p = floor((p + 1) H / P), so that P = H gives one fragment a step (p = (t - 1) mod P) and
-P = 1 gives DiLoCo: everything at once, every H steps.
+P = 1 gives DiLoCo: all fragments at once, every H steps.
 
-After the last inner step T every fragment is due once more, at T < t <= T + H: the *closing* syncs
-merge what was trained since its last one, so that the run ends with nothing left over.
+After the last inner step T every fragment is due once more, at T < t <= T + H: these *closing* syncs
+merge the steps since its last sync, so that the run ends without unmerged steps.
+
+Another schedule must keep two assumptions of other files: `Pace.skip_overdue` skips whole periods,
+and invariant P1 (docs/simulator.md) states when a sync opens.
 """
 
 import bisect
@@ -28,7 +31,7 @@ class Schedule:
     return self.total_steps + self.period
 
   def fragment(self, t: int) -> int | None:
-    """The fragment that is due at t, if any."""
+    """The fragment that is due at t, or None."""
     return self._fragments.get(t % self.period) if t > 0 else None
 
   def next(self, t: int) -> int:
@@ -47,5 +50,5 @@ class Schedule:
     return after + self.period - (after - offset) % self.period
 
   def last_due(self, fragment: int, upto: int) -> int:
-    """The last due time of `fragment` that is not after step `upto` (not positive: none was)."""
+    """The last due time of `fragment` up to step `upto` (not positive: there was none)."""
     return self.due(fragment, upto) - self.period

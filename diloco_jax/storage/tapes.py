@@ -305,7 +305,7 @@ def find(path: pathlib.Path) -> list[Life]:
 
 
 def replay(life: Life) -> replay_lib.Replay:
-  """Replays a life. Raises tape.TapeError that names file and line."""
+  """Replays a tape. Raises tape.TapeError that names file and line."""
   lines = Lines(life.segments)
   return replay_lib.replay(lines, lines.place)
 

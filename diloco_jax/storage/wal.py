@@ -150,9 +150,9 @@ def _misfit(
   """The error for a whole log that does not fit the checkpoint."""
   last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
   return fmt.WalDamaged(
-    f'The snapshot holds all records up to {after}, but {why}, in {files.place}. Not started, '
-    'nothing changed. Restore the missing files of the log, or a snapshot that fits it, or set the '
-    f'log aside and go on from the newest checkpoint: {wal_recovery.RESTORE}',
+    f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not started, '
+    'nothing changed. Restore the missing files of the log, or a checkpoint that fits it, or set the '
+    f'log aside and continue from the newest checkpoint: {wal_recovery.RESTORE}',
     last.name,
     last.size,
     found.last,

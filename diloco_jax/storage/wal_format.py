@@ -243,7 +243,7 @@ def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
   Equal headers (same keys in the same order) have equal bytes; NaN raises ValueError.
   """
   text = codec.encode(header).encode()
-  text += b' ' * (-(_CRC.size + len(text)) % 8)  # so that the arrays are aligned when read back
+  text += b' ' * (-(_CRC.size + len(text)) % 8)  # aligns the arrays for reading
   return [struct.pack('<I', len(text)) + text, *arrays]
 
 

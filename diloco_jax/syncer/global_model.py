@@ -1,7 +1,7 @@
 """Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
-A flat float32 vector per fragment. What is merged now and what is merged again from the log
-(storage/outer_log.py) goes through the same function, jitted once: equal inputs give equal bits.
+A value is a flat float32 vector per fragment. A merge and its replay from the log
+(storage/outer_log.py) use the same function, jitted once: equal inputs give equal bits.
 """
 
 import functools
@@ -22,7 +22,7 @@ from diloco_jax.protocol.syncer import screening
 from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
-NOBODY = 'every pseudo-gradient was rejected; the fragment is unchanged'
+ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
 class Merged(NamedTuple):
@@ -155,15 +155,15 @@ class Theta:
     refused: Collection[str],
     width: int,
   ) -> Merged:
-    """Carries out an outer step of fragment p; its next version, unless it is refused.
+    """Carries out an outer step of fragment p: makes its next version, unless it is refused.
 
     Args:
       p: the fragment.
       participants: in the order of learner ids.
-      payloads: theirs, in the same order.
-      refused: learners that are left out, as if they were absent.
-      width: rows of the stack; those beyond the participants are absent learners. Part of the
-        input: a sum over more rows may be rounded in another order.
+      payloads: of the participants, in the same order.
+      refused: participants that count as absent learners.
+      width: rows of the stack; rows beyond the participants are absent learners. The width is part
+        of the input: a sum over more rows may round in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
     tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
@@ -182,7 +182,9 @@ class Theta:
     self.outer_states[p] = result.opt_state
     failed = ''
     if not bool(result.ok):
-      failed = NOT_FINITE if any(one.learner not in refused for one in participants) else NOBODY
+      failed = (
+        NOT_FINITE if any(one.learner not in refused for one in participants) else ALL_REJECTED
+      )
     if not failed:
       self.versions[p] += 1
     return Merged(

@@ -48,7 +48,7 @@ class Island:
     seed: of the initial parameters; the same for every learner of a run.
     stream: the shard to start on, in [0, data.streams).
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
-    corpus: one already loaded, to share among islands of a process.
+    corpus: a loaded corpus that the islands of a process share; default: load it.
   """
 
   def __init__(
@@ -189,8 +189,8 @@ class Island:
     snapshot: int | None = None,
     keep: Sequence[int] = (),
   ) -> Callable[[], checkpoint.Saved]:
-    """Starts an asynchronous checkpoint of everything the island is; returns what waits for it.
-    `snapshot` and `keep`: which snapshots of the run pin what (storage/checkpoint.py)."""
+    """Starts an asynchronous checkpoint of the island; returns a function that waits for it.
+    `snapshot` and `keep`: the run snapshots that pin checkpoints (storage/checkpoint.py)."""
     record = {'stream': self._stream_index, 'protocol': protocol or {}}
     return self._require_checkpoints().save(
       clock, self._state, self._next_index, anchors, record, snapshot, keep

@@ -59,8 +59,8 @@ class Session:
   """One end of a session.
 
   Args:
-    number: what events call this session.
-    dialed: this end dialed, so it is a learner's and hears of a session that never opened.
+    number: the session's number in events.
+    dialed: whether this end (a learner's) dialed; it also reports a session that never opens.
     traffic: counts the bytes of all sessions of a transport.
   """
 

@@ -31,7 +31,7 @@ from experiments.configs import stdlib_lm
 
 _VARIANT = flags.DEFINE_string('variant', 'cpu', 'variant of experiments/configs/stdlib_lm.py')
 _KILLS = flags.DEFINE_integer('kills', 5, 'number of kills of the syncer', 1)
-_COLD = flags.DEFINE_bool('cold', False, 'nobody stands by')
+_COLD = flags.DEFINE_bool('cold', False, 'run without a standby process')
 _OVERRIDES = (
   '--config.train.steps=1000000',
   '--config.train.log_every=1000',

@@ -183,7 +183,7 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
 _STEPS = """
 import json, pathlib, sys, threading
 if "standby" in sys.argv:
-  print("stands by")
+  print("standby")
   sys.exit(0 if sys.stdin.readline() else 1)
 out = pathlib.Path(sys.argv[1], "records")
 with open(out / "syncer.jsonl", "a") as f:
@@ -206,7 +206,7 @@ def test_a_standby_process_takes_over(tmp_path):
   ready = []
 
   def tick(run: Run) -> None:
-    if 'stands by' in run.said('syncer') and not ready:
+    if 'standby' in run.said('syncer') and not ready:
       ready.extend(one.pid for one in psutil.Process().children())
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
@@ -217,11 +217,11 @@ def test_a_standby_process_takes_over(tmp_path):
     fact['pid'] for fact in facts if fact.get('state') == 'starting' and fact['child'] == 'syncer'
   ]
   assert len(lives) == 2 and set(lives) <= set(ready)
-  assert 'syncer: who stood by takes over (life 2)' in run.said('local')
+  assert 'syncer: standby takes over (process 2)' in run.said('local')
 
 
 def test_a_new_process_is_started_if_the_standby_process_has_died(tmp_path):
-  syncer = with_standby(tmp_path, 'print("stands by"); raise SystemExit(1)')
+  syncer = with_standby(tmp_path, 'print("standby"); raise SystemExit(1)')
   run = Run(tmp_path, [syncer, program('l0', _FOREVER)], stop_s=0.5)
   killed = []
 
@@ -232,7 +232,7 @@ def test_a_new_process_is_started_if_the_standby_process_has_died(tmp_path):
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
-  assert 'syncer: started again (life 2)' in run.said('local')
+  assert 'syncer: restarted (process 2)' in run.said('local')
 
 
 def test_the_supervisor_does_not_wait_for_an_unready_standby_process(tmp_path):
@@ -249,7 +249,7 @@ def test_the_supervisor_does_not_wait_for_an_unready_standby_process(tmp_path):
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
-  assert 'syncer: started again (life 2)' in run.said('local')
+  assert 'syncer: restarted (process 2)' in run.said('local')
   assert len(pids) == 3 and all(gone(pid) for pid in pids)
 
 
@@ -258,7 +258,7 @@ def test_after_a_first_failure_a_standby_process_takes_over_without_a_pause(tmp_
   killed = []
 
   def tick(run: Run) -> None:
-    if 'stands by' in run.said('syncer') and not killed:
+    if 'standby' in run.said('syncer') and not killed:
       killed.append(os.kill(run.supervisor.child('syncer').pid, signal.SIGKILL))
 
   assert run.run(tick).fates['syncer'].starts == 2
@@ -270,7 +270,7 @@ def test_a_standby_process_ends_with_the_run(tmp_path):
   pids: list[int] = []
 
   def tick(run: Run) -> None:
-    if 'stands by' in run.said('syncer') and not pids:
+    if 'standby' in run.said('syncer') and not pids:
       pids.extend(one.pid for one in psutil.Process().children())
       os.kill(os.getpid(), signal.SIGINT)
 

@@ -1,12 +1,11 @@
 """Seeded bugs that the simulation must catch: a simulation is as good as its mutants.
 
 A mutant is a patch of the production classes that lasts as long as a `with` block; production code
-knows nothing of it. Each is a bug that somebody could write, and names the invariants
-(sim/invariants)
-of which one must catch it within 1,000 seeds. One that survives is a missing checker.
+knows nothing of it. Each is a plausible bug, and names the invariants (proof/checks/invariants) of
+which one must catch it within 1,000 seeds. A mutant that survives shows a missing checker.
 
-What a mutant replaces is written out in full, not patched in its text, so that a change of the
-production code is noticed here: a name that is gone is an error.
+A mutant replaces whole functions instead of patching text, so that a change of the production code
+is noticed here: a missing name is an error.
 """
 
 import contextlib
@@ -77,8 +76,8 @@ def mutant(bug: str, owner: Any, name: str, caught_by: str, also: tuple = ()) ->
 
 
 def _never_refuses(original: Any) -> Callable:
-  """An account that says of every range that it was settled: the machine's own assertion on it is
-  not what is to catch a mutant."""
+  """An account that reports every range as settled, so that a checker and not the machine's own
+  assertion catches the mutant."""
 
   def settle(self, fragment, start, end, reason):
     original(self, fragment, start, end, reason)
@@ -95,7 +94,7 @@ MOVES = (states, 'move', lambda original: lambda table, source, target: target) 
 
 
 @mutant(
-  'A range that was settled before counts again.',
+  'The syncer counts a settled range again.',
   verdicts,
   'judge',
   'I1 I7',
@@ -108,7 +107,7 @@ def no_dedup(original):
   return judge
 
 
-@mutant('A payload against any old anchor is merged.', verdicts, 'judge', 'I6')
+@mutant('The syncer merges a payload with an anchor of any age.', verdicts, 'judge', 'I6')
 def stale_base_merged(original):
   def judge(message, name, gather, fragment, cursor, max_staleness):
     return original(message, name, gather, fragment, cursor, 10**9)
@@ -116,9 +115,7 @@ def stale_base_merged(original):
   return judge
 
 
-@mutant(
-  'Payloads are merged in the order in which they arrived.', gathering.Gathering, 'merge', 'I15'
-)
+@mutant('The syncer merges payloads in the order of arrival.', gathering.Gathering, 'merge', 'I15')
 def merge_in_arrival_order(original):
   def merge(self, now_ns, gather):
     with mock.patch.object(gathering, 'sorted', list, create=True):
@@ -128,7 +125,7 @@ def merge_in_arrival_order(original):
 
 
 @mutant(
-  'A contribution counts the tokens that were reported, not those of its range.',
+  'A contribution counts the reported tokens, not those of its range.',
   gathering.Gathering,
   '_participant',
   'I7',
@@ -142,7 +139,7 @@ def tokens_of_the_report(original):
   return _participant
 
 
-@mutant('Tokens are discarded, but the ledger is not told.', ledger.Account, 'settle', 'I7')
+@mutant('The ledger does not record discarded tokens.', ledger.Account, 'settle', 'I7')
 def discard_without_ledger(original):
   def settle(self, fragment, start, end, reason):
     if reason:
@@ -153,7 +150,7 @@ def discard_without_ledger(original):
 
 
 @mutant(
-  'What was trained after the snapshot and then overwritten is forgotten.',
+  'The ledger forgets tokens trained after the capture and then overwritten.',
   join_lib.Membership,
   'adopted',
   'I7 I16',
@@ -171,7 +168,9 @@ def failed_merge_keeps_its_tokens(original):
   return lambda self, count, reason: None
 
 
-@mutant('A late payload is counted as discarded twice.', gathering.Gathering, '_turn_down', 'I7')
+@mutant(
+  'The ledger counts a late payload as discarded twice.', gathering.Gathering, '_turn_down', 'I7'
+)
 def late_counted_twice(original):
   def _turn_down(self, member, message, handle, reason):
     original(self, member, message, handle, reason)
@@ -182,9 +181,12 @@ def late_counted_twice(original):
 
 
 @mutant(
-  'A payload that came too late is dropped without a word.', gathering.Gathering, 'settle', 'I7c'
+  'The syncer drops a late payload without telling its learner.',
+  gathering.Gathering,
+  'settle',
+  'I7c',
 )
-def late_is_not_told(original):
+def late_payload_is_not_reported(original):
   def settle(self, member, sync, fragment, reason):
     if reason != Reason.LATE:
       original(self, member, sync, fragment, reason)
@@ -192,8 +194,13 @@ def late_is_not_told(original):
   return settle
 
 
-@mutant('A contributor that is merged is not told.', gathering.Gathering, 'settle', 'I7c')
-def merged_is_not_told(original):
+@mutant(
+  'The syncer does not tell a learner that its contribution was merged.',
+  gathering.Gathering,
+  'settle',
+  'I7c',
+)
+def merged_payload_is_not_reported(original):
   def settle(self, member, sync, fragment, reason):
     if reason:
       original(self, member, sync, fragment, reason)
@@ -205,12 +212,12 @@ def merged_is_not_told(original):
 
 
 @mutant(
-  'A snapshot is sent on whatever stream is up when it is encoded.',
+  'A learner sends a capture on whichever session is open when it is encoded.',
   LearnerMachine,
   '_encoded',
   'I1b',
 )
-def old_snapshot_on_a_new_stream(original):
+def old_capture_on_a_new_session(original):
   def _encoded(self, encoded):
     if self._encoding and self._connection.joined:
       _, message = self._encoding[0]
@@ -221,7 +228,7 @@ def old_snapshot_on_a_new_stream(original):
 
 
 @mutant(
-  'A joiner is asked for its share before it has caught up.', members.Member, 'caught_up', 'I17 L5'
+  'The syncer pulls from a joiner before it has caught up.', members.Member, 'caught_up', 'I17 L5'
 )
 def contributes_while_due(original):
   return property(lambda self: self.live and bool(self.sent))
@@ -244,7 +251,7 @@ def no_resend_after_cancel(original):
 
 
 @mutant(
-  'After a new stream the learner does not send its tokens again.', LearnerMachine, '_renew', 'I1b'
+  'After a reconnect the learner does not send its tokens again.', LearnerMachine, '_renew', 'I1b'
 )
 def no_resend_after_reconnect(original):
   def _renew(self, fragment, anchor, clock):
@@ -255,7 +262,9 @@ def no_resend_after_reconnect(original):
   return _renew
 
 
-@mutant('A snapshot with NaN is not declined.', LearnerMachine, '_encoded', 'I9')
+@mutant(
+  'A learner does not decline a pull whose capture has NaN.', LearnerMachine, '_encoded', 'I9'
+)
 def nan_is_not_declined(original):
   def _encoded(self, encoded):
     if encoded.handle is None:
@@ -267,7 +276,7 @@ def nan_is_not_declined(original):
 
 
 @mutant(
-  'The result of an outer step that is not finite is published.',
+  'The syncer publishes a result that is not finite.',
   SyncerMachine,
   '_dispatch',
   'I9 I3',
@@ -283,7 +292,7 @@ def not_finite_is_published(original):
 
 
 @mutant(
-  'A learner holds its next step back until what it sent is settled.',
+  'A learner defers its next step until its contribution is settled.',
   LearnerMachine,
   '_may_step',
   'L1',
@@ -311,12 +320,16 @@ def lag_is_one_more(original):
   return _may_step
 
 
-@mutant('A publish that comes late moves a version back.', learner_machine, '_heard', 'I4 I4b')
+@mutant(
+  'A late publish moves a learner back to an older version.', learner_machine, '_heard', 'I4 I4b'
+)
 def late_publish_moves_back(original):
   return lambda publish, version: False
 
 
-@mutant('Wrong bits are taken for right ones.', LearnerMachine, '_adopt_done', 'I7b')
+@mutant(
+  'A learner does not compare the digest of adopted bits.', LearnerMachine, '_adopt_done', 'I7b'
+)
 def digest_not_compared(original):
   def _adopt_done(self, done):
     original(self, dataclasses.replace(done, digest=self._adopting[0][1].digest))
@@ -324,8 +337,10 @@ def digest_not_compared(original):
   return _adopt_done
 
 
-@mutant('A learner counts the tokens of its last life again.', LearnerMachine, '_begin_life', 'I7a')
-def tokens_of_the_last_life(original):
+@mutant(
+  'A learner counts the tokens of its last incarnation again.', LearnerMachine, '_begin_life', 'I7a'
+)
+def tokens_of_the_last_incarnation(original):
   def _begin_life(self, joined):
     self._incarnation = joined.incarnation
 
@@ -340,7 +355,7 @@ def no_limit(original):
   return lambda window, steps, config: None
 
 
-@mutant('Norms are judged before there are enough of them.', screening, 'limit', 'I9b')
+@mutant('The syncer applies a limit before the warm-up is over.', screening, 'limit', 'I9b')
 def no_warm_up(original):
   def limit(window, steps, config):
     return original(window, steps, dataclasses.replace(config, norm_warmup=1))
@@ -348,12 +363,12 @@ def no_warm_up(original):
   return limit
 
 
-@mutant('What was refused counts among the usual norms.', screening, 'taken', 'I9b I10 I16')
+@mutant('Refused norms enter the medians.', screening, 'taken', 'I9b I10 I16')
 def refused_norms_are_kept(original):
   return lambda window, merged: original(window, [(100 * norm, steps) for norm, steps in merged])
 
 
-@mutant('A payload with NaN is merged.', screening, 'refused', 'I9b')
+@mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
 def nan_is_merged(original):
   return lambda norm, limit: norm > 0 and original(norm, limit)
 
@@ -362,21 +377,30 @@ def _without_refused(done: events.MergeDone) -> events.MergeDone:
   return dataclasses.replace(done, refused=())
 
 
-@mutant('The tokens of who was refused stay merged.', gathering.Gathering, '_publish', 'I7 I7c I16')
+@mutant(
+  'The tokens of a refused participant stay merged.', gathering.Gathering, '_publish', 'I7 I7c I16'
+)
 def refused_tokens_stay_merged(original):
   return lambda self, gather, done: original(self, gather, _without_refused(done))
 
 
-@mutant('With one that was refused everybody is.', gathering.Gathering, '_publish', 'I7 I7c I16')
-def the_innocent_are_punished(original):
+@mutant(
+  'One refused participant makes the syncer refuse all of them.',
+  gathering.Gathering,
+  '_publish',
+  'I7 I7c I16',
+)
+def all_participants_are_refused(original):
   def _publish(self, gather, done):
-    everybody = tuple(one.learner for one in gather.participants) if done.refused else ()
-    original(self, gather, dataclasses.replace(done, refused=everybody))
+    all_of_them = tuple(one.learner for one in gather.participants) if done.refused else ()
+    original(self, gather, dataclasses.replace(done, refused=all_of_them))
 
   return _publish
 
 
-@mutant('Strikes are never taken back.', screening.Screening, 'ended', 'I16 I13 I13b I10')
+@mutant(
+  'A merged contribution does not reset strikes.', screening.Screening, 'ended', 'I16 I13 I13b I10'
+)
 def strikes_stay(original):
   def ended(self, now_ns, participants, done):
     before = {one.learner: self._members.by_id[one.learner].strikes for one in participants}
@@ -390,7 +414,7 @@ def strikes_stay(original):
 
 
 @mutant(
-  'Who is refused again and again is never put into quarantine.',
+  'The syncer never quarantines a learner.',
   members.Members,
   'quarantined',
   'I9c',
@@ -399,8 +423,8 @@ def no_quarantine(original):
   return lambda self, member: False
 
 
-@mutant('Who is in quarantine joins again.', join_lib, 'taken', 'I9c')
-def quarantined_comes_back(original):
+@mutant('A quarantined process joins again.', join_lib, 'taken', 'I9c')
+def quarantined_joins_again(original):
   def taken(join, members_, config, now_ns):
     refused = original(join, members_, config, now_ns)
     return None if refused is not None and refused.code == 'QUARANTINED' else refused
@@ -408,7 +432,7 @@ def quarantined_comes_back(original):
   return taken
 
 
-@mutant('A syncer that begins again has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
+@mutant('A restarted syncer has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
 def strikes_not_recovered(original):
   def recovered(load, snapshot, records):
     state = original(load, snapshot, records)
@@ -419,7 +443,7 @@ def strikes_not_recovered(original):
   return recovered
 
 
-@mutant('A syncer that begins again has forgotten the norms.', recovery, 'recovered', 'I10 I2')
+@mutant('A restarted syncer has forgotten the norms.', recovery, 'recovered', 'I10 I2')
 def norms_not_recovered(original):
   def recovered(load, snapshot, records):
     state = original(load, snapshot, records)
@@ -429,13 +453,16 @@ def norms_not_recovered(original):
 
 
 @mutant(
-  'A closing sync that ended with its syncer is not opened again.', pace.Pace, 'reopen', 'I7 P1'
+  'The next syncer does not reopen a closing sync that ended with the last one.',
+  pace.Pace,
+  'reopen',
+  'I7 P1',
 )
 def closing_syncs_are_lost(original):
   return lambda self, undecided: original(self, ())
 
 
-@mutant('A redone outer step merges what was refused.', SyncerMachine, 'ended', 'I10 I2')
+@mutant('A replayed outer step merges refused payloads.', SyncerMachine, 'ended', 'I10 I2')
 def recovery_merges_the_refused(original):
   return lambda self, merge, done: original(self, merge, dataclasses.replace(done, refused=()))
 
@@ -443,7 +470,9 @@ def recovery_merges_the_refused(original):
 # --- Quorum and pace ------------------------------------------------------------------------------
 
 
-@mutant('A dead learner counts for the quorum.', gathering.Gathering, 'leave', 'I5 I7c')
+@mutant(
+  'The payload of a dead learner counts for the quorum.', gathering.Gathering, 'leave', 'I5 I7c'
+)
 def dead_learner_counts(original):
   def leave(self, name):
     for gather in self.open.values():
@@ -477,7 +506,7 @@ def _fails_without_repeats(original):
 
 
 @mutant(
-  'The quorum counts a payload that was said twice as two.',
+  'The quorum counts a duplicated payload twice.',
   gathering.Gathering,
   'contribution',
   'I5 L2a',
@@ -496,7 +525,7 @@ def quorum_counts_a_learner_twice(original):
   return contribution
 
 
-@mutant('Nobody is waited for once there is a quorum.', quorum, 'decide', 'I5')
+@mutant('The syncer waits for no other learner once it has a quorum.', quorum, 'decide', 'I5')
 def no_grace(original):
   def decide(gather, now_ns, needed, live, closing):
     if not gather.merging and len(gather.payloads) >= needed:
@@ -521,7 +550,7 @@ def grace_never_ends(original):
   return property(lambda self: None)
 
 
-@mutant('A sync that cannot have its quorum any more stays open.', quorum, 'decide', 'L2a')
+@mutant('A sync that can no longer reach its quorum stays open.', quorum, 'decide', 'L2a')
 def never_cancelled(original):
   def decide(*args):
     verdict, why = original(*args)
@@ -539,7 +568,7 @@ def fastest_sets_the_pace(original):
   )
 
 
-@mutant('Two syncs of one fragment are in flight.', SyncerMachine, '_may_open', 'P1')
+@mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
 def fragment_in_flight_twice(original):
   def _may_open(self):
     free = len(self._gathering.open) < self._config.in_flight
@@ -548,7 +577,9 @@ def fragment_in_flight_twice(original):
   return _may_open
 
 
-@mutant('A fragment is left out when syncs are overdue.', pace.Pace, 'skip_overdue', 'P1 L6')
+@mutant(
+  'The syncer skips a single fragment when syncs are overdue.', pace.Pace, 'skip_overdue', 'P1 L6'
+)
 def skips_single_syncs(original):
   def skip_overdue(self):
     periods = original(self)
@@ -560,7 +591,7 @@ def skips_single_syncs(original):
 
 
 @mutant(
-  'A joiner that has caught up is not asked by the syncs that are open.',
+  'Open syncs do not pull from a joiner that has just caught up.',
   gathering.Gathering,
   'enter',
   'L5',
@@ -574,13 +605,13 @@ def slowest_sets_the_pace(original):
   return property(lambda self: original.fget(self) and len(self._ready) >= len(self.contributors))
 
 
-@mutant('One sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')
+@mutant('The syncer opens one sync at a time, whatever tau is.', SyncerMachine, '_may_open', 'P1')
 def one_in_flight(original):
   return lambda self: not self._gathering.open and original(self)
 
 
 @mutant(
-  'A syncer ends before everybody has heard that the run is over.',
+  'A syncer exits before all learners know that the run is over.',
   SyncerMachine,
   '_finish',
   'P2 I7',
@@ -593,7 +624,7 @@ def ends_too_early(original):
   return _finish
 
 
-# --- Leases ---------------------------------------------------------------------------------------
+# --- Membership leases ----------------------------------------------------------------------------
 
 
 @mutant('No lease ever ends.', members.Members, 'expired', 'L8')
@@ -612,7 +643,7 @@ def lease_is_too_long(original):
 # --- Ids and versions -----------------------------------------------------------------------------
 
 
-@mutant('A process that was replaced may come back.', members.Members, 'replaced', 'I12')
+@mutant('A replaced process may rejoin.', members.Members, 'replaced', 'I12')
 def no_fencing(original):
   return lambda self, name, nonce: False
 
@@ -625,7 +656,7 @@ def no_hold_on_a_live_id(original):
 
 
 @mutant(
-  'A Join holds the id, before it is confirmed.',
+  'A Join holds the id before its Confirm.',
   join_lib.Membership,
   'join',
   'I7 I12 I13 I13b I16 I19',
@@ -644,7 +675,9 @@ def one_phase_join(original):
   return join
 
 
-@mutant('A join by the same process begins another incarnation.', members.Members, 'offer', 'I12')
+@mutant(
+  'A repeated Join of the same process begins another incarnation.', members.Members, 'offer', 'I12'
+)
 def join_not_idempotent(original):
   def offer(self, name, nonce):
     member = self.by_id.get(name)
@@ -654,7 +687,7 @@ def join_not_idempotent(original):
 
 
 @mutant(
-  'A process that takes an id over goes on in the incarnation before.',
+  'A process that takes over an id continues the previous incarnation.',
   members.Members,
   'offer',
   'I12',
@@ -667,7 +700,12 @@ def incarnation_is_reused(original):
   return offer
 
 
-@mutant('What a replaced process left unsettled is forgotten.', ledger.Account, 'close', 'I7 I16')
+@mutant(
+  'The ledger forgets the unsettled tokens of a replaced process.',
+  ledger.Account,
+  'close',
+  'I7 I16',
+)
 def lost_with_process_forgotten(original):
   def close(self, reason):
     if reason != Reason.LOST_WITH_PROCESS:
@@ -677,9 +715,12 @@ def lost_with_process_forgotten(original):
 
 
 @mutant(
-  'A delta is sent to everybody, whatever they hold.', published.Published, 'send_delta', 'I4b'
+  'The syncer sends a delta to every learner, whatever it holds.',
+  published.Published,
+  'send_delta',
+  'I4b',
 )
-def delta_to_anybody(original):
+def delta_to_every_learner(original):
   def send_delta(self, member, publish, handle):
     if member.sent and len(member.on_way[publish.fragment]) < published.AHEAD:
       self._send(member, publish, handle)
@@ -687,7 +728,12 @@ def delta_to_anybody(original):
   return send_delta
 
 
-@mutant('A slow learner is sent more and more.', published.Published, 'send_delta', 'I11')
+@mutant(
+  'The syncer sends a slow learner any number of versions.',
+  published.Published,
+  'send_delta',
+  'I11',
+)
 def slow_learner_is_flooded(original):
   def send_delta(self, member, publish, handle):
     if member.sent and member.sent[publish.fragment] == publish.base_version:
@@ -696,8 +742,13 @@ def slow_learner_is_flooded(original):
   return send_delta
 
 
-@mutant('Who fell behind is left there.', published.Published, 'adopted', 'I4b')
-def left_behind(original):
+@mutant(
+  'The syncer never sends the newest value to a learner that fell behind.',
+  published.Published,
+  'adopted',
+  'I4b',
+)
+def never_catches_up(original):
   def adopted(self, member, fragment, version):
     on_way = member.on_way[fragment]
     member.on_way[fragment] = [one for one in on_way if one > version]
@@ -706,19 +757,22 @@ def left_behind(original):
 
 
 @mutant(
-  'A snapshot is taken while an outer step is under way.', SyncerMachine, '_holds_back', 'I16'
+  'The syncer saves its state while an outer step is in progress.',
+  SyncerMachine,
+  '_holds_back',
+  'I16',
 )
 def saves_during_a_merge(original):
   return property(lambda self: False)
 
 
 @mutant(
-  'The waiting of a lock-step learner is not ended by a cancelled sync.',
+  'The syncer does not tell a waiting lock-step learner of a cancelled sync.',
   gathering.Gathering,
   'cancel',
   'I7c L1 L2a L6',
 )
-def cancel_is_not_told(original):
+def cancel_is_not_reported(original):
   def cancel(self, gather, why):
     with mock.patch.object(gathering.Gathering, 'settle', lambda *args: None):
       original(self, gather, why)
@@ -729,7 +783,7 @@ def cancel_is_not_told(original):
 # --- Resources and determinism --------------------------------------------------------------------
 
 
-@mutant('A payload that was withdrawn is kept for ever.', gathering.Gathering, 'leave', 'I11 L7')
+@mutant('The syncer never frees a withdrawn payload.', gathering.Gathering, 'leave', 'I11 L7')
 def withdrawn_payload_leaks(original):
   def leave(self, name):
     for gather in self.open.values():
@@ -739,8 +793,8 @@ def withdrawn_payload_leaks(original):
   return leave
 
 
-@mutant('Snapshots pile up behind a slow encoder.', LearnerMachine, '_answer', 'I11')
-def snapshots_pile_up(original):
+@mutant('Captures pile up before a slow encoder.', LearnerMachine, '_answer', 'I11')
+def captures_pile_up(original):
   def _answer(self, fragment, sync):
     encoding, self._encoding = self._encoding, []
     original(self, fragment, sync)
@@ -751,7 +805,7 @@ def snapshots_pile_up(original):
 
 
 @mutant(
-  'The order of a set, which depends on the hash seed, decides who is served first.',
+  'The order of a set, which depends on the hash seed, decides which learner is served first.',
   members.Members,
   'live',
   'I15',
@@ -768,7 +822,10 @@ def order_of_a_set(original):
 
 
 @mutant(
-  'An outer step is spoken of before its record is durable.', processes.Syncer, '_commit', 'I8'
+  'The syncer reports an outer step before its record is durable.',
+  processes.Syncer,
+  '_commit',
+  'I8',
 )
 def ack_before_fsync(original):
   def _commit(self, step):
@@ -783,7 +840,7 @@ def ack_before_fsync(original):
 
 
 @mutant(
-  'Learners are told that the run is over before the disk says it.',
+  'The syncer sends Finish before the disk shows that the run is over.',
   SyncerMachine,
   '_close_run',
   'I8b',
@@ -793,13 +850,13 @@ def finish_before_it_is_saved(original):
 
 
 @mutant(
-  'A last checkpoint that failed is as good as one that did not.', checkpoints.Saving, 'end', 'I8b'
+  'The syncer treats a failed last checkpoint as a good one.', checkpoints.Saving, 'end', 'I8b'
 )
-def failed_save_says_it(original):
+def failed_save_counts(original):
   return lambda self, failed, again_ns: original(self, False, again_ns)
 
 
-@mutant('A failed fsync is taken for one that will do the next time.', wal.Wal, '_do', 'I8')
+@mutant('The log ignores a failed fsync and tries again.', wal.Wal, '_do', 'I8')
 def failed_fsync_ignored(original):
   def _do(self, doing, call, name, *args, needed=0):
     try:
@@ -820,7 +877,7 @@ def _unchecked_record(original):
 
 
 @mutant(
-  'A record whose header is whole is taken for a whole one.',
+  'Recovery accepts a record of which only the header is whole.',
   wal_recovery._Scanner,
   '_entry',
   'I10 I2',
@@ -837,7 +894,7 @@ def torn_record_accepted(original):
 
 
 @mutant(
-  'Damage in the middle of the log is cut off like a torn tail.',
+  'Recovery cuts off damage in the middle of the log like a torn tail.',
   wal_recovery._Scanner,
   '_broken',
   'I2',
@@ -854,7 +911,7 @@ def damage_is_cut(original):
 
 
 @mutant(
-  'What a failed fsync left in memory counts for durable after a restart.',
+  'Recovery treats bytes that a failed fsync left in memory as durable.',
   wal_recovery,
   'copy',
   'I8',
@@ -874,19 +931,22 @@ def refused_merge_counts(original):
 
 
 @mutant(
-  'Recovery forgets that outer steps were under way in the books.', SyncerMachine, 'ended', 'I10'
+  'Recovery forgets the outer steps in progress in the machine state.',
+  SyncerMachine,
+  'ended',
+  'I10',
 )
-def under_way_forgotten(original):
+def outer_steps_in_progress_forgotten(original):
   return lambda self, merge, done: None
 
 
-@mutant('Recovery merges again what the checkpoint holds.', wal.Wal, 'records', 'I10')
+@mutant('Recovery replays records that the checkpoint covers.', wal.Wal, 'records', 'I10')
 def replays_what_is_saved(original):
   return lambda self, after=0: original(self, max(after - 1, 0))
 
 
 @mutant(
-  'A checkpoint calls a record its own that it does not hold.',
+  'A checkpoint claims to cover one record too many.',
   simulated_log.Journal,
   'position',
   'I2 I10',
@@ -896,7 +956,7 @@ def position_is_one_too_far(original):
 
 
 @mutant(
-  'The log is dropped before the checkpoint that holds it is verified.',
+  'Compaction runs before the checkpoint is verified.',
   processes.Syncer,
   '_checkpoint',
   'I20',
@@ -912,12 +972,12 @@ def compacts_too_early(original):
 
 
 @mutant(
-  'The books of an outer step are those at the end of the turn, not at its decision.',
+  'The machine state of an outer step is that at the end of the turn, not at its decision.',
   SyncerMachine,
   'handle',
   'I16',
 )
-def books_after_the_turn(original):
+def machine_state_after_the_turn(original):
   def handle(self, now_ns, event):
     return [
       dataclasses.replace(one, books=self.snapshot()) if isinstance(one, actions.Merge) else one
@@ -927,8 +987,8 @@ def books_after_the_turn(original):
   return handle
 
 
-@mutant('The books of an outer step do not know of its own tokens.', SyncerMachine, '_merge', 'I16')
-def books_before_it_is_settled(original):
+@mutant('The machine state of an outer step lacks its own tokens.', SyncerMachine, '_merge', 'I16')
+def machine_state_before_the_merge(original):
   def _merge(self, now_ns, gather, why):
     books = self.snapshot()
     with mock.patch.object(
@@ -939,7 +999,9 @@ def books_before_it_is_settled(original):
   return _merge
 
 
-@mutant('Wrong bits are counted and left as they are.', join_lib.Membership, '_repair', 'I4b')
+@mutant(
+  'The syncer counts wrong bits but does not replace them.', join_lib.Membership, '_repair', 'I4b'
+)
 def wrong_bits_are_left(original):
   def _repair(self, member, adopted):
     self.repaired += 1
@@ -947,7 +1009,12 @@ def wrong_bits_are_left(original):
   return _repair
 
 
-@mutant('Who takes over an id is never answered.', join_lib.Membership, 'confirm', 'L3 L5 I13 I17')
+@mutant(
+  'The syncer never answers a process that takes over an id.',
+  join_lib.Membership,
+  'confirm',
+  'L3 L5 I13 I17',
+)
 def taking_over_is_ignored(original):
   def confirm(self, now_ns, session, confirm):
     offered = self._offered.get(session)
@@ -958,8 +1025,13 @@ def taking_over_is_ignored(original):
   return confirm
 
 
-@mutant('An id is refused although its holder is gone.', members.Members, 'held_by_other', 'I13b')
-def gone_holder_holds(original):
+@mutant(
+  'The syncer refuses an id although its holder has disconnected.',
+  members.Members,
+  'held_by_other',
+  'I13b',
+)
+def disconnected_holder_holds(original):
   def held_by_other(self, learner, nonce):
     member = self.by_id.get(learner)
     return member if member is not None and member.nonce != nonce else None
@@ -967,7 +1039,9 @@ def gone_holder_holds(original):
   return held_by_other
 
 
-@mutant('A learner forgets a pull while it has nothing to give.', LearnerMachine, '_answer', 'L4a')
+@mutant(
+  'A learner forgets a pull while it has nothing to contribute.', LearnerMachine, '_answer', 'L4a'
+)
 def pull_is_forgotten(original):
   def _answer(self, fragment, sync):
     if self._anchors[fragment].contributed:
@@ -1033,11 +1107,11 @@ def trains_after_the_last_step(original):
   return _may_step
 
 
-# --- Data streams ---------------------------------------------------------------------------------
+# --- Data shards ----------------------------------------------------------------------------------
 
 
 @mutant(
-  'A cursor moves when a contribution comes, not when it is merged.',
+  'A cursor moves when a contribution arrives, not when it is merged.',
   gathering.Gathering,
   'contribution',
   'I21 I21a',
@@ -1053,7 +1127,7 @@ def cursor_moves_at_contribution(original):
 
 
 @mutant(
-  'A cursor moves when the outer step is decided, and is in its books.',
+  'A cursor moves when the outer step is decided, and its machine state has the new one.',
   shards.Streams,
   'merge',
   'I21',
@@ -1068,23 +1142,23 @@ def cursor_moves_at_decision(original):
   return merge
 
 
-@mutant('The cursor of an outer step that was refused stays.', shards.Streams, 'end', 'I21 I21a')
+@mutant('A refused outer step moves its cursors.', shards.Streams, 'end', 'I21 I21a')
 def refused_cursor_stays(original):
   return lambda self, sync, refused, made: original(self, sync, (), True)
 
 
-@mutant('A syncer that begins again has forgotten the cursors.', shards.Streams, 'load', 'I21 I21a')
+@mutant('A restarted syncer has forgotten the cursors.', shards.Streams, 'load', 'I21 I21a')
 def cursors_forgotten(original):
   return lambda self, snapshot: original(self, {**snapshot, 'merged': []})
 
 
 @mutant(
-  'Recovery forgets the cursors of outer steps that were under way in the books.',
+  'Recovery forgets the cursors of outer steps in progress in the machine state.',
   SyncerMachine,
   'ended',
   'I21 I21a',
 )
-def cursors_under_way_forgotten(original):
+def cursors_in_progress_forgotten(original):
   end = shards.Streams.end
 
   def ended(self, merge, done):
@@ -1094,8 +1168,8 @@ def cursors_under_way_forgotten(original):
   return ended
 
 
-@mutant('Every lease begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
-def lease_begins_at_zero(original):
+@mutant('Every reader begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
+def readers_begin_at_zero(original):
   return lambda self, learner, stream: self._hold(learner, messages.Lease(stream, 0))
 
 
@@ -1109,8 +1183,13 @@ def committed_for_all_fragments(original):
   return lambda self, stream: min(self._merged.get(stream, (0,)))
 
 
-@mutant('A stream is leased although somebody reads it.', shards.Streams, '_hold', 'I21 I21a')
-def two_learners_one_stream(original):
+@mutant(
+  'The syncer gives a shard to a learner although another one reads it.',
+  shards.Streams,
+  '_hold',
+  'I21 I21a',
+)
+def two_learners_one_shard(original):
   def _hold(self, learner, lease):
     lease = original(self, learner, lease)
     del self._holders[lease.stream]
@@ -1121,14 +1200,17 @@ def two_learners_one_stream(original):
 
 
 @mutant(
-  'A stream is leased while an outer step may move its cursor.', shards.Streams, '_moving', 'I21a'
+  'The syncer gives out a shard while an outer step may move its cursor.',
+  shards.Streams,
+  '_moving',
+  'I21a',
 )
 def leased_during_a_merge(original):
   return lambda self, stream: False
 
 
 @mutant(
-  'A process that is given another stream goes on with what it trained on the last one.',
+  'A process that is given another shard keeps the steps trained on the last one.',
   LearnerMachine,
   '_move',
   'I21b',
@@ -1144,7 +1226,7 @@ def not_rewound(original):
   return _move
 
 
-@mutant('A learner claims to be one batch further than it is.', LearnerMachine, '_confirm', 'I21b')
+@mutant('A learner claims a position one batch too far.', LearnerMachine, '_confirm', 'I21b')
 def claims_too_much(original):
   def _confirm(self, now_ns, incarnation):
     position = self._position
@@ -1156,11 +1238,11 @@ def claims_too_much(original):
   return _confirm
 
 
-# --- Snapshots of the whole run -------------------------------------------------------------------
+# --- Run snapshots --------------------------------------------------------------------------------
 
 
 @mutant(
-  'The manifest is written as soon as the syncer itself has saved.',
+  'The syncer writes the manifest as soon as its own part is saved.',
   checkpoints.Snapshots,
   'advance',
   'I16b',
@@ -1174,21 +1256,19 @@ def manifest_before_all_answered(original):
   return advance
 
 
-class _Everybody:
-  """Sessions of which none is ever closed."""
+class _AllSessions:
+  """Contains every session, so that none is ever closed."""
 
   def __contains__(self, session):
     return True
 
 
-@mutant(
-  'A snapshot waits for a learner that has died for ever.', checkpoints.Snapshots, 'advance', 'L9'
-)
+@mutant('A run snapshot waits for ever for a dead learner.', checkpoints.Snapshots, 'advance', 'L9')
 def dead_are_waited_for(original):
   def advance(self, now_ns):
     if self._taking is not None:
       self._taking.deadline_ns = 1 << 60
-    with mock.patch.object(self._members, 'by_session', _Everybody()):
+    with mock.patch.object(self._members, 'by_session', _AllSessions()):
       original(self, now_ns)
 
   return advance
@@ -1229,7 +1309,7 @@ def older_snapshots_are_unpinned(original):
   return begin
 
 
-@mutant('A snapshot does not wait for the merges under way.', SyncerMachine, '_holds_back', 'I16')
+@mutant('A run snapshot does not wait for merges in progress.', SyncerMachine, '_holds_back', 'I16')
 def snapshot_amid_merges(original):
   return property(lambda self: self._saving.due and self._gathering.merging)
 
@@ -1247,7 +1327,9 @@ def save_within_a_step(original):
 # --- Donations ------------------------------------------------------------------------------------
 
 
-@mutant('A donor is asked that has not caught up.', moments_relay.Relay, '_might_give', 'I23 L9')
+@mutant(
+  'The syncer asks a donor that has not caught up.', moments_relay.Relay, '_might_give', 'I23 L9'
+)
 def donor_has_not_caught_up(original):
   def _might_give(self, transfer):
     return [
@@ -1258,12 +1340,12 @@ def donor_has_not_caught_up(original):
 
 
 @mutant(
-  'A donor is asked that has not seen the clock which its joiner was given.',
+  'The syncer asks a donor that has not reached the clock given to the joiner.',
   moments_relay.Relay,
   '_ask',
   'I23',
 )
-def donor_is_behind_the_clock(original):
+def donor_has_not_reached_the_clock(original):
   def _ask(self, now_ns, transfer):
     step, transfer.step = transfer.step, 0
     original(self, now_ns, transfer)
@@ -1273,7 +1355,10 @@ def donor_is_behind_the_clock(original):
 
 
 @mutant(
-  'A donor that dies is waited for as long as there is time.', moments_relay.Relay, 'leave', 'L10'
+  'The syncer waits for a dead donor until the waiting time is over.',
+  moments_relay.Relay,
+  'leave',
+  'L10',
 )
 def dead_donor_is_waited_for(original):
   def leave(self, member):
@@ -1285,7 +1370,7 @@ def dead_donor_is_waited_for(original):
   return leave
 
 
-@mutant('A promise has no end.', moments_relay.Relay, 'promise', 'L10')
+@mutant('A promised donation has no deadline.', moments_relay.Relay, 'promise', 'L10')
 def promise_without_end(original):
   def promise(self, now_ns, joiner, clock):
     number = original(self, now_ns, joiner, clock)
@@ -1296,16 +1381,16 @@ def promise_without_end(original):
   return promise
 
 
-@mutant('Two joiners are promised one donation.', moments_relay.Relay, 'promise', 'I23')
+@mutant('The syncer promises one donation to two joiners.', moments_relay.Relay, 'promise', 'I23')
 def two_joiners_share_a_transfer(original):
   def promise(self, now_ns, joiner, clock):
-    under_way = [one.number for one in self._transfers.values() if one.donor]
-    return under_way[0] if under_way else original(self, now_ns, joiner, clock)
+    in_transfer = [one.number for one in self._transfers.values() if one.donor]
+    return in_transfer[0] if in_transfer else original(self, now_ns, joiner, clock)
 
   return promise
 
 
-@mutant('One donor gives two donations at a time.', moments_relay.Relay, '_ask', 'I23')
+@mutant('One donor is asked for two donations at a time.', moments_relay.Relay, '_ask', 'I23')
 def donor_gives_twice(original):
   def _ask(self, now_ns, transfer):
     giving, self._giving = self._giving, {}
@@ -1316,7 +1401,7 @@ def donor_gives_twice(original):
 
 
 @mutant(
-  'Moments that differ from those that were given are taken for whole.',
+  'A joiner takes moments whose digest differs.',
   moments.Taker,
   'taken',
   'I23',
@@ -1328,7 +1413,7 @@ def flipped_moments_are_taken(original):
   return taken
 
 
-@mutant('Moments of any age are taken.', moments.Taker, 'boundary', 'I23')
+@mutant('A joiner takes moments of any age.', moments.Taker, 'boundary', 'I23')
 def old_moments_are_taken(original):
   def boundary(self, step):
     if self._arrived is not None:
@@ -1339,7 +1424,7 @@ def old_moments_are_taken(original):
 
 
 @mutant(
-  'A donation tells the clock at which it is sent, not that of its snapshot.',
+  'A donation has the clock at which it is sent, not that of its copy.',
   LearnerMachine,
   '_dispatch',
   'I23',
@@ -1374,17 +1459,25 @@ def joiner_waits_for_ever(original):
   return lambda self, now_ns, step: None
 
 
-@mutant('A joiner is not told that nobody donates.', moments_relay.Relay, '_give_up', 'L10 I23 L5')
-def nobody_tells_the_joiner(original):
-  def _give_up(self, transfer, reason):
+@mutant(
+  'The syncer does not tell a joiner that no learner donates.',
+  moments_relay.Relay,
+  '_abandon',
+  'L10 I23 L5',
+)
+def joiner_is_not_told(original):
+  def _abandon(self, transfer, reason):
     if 'time' not in reason:
       original(self, transfer, reason)
 
-  return _give_up
+  return _abandon
 
 
 @mutant(
-  'Another donor is asked while the first one has time still.', moments_relay.Relay, '_ask', 'I23'
+  'The syncer asks another donor while the first one still has time.',
+  moments_relay.Relay,
+  '_ask',
+  'I23',
 )
 def donor_is_given_no_time(original):
   def _ask(self, now_ns, transfer):

@@ -59,7 +59,7 @@ HELD = (m.Held(version=0, digest=100),)
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-  """One turn: whose, when (ms), the event, the actions."""
+  """One turn: the process, the time (ms), the event, the actions."""
 
   life: checkers.Life
   at: int
@@ -249,7 +249,7 @@ def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
 
 
 def then(life: checkers.Life, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
-  """The story with one turn more."""
+  """The story with an additional turn."""
 
   def change(story):
     story['then'] = Turn(life, at, event, out)
@@ -282,14 +282,14 @@ BROKEN = [  # what no mutant breaks before it breaks something else
 ]
 
 
-def test_the_right_story_breaks_nothing():
+def test_the_correct_story_breaks_no_invariant():
   watch(STORY).finished(30 * MS)
 
 
 @pytest.mark.parametrize(
   'which', range(len(BROKEN)), ids=[f'{name}-{n}' for n, (name, _) in enumerate(BROKEN)]
 )
-def test_a_wrong_story_is_noticed(which):
+def test_a_broken_story_is_noticed(which):
   name, change = BROKEN[which]
   story = dict(STORY)
   change(story)
@@ -307,7 +307,7 @@ def test_payloads_merged_out_of_order_are_noticed():
     watcher.saw(SYNCER, 12 * MS, got(CONTRIBUTION, handle=5), (merge,))
 
 
-def test_a_violation_says_what_it_enforces():
+def test_a_violation_names_its_sentence():
   story = dict(STORY)
   with_out('step 1', say(progress(1)))(story)
   with pytest.raises(checkers.Violation, match='L1: A learner takes every step .* no step runs'):
@@ -315,7 +315,7 @@ def test_a_violation_says_what_it_enforces():
 
 
 def again(number: int, snapshot: dict | None) -> checkers.Life:
-  """The syncer begins once more."""
+  """The syncer starts again."""
   return checkers.Life(number, dataclasses.replace(SYNCER.start, snapshot=snapshot))
 
 
@@ -333,7 +333,7 @@ WRITTEN = ('appended', 1, 101, '', '', (5,))  # record 1: the outer step of the 
 RECOVERED = {name: value for name, value in SNAPSHOT.items() if name != 'merging'}
 
 
-def test_a_syncer_goes_on_behind_the_last_record_or_from_what_it_saved():
+def test_a_syncer_continues_after_the_last_record_or_from_a_checkpoint():
   for story in (STORY, until('merged')):
     watcher = watch(story)
     watcher.born(40 * MS, again(3, RECOVERED))
@@ -341,14 +341,14 @@ def test_a_syncer_goes_on_behind_the_last_record_or_from_what_it_saved():
     log(watcher, ('recovered', 1))
 
 
-def test_a_syncer_that_goes_on_from_something_else_is_noticed():
+def test_a_syncer_that_continues_from_a_wrong_state_is_noticed():
   watcher = watch(STORY)
   with pytest.raises(checkers.Violation, match='I10.*opened: 4, it should be 2'):
     watcher.born(50 * MS, again(4, {**SNAPSHOT, 'opened': 4}))
 
 
-def test_a_record_that_nobody_was_told_of_may_count_or_not():
-  """It was written, and the syncer ended before it was durable: one record more."""
+def test_a_record_that_no_learner_was_told_of_may_count_or_not():
+  """The record was written, and the syncer ended before it was durable."""
   for snapshot, number, versions in ((None, 0, [0]), (RECOVERED, 1, [1])):
     watcher = watch(until('contribution'))
     log(watcher, ('durable', 0), WRITTEN)
@@ -357,15 +357,15 @@ def test_a_record_that_nobody_was_told_of_may_count_or_not():
     assert watcher.run.syncer.lineage.versions == versions
 
 
-def test_two_records_more_than_are_durable_are_noticed():
+def test_recovery_of_two_records_beyond_the_durable_ones_is_noticed():
   watcher = watch(until('contribution'))
   watcher.run.records.insert(0, watcher.run.records[0])
   log(watcher, ('durable', 0), ('appended', 2, 101))
-  with pytest.raises(checkers.Violation, match='I10: .*behind record 2, 0 are durable'):
+  with pytest.raises(checkers.Violation, match='I10: .*after record 2, 0 are durable'):
     watcher.born(40 * MS, again(3, RECOVERED))
 
 
-def test_a_state_that_is_not_the_one_of_the_log_is_noticed():
+def test_a_state_that_differs_from_the_log_is_noticed():
   watcher = watch(until('merged'))
   watcher.born(40 * MS, again(3, RECOVERED))
   with pytest.raises(checkers.Violation, match='I10: .*the log ends with record 2'):
@@ -374,21 +374,21 @@ def test_a_state_that_is_not_the_one_of_the_log_is_noticed():
     log(watcher, ('not recovered', 0, 0, '', 'not JSON'))
 
 
-def test_an_outer_step_that_was_spoken_of_and_is_lost_is_noticed():
-  with pytest.raises(checkers.Violation, match='I2: .*behind record 0, 1 are durable'):
+def test_the_loss_of_a_reported_outer_step_is_noticed():
+  with pytest.raises(checkers.Violation, match='I2: .*after record 0, 1 are durable'):
     watch(STORY).born(40 * MS, again(3, None))
   watcher = watch(until('contribution'))
-  log(watcher, WRITTEN, ('durable', 1))  # nobody was told of it
+  log(watcher, WRITTEN, ('durable', 1))  # no learner was told of it
   with pytest.raises(checkers.Violation, match='I2: '):
     watcher.born(40 * MS, again(3, None))
 
 
-def test_an_operator_repairs_only_what_is_damaged():
+def test_a_repair_of_an_undamaged_log_is_noticed():
   with pytest.raises(checkers.Violation, match='I2: .*nothing has rotted'):
     log(watch(STORY), ('repaired', 0, 0, '', 'nothing has rotted'))
 
 
-def test_what_is_said_before_its_record_is_durable_is_noticed():
+def test_a_report_before_its_record_is_durable_is_noticed():
   watcher = watch(until('contribution'))
   log(watcher, WRITTEN, ('durable', 0))
   turn = STORY['merged']
@@ -396,7 +396,7 @@ def test_what_is_said_before_its_record_is_durable_is_noticed():
     watcher.saw(SYNCER, 13 * MS, turn.event, turn.out)
 
 
-def test_a_log_that_is_dropped_before_the_checkpoint_is_verified_is_noticed():
+def test_compaction_before_the_checkpoint_is_verified_is_noticed():
   watcher = watch(until('save'))
   log(watcher, ('compacted', 1))
   with pytest.raises(checkers.Violation, match='I20: .*record 2 is the oldest, .* holds 0'):
@@ -408,7 +408,7 @@ def test_a_log_that_is_dropped_before_the_checkpoint_is_verified_is_noticed():
 
 
 def test_versions_go_back_only_when_a_log_was_repaired():
-  """A syncer that goes on from less has lost version 1: who holds it may be sent version 0."""
+  """A syncer that was rolled back has lost version 1: its holders may be sent version 0."""
   whole = dataclasses.replace(PUBLISH, version=0, base_version=None, digest=100)
   watcher = watch(STORY)
   log(watcher, ('repaired', 1))
@@ -438,7 +438,7 @@ def test_a_process_that_never_joins_is_noticed():
     watcher.finished(9_000 * MS)
 
 
-def test_who_keeps_its_place_in_silence_is_noticed():
+def test_a_silent_learner_that_keeps_its_id_is_noticed():
   watcher = watch(STORY)
   late_ms = (CONFIG.lease_ns + 2 * CONFIG.heartbeat_ns) // MS + 100
   total = watcher.run.syncer.lineage.totals()
@@ -447,7 +447,7 @@ def test_who_keeps_its_place_in_silence_is_noticed():
 
 
 def test_a_sync_that_does_not_open_is_noticed():
-  """K learners are there, a slot is free, and the syncer does nothing."""
+  """K learners are ready, a slot is free, and the syncer does nothing."""
   watcher = watch(STORY)
   (learner,) = watcher.run.syncer.lineage.holders.values()
   learner.step = 99
@@ -455,26 +455,26 @@ def test_a_sync_that_does_not_open_is_noticed():
     watcher.saw(SYNCER, 10_000 * MS, e.Wake(), ())
 
 
-def test_a_sync_that_went_missing_is_noticed():
+def test_a_missing_sync_is_noticed():
   watcher = watch(STORY)
   watcher.run.syncer.lineage.next, watcher.run.syncer.exited = 99, True
   with pytest.raises(checkers.Violation, match='L6: .*fragment 0 was due 2 times'):
     watcher.finished(30 * MS)
 
 
-def test_finish_before_the_disk_says_so_is_noticed():
-  """The save that knows of it is under way; once it is verified the same word is right."""
+def test_finish_before_the_disk_shows_the_end_is_noticed():
+  """The save with the end of the run is in progress; once it is verified Finish is right."""
   watcher, finish = watch(STORY), (say(m.Finish()),)
   watcher.saw(SYNCER, 20 * MS, e.Wake(), (SAVE,))
   watcher.run.syncer.lineage.next = 99
   watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(step=2, books={**SNAPSHOT, 'next': 99}),))
-  watcher.saw(SYNCER, 21 * MS, e.SaveDone(step=2), ())  # of the first, which knew of nothing
-  with pytest.raises(checkers.Violation, match='I8b: .*it would go on with sync 4'):
+  watcher.saw(SYNCER, 21 * MS, e.SaveDone(step=2), ())  # of the first save, from before the end
+  with pytest.raises(checkers.Violation, match='I8b: .*it would continue with sync 4'):
     watcher.saw(SYNCER, 22 * MS, e.Wake(), finish)
   watcher.saw(SYNCER, 23 * MS, e.SaveDone(step=2), finish)
 
 
-def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
+def test_a_machine_that_decides_differently_on_replay_is_noticed():
   machine = LEARNER.start.make()
   record = tape.Record(0, 0, e.Wake(), tuple(machine.handle(0, e.Wake())))
   checkers.replays(LEARNER, [record])
@@ -482,7 +482,7 @@ def test_a_machine_that_decides_otherwise_the_second_time_is_noticed():
     checkers.replays(LEARNER, [dataclasses.replace(record, actions=())])
 
 
-def test_every_invariant_has_an_id_and_a_sentence_of_its_own():
+def test_every_invariant_has_its_own_id_and_sentence():
   everything = (*checkers.INVARIANTS, checkers.SameAgain)
   assert len({one.id for one in everything}) == len({one.sentence for one in everything})
   assert len({one.id for one in everything}) == len(everything)

@@ -1,4 +1,4 @@
-"""A run has no input but its seed: any process, hash seed and Python tell the same tape."""
+"""A run has no input but its seed: every process, hash seed and Python writes the same tape."""
 
 import functools
 import pathlib
@@ -44,7 +44,7 @@ def test_another_seed_has_another_hash():
 
 
 def test_common_random_numbers():
-  """What one learner draws does not move what another meets: the streams are its own."""
+  """One learner's random draws do not affect another's: each has its own random streams."""
 
   one, two = (
     random_streams.random_stream(5, 'network', 'l0'),

@@ -1,4 +1,4 @@
-"""The simulated disk is as bad as a real one, and a checkpoint is whole or not there."""
+"""The simulated disk is as bad as a real one, and a checkpoint is whole or does not exist."""
 
 import errno
 
@@ -22,7 +22,7 @@ def new_log(seed: int, data: bytes = b'') -> disk_lib.Disk:
   return disk
 
 
-def test_a_crash_keeps_what_was_fsynced_and_any_part_of_the_rest():
+def test_a_crash_keeps_fsynced_bytes_and_any_part_of_the_others():
   kept = set()
   for seed in range(300):
     disk = new_log(seed, b'durable')
@@ -36,7 +36,7 @@ def test_a_crash_keeps_what_was_fsynced_and_any_part_of_the_rest():
   assert any(len(tail) == 5 and tail.count(0) == 0 and tail != b'12345' for tail in kept)  # wrong
 
 
-def test_a_cut_that_was_not_made_durable_may_not_have_happened():
+def test_a_truncation_that_is_not_durable_may_be_undone():
   kept = set()
   for seed in range(100):
     disk = new_log(seed, b'12345')
@@ -53,14 +53,14 @@ def test_a_cut_that_was_not_made_durable_may_not_have_happened():
   assert disk.read('log') == b'12'
 
 
-def test_names_that_were_not_made_durable_may_have_changed_or_not():
+def test_changes_of_names_that_are_not_durable_may_be_undone():
   seen = set()
   for seed in range(200):
     disk = new_log(seed, b'old')
     disk.create('new')
     disk.append('new', b'new')
     disk.fsync('new')
-    assert disk.durable('new') == 0  # its name may be gone
+    assert disk.durable('new') == 0  # its name may be lost
     disk.rename('new', 'log')
     disk.create('other')
     disk.remove('other')
@@ -73,7 +73,7 @@ def test_names_that_were_not_made_durable_may_have_changed_or_not():
   assert all(dict(files)['log'] in (b'old', b'new') for files in seen)  # atomic
 
 
-def test_a_full_disk_takes_a_part_and_says_so():
+def test_a_full_disk_stores_a_part_and_raises():
   parts = set()
   for seed in range(50):
     disk = new_disk(seed)
@@ -86,7 +86,7 @@ def test_a_full_disk_takes_a_part_and_says_so():
   assert len(parts) == 4
 
 
-def test_a_failed_fsync_is_not_made_up_for_by_the_next_one():
+def test_the_next_fsync_does_not_repair_a_failed_one():
   damaged = 0
   for seed in range(50):
     disk = new_log(seed, b'durable')
@@ -105,7 +105,7 @@ def test_a_failed_fsync_is_not_made_up_for_by_the_next_one():
   assert damaged
 
 
-def test_what_is_written_once_more_to_another_file_is_durable():
+def test_bytes_written_again_to_another_file_become_durable():
   disk = new_log(1, b'durable')
   disk.append('log', b'x' * 100)
   disk.failing_fsyncs = 1
@@ -121,12 +121,12 @@ def test_what_is_written_once_more_to_another_file_is_durable():
 
 
 def save(checkpoints: disk_lib.Checkpoints, state: dict, stages: int = 9) -> None:
-  """Saves as far as that many stages."""
+  """Runs the first `stages` stages of a save."""
   for _, _ in zip(range(stages), checkpoints.save(state)):
     pass
 
 
-def test_a_checkpoint_survives_whatever_happens_to_the_next_one():
+def test_a_checkpoint_survives_every_failure_of_the_next_one():
   seen = set()
   for seed in range(300):
     disk = new_disk(seed)
@@ -140,7 +140,7 @@ def test_a_checkpoint_survives_whatever_happens_to_the_next_one():
   assert seen == {1, 2}
 
 
-def test_a_flipped_bit_is_noticed_and_the_older_one_used():
+def test_a_checkpoint_with_a_flipped_bit_is_skipped_for_the_older_one():
   for seed in range(100):
     disk = new_disk(seed)
     checkpoints = disk_lib.Checkpoints(disk)

@@ -8,7 +8,7 @@ from tests.proof import mutants, test_seeds
 PAGE = (pathlib.Path(__file__).resolve().parents[2] / 'docs' / 'simulator.md').read_text()
 
 
-def test_every_invariant_is_there_with_its_sentence():
+def test_the_page_has_every_invariant_with_its_sentence():
   for one in checkers.INVARIANTS:
     assert f'| {one.id} | {one.sentence} |' in PAGE
 

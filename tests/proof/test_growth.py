@@ -10,7 +10,7 @@ from diloco_jax.protocol import config as config_lib
 
 
 def calls_per_event(learners: int, steps: int) -> float:
-  """Python and built-in calls of a whole run, checkers included, for each event."""
+  """Python and built-in calls of a whole run, including the checkers, per event."""
   config = config_lib.ProtocolConfig(
     learners=learners, fragments=4, period=4, overlap=2, quorum=learners // 2, total_steps=steps
   )

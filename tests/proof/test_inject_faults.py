@@ -1,6 +1,6 @@
 """The primitives of chaos on small real processes under the supervisor.
 
-A child says `tick` in a tight loop, so that standing still, going slowly and going on can be heard.
+A child prints `tick` in a tight loop, so its output shows whether it stops, slows down or continues.
 """
 
 import asyncio
@@ -77,7 +77,7 @@ class Stage:
 def run(
   tmp_path: pathlib.Path, scenario: Callable[[Stage], Awaitable[None]], retire: bool = True
 ) -> tuple[supervisor_lib.Outcome, Stage]:
-  """Plays a scenario on running children, then has them end."""
+  """Runs a scenario on running children, then ends them."""
   recorder = records.Recorder(tmp_path, 'supervisor', tensorboard=False)
 
   async def main():
@@ -97,7 +97,7 @@ def run(
     return asyncio.run(main())
 
 
-def test_a_frozen_process_stands_still_and_goes_on_when_it_is_thawed(tmp_path):
+def test_a_frozen_process_stops_and_continues_when_it_is_thawed(tmp_path):
   async def scenario(stage: Stage) -> None:
     assert stage.nemesis.freeze('l1')
     await stage.frozen('l1')
@@ -124,12 +124,12 @@ def test_a_frozen_process_is_ended_in_order_with_the_others(tmp_path):
     assert outcome.fates['l1'].state == 'done'
 
 
-def test_a_killed_and_a_preempted_process_come_back(tmp_path):
+def test_a_killed_and_a_preempted_process_are_restarted(tmp_path):
   async def scenario(stage: Stage) -> None:
     assert stage.nemesis.kill('l0', down_s=0.1)
     assert stage.nemesis.terminate('l1', notice_s=DEADLINE_S, down_s=0.1)
     await stage.until(lambda: stage.supervisor.child('l1') is None)
-    assert not stage.nemesis.kill('l1', down_s=0.1)  # nobody is there
+    assert not stage.nemesis.kill('l1', down_s=0.1)  # no process runs
     fates = stage.supervisor.fates
     await stage.until(lambda: fates['l0'].starts == fates['l1'].starts == 2)
     await stage.ticking('l0')
@@ -166,7 +166,7 @@ def test_a_second_process_runs_beside_a_frozen_one_and_the_run_waits_for_it(tmp_
   assert stage.lines.count(('l1-second', 'bye')) == 1
 
 
-def test_a_retiring_run_does_not_wait_for_those_who_are_down(tmp_path):
+def test_a_retiring_run_does_not_wait_for_dead_processes(tmp_path):
   async def scenario(stage: Stage) -> None:
     stage.nemesis.kill('l1', down_s=100 * DEADLINE_S)
     await stage.until(lambda: stage.supervisor.child('l1') is None)
@@ -176,7 +176,7 @@ def test_a_retiring_run_does_not_wait_for_those_who_are_down(tmp_path):
   assert outcome.code == 0 and outcome.fates['l1'].starts == 1
 
 
-def test_healing_frees_everybody(tmp_path):
+def test_healing_frees_every_process(tmp_path):
   async def scenario(stage: Stage) -> None:
     stage.nemesis.freeze('l0')
     stage.nemesis.slow('l1', factor=100)

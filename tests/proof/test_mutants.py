@@ -26,7 +26,7 @@ def test_every_mutant_has_a_seed():
   assert mutant_seeds.remembered().keys() == mutants.MUTANTS.keys(), mutant_seeds.COMMAND
 
 
-def test_a_mutant_lasts_only_as_long_as_its_block():
+def test_a_mutant_ends_with_its_block():
   for mutant in mutants.MUTANTS.values():
     before = [getattr(owner, name) for owner, name, _ in mutant.replace]
     with mutant.applied():

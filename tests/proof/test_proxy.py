@@ -64,7 +64,7 @@ async def soon(awaitable):
 
 
 async def true(condition):
-  """Until a condition about the event loop's own work holds."""
+  """Waits until a condition about the event loop's own work holds."""
   async with asyncio.timeout(DEADLINE_S):
     while not condition():
       await asyncio.sleep(0.001)
@@ -72,7 +72,7 @@ async def true(condition):
 
 @contextlib.contextmanager
 def _ended():
-  """A stream ends, in order or with a reset: both tell the peer that it is over."""
+  """A connection ends, in order or with a reset: both tell the peer that it is over."""
   with contextlib.suppress(ConnectionError):
     yield
 
@@ -95,7 +95,7 @@ async def ask(learner, syncer, up: bytes, down: bytes) -> None:
   assert await soon(learner[0].readexactly(len(down))) == down
 
 
-def test_it_is_transparent_and_ends_in_order():
+def test_the_proxy_is_transparent_and_ends_in_order():
   async def scenario(peers):
     learner, syncer = await peers.connect()
     big = bytes(range(256)) * 4096
@@ -112,7 +112,7 @@ def test_it_is_transparent_and_ends_in_order():
 
 
 @pytest.mark.parametrize('direction', ['up', 'down'])
-def test_cut_one_way_holds_back_only_that_way(direction):
+def test_a_cut_direction_stalls_only_that_direction(direction):
   async def scenario(peers):
     learner, syncer = await peers.connect()
     cut, other = (learner, syncer) if direction == 'up' else (syncer, learner)
@@ -138,7 +138,7 @@ def test_a_cut_keeps_the_end_of_a_stream_and_its_reset():
     syncer[1].write(b'nobody has told me')
     await soon(syncer[1].drain())
     reading = asyncio.create_task(syncer[0].read())
-    peers.proxy.down.set(proxy_lib.Toxics(delay_s=0.01))  # something else passes meanwhile
+    peers.proxy.down.set(proxy_lib.Toxics(delay_s=0.01))  # the other direction still works
     await true(lambda: peers.proxy.down.passed_bytes)
     assert not reading.done()
     peers.proxy.heal()
@@ -151,7 +151,7 @@ def test_a_cut_keeps_the_end_of_a_stream_and_its_reset():
 def test_while_cut_no_new_connection_reaches_the_other_side():
   async def scenario(peers):
     peers.proxy.down.set(proxy_lib.Toxics(cut=True))
-    learner = await peers.dial()  # the kernel takes it, as it would take a SYN into its backlog
+    learner = await peers.dial()  # the kernel accepts it, as it accepts a SYN into its backlog
     learner[1].write(b'hello')
     await true(lambda: peers.proxy.connections == 1)
     assert peers.accepted.empty()
@@ -162,7 +162,7 @@ def test_while_cut_no_new_connection_reaches_the_other_side():
   run(scenario)
 
 
-def test_delay_comes_late_and_in_order():
+def test_delayed_bytes_arrive_late_and_in_order():
   async def scenario(peers):
     learner, syncer = await peers.connect()
     peers.proxy.up.set(proxy_lib.Toxics(delay_s=0.2))
@@ -200,9 +200,9 @@ def test_a_cut_lane_holds_a_bounded_amount_and_stops_the_sender():
     sending = asyncio.create_task(_send(learner[1], total))
     held = proxy_lib.HELD_PIECES * proxy_lib.PIECE_BYTES
     await true(lambda: peers.proxy.up.came_bytes >= held)
-    # Whatever the kernel's buffers hold, the sender cannot be done: they are far below the total.
+    # The sender cannot be done: the kernel's buffers are far smaller than the total.
     assert not sending.done()
-    # One piece more waits to get in, one to get out.
+    # One more piece waits to enter, and one to leave.
     assert peers.proxy.up.came_bytes <= held + 2 * proxy_lib.PIECE_BYTES
     peers.proxy.heal()
     assert len(await soon(syncer[0].readexactly(total))) == total
@@ -217,7 +217,7 @@ async def _send(writer, total: int) -> None:
     await writer.drain()
 
 
-def test_flip_changes_one_bit_of_one_byte_of_a_piece_that_is_long_enough():
+def test_flip_changes_one_bit_of_a_long_enough_piece():
   async def scenario(peers):
     learner, syncer = await peers.connect()
     peers.proxy.up.flip(least_bytes=1000)
@@ -247,7 +247,7 @@ def test_reset_breaks_all_connections_and_new_ones_work():
   run(scenario)
 
 
-def test_every_connection_asks_for_the_address_anew():
+def test_every_connection_looks_up_the_address_again():
   async def scenario(peers):
     good, peers.address = peers.address, '127.0.0.1:nowhere'
     learner = await peers.dial()
@@ -259,7 +259,7 @@ def test_every_connection_asks_for_the_address_anew():
   run(scenario)
 
 
-def test_a_dead_syncer_is_told_to_the_learner():
+def test_a_learner_is_told_of_a_dead_syncer():
   async def scenario(peers):
     learner, syncer = await peers.connect()
     await ask(learner, syncer, b'a', b'b')

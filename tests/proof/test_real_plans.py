@@ -1,4 +1,4 @@
-"""Plans for real processes are functions of their arguments, and always leave somebody alone."""
+"""Plans for real processes are functions of their arguments, and always spare one learner."""
 
 import doctest
 
@@ -10,7 +10,7 @@ LEARNERS = ['l0', 'l1', 'l2', 'l3']
 LONG_NS = 40 * plans.SECOND_NS
 
 
-def test_a_seed_is_one_plan_and_seeds_differ():
+def test_a_seed_determines_its_plan_and_seeds_differ():
   drawn = [plans.draw(seed, LEARNERS, LONG_NS) for seed in range(50)]
   assert drawn == [plans.draw(seed, LEARNERS, LONG_NS) for seed in range(50)]
   assert len({tuple(plan) for plan in drawn}) == 50
@@ -19,7 +19,7 @@ def test_a_seed_is_one_plan_and_seeds_differ():
 
 
 @pytest.mark.parametrize('seed', range(20))
-def test_a_drawn_plan_spares_one_and_hits_the_others_one_fault_at_a_time(seed):
+def test_a_random_plan_spares_one_learner_and_has_one_fault_at_a_time(seed):
   plan = plans.draw(seed, LEARNERS, LONG_NS)
   assert len({fault.node for fault in plan}) == len(LEARNERS) - 1
   for node in LEARNERS:
@@ -29,13 +29,13 @@ def test_a_drawn_plan_spares_one_and_hits_the_others_one_fault_at_a_time(seed):
   assert all(0 <= fault.at_ns < LONG_NS and fault.for_ns > 0 for fault in plan)
 
 
-def test_a_storm_has_one_fault_of_each_kind_and_leaves_the_first_alone():
+def test_a_storm_has_one_fault_of_each_kind_and_spares_the_first_learner():
   plan = plans.named(plans.STORM, LEARNERS, plans.SECOND_NS)
   assert sorted(fault.kind for fault in plan) == sorted(plans.REAL_KINDS)
   assert {fault.node for fault in plan} == {'l1', 'l2', 'l3'}
 
 
-def test_an_unknown_kind_is_refused_with_those_that_exist():
+def test_the_refusal_of_an_unknown_kind_lists_the_known_ones():
   with pytest.raises(ValueError, match="'shrink' is not .* kill, preempt"):
     plans.named('kill,shrink', LEARNERS, plans.SECOND_NS)
 

@@ -51,14 +51,14 @@ def test_no_seed_has_a_violation(counts):
     assert not total.marks.missing(plans.KINDS + plans.SIMULATED_KINDS)
 
 
-def test_seeds_that_have_failed_once_are_kept():
+def test_seeds_that_failed_before_still_pass():
   for seed in EVER_FAILED:
     outcome = seeds.run_seed(seed)
     assert outcome.violation is None, many_seeds.explain(outcome, 'here')
 
 
 class Records(observers.Observer):
-  """All turns of every life."""
+  """All turns of every process."""
 
   def __init__(self):
     self.lives: dict[int, tuple[observers.Life, list[tape.Record]]] = {}
@@ -72,7 +72,7 @@ class Records(observers.Observer):
 
 
 def test_machines_have_no_other_input():
-  """I22: made anew and fed the same events, every machine of a run asks for the same."""
+  """I22: a new machine fed the same events asks for the same actions."""
   for seed in range(40):
     records = Records()
     seeds.run_seed(seed, [records])

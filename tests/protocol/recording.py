@@ -1,4 +1,4 @@
-"""A record of everything that is done in a simulated world."""
+"""A record of all actions in a simulated world."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ MS = engine.MS
 
 
 class Recording(observers.Observer):
-  """Everything that happened in a world: (time, name of the node, action)."""
+  """All actions in a world: (time, name of the node, action)."""
 
   def __init__(self, **settings: Any):
     self.entries: list[tuple[int, str, Any]] = []
@@ -51,7 +51,7 @@ class Recording(observers.Observer):
     ]
 
   def opened(self) -> dict[int, int]:
-    """Sync: when it was opened (first Pull)."""
+    """By sync: the time of its opening (first Pull)."""
     times: dict[int, int] = {}
     for time, pull in self.sent(messages.Pull):
       times.setdefault(pull.sync, time)

@@ -12,7 +12,7 @@ from tests.protocol import transcript
 MS = engine.MS
 
 
-# --- A syncer and what its learners say -----------------------------------------------------------
+# --- A syncer and the messages of its learners ----------------------------------------------------
 
 
 def new_machine(**settings: Any) -> Any:
@@ -126,7 +126,7 @@ def merge_done(sync: int) -> events.MergeDone:
   )
 
 
-# --- A learner and what its syncer says -----------------------------------------------------------
+# --- A learner and the messages of its syncer -----------------------------------------------------
 
 
 def new_learner(**settings: Any) -> Any:

@@ -93,7 +93,7 @@ def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption
 
 
 @pytest.mark.parametrize('slow', ['l0', 'l1', 'l2'])
-def test_participants_are_in_id_order_whatever_the_arrival(slow: str):
+def test_participants_are_in_id_order_whatever_their_arrival(slow: str):
   # Design section 4: "folded in the order of learner ids, never of arrival".
   seen = Recording(learners=3, fragments=1, period=2, overlap=1, quorum=3, total_steps=6)
   seen.start('l2', 'l0', 'l1')
@@ -124,12 +124,12 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
 @pytest.mark.parametrize(
   'payloads, waiting, live, closing, verdict',
   [
-    (0, 2, 2, False, 'wait'),  # nobody has answered
-    (1, 1, 2, False, 'wait'),  # the quorum is not there yet
+    (0, 2, 2, False, 'wait'),  # no learner has answered
+    (1, 1, 2, False, 'wait'),  # there is no quorum yet
     (2, 0, 2, False, 'merge'),  # all have answered
     (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
-    (1, 0, 1, False, 'wait'),  # with K = M one may come back
-    (1, 0, 1, True, 'cancel'),  # but after the last step nobody is waited for
+    (1, 0, 1, False, 'wait'),  # with K = M a learner may rejoin
+    (1, 0, 1, True, 'cancel'),  # but after the last step the sync does not wait for it
   ],
 )
 def test_quorum_decisions(payloads: int, waiting: int, live: int, closing: bool, verdict: str):
@@ -148,12 +148,12 @@ def test_grace_decisions():
   assert quorum.decide(gather, 999, 1, 2, False) == ('wait', 'merging')
 
 
-def test_a_delta_goes_only_to_who_holds_the_version_before():
+def test_a_delta_is_sent_only_to_holders_of_the_version_before():
   # Design section 4: "a learner of another version gets the whole fragment".
   machine = two_learners(quorum=1)
   machine.handle(3, received(1, contribution(), handle=1))
   machine.handle(3, received(2, contribution(stream=1), handle=2))
-  machine.handle(3, received(2, adopted()))  # it does not match: the whole is on its way
+  machine.handle(3, received(2, adopted()))  # it does not match: the whole fragment is in flight
   out = machine.handle(4, merge_done(2))
   to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
   assert to == [1]

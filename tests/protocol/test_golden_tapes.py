@@ -1,9 +1,9 @@
 """Tapes of a real run replay identically: here, under other hash seeds, on other Pythons.
 
-The run: `tiny` in lock step on processes of its own; l1 is killed half-way and comes back from its
+The run: `tiny` in lock step on real processes; l1 is killed half-way and restarts from its
 checkpoint. `golden/syncer.jsonl` is the syncer's tape, `golden/learner.jsonl` that of l1's second
-life. A change of what a machine does, or of the tape's schema, makes them diverge. If that was
-meant, record them anew, look at what diverged, and say in the commit why it had to::
+process. A change of a machine's behaviour, or of the tape's schema, makes them diverge. If the change
+is intended, record them again, look at the difference, and give its reason in the commit::
 
     python -m tests.protocol.test_golden_tapes --record
 """
@@ -25,7 +25,7 @@ from tests import interpreters
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
-# No site-packages (-S), nothing but the protocol: what a bare Python can do.
+# No site-packages (-S), only the protocol: it runs on a bare Python.
 REPLAY = """
 import pathlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -65,7 +65,7 @@ def test_a_golden_tape_replays(path: pathlib.Path):
   assert result.events > 100
 
 
-def test_the_golden_run_has_a_kill_and_a_return():
+def test_the_golden_run_has_a_kill_and_a_restart():
   with open(TAPES[0], 'rb') as file:
     turns = list(tape.Reader(file))
   joins = [
@@ -77,14 +77,14 @@ def test_the_golden_run_has_a_kill_and_a_return():
   assert replay(TAPES[1]).header.start.snapshot['learner'] == 'l1'
 
 
-def test_the_running_python_is_among_those_used():
+def test_the_running_python_is_one_of_those_tested():
   assert sys.executable in interpreters.pythons().values()
 
 
 @pytest.mark.parametrize('hash_seed', interpreters.HASH_SEEDS)
 @pytest.mark.parametrize('version', interpreters.pythons())
-def test_another_process_replays_the_same(version: str, hash_seed: str):
-  """Same actions, same hash: no order of a set or a dict, no version of Python gets in."""
+def test_another_process_replays_identically(version: str, hash_seed: str):
+  """Same actions, same hash: neither the order of a set or a dict nor the Python matters."""
   *lines, told = interpreters.run_bare(version, hash_seed, REPLAY, str(ROOT), *map(str, TAPES))
   assert lines == [replay(path).text() for path in TAPES]
   assert told.split()[1:] == version.split('.')
@@ -94,7 +94,7 @@ def test_another_process_replays_the_same(version: str, hash_seed: str):
 
 
 def record() -> None:
-  """Runs the run, checks its tapes and puts two of them here."""
+  """Runs the run, checks its tapes and copies two of them here."""
   with tempfile.TemporaryDirectory() as folder:
     subprocess.run(
       [sys.executable, '-m', 'experiments.local', *RUN, f'--workdir={folder}'],

@@ -9,8 +9,8 @@ from tests.protocol.single import connect, contents, encoded, new_learner, publi
 MS = engine.MS
 
 
-def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
-  # The syncer dropped what the old stream brought and asks again; the first snapshot is void.
+def test_a_capture_of_an_old_session_is_not_sent_on_the_new_one():
+  # The syncer dropped the payloads of the old session and asks again; the first capture is void.
   machine = new_learner()
   connect(machine, 1, 0)
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
@@ -26,7 +26,7 @@ def test_a_snapshot_of_an_old_stream_is_not_sent_on_the_new_one():
   assert [m.tokens_to for m in contents(second, messages.Contribution)] == [20]
 
 
-def test_bits_that_went_wrong_while_the_stream_was_away_are_told_later():
+def test_wrong_bits_adopted_while_disconnected_are_reported_later():
   # Design section 4: "a learner whose published value differs is repaired and counted".
   machine = new_learner()
   connect(machine, 1, 0)
@@ -38,7 +38,7 @@ def test_bits_that_went_wrong_while_the_stream_was_away_are_told_later():
   assert [(m.fragment, m.version, m.matched) for m in told] == [(0, 1, False)]
 
 
-def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted_already():
+def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted():
   # Syncs may close out of order; after a reconnect the clock is that of the oldest open one.
   machine = new_learner(max_lag=0)
   connect(machine, 1, 0)
@@ -46,7 +46,7 @@ def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted_already():
   machine.handle(11 * MS, received(1, publish(4, 1, version=1), handle=4))
   train(machine, 20)
   machine.handle(21 * MS, events.Disconnected(session=1, reason='cut'))
-  connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is open still, sync 4 is done
+  connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is still open, sync 4 is done
   out = machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
   assert any(isinstance(a, actions.Step) for a in out)
 
@@ -63,7 +63,7 @@ def test_a_pull_that_no_step_can_precede_is_declined():
 
 
 def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
-  # Once per anchor, but a sync of which nothing came does not use the anchor up.
+  # One contribution per anchor, but a cancelled sync does not count.
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
@@ -88,21 +88,21 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
 
 
 def preempted() -> tuple:
-  """A learner that is asked to end in the middle of a step, with a pull to answer; it has saved."""
+  """A learner that was asked to end in the middle of a step, with a pull to answer; it has saved."""
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
   machine.handle(2 * MS, events.Stop(reason='preempted'))
   out = train(machine, 10)
-  assert any(isinstance(one, actions.Encode) for one in out)  # first what it was asked for
+  assert any(isinstance(one, actions.Encode) for one in out)  # first the answer to the pull
   assert any(isinstance(one, actions.Save) for one in out)
   assert not any(isinstance(one, actions.Step) for one in out)
   assert contents(machine.handle(11 * MS, encoded(2, 0, handle=1)), messages.Contribution)
   return machine, machine.handle(12 * MS, events.SaveDone(step=1))
 
 
-def test_who_is_preempted_sees_its_share_merged_before_it_leaves():
-  # Issue 4, preemption: push, save, leave. A syncer drops the payload of who leaves.
+def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
+  # Issue 4, preemption: push, save, leave. A syncer drops the payload of a learner that leaves.
   machine, out = preempted()
   assert not contents(out, messages.Leave)
   empty = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0)))
@@ -115,7 +115,7 @@ def test_who_is_preempted_sees_its_share_merged_before_it_leaves():
   assert machine.deadline_ns is None
 
 
-def test_its_patience_ends():
+def test_a_preempted_learner_stops_waiting_in_time():
   machine, _ = preempted()
   leave_ns = 2 * MS + machine._config.drain_ns
   while machine.deadline_ns < leave_ns:
@@ -125,14 +125,14 @@ def test_its_patience_ends():
   assert contents(machine.handle(leave_ns, events.Wake()), messages.Leave)
 
 
-def test_it_waits_for_no_verdict_that_cannot_come():
+def test_a_preempted_learner_does_not_wait_for_a_verdict_that_cannot_arrive():
   machine, _ = preempted()
   out = machine.handle(13 * MS, events.Disconnected(session=1, reason='cut'))
   assert isinstance(out[-1], actions.Exit) and out[-1].code == 0
 
 
-def test_it_waits_for_no_verdict_on_a_share_that_was_withdrawn():
-  """A repair replaces the value that it was measured from."""
+def test_a_preempted_learner_does_not_wait_for_a_withdrawn_contribution():
+  """A repair replaces the anchor of the contribution."""
   machine, out = preempted()
   assert not contents(out, messages.Leave)
   repair = dataclasses.replace(publish(sync=2, fragment=0, version=1), base_version=None)

@@ -45,14 +45,14 @@ def test_a_repeated_contribution_counts_once():
   assert [one.handle for one in merge.participants] == [1, 3]
 
 
-def test_tokens_of_a_cancelled_sync_stay_to_be_sent_again():
-  # messages.Settled: of a cancelled sync no version comes, so nothing would replace the anchor.
+def test_tokens_of_a_cancelled_sync_can_be_sent_again():
+  # messages.Settled: a cancelled sync makes no version, so no publish replaces the anchor.
   machine, session = joined()
   advance(machine, session, step=2)
   machine.handle(
     3, received(session, messages.Decline(sync=2, fragment=0, reason='contributed', tokens_to=20))
   )
-  machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was under way
+  machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was in flight
   advance(machine, session, step=4)
   out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), handle=2))
   (merge,) = [a for a in out if isinstance(a, actions.Merge)]
@@ -61,7 +61,7 @@ def test_tokens_of_a_cancelled_sync_stay_to_be_sent_again():
 
 
 def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
-  # Ledger: ranges never overlap, so no token counts twice; and it must not be refused for ever.
+  # Ledger: ranges never overlap, so no token counts twice; and the refusals must end.
   machine, session = joined()
   advance(machine, session, step=2)
   machine.handle(
@@ -98,7 +98,7 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
 
 
 def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
-  # Ledger: what a learner trained before it adopts is overwritten, so it cannot be merged too.
+  # Ledger: tokens trained before an adoption are overwritten, so they cannot be merged too.
   machine = two_learners(quorum=2)
   machine.handle(3, received(1, contribution(), handle=1))
   out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))

@@ -1,4 +1,4 @@
-"""Joining, lives and leases. Each test opens with the sentence and its source."""
+"""Joining, incarnations and leases. Each test opens with the sentence and its source."""
 
 import dataclasses
 from typing import Any
@@ -46,12 +46,12 @@ def test_an_offer_holds_nothing():
   machine.check()
 
 
-def test_nothing_before_joined_touches_the_run():
+def test_messages_before_joined_have_no_effect():
   # Reliability I19: nothing is accepted from a peer before Joined except Join, Confirm and Leave.
   machine = new_machine(start_wait_ms=1000, learners=2)
   before = machine.snapshot()
   for session, message in enumerate((contribution(), progress(9), adopted(), decline()) * 2):
-    if session >= 4:  # it waits in the room between Confirm and Joined
+    if session >= 4:  # it waits between Confirm and Joined
       machine.handle(0, received(session, join()))
       machine.handle(0, received(session, confirm()))
       before = machine.snapshot()
@@ -103,8 +103,8 @@ def test_nothing_before_joined_touches_the_run():
     messages.Decline(sync=2, fragment=1, reason='bad_value', tokens_to=0),
   ],
 )
-def test_impossible_messages_close_the_stream_and_change_nothing(message: Any):
-  # Reliability T7: compared with what was joined before anything is done with it.
+def test_impossible_messages_close_the_session_and_change_nothing(message: Any):
+  # Reliability T7: the syncer compares a message with the Join before it acts on it.
   machine, session = joined()
   before = machine.snapshot()
   handle = 3 if isinstance(message, messages.Contribution) else None
@@ -132,7 +132,7 @@ def test_incarnations_count_the_processes_of_an_id():
 
 
 def test_a_frozen_process_loses_its_lease():
-  # Reliability fault 5: the lease expires, the quorum goes on.
+  # Reliability fault 5: the lease expires, the quorum continues.
   seen = Recording(learners=2, fragments=1, period=2, overlap=1, quorum=1, total_steps=60)
   seen.start('l0', 'l1').run(500)
   seen.world.learners['l1'].freeze()
@@ -142,7 +142,7 @@ def test_a_frozen_process_loses_its_lease():
   assert max(seen.opened()) >= 17
 
 
-def test_who_joins_hears_of_syncs_that_were_cancelled():
+def test_a_joiner_is_told_of_cancelled_syncs():
   # Joined gives the clock of the oldest open sync; a lock-step learner would wait for later ones.
   machine = new_machine(learners=3, fragments=2, period=3, overlap=2)
   machine.handle(0, received(1, join()))
@@ -158,8 +158,8 @@ def test_who_joins_hears_of_syncs_that_were_cancelled():
   assert messages.Settled(sync=3, fragment=1, merged=False, reason='cancelled') in told
 
 
-def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are():
-  # Config start_wait_ns. A process that died in the waiting room speaks for nobody after it.
+def test_the_start_waits_for_the_expected_learners():
+  # Config start_wait_ns. A process that died while it waited does not count.
   machine = new_machine(learners=2, start_wait_ms=300)
   machine.handle(0, received(1, join()))
   assert not [a for a in machine.handle(0, received(1, confirm())) if isinstance(a, actions.Send)]
@@ -175,7 +175,7 @@ def test_the_start_waits_for_those_who_are_expected_and_takes_them_as_they_are()
   assert told == [messages.Joined(incarnation=2, step=0, stream=0, cursor=0, due=(0,))]
 
 
-def test_a_new_life_starts_anew():
+def test_a_new_incarnation_starts_at_step_zero():
   # Members: another process under the id has made no step yet.
   machine, session = joined(learners=2, quorum=2)
   machine.handle(2, received(session, progress(8)))

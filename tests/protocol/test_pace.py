@@ -1,4 +1,4 @@
-"""Who sets the pace, and how far ahead a learner may run.
+"""Which learner sets the pace, and how far ahead a learner may run.
 
 Each test opens with the sentence that it checks and its source.
 """
@@ -44,7 +44,7 @@ def test_a_fast_network_cannot_shrink_h():
   assert len(between) >= 20 and set(between) == {4}, between
 
 
-def test_when_the_fastest_learner_dies_the_next_carries_on_at_once():
+def test_when_the_fastest_learner_dies_the_next_one_takes_over_at_once():
   # Design section 4: "when the fastest learner dies the next one carries on at once".
   seen = Recording(learners=2, fragments=2, period=2, overlap=1, quorum=1, total_steps=40)
   seen.start('l0', step_ms=50).start('l1', step_ms=100).run(1000)
@@ -98,7 +98,7 @@ def test_a_syncs_step_is_adopted_as_the_clock():
   assert slow.step <= fast.step
 
 
-def test_kth_step_is_the_naive_one():
+def test_kth_step_agrees_with_a_naive_count():
   for steps in ([], [3], [1, 5], [4, 4, 2], [9, 1, 7, 7]):
     for k in range(1, 6):
       naive = max((s for s in range(11) if sum(x >= s for x in steps) >= k), default=0)

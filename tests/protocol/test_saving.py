@@ -1,4 +1,4 @@
-"""When the syncer saves, and what comes back.
+"""When the syncer saves, and what it restores.
 
 Each test opens with the sentence that it checks and its source.
 """
@@ -29,8 +29,8 @@ MS = engine.MS
 
 
 def test_a_busy_syncer_saves_too():
-  # design section 4, Durability: a snapshot is of no half-done merge; merges that always overlap
-  # must not keep it from being taken.
+  # Design section 4, Durability: a machine state has no half-done merge; merges that always overlap
+  # must not prevent a save.
   seen = Recording(
     learners=1, fragments=8, period=8, overlap=3, quorum=1, total_steps=80, save_syncs=4
   )
@@ -41,7 +41,7 @@ def test_a_busy_syncer_saves_too():
   assert len(saves) >= 5 and saves[0] < 400 * MS, saves
 
 
-def test_a_snapshot_restores_the_machine():
+def test_a_machine_state_restores_the_machine():
   # Design section 1: snapshot(), restore(): the same state again.
   machine, session = joined()
   advance(machine, session, step=2)
@@ -54,8 +54,8 @@ def test_a_snapshot_restores_the_machine():
   again.check()
 
 
-def test_a_syncer_that_dies_before_each_save_is_due_saves_all_the_same():
-  """What the log holds beyond the checkpoint counts, too."""
+def test_a_syncer_that_dies_before_each_save_still_saves():
+  """The records of the log after the checkpoint count, too."""
   machine, session = joined(save_syncs=2)
   snapshot = machine.snapshot()
   for unsaved, due in ((0, False), (1, True)):
@@ -71,7 +71,7 @@ def test_a_syncer_that_dies_before_each_save_is_due_saves_all_the_same():
 
 
 def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
-  """What was trained since a fragment's last sync is merged at the end, or not at all."""
+  """Steps after a fragment's last sync are merged by its closing sync or not at all."""
   machine = new_machine(fragments=2, period=4, total_steps=1, overlap=2)
   machine.handle(0, received(1, join()))
   machine.handle(1, received(1, confirm(fragments=2)))
@@ -98,13 +98,13 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
   assert not contents(out, messages.Finish)
 
 
-# --- The farewell ---------------------------------------------------------------------------------
+# --- The end of the run ---------------------------------------------------------------------------
 
 DISK_FULL = events.SaveDone(step=2, error='no space')
 
 
 def over(merged: bool = True) -> tuple[Any, list]:
-  """A syncer whose only sync has ended, and what it did then."""
+  """A syncer whose only sync has ended, and its actions then."""
   machine, session = joined(total_steps=1)
   advance(machine, session, step=2)
   if merged:
@@ -119,15 +119,15 @@ def saves(out: list) -> list:
 
 
 def again(machine: Any, snapshot: dict) -> Any:
-  """The next syncer, which begins with this snapshot."""
+  """The next syncer, which starts from this machine state."""
   return type(machine).restore(
     machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
   )
 
 
-def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
-  # Issue 4: no committed outer step is ever lost. A learner that has heard Finish is gone, so a
-  # syncer that dies behind it must begin again as one that needs nobody.
+def test_finish_is_sent_once_the_disk_shows_the_end_of_the_run():
+  # Issue 4: no committed outer step is ever lost. A learner exits after Finish, so a syncer that
+  # dies after sending it must start again as one that needs no learner.
   machine, out = over()
   [save] = saves(out)
   assert not contents(out, messages.Finish)
@@ -138,7 +138,7 @@ def test_learners_hear_that_the_run_is_over_once_the_disk_says_it():
   assert contents(out, messages.Joined) and contents(out, messages.Finish)
 
 
-def test_a_syncer_that_begins_when_all_is_over_ends_a_lease_later():
+def test_a_syncer_started_after_the_end_exits_after_one_lease():
   machine, out = over()
   following = again(machine, saves(out)[0].books)
   assert not saves(following.handle(0, events.Wake()))
@@ -147,8 +147,8 @@ def test_a_syncer_that_begins_when_all_is_over_ends_a_lease_later():
   assert isinstance(end, actions.Exit) and 'every fragment is closed' in end.text
 
 
-def test_if_it_cannot_be_saved_the_log_will_do():
-  """Its last outer step was decided when no sync was to open any more."""
+def test_if_the_last_save_fails_the_log_is_enough():
+  """Its last outer step was decided after the last sync had opened."""
   machine, _ = over()
   out = machine.handle(9, DISK_FULL)
   assert contents(out, messages.Finish)
@@ -159,7 +159,7 @@ def test_if_it_cannot_be_saved_the_log_will_do():
   )
 
 
-def test_a_cancelled_sync_is_in_no_log_so_the_save_is_tried_again():
+def test_a_cancelled_sync_is_not_in_the_log_so_the_save_is_tried_again():
   machine, out = over(merged=False)
   now_ns = 10
   for _ in range(3):
@@ -173,7 +173,7 @@ def test_a_cancelled_sync_is_in_no_log_so_the_save_is_tried_again():
   assert again(machine, save.books)._pace.over
 
 
-def test_a_disk_that_stays_full_is_spoken_of_once_a_minute():
+def test_a_full_disk_is_reported_once_a_minute():
   machine, out = over(merged=False)
   lines = 0
   for second in range(1, 130):
@@ -185,7 +185,7 @@ def test_a_disk_that_stays_full_is_spoken_of_once_a_minute():
   assert lines == 3  # of two minutes and ten seconds
 
 
-def test_a_syncer_that_is_asked_to_stop_does_so_whatever_its_disk_does():
+def test_a_syncer_stops_on_request_whatever_its_disk_does():
   machine, _ = over(merged=False)
   machine.handle(9, DISK_FULL)
   out = machine.handle(10, events.Stop(reason='SIGTERM'))

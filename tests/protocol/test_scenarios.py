@@ -1,6 +1,6 @@
 """The scenarios still behave as they read.
 
-After a wanted change of behaviour record them anew and read the difference as a text diff:
+After an intended change of behaviour record them again and read the difference as a text diff:
 
     REWRITE_SCENARIOS=1 python -m pytest tests/protocol/test_scenarios.py
 """

@@ -1,4 +1,4 @@
-"""Bad updates: each is refused by itself, its sender is told, and after three it is out.
+"""Bad updates: each is refused by itself, its sender is told, and quarantined after three.
 
 What is "too long" is pure; what follows is shown on one syncer with two learners.
 """
@@ -34,7 +34,7 @@ def config(**changes):
   )
 
 
-# --- What is too long -----------------------------------------------------------------------------
+# --- The limit of norms ---------------------------------------------------------------------------
 
 
 def test_the_limit_is_ten_times_the_median_after_the_warm_up():
@@ -46,30 +46,30 @@ def test_the_limit_is_ten_times_the_median_after_the_warm_up():
   assert screening.limit(window, 4, config(norm_factor=0)) is None
 
 
-def test_more_steps_may_be_longer_and_fewer_are_not_held_to_less():
+def test_the_limit_grows_with_more_steps_and_does_not_shrink_with_fewer():
   window = [[2 * UNIT, 4]] * 8
   limits = [screening.limit(window, steps, config()) for steps in (1, 4, 8, 400)]
   assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 2_000 * UNIT]
 
 
-def test_nothing_is_too_long_where_nothing_has_moved():
+def test_there_is_no_limit_while_the_median_is_zero():
   assert screening.limit([[0, 4]] * 8, 4, config()) is None
 
 
-def test_what_is_not_finite_is_refused_always():
+def test_norms_that_are_not_finite_are_always_refused():
   assert screening.refused(BAD, None) and screening.refused(BAD, 10)
   assert not screening.refused(11, None) and not screening.refused(10, 10)
   assert screening.refused(11, 10)
 
 
-def test_a_commit_counts_once_however_many_take_part_and_old_ones_are_forgotten():
+def test_a_commit_counts_once_whatever_its_participants_and_old_ones_are_dropped():
   window = []
   for number in range(40):
     window = screening.taken(window, [(number, 1), (number, 2), (10**9, 3)])
   assert window == [[number, 2] for number in range(24, 40)]
 
 
-# --- What follows ---------------------------------------------------------------------------------
+# --- Strikes and quarantine -----------------------------------------------------------------------
 
 
 class Duo:
@@ -88,7 +88,7 @@ class Duo:
     self.machine.check()
 
   def contribute(self) -> actions.Merge:
-    """Both answer the open sync; the Merge that comes of it."""
+    """Both answer the open sync; returns the resulting Merge."""
     self.out = []
     for m in (0, 1):
       said = dataclasses.replace(
@@ -101,7 +101,7 @@ class Duo:
     return self.merge
 
   def ends(self, *norms: int) -> list:
-    """The outer step ends with such norms; what the syncer does."""
+    """The outer step ends with these norms; returns the syncer's actions."""
     refused = tuple(
       one.learner
       for one, norm in zip(self.merge.participants, norms)
@@ -125,7 +125,7 @@ class Duo:
     return out
 
   def next(self) -> None:
-    """Both adopt and train on; the next sync opens."""
+    """Both adopt and continue to train; the next sync opens."""
     self.out = []
     for m in (0, 1):
       self.tokens[m] += 10
@@ -163,7 +163,7 @@ def warm(**settings) -> Duo:
   return duo
 
 
-def test_one_bad_payload_costs_nobody_else_anything():
+def test_a_bad_payload_does_not_affect_the_others():
   duo = warm()
   merged = duo.machine._ledger.totals()['merged']
   assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
@@ -176,17 +176,17 @@ def test_one_bad_payload_costs_nobody_else_anything():
   assert totals['merged'] == merged + 20 and totals['discarded']['bad_value'] == 20
 
 
-def test_people_are_told_which_host_to_look_at():
+def test_the_console_names_the_host_to_check():
   duo = warm()
   duo.contribute()
   (line,) = said(duo.ends(2 * UNIT, 60 * UNIT))
   assert line == (
     'Learner l1 on host sent norm 60, 30 times the median 2 for fragment 0; rejected before '
-    'merging, its fragment is replaced. Check that host for faulty hardware.'
+    'merging, and the learner gets a fresh fragment. Check that host for faulty hardware.'
   )
 
 
-def test_a_refused_norm_does_not_become_usual():
+def test_a_refused_norm_does_not_enter_the_median():
   duo = warm()
   for _ in range(20):
     duo.round(2 * UNIT, 60 * UNIT)
@@ -194,7 +194,7 @@ def test_a_refused_norm_does_not_become_usual():
   assert {one.limit for one in duo.contribute().participants} == {20 * UNIT}
 
 
-def test_three_in_a_row_are_quarantine_and_a_merged_one_takes_them_back():
+def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   duo = Duo()
   for norm in (BAD, BAD, 2 * UNIT, BAD, BAD):
     assert not any(isinstance(one, actions.Close) for one in duo.round(UNIT, norm))
@@ -203,11 +203,11 @@ def test_three_in_a_row_are_quarantine_and_a_merged_one_takes_them_back():
   out = duo.ends(UNIT, BAD)
   (refused,) = [one for one in told(out, 2) if isinstance(one, messages.Refused)]
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
-  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'before is safe'):
+  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'updates are safe'):
     assert words in refused.text
   assert refused.text in said(out)
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
-  # The other one goes on alone if the quorum allows it; nobody waits for who is out.
+  # The other learner continues alone if the quorum allows it; no sync waits for the quarantined one.
   assert [member.learner for member in duo.machine._members.live()] == ['l0']
 
 
@@ -228,7 +228,7 @@ def answers(machine, now_ns: int, session: int, nonce: int) -> list:
   )
 
 
-def test_the_process_never_comes_back_and_another_one_begins_anew():
+def test_a_quarantined_process_never_rejoins_and_another_starts_without_strikes():
   duo = quarantined()
   (refused,) = answers(duo.machine, duo.now_ns, 3, nonce=8)
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
@@ -260,7 +260,7 @@ def test_quarantine_outlives_the_syncer():
   assert answers(free, 5, 1, nonce=8) == [messages.Offer(incarnation=1)]  # switched off
 
 
-def test_what_its_own_encoder_refuses_is_a_strike_too():
+def test_a_refusal_by_the_encoder_is_a_strike_too():
   duo = Duo()
   for number in range(3):
     duo.out = []
@@ -269,7 +269,7 @@ def test_what_its_own_encoder_refuses_is_a_strike_too():
     assert len(refusals) == (number == 2)
 
 
-def test_nobody_is_put_into_quarantine_where_it_is_switched_off():
+def test_without_strikes_there_is_no_quarantine():
   duo = Duo(strikes=0)
   for _ in range(9):
     assert not any(isinstance(one, actions.Close) for one in duo.round(UNIT, BAD))
@@ -284,12 +284,12 @@ def test_repeats_are_said_after_a_pause_with_their_number(pause_s):
   assert not said(duo.round(UNIT, BAD))
   duo.now_ns += 100
   (line,) = said(duo.round(UNIT, BAD))
-  assert 'NaN or Inf for fragment 0 (5 more like it meanwhile); rejected' in line
+  assert 'NaN or Inf for fragment 0 (5 more since the last such line); rejected' in line
 
 
 @pytest.mark.parametrize('norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD)])
-def test_recovery_makes_of_a_record_what_the_machine_made_of_it(norms):
-  """Strikes, norms and tokens: the books at the decision and its end are the machine afterwards."""
+def test_recovery_of_a_record_agrees_with_the_machine(norms):
+  """Strikes, norms and tokens: the state at the decision plus its end equal the machine afterwards."""
   duo = Duo()
   duo.round(UNIT, BAD)
   before = json.loads(json.dumps(duo.machine.snapshot()))

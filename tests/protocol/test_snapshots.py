@@ -64,7 +64,7 @@ def _syncer() -> Syncer:
   return Syncer()
 
 
-def test_it_begins_every_so_many_outer_steps_or_when_asked(syncer):
+def test_a_snapshot_begins_periodically_or_on_request(syncer):
   for _ in range(CONFIG.snapshot_syncs):
     assert not syncer.snapshots.due
     syncer.snapshots.outer_step()
@@ -78,7 +78,7 @@ def test_it_begins_every_so_many_outer_steps_or_when_asked(syncer):
   assert syncer.snapshots.due
 
 
-def test_when_a_syncer_died_does_not_shift_the_times_of_snapshots(syncer):
+def test_the_snapshot_period_survives_a_restart(syncer):
   syncer.snapshots.resume(CONFIG.snapshot_syncs * 7 + 1)
   assert not syncer.snapshots.due
   for _ in range(CONFIG.snapshot_syncs - 1):
@@ -103,7 +103,7 @@ def test_the_manifest_comes_after_every_answer(syncer):
   assert syncer.manifest() is None  # once
 
 
-def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name():
+def test_the_manifest_names_lost_late_and_failed_learners_as_missing():
   syncer = Syncer(('l0', 'l1', 'l2'))
   syncer.begin()
   syncer.answer(3)
@@ -114,7 +114,7 @@ def test_who_is_gone_or_late_or_could_not_save_is_left_out_by_name():
   assert missing == {'l0': 'it was gone before it had saved', 'l1': 'it could not save: no space'}
 
 
-def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
+def test_a_snapshot_waits_no_longer_than_the_settings_allow(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
   syncer.answer(2)
@@ -126,7 +126,7 @@ def test_nobody_is_waited_for_longer_than_the_settings_say(syncer):
   assert not syncer.snapshots.due
 
 
-def test_numbers_go_on_and_two_are_kept(syncer):
+def test_snapshot_numbers_increase_and_two_are_kept(syncer):
   syncer.snapshots.load([3, 4, 7])
   for number, keep in ((8, (4, 7)), (9, (7, 8)), (10, (8, 9))):
     own, *asked = syncer.begin()
@@ -138,7 +138,7 @@ def test_numbers_go_on_and_two_are_kept(syncer):
     syncer.snapshots.written(events.ManifestWritten(snapshot=number))
 
 
-def test_what_was_not_written_is_no_snapshot(syncer):
+def test_without_its_manifest_a_snapshot_does_not_exist(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
   syncer.answer(1)
@@ -152,7 +152,7 @@ def test_what_was_not_written_is_no_snapshot(syncer):
   assert syncer.begin()[0].keep == ()
 
 
-def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syncer):
+def test_a_snapshot_without_learners_does_not_replace_a_better_one(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
   assert syncer.manifest(WAIT_NS) is None
@@ -162,7 +162,7 @@ def test_a_snapshot_without_learners_does_not_take_the_place_of_a_better_one(syn
   assert not syncer.snapshots.due
 
 
-def test_learners_without_a_place_have_left():
+def test_learners_without_a_session_count_as_left():
   account = {
     'cursors': [5, 10],
     'trained': 10,
@@ -189,7 +189,7 @@ def test_learners_without_a_place_have_left():
   assert recovery.brought_back(state, ['l1'], ['l0']) == state
 
 
-def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_starts_anew():
+def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
   """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
   fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
   machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
@@ -224,7 +224,7 @@ def test_a_learner_that_saw_more_than_the_run_was_brought_back_to_is_told_and_st
   )
 
 
-def test_who_was_brought_back_with_the_run_needs_no_donation():
+def test_a_learner_restored_with_the_run_needs_no_donation():
   """Its own moments are of the moment to which the run was brought back, a donor's are of now. Once
   it has joined, or if the snapshot had no part of it, the order is the usual one."""
   machine, session = single.joined(learners=3, streams=3, donor_wait_ms=1000)

@@ -1,4 +1,4 @@
-"""Leases of data streams: who gets which, from where, and what counts."""
+"""Data shards: which learner reads which, from which position, and which batches count."""
 
 import dataclasses
 
@@ -25,7 +25,7 @@ TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 's
 
 
 def books(count: int = 3, **committed: int) -> shards.Streams:
-  """Streams of which some are committed (v0=5: stream 0, its first five batches) for fragment 0."""
+  """Shards of which some are committed (v0=5: shard 0, its first five batches) for fragment 0."""
   made = shards.Streams(count, fragments=2)
   for name, cursor in committed.items():
     move(made, int(name[1:]), cursor)
@@ -43,30 +43,30 @@ def move(made: shards.Streams, stream: int, cursor: int, fragment: int = 0) -> N
   made.end(99, (), made=True)
 
 
-# --- Who gets which -------------------------------------------------------------------------------
+# --- Assignment -----------------------------------------------------------------------------------
 
 
-def test_the_free_stream_that_is_committed_least_comes_first():
+def test_the_free_shard_that_is_committed_least_is_assigned_first():
   made = books(v0=5, v1=3, v2=3)
   assert made.lease('l0', None, None, {'l0'}) == Lease(1, 3)
   assert made.lease('l1', None, None, {'l0', 'l1'}) == Lease(2, 3)
   made.check()
 
 
-def test_an_id_gets_its_own_stream_again_at_the_committed_cursor():
+def test_an_id_gets_its_own_shard_again_at_the_committed_cursor():
   made = books(v0=5)
   made.lease('l0', None, 0, {'l0'})
   move(made, 0, 8)
   assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 8)
 
 
-def test_a_process_that_comes_back_goes_on_where_it_is():
+def test_a_process_that_reconnects_continues_at_its_position():
   made = books()
   made.lease('l0', None, None, {'l0'})
   assert made.lease('l0', Lease(0, 7), 0, {'l0'}) == Lease(0, 7)
 
 
-def test_a_syncer_that_has_forgotten_a_lease_believes_who_claims_it():
+def test_a_restarted_syncer_accepts_a_claim_on_an_unheld_shard():
   assert books(v2=5).lease('l0', Lease(2, 7), None, {'l0'}) == Lease(2, 7)
 
 
@@ -81,17 +81,19 @@ def test_a_claim_that_does_not_hold_is_not_kept(claim):
   assert made.lease('l0', claim, None, {'l0', 'l1'}) == Lease(0, 0)
 
 
-def test_who_is_away_keeps_its_stream_until_there_is_no_other():
+def test_a_disconnected_learner_keeps_its_shard_while_others_are_free():
   made = books(2)
   made.lease('l0', None, None, {'l0'})
   assert made.lease('l1', None, None, {'l1'}) == Lease(1, 0)
   move(made, 1, 4)
-  assert made.lease('l2', None, None, {'l2'}) == Lease(0, 0)  # of the two away, the least read
+  assert made.lease('l2', None, None, {'l2'}) == Lease(
+    0, 0
+  )  # of the two disconnected ones, the least read
   assert made.lease('l3', None, None, {'l1', 'l2', 'l3'}) is None
   assert made.all_read({'l1', 'l2', 'l3'})
 
 
-def test_a_stream_whose_cursor_may_move_is_leased_to_nobody_new():
+def test_a_shard_whose_cursor_may_move_gets_no_new_reader():
   made = books(1)
   made.lease('l0', None, None, {'l0'})
   made.merge(4, 0, [('l0', said(0, 6))])
@@ -110,14 +112,14 @@ def test_the_cursor_of_a_refused_outer_step_does_not_move():
   assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 0)
 
 
-def test_the_cursor_of_who_was_left_out_does_not_move():
+def test_the_cursor_of_a_refused_participant_does_not_move():
   made = books(2)
   made.merge(4, 0, [('l0', said(0, 6)), ('l1', said(1, 5))])
   made.end(4, ('l1',), made=True)
   assert (made.committed(0), made.committed(1)) == (6, 0)
 
 
-# --- What counts ----------------------------------------------------------------------------------
+# --- Cursors --------------------------------------------------------------------------------------
 
 
 def test_a_batch_counts_once_for_each_fragment():
@@ -142,7 +144,7 @@ def test_an_outer_step_under_way_ends_after_a_restart_too(made, merged):
 
 
 def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
-  """Its tokens are new, its batches are not: a syncer that has forgotten leases asks for both."""
+  """Its tokens are new, its batches are not: a syncer that lost the readers may pull both."""
   machine, session = joined()
   machine.handle(2, received(session, progress(2)))
   machine.handle(3, received(session, contribution(), handle=1))
@@ -164,7 +166,7 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
 # --- A learner moves ------------------------------------------------------------------------------
 
 
-def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
+def test_a_learner_that_is_given_another_shard_undoes_its_steps():
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
   train(machine, 10)
@@ -192,7 +194,7 @@ def test_a_learner_that_is_given_another_stream_undoes_what_it_has_trained():
 # --- In a run -------------------------------------------------------------------------------------
 
 
-def test_a_learner_more_than_there_are_streams_waits_until_one_is_free():
+def test_a_learner_without_a_free_shard_waits_for_one():
   seen = Recording(**TWO, total_steps=60)
   seen.start('l0', 'l1').run(500)
   seen.start('l2').run(1000)
@@ -206,8 +208,8 @@ def test_a_learner_more_than_there_are_streams_waits_until_one_is_free():
   assert any(name == 'l2' for _, name, _ in seen.of(actions.Step))
 
 
-def test_a_member_that_is_away_gives_way_and_is_given_another_stream():
-  """l1 comes back on its feet while l2 reads its stream, and l0 has gone: it reads on there."""
+def test_a_disconnected_member_loses_its_shard_and_gets_another():
+  """l1 reconnects while l2 reads its shard and l0 has left: l1 continues on l0's shard."""
   seen = Recording(**TWO, total_steps=80)
   seen.start('l0', 'l1').run(500)
   seen.world.link('l1').cut.update(('up', 'down'))

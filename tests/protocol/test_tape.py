@@ -1,4 +1,4 @@
-"""Tapes: the codec is total and strict, damage is found, a divergence is told with its context."""
+"""Tapes: the codec is total and strict, damage is found, a divergence is shown with its context."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ from diloco_jax.protocol.tape import tape
 
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 MACHINES = (syncer_machine.SyncerMachine, learner_machine.LearnerMachine)
-# Of others, never sent alone.
+# Parts of messages, never sent alone.
 PARTS = {actions.Part, messages.Payload, messages.Held, actions.Participant}
 
 
@@ -70,7 +70,7 @@ EVENTS = (
 
 
 def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]:
-  """The tape of a learner's short life; a new segment before each of those turns."""
+  """The tape of a short learner process; a new segment before each of those turns."""
   writer = tape.Writer(start(), 'digest', 'commit', {'python': '3'})
   machine, lines = start().make(), [writer.header()]
   for time, event in enumerate(EVENTS):
@@ -94,7 +94,7 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
   return lines
 
 
-# --- The chain as docs/simulator.md and tape.py describe it, written a second time ----------------
+# --- The chain as docs/simulator.md and tape.py describe it, implemented a second time ------------
 
 
 def hash_of(line: bytes) -> str:
@@ -112,7 +112,7 @@ def sealed(previous: str, data: dict) -> bytes:
 
 
 def edited(lines: list[bytes], number: int, edit: Any) -> list[bytes]:
-  """The tape with one line edited and every hash from there on made right again."""
+  """The tape with one line edited and every hash from there on computed again."""
   out = list(lines)
   for index in range(number, len(lines)):
     data = json.loads(lines[index])
@@ -157,7 +157,7 @@ SAMPLES = {
 
 
 def samples(hint: Any) -> list[Any]:
-  """Values of a type; of a dataclass as many as it takes to show every choice of every field."""
+  """Values of a type; of a dataclass enough to cover every choice of every field."""
   if hint in SAMPLES:
     return SAMPLES[hint]
   if hint is config_lib.ProtocolConfig:
@@ -181,7 +181,7 @@ def samples(hint: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize('cls', EVERY_CLASS, ids=lambda cls: cls.__name__)
-def test_every_class_comes_back_as_it_went(cls: type):
+def test_every_class_survives_a_round_trip(cls: type):
   for value in samples(cls):
     text = tape.encode(value)
     assert tape.decode(cls, json.loads(text)) == value
@@ -196,7 +196,7 @@ def test_every_class_comes_back_as_it_went(cls: type):
     (messages, messages.Message),
   ],
 )
-def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleType, union: Any):
+def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: Any):
   assert set(classes(module)) - PARTS == set(typing.get_args(union))
   for cls in typing.get_args(union):
     for value in samples(cls):
@@ -242,13 +242,13 @@ def test_every_kind_is_one_of_those_that_a_tape_may_hold(module: types.ModuleTyp
     ),
   ],
 )
-def test_what_this_code_does_not_know_is_an_error_with_both_values(data: Any, words: str):
+def test_unknown_data_is_an_error_with_both_values(data: Any, words: str):
   with pytest.raises(tape.TapeError) as error:
     tape.decode(events.Event, data)
   assert words in str(error.value)
 
 
-def test_a_config_that_cannot_be_is_an_error():
+def test_an_impossible_config_is_an_error():
   data = json.loads(tape.encode(config()))
   for name, value, words in (
     ('quorum', 9, 'quorum is 9, it must be between 1 and 2'),
@@ -259,18 +259,18 @@ def test_a_config_that_cannot_be_is_an_error():
 
 
 @pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j])
-def test_what_json_cannot_hold_is_not_put_on_a_tape(value: Any):
+def test_a_value_that_json_cannot_hold_is_an_error(value: Any):
   with pytest.raises(tape.TapeError, match='cannot be put on a tape'):
     tape.encode(actions.Save(step=1, books={'a': value}))
 
 
-def test_only_strings_are_keys_that_come_back():
+def test_only_strings_may_be_keys():
   with pytest.raises(tape.TapeError, match='cannot be put on a tape: keys must be str'):
     tape.encode(actions.Save(step=1, books={(1, 2): 3}))
 
 
 @pytest.mark.parametrize('name', ['syncer', 'learner'])
-def test_snapshots_are_plain_json(name: str):
+def test_machine_states_are_plain_json(name: str):
   """A start that goes through a tape must make the same machine: no int keys, no tuples."""
   with open(GOLDEN / f'{name}.jsonl', 'rb') as file:
     reader = tape.Reader(file)
@@ -298,12 +298,12 @@ def test_a_start_makes_the_machine_of_its_role():
   assert [one.make().snapshot()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
 
 
-def test_a_role_that_is_none():
+def test_an_unknown_role_is_an_error():
   with pytest.raises(ValueError, match="role is 'donor', it must be"):
     start(role='donor').make()
 
 
-# --- Reading what is whole, cut off, or damaged ---------------------------------------------------
+# --- Reading whole, torn and damaged tapes --------------------------------------------------------
 
 
 def test_a_whole_tape_is_identical():
@@ -313,7 +313,7 @@ def test_a_whole_tape_is_identical():
   assert (result.end, result.header.commit, result.header.segment) == ('exit', 'commit', 0)
 
 
-def test_the_reader_gives_the_turns():
+def test_the_reader_yields_the_turns():
   turns = list(tape.Reader(recorded()))
   assert [(turn.index, turn.now_ns) for turn in turns] == [(n, n) for n in range(len(EVENTS))]
   assert tuple(turn.event for turn in turns) == EVENTS
@@ -329,13 +329,13 @@ def test_segments_are_one_tape():
   'left, words',
   [
     (slice(2, None), 'segment 1 comes where segment 0 is due'),
-    (slice(6, None), 'the first line is no header'),
+    (slice(6, None), 'the first line is not a header'),
   ],
 )
 def test_a_tape_is_read_from_its_beginning(left: slice, words: str):
   lines = recorded(segments=(1, 7))
   with pytest.raises(tape.TapeError, match=f'line 1: {words}'):
-    # A line that is no header and follows nothing has no right hash either: made right here.
+    # Without the header the line's hash would be wrong too: make it right here.
     rest = lines[left]
     replay_lib.replay(
       [sealed(tape.GENESIS, without_hash(rest[0])), *rest[1:]] if 'first' in words else rest
@@ -348,7 +348,7 @@ def without_hash(line: bytes) -> dict:
   return data
 
 
-def test_a_segment_that_is_missing_or_follows_something_else():
+def test_a_missing_or_foreign_segment_is_found():
   lines = recorded(segments=(3, 7))
   second = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 1)
   third = next(n for n, line in enumerate(lines) if json.loads(line).get('segment') == 2)
@@ -361,7 +361,7 @@ def test_a_segment_that_is_missing_or_follows_something_else():
     replay_lib.replay(other)
 
 
-def test_every_line_changed_left_out_or_moved_is_found():
+def test_every_changed_removed_or_moved_line_is_found():
   lines = recorded(segments=(5,))
   for n, line in enumerate(lines):
     for at in (1, len(line) // 2, line.rindex(b'"hash":"') + 9):
@@ -377,7 +377,7 @@ def test_every_line_changed_left_out_or_moved_is_found():
       replay_lib.replay([*lines[: n + 1], line, *lines[n + 1 :]])
 
 
-def test_a_torn_last_line_is_said_and_is_no_divergence():
+def test_a_torn_last_line_is_reported_and_is_not_a_divergence():
   lines = recorded()
   for keep in range(1, len(lines[-1])):
     result = replay_lib.replay([*lines[:-1], lines[-1][:keep]])
@@ -385,7 +385,7 @@ def test_a_torn_last_line_is_said_and_is_no_divergence():
   assert result.text().endswith('no exit (killed or running), the last line was cut off')
 
 
-def test_a_torn_line_is_the_last_one():
+def test_no_line_follows_a_torn_one():
   lines = recorded()
   with pytest.raises(tape.TapeError, match='line 4: a line follows one that was cut off'):
     replay_lib.replay([*lines[:2], lines[2][:-5], *lines[3:]])
@@ -411,12 +411,12 @@ def test_a_tape_of_another_schema_names_the_commit_that_reads_it():
     (lambda data: data.update(why=1), 'turn.Record: missing -, unknown why'),
   ],
 )
-def test_a_line_that_makes_no_sense_is_named(edit: Any, words: str):
+def test_the_error_names_an_invalid_line(edit: Any, words: str):
   with pytest.raises(tape.TapeError, match=f'line 5: .*{words}'):
     replay_lib.replay(edited(recorded(), 4, edit))
 
 
-def test_nothing_comes_after_the_end():
+def test_no_turn_follows_the_end():
   lines = recorded()
   more = tape_line_after(
     lines[-1], 'Record', index=len(EVENTS), now_ns=1, event={'kind': 'Wake'}, actions=[]
@@ -425,7 +425,7 @@ def test_nothing_comes_after_the_end():
     replay_lib.replay([*lines, more])
 
 
-def test_a_start_of_which_no_machine_can_be_made():
+def test_a_start_that_makes_no_machine_is_an_error():
   lines = edited(recorded(), 0, lambda data: data['start'].update(role='donor'))
   with pytest.raises(tape.TapeError, match="no machine can be made of the header: .*'donor'"):
     replay_lib.replay(lines)
@@ -477,7 +477,7 @@ def test_any_difference_of_a_turn_is_a_divergence(edit: Any, words: str):
   assert words in result.text()
 
 
-def test_the_order_of_a_dict_counts():
+def test_the_order_of_a_dict_matters():
   """An order that depends on the hash seed must not pass."""
 
   def edit(data: dict) -> None:
@@ -487,7 +487,7 @@ def test_the_order_of_a_dict_counts():
   assert replay_lib.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
 
 
-def test_a_long_difference_is_shown_where_it_is():
+def test_a_long_difference_is_shown_at_its_position():
   a, b = 'x' * 9_000 + 'here' + 'y' * 900, 'x' * 9_000 + 'HERE' + 'y' * 900
   found = replay_lib.Divergence(
     tape.Record(0, 0, events.Wake(), (actions.Say(text=a),)), (actions.Say(text=b),), ()
@@ -510,7 +510,7 @@ def test_a_recorded_crash_is_reproduced_with_its_traceback():
     (lambda data: data.update(error='KeyError: 3'), 'recorded  raised KeyError: 3'),
   ],
 )
-def test_a_crash_that_does_not_come_back_is_a_divergence(edit: Any, words: str):
+def test_a_crash_that_is_not_reproduced_is_a_divergence(edit: Any, words: str):
   lines = recorded(crash=True)
   result = replay_lib.replay(edited(lines, len(lines) - 1, edit))
   assert not result.identical and words in result.text()

@@ -1,21 +1,21 @@
 """Scenario scripts: commands and the behaviour that they cause, as text (tests/scenarios).
 
-A script is blocks of `command lines`, `----`, `what happened`, blank line; `#` begins a comment.
+A script is blocks of `command lines`, `----`, `output`, blank line; `#` begins a comment.
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
     start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk, encode,
                                   donate
-    set ID|syncer NAME=MS ...     changes such times; loss and duplicate are per mille of messages
-    for MS [quiet]                time passes; what happens is printed unless quiet
+    set ID|syncer NAME=MS ...     changes these times; loss and duplicate are per mille of messages
+    for MS [quiet]                time passes; prints the actions unless quiet
     reset | kill | freeze | thaw | heal | stop  ID|syncer
-    partition ID [up|down]        nothing passes (that way), and nobody is told
-    restart syncer                from its last durable snapshot
-    nan | flip  ID FRAGMENT       its next snapshot holds a NaN; its next adoption errs by a bit
-    spoil ID huge|poison N        its next N snapshots of each fragment: an absurd norm, NaN
+    partition ID [up|down]        cuts the link (or one direction) without telling either end
+    restart syncer                from its disk
+    nan | flip  ID FRAGMENT       its next capture holds a NaN; its next adoption has a wrong bit
+    spoil ID huge|poison N        its next N captures of each fragment: a huge norm, NaN
     fail                          the next outer step is not finite
-    ledger                        the newest one
+    ledger                        prints the newest ledger
 
-What happened is told by proof/sim/narrate.py, one line per action: milliseconds, who, what.
+proof/sim/narrate.py writes the output, one line per action: milliseconds, node, action.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class Script:
     self._lines: list[str] = []
 
   def rerun(self, text: str) -> str:
-    """The same script with what happens now."""
+    """The same script with the present behaviour."""
     out = []
     for block in text.strip().split('\n\n'):
       lines = block.split('\n----')[0].split('\n')

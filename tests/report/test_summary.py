@@ -84,7 +84,7 @@ _ROWS = [
   ('supervisor', child(13, 'l0', 'down', 'killed by the chaos plan, back in 8 s')),
   ('supervisor', exited(13, 'l0', -9)),
   ('l1', step(14, 5, 2, 4.0)),
-  ('supervisor', child(21, 'l0', 'starting', 'started again (life 2)')),
+  ('supervisor', child(21, 'l0', 'starting', 'restarted (process 2)')),
   ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, step=5))),
   ('l0', step(22, 6, 1, 3.9)),
   ('syncer', row(23, facts.Eval(step=6, loss=3.5))),
@@ -220,7 +220,7 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     'held-out loss',
     '5.500',
     '50% of 10 steps',
-    'started again',
+    'restarted',
   ):
     assert words in text
 

@@ -75,7 +75,7 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
   merged = theta.merge(0, participants, payloads, ('l1', 'l3'), 4)
   assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',), 4).digest
   nobody = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'), 4)
-  assert nobody.failed == global_model_lib.NOBODY and nobody.digest == theta.digest(0)
+  assert nobody.failed == global_model_lib.ALL_REJECTED and nobody.digest == theta.digest(0)
 
 
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])

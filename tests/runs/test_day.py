@@ -12,7 +12,7 @@ def test_the_run_ends_well(day):
 
 
 def test_who_stands_by_takes_over(day):
-  assert sum('who stood by takes over' in line for line in day.said) == 3
+  assert sum('standby takes over' in line for line in day.said) == 3
   codes = [fact['code'] for fact in day.of('supervisor', 'exit') if fact['child'] == 'syncer']
   assert codes == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
 

@@ -232,7 +232,7 @@ def test_a_syncer_that_stands_by_touches_nothing_before_its_turn(start, tmp_path
     start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2)
   )
   for program in (unwanted, wanted):
-    program.wait_for('stands by')
+    program.wait_for('standby: ready')
   wanted.process.send_signal(signal.SIGUSR1)
   unwanted.process.stdin.close()
   assert unwanted.end() == 0, unwanted.lines

@@ -198,7 +198,7 @@ def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
   checkpoints.close()
 
 
-def test_one_changed_bit_is_noticed(tmp_path):
+def test_one_changed_bit_is_detected(tmp_path):
   """The record of a state detects one changed bit, even if the storage does not."""
   _save(tmp_path, 1, 2)
   record = tmp_path / '2' / 'record' / 'data.json'

@@ -147,7 +147,7 @@ def test_an_empty_lock_file_still_locks(tmp_path: pathlib.Path):
   other.close()
 
 
-def test_a_directory_that_cannot_be_written_is_one_line(tmp_path: pathlib.Path, monkeypatch):
+def test_an_unwritable_directory_is_one_line(tmp_path: pathlib.Path, monkeypatch):
   (tmp_path / 'file').write_text('')
   with pytest.raises(files_lib.DirectoryError, match='file is no directory to write in'):
     files_lib.Files(tmp_path / 'file')
@@ -180,7 +180,7 @@ print(log.commit(), flush=True)
 """
 
 
-def test_a_file_that_may_not_grow_takes_the_record_later(tmp_path: pathlib.Path):
+def test_a_file_at_its_size_limit_takes_the_record_later(tmp_path: pathlib.Path):
   """The limit gives a short write, then EFBIG: the log cuts off the part."""
   child = python(FILL, tmp_path)
   lines = child.communicate(timeout=120)[0].splitlines()

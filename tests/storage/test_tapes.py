@@ -309,7 +309,7 @@ def test_the_program_shows_a_divergence_and_continues(tmp_path):
   assert f'The tape is of commit {tapes.commit()} ' in done.stdout
   assert re.search(r'^l1\.3: identical', done.stdout, re.MULTILINE)
   assert re.search(
-    r'^l1\.4: damaged: .*l1\.4\.0\.jsonl, line 1: not a line', done.stdout, re.MULTILINE
+    r'^l1\.4: damaged: .*l1\.4\.0\.jsonl, line 1: this is not a line', done.stdout, re.MULTILINE
   )
 
 

@@ -327,7 +327,7 @@ def test_without_a_mark_a_flip_in_the_last_record_is_a_torn_tail():
     bad[place] ^= 0x10
     log = wal.open_log(Storage(files={name: bytes(bad)}), RUN)
     assert read_log(log) == expected(4)
-    with pytest.raises(fmt.WalDamaged, match='snapshot holds all records up to 5'):
+    with pytest.raises(fmt.WalDamaged, match='checkpoint holds all records up to 5'):
       wal.open_log(Storage(files={name: bytes(bad)}), RUN, after=5)
 
 

@@ -1,5 +1,5 @@
-"""What only real sockets and processes can show: peers that are killed, frozen or hostile, refused
-addresses, health."""
+"""Tests that need real sockets and processes: killed, frozen and hostile peers, refused addresses,
+health."""
 
 import dataclasses
 import os

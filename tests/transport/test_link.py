@@ -103,7 +103,7 @@ def test_a_transfer_that_has_begun_is_not_replaced():
   assert [version for version, _ in transfers_of(box)] == [3]
 
 
-def test_what_waits_is_bounded_with_the_transfer_under_way():
+def test_waiting_payload_bytes_are_bounded():
   box = outbox(max_bytes=5)
   box.push(publish(b'123'), b'123')
   box.next_transfer()

@@ -28,7 +28,7 @@ def test_golden_bytes():
   assert sealed()[0] == b'first' + bytes([15 << 3 | 5]) + crc32
 
 
-def test_any_flipped_bit_is_noticed():
+def test_every_flipped_bit_is_detected():
   stream = sealed()
   for which, data in enumerate(stream):
     for bit in range(8 * len(data)):

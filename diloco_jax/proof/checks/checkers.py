@@ -1,21 +1,21 @@
 """What must hold in every run, whatever is delayed, repeated, cut, frozen or killed.
 
-Each invariant is a class (invariants/): an id, the sentence that it enforces, and what it looks at.
-It is shown every record before the books (books/) take it, and every turn after they have, and it
-never asks a machine. So the same checkers watch the simulated world live and read the tapes of real
-processes afterwards::
+Each invariant is a class (invariants/) with an id, the sentence that it enforces, and the records
+that it checks. It sees each record before the model (model/) is updated with it, and each turn after
+the update, and it never asks a machine. So the same checkers watch the simulated world live and read
+the tapes of real processes afterwards::
 
     checkers = Checkers(config)
     checkers.born(now_ns, life)                       # a process begins
     checkers.saw(life, now_ns, event, actions)        # a machine took a turn
-    checkers.died(now_ns, life, killed)               # a process is gone
+    checkers.died(now_ns, life, killed)               # a process ended
     checkers.logged(now_ns, note)                     # simulated world: the syncer's disk
-    checkers.healed(now_ns)                           # nothing goes wrong from here on
+    checkers.healed(now_ns)                           # no fault happens from now on
     checkers.finished(now_ns)                         # the run is over: end-of-run statements
 
-The ids I1 ... are those of safety and L1 ... those of liveness. A run that breaks one raises
-`Violation`, which says which, in words, and what was seen. Turns cost the same with any number of
-learners: whatever looks at all of them is done once a sync, once a heartbeat or at the end.
+The ids I1 ... are those of safety, P1 ... of pace and L1 ... of liveness. A run that breaks one
+raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same with
+any number of learners: checks over all learners run once per sync, once per heartbeat or at the end.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -82,7 +82,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   pace.LastWord,
   ids.LeaseEnds,
   liveness.NoStepWaits,
-  liveness.NobodyIsWaitedFor,
+  liveness.DecidedInTime,
   liveness.EveryPullIsAnswered,
   liveness.MergesAgain,
   liveness.Joins,
@@ -114,7 +114,7 @@ class Checkers:
     self._register()
 
   def _register(self) -> None:
-    """Tables from kinds to those who look at them; the books come last."""
+    """Fills the tables from kinds to the methods that check them; updates of the model come last."""
     for one in self.invariants.values():
       for method in (getattr(one, name) for name in dir(one)):
         for role, kind in getattr(method, '_on', ()):
@@ -189,19 +189,19 @@ class Checkers:
       self.invariants[liveness.Joins].died(now_ns, book, killed)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    """Something happened to the syncer's log; only the simulated world knows."""
+    """The syncer's log changed; only the simulated world reports this."""
     for one in self._logs:
       one.logged(now_ns, note)
     self.run.logged(note)
 
   def healed(self, now_ns: int) -> None:
-    """Nothing goes wrong any more: from here on it must also get on."""
+    """No fault happens from now on, so the run must also make progress."""
     for one in self.invariants.values():
       one.healed(now_ns)
 
   def finished(self, now_ns: int) -> tuple[str, ...]:
-    """The run is over: what must be true of it as a whole. The ids of those whose end could not be
-    judged, because the run was stopped before."""
+    """The run is over: checks what must be true of it as a whole. Returns the ids of the invariants
+    whose end could not be judged because the run was stopped too early."""
     return tuple(one.id for one in self.invariants.values() if one.finished(now_ns) is False)
 
 
@@ -211,7 +211,7 @@ class SameAgain(invariant.Invariant):
 
 
 def replays(life: Life, records: Iterable[tape.Record]) -> None:
-  """Lets a machine made anew take the turns of a life again. Raises Violation where it differs."""
+  """Replays the turns of a process on a new machine. Raises Violation at the first difference."""
   machine = life.start.make()
   for record in records:
     again = tuple(machine.handle(record.now_ns, record.event))

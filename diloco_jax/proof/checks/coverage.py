@@ -1,11 +1,11 @@
-"""Coverage marks: what was reached at all, so that a campaign that finds nothing has looked.
+"""Coverage marks: which situations were reached, so that a clean result of many seeds means something.
 
-A mark is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. Which
-ones must be reached follows from the protocol's own tables: every event, action and message, every
-reason and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. What a
-campaign did not reach is `missing()`.
+A mark is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
+required marks follow from the protocol's own tables: every event, action and message, every reason
+and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. `missing()`
+lists the required marks that were not reached.
 
-Marks are an observer (observers.py) of one seed; those of many seeds are added up with `merge`.
+Marks are an observer (observers.py) of one seed; `merge` adds up those of many seeds.
 """
 
 import collections
@@ -18,16 +18,16 @@ from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import diagrams
 from diloco_jax.protocol import actions, events, facts, messages
 
-# Others need another run's learner, or a very rare race.
+# The other codes need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
 # The first word of the reason.
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
-LEASES = ('begins', 'goes on', 'is kept', 'is changed', 'is waited for')
+LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
 LOG = ('appended', 'durable', 'recovered', 'torn', 'compacted', 'full', 'broken', 'cut', 'repaired')
-SNAPSHOTS = ('of all', 'without somebody', 'given up')
+SNAPSHOTS = ('of all', 'incomplete', 'abandoned')
 DONATIONS = {
   messages.Donate: 'asked',
   messages.Donation: 'relayed',
@@ -43,7 +43,7 @@ def _names(kind: str, union: Any) -> Iterable[str]:
 
 
 def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
-  """All marks that a campaign with these kinds of faults must reach."""
+  """All marks that many seeds with these kinds of faults must reach."""
   return (
     *_names('event', events.Event),
     *_names('action', actions.Action),
@@ -73,7 +73,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
 
 
 class Marks(observers.Observer):
-  """What one seed, or many, reached: `counts` by mark."""
+  """What one seed, or many seeds, reached: `counts` by mark."""
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
@@ -85,7 +85,7 @@ class Marks(observers.Observer):
   # --- Reading ------------------------------------------------------------------------------------
 
   def merge(self, other: 'Marks | dict[str, int]') -> None:
-    """Adds what another seed reached."""
+    """Adds the counts of another seed."""
     self.counts.update(other.total() if isinstance(other, Marks) else other)
 
   def total(self) -> dict[str, int]:
@@ -100,7 +100,7 @@ class Marks(observers.Observer):
     return dict(total)
 
   def missing(self, faults: Iterable[str] = FAULTS) -> list[str]:
-    """What must be reached and was not."""
+    """The required marks that were not reached."""
     total = self.total()
     return [mark for mark in required(faults) if not total.get(mark)]
 
@@ -121,7 +121,7 @@ class Marks(observers.Observer):
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     self.counts[f'log {note.kind}'] += 1
     if note.kind == 'recovered' and note.number == self._durable + 1:
-      self.counts['log recovered one more'] += 1  # nobody had been told of it
+      self.counts['log recovered one more'] += 1  # the syncer had not told any learner of it
     if note.kind in ('durable', 'recovered'):
       self._durable = note.number
 
@@ -146,7 +146,7 @@ class Marks(observers.Observer):
       kind = type(action)
       self._types[kind] += 1
       if kind is actions.Send:
-        self._said(action.message)
+        self._count_sent(action.message)
         if type(action.message) is messages.Joined:
           self._leased(self._claims[process, action.session], action.message)
       elif kind is actions.Report:
@@ -154,7 +154,7 @@ class Marks(observers.Observer):
       elif kind is actions.Exit:
         self.counts[f'exit syncer {action.code}'] += 1
 
-  def _said(self, message: messages.Message) -> None:
+  def _count_sent(self, message: messages.Message) -> None:
     kind = type(message)
     if kind is messages.Settled:
       self.counts[f'settled {message.reason or "merged"}'] += 1
@@ -163,13 +163,13 @@ class Marks(observers.Observer):
     elif kind in DONATIONS:
       self.counts[f'donation {DONATIONS[kind]}'] += 1
 
-  def _leased(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
+  def _count_lease(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
     if claim == (joined.stream, joined.cursor):
       self.counts['lease is kept'] += 1
     elif claim[0] is not None:
       self.counts['lease is changed'] += 1
     else:
-      self.counts[f'lease {"goes on" if joined.cursor else "begins"}'] += 1
+      self.counts[f'lease {"continues" if joined.cursor else "begins"}'] += 1
 
   def _reported(self, fact: facts.Fact) -> None:
     match fact:

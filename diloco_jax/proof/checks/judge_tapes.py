@@ -1,13 +1,13 @@
-"""The oracle: was a run of real processes right? Read from their tapes, afterwards, from outside.
+"""Judges a run of real processes from their tapes, afterwards.
 
-Every process of a run wrote a tape (protocol/tape/tape.py): what happened to its machine, when, and what
-it asked for. All processes of a machine share one monotonic clock, and a turn is on the tape before
-its actions are carried out, so the turns of all tapes in the order of their times are a story in
-which nothing is received before it was sent. The oracle tells this story to the invariants that
-watch the simulated world live (checkers.py); they never ask a machine.
+Every process of a run wrote a tape (protocol/tape/tape.py): each event of its machine, its time, and
+the actions that the machine asked for. All processes of one host share one monotonic clock, and a
+turn is on the tape before its actions are carried out. So in the order of the times of all turns no
+message is received before it was sent. The judge shows the turns in this order to the invariants
+that watch the simulated world live (checkers.py); they never ask a machine.
 
-It knows the tapes, who was killed (whose tape has no Exit), and from when on nothing was broken on
-purpose any more. A crash of a machine is found as well: the tape ends with it.
+The judge knows the tapes, which processes were killed (their tapes have no Exit), and when the last
+injected fault ended. It also finds a crash of a machine: the tape ends with it.
 """
 
 import collections
@@ -30,7 +30,7 @@ NO_CRASH_SENTENCE = 'No machine raises an exception.'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tale:
-  """The tape of one process as the oracle reads it: a name for people, its start, its turns."""
+  """The tape of one process: a name for people, its start, its turns."""
 
   name: str
   start: tape.Start
@@ -39,7 +39,7 @@ class Tale:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-  """An invariant that held: how many times it was looked at (0: only at the end, or never)."""
+  """An invariant that held: how many times it was checked (0: only at the end, or never)."""
 
   id: str
   sentence: str
@@ -48,7 +48,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-  """The first violation: which invariant, what was seen, on whose tape, and the turns before."""
+  """The first violation: the invariant, the contradicting values, the tape, and the turns before."""
 
   id: str
   sentence: str
@@ -59,8 +59,8 @@ class Broken:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-  """What came of all tapes: how much was read, what held, and what did not. `open_ended` are those
-  of `held` whose sentence about the end of a run could not be judged: it was stopped before."""
+  """The result for all tapes: how much was read, what held, and what did not. `open_ended` are the
+  invariants of `held` that say something about the end of a run that was stopped before it."""
 
   tapes: int
   turns: int
@@ -76,8 +76,8 @@ class Verdict:
       lines.append(f'All {len(self.held)} invariants held.')
       if self.open_ended:
         lines.append(
-          'The run was stopped before its last step, so these were not judged by its '
-          f'end: {", ".join(self.open_ended)}.'
+          'The run was stopped before its last step, so these invariants were not checked '
+          f'at its end: {", ".join(self.open_ended)}.'
         )
       return '\n'.join(lines)
     lines = lines[:1] + [
@@ -89,7 +89,7 @@ class Verdict:
 
 
 class _Counter:
-  """How often each kind of event and action was seen by whom looks at it."""
+  """How often each kind of event and action occurred, hence how often each invariant was checked."""
 
   def __init__(self):
     self._seen: dict[tuple[str, Any], int] = collections.Counter()
@@ -124,11 +124,11 @@ def judge(tales: Sequence[Tale], healed_ns: int | None = None) -> Verdict:
   """Reads all tapes of a run to the first violation or to the end.
 
   Args:
-    tales: every life of every node, in any order.
-    healed_ns: from when on nothing was broken on purpose; None: liveness is not asked for.
+    tales: of every process of every node, in any order.
+    healed_ns: when the last injected fault ended; None: liveness is not checked.
 
   Raises:
-    ValueError: there is no tape.
+    ValueError: `tales` is empty.
     tape.TapeError: one of them is damaged.
   """
   if not tales:
@@ -160,9 +160,9 @@ class _Trial:
     except _Crashed as error:
       broken = self._broken(tale, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
-      # A message that nobody sent, a payload that is not there: the books cannot even follow.
+      # A message that no process sent, a payload that does not exist: the model cannot follow.
       broken = self._broken(
-        tale, 'books', 'What happens follows from what happened.', tape.words(error)
+        tale, 'books', 'Every turn follows from earlier turns.', tape.words(error)
       )
     held = (
       ()
@@ -174,12 +174,14 @@ class _Trial:
     return Verdict(len(self._tales), self._turns, held, open_ended, broken)
 
   def _story(self) -> Iterator[tuple[Tale, observers.Life, tape.Record | tape.Crash, bool]]:
-    """(tale, life, turn, whether it is the tale's last) of all tales, in the order of time."""
+    """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
     begun = []
     for tale in self._tales:
       turns = iter(tale.turns)
       first = next(turns, None)
-      if first is not None:  # else it was killed before its first turn: nobody has seen it
+      if (
+        first is not None
+      ):  # else it was killed before its first turn: no other process has seen it
         begun.append((first.now_ns, tale, first, turns))
     begun.sort(key=lambda one: one[0])
     streams = [
@@ -209,16 +211,16 @@ class _Trial:
   def _broken(self, tale: Tale | None, id_: str, sentence: str, detail: str) -> Broken:
     name = 'all tapes together' if tale is None else tale.name
     began_ns = self._before[0][1].now_ns if self._before else 0
-    before = tuple(_line(who, turn, began_ns) for who, turn in self._before)
+    before = tuple(_describe_turn(node, turn, began_ns) for node, turn in self._before)
     return Broken(id_, sentence, detail, name, before)
 
 
 class _Crashed(Exception):
-  """A machine did not survive a turn."""
+  """A machine raised in a turn."""
 
 
 def _numbered(tale: Tale, life: observers.Life, first: Any, turns: Iterator) -> Iterator[tuple]:
-  """The turns of a tale; the last one is marked as such."""
+  """The turns of a tape; the last one is marked as such."""
   turn = first
   for following in turns:
     yield tale, life, turn, False
@@ -226,11 +228,11 @@ def _numbered(tale: Tale, life: observers.Life, first: Any, turns: Iterator) -> 
   yield tale, life, turn, True
 
 
-def _line(who: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:
-  """A turn in a line: time in ms since the first one shown, who, what happened, what it asked."""
+def _describe_turn(node: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:
+  """A turn in a line: time in ms since the first one shown, node, event, actions."""
   asked = [_cut(action) for action in getattr(turn, 'actions', ())]
   return (
-    f'{(turn.now_ns - began_ns) / 1e6:9.3f} ms {who} turn {turn.index}: {_cut(turn.event)} '
+    f'{(turn.now_ns - began_ns) / 1e6:9.3f} ms {node} turn {turn.index}: {_cut(turn.event)} '
     f'-> {"; ".join(asked) or "nothing"}'
   )
 

@@ -1,6 +1,6 @@
-"""Who watches a run sees what a tape holds: processes that begin and end, and every turn taken.
+"""An observer of a run sees what a tape holds: the start and end of processes, and every turn.
 
-So checkers, marks, stories and tapes serve the simulated world live and real processes afterwards.
+So checkers, coverage, stories and tapes serve the simulated world live and real processes afterwards.
 """
 
 import dataclasses
@@ -21,19 +21,19 @@ class Life:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LogNote:
-  """What the world knows of the syncer's log, and no tape tells; `number` is of a record.
+  """A fact about the syncer's log that no tape holds; `number` is of a record.
 
   | kind | |
   |---|---|
-  | appended | the operating system has record `number`, an outer step that ended so |
-  | durable | no power loss takes record `number` or one before it any more |
-  | recovered | a syncer that was just born goes on behind record `number` |
-  | not recovered | it could not, and its log did not say why: `text` |
-  | torn | the log ended in a record that was not whole; it was dropped |
+  | appended | the operating system has record `number`, an outer step that ended like this |
+  | durable | a power loss can no longer destroy record `number` or an earlier one |
+  | recovered | a new syncer continues after record `number` |
+  | not recovered | recovery failed, and the log gave no reason: `text` |
+  | torn | the log ended in an incomplete record, which was dropped |
   | compacted | record `number` is the oldest that is kept |
-  | full, broken | the disk takes no record; it has failed, and the process ends |
-  | cut | the process, or its host, was gone in the middle of a call to the disk |
-  | repaired | the next syncer goes on from what an operator could save of a damaged log; `number`
+  | full, broken | the disk has no room for a record; the disk failed, and the process ends |
+  | cut | the process, or its host, died in the middle of a call to the disk |
+  | repaired | the next syncer continues from what an operator could save of a damaged log; `number`
   bits of its disk have rotted |
   """
 
@@ -50,21 +50,21 @@ class Observer(Protocol):
   """Watches a run; all methods are called in the order of time."""
 
   def born(self, now_ns: int, life: Life) -> None:
-    """A process begins."""
+    """A process starts."""
 
   def saw(
     self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
   ) -> None:
-    """A machine took an event and gave its actions; they are not carried out yet."""
+    """A machine handled an event and returned actions; they are not carried out yet."""
 
   def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
-    """A machine raised on an event: there are no actions."""
+    """A machine raised on an event and returned no actions."""
 
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
-    """A process is gone: killed, or ended by its machine's Exit."""
+    """A process ended: it was killed, or its machine asked for Exit."""
 
   def logged(self, now_ns: int, note: LogNote) -> None:
-    """Something happened to the syncer's log: in the simulated world only."""
+    """The syncer's log changed (in the simulated world only)."""
 
 
 class Count(Observer):

@@ -1,14 +1,14 @@
 """A disk that tears, forgets, flips, fills up, and fails an fsync: the port of storage/files_port.py.
 
-Written bytes are in the page cache: everybody reads them, and a process that is killed loses none.
-fsync makes a file's bytes durable, fsync_names what became of the names. A host that loses power
-(`crash`) keeps what was durable, and of the rest whatever chance leaves: of each file any part of
-the bytes written since, shorter, with holes of zeros or a wrong bit; a cut that was not made
-durable may not have happened; and of the files created, renamed and removed any, in an order that
-no name contradicts.
+Written bytes are in the page cache: every process reads them, and a killed process loses none.
+fsync makes a file's bytes durable, fsync_names the changes of names. A host that loses power
+(`crash`) keeps all durable bytes, and of the rest a random selection: of each file any part of the
+bytes written since, shorter, with holes of zeros or a wrong bit; a truncation that was not made
+durable may be undone; and any of the files created, renamed and removed, in an order that no name
+contradicts.
 
 Errors are OSErrors with the errno of a real disk. An fsync that fails has dropped the dirty pages:
-they are still read, but no later fsync writes them; only what is written again becomes durable.
+reads still return them, but no later fsync writes them; only bytes written again become durable.
 """
 
 import errno
@@ -18,21 +18,21 @@ import random
 from collections.abc import Collection, Iterator
 
 KEPT = 2  # checkpoints, beside those that are pinned
-PAGE = 24  # bytes that are lost or kept together; a record here is a few hundred bytes
+PAGE = 24  # bytes lost or kept together; a record here is a few hundred bytes
 
 
 class Cut(Exception):
-  """The process, or its whole host, was gone in the middle of this call."""
+  """The process, or its whole host, died in the middle of this call."""
 
 
 class _File:
   """The bytes of a file, whatever its name.
 
   Attributes:
-    data: as everybody reads it.
-    durable: so many bytes were fsynced, or belong to a fsync that failed.
+    data: as a process reads it.
+    durable: how many bytes were fsynced, or belong to an fsync that failed.
     lost: the parts of these that no fsync will ever write.
-    before: (data, durable) before each cut that is not durable yet.
+    before: (data, durable) before each truncation that is not durable yet.
   """
 
   __slots__ = ('before', 'data', 'durable', 'lost')
@@ -44,7 +44,7 @@ class _File:
 
   @property
   def safe(self) -> int:
-    """Bytes from the first on that no power loss takes."""
+    """How many of the first bytes a power loss cannot destroy."""
     return min([self.durable, *(start for start, _ in self.lost)])
 
 
@@ -52,20 +52,20 @@ class Disk:
   """The files of one node.
 
   Attributes:
-    full: nothing more fits on it.
-    failing_fsyncs: so many of the next fsyncs fail.
-    rot: where bits have flipped: (file, byte).
-    fuse: after so many calls more that change something, the program is cut off: raises Cut.
+    full: the disk has no room left.
+    failing_fsyncs: how many of the next fsyncs fail.
+    rot: positions of flipped bits: (file, byte).
+    fuse: after this number of further changing calls the process dies in the call: raises Cut.
     fuse_power: whether its host loses power then.
   """
 
   place = 'disk'
 
   def __init__(self, draw: random.Random, files: dict[str, bytes] | None = None):
-    """`files`: what is on it already, durably."""
+    """`files`: durable files that are on the disk from the start."""
     self._draw = draw
     self._files = {name: _File(data) for name, data in (files or {}).items()}
-    self._kept = dict(self._files)  # the names as they are durably
+    self._kept = dict(self._files)  # the durable names
     self._changes: list[tuple[str, str, _File | None]] = []  # (name, '' or old name, new file)
     self.full = False
     self.failing_fsyncs = 0
@@ -73,7 +73,7 @@ class Disk:
     self.fuse: int | None = None
     self.fuse_power = False
 
-  # --- What a program does ------------------------------------------------------------------------
+  # --- Calls of a process -------------------------------------------------------------------------
 
   def names(self) -> list[str]:
     return sorted(self._files)
@@ -85,13 +85,13 @@ class Disk:
     return bytes(self._files[name].data[offset : None if count is None else offset + count])
 
   def create(self, name: str) -> None:
-    """An empty file in place of what was there."""
+    """An empty file; replaces an existing one."""
     self._burn()
     file = self._files[name] = _File()
     self._changes.append((name, '', file))
 
   def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
-    """Writes at the end; a full disk takes only a part, then ENOSPC."""
+    """Writes at the end; a full disk stores only a part, then raises ENOSPC."""
     data = b''.join(pieces)
     self._burn(name, data)
     if self.full:
@@ -121,7 +121,7 @@ class Disk:
     file.before.clear()
 
   def rename(self, old: str, new: str) -> None:
-    """Atomic: `new` is one or the other, also after a crash."""
+    """Atomic: `new` is the old or the new file, also after a crash."""
     self._burn()
     self._files[new] = self._files.pop(old)
     self._changes.append((new, old, None))
@@ -143,7 +143,7 @@ class Disk:
       raise OSError(errno.EIO, 'Input/output error')
 
   def _burn(self, name: str = '', data: bytes = b'') -> None:
-    """One call more; the last one writes a part of its bytes."""
+    """Counts a call; the last one before the death writes a part of its bytes."""
     if self.fuse is None:
       return
     self.fuse -= 1
@@ -155,23 +155,23 @@ class Disk:
         self.crash()
       raise Cut
 
-  # --- What nobody but the world can see ----------------------------------------------------------
+  # --- Known to the simulated world only ----------------------------------------------------------
 
   def contents(self) -> dict[str, bytes]:
-    """All files as everybody reads them."""
+    """All files as a process reads them."""
     return {name: bytes(file.data) for name, file in self._files.items()}
 
   def put(self, name: str, data: bytes) -> None:
-    """Changes a file behind everybody's back."""
+    """Replaces the bytes of a file without a call of a process."""
     self._files[name].data[:] = data
 
   def durable(self, name: str) -> int:
-    """How many bytes of a file no power loss takes; 0: not even its name."""
+    """How many bytes of a file a power loss cannot destroy; 0: not even its name is durable."""
     file = self._files.get(name)
     changed = any(name in change[:2] for change in self._changes)
     return 0 if file is None or changed or self._kept.get(name) is not file else file.safe
 
-  # --- What happens to it -------------------------------------------------------------------------
+  # --- Faults -------------------------------------------------------------------------------------
 
   def crash(self) -> None:
     """The host loses power."""
@@ -191,7 +191,7 @@ class Disk:
       self._tear(self._files[name])
 
   def _tear(self, file: _File) -> None:
-    """What was not durable is kept, or not, or in part."""
+    """Keeps, drops or tears the bytes that were not durable."""
     states = [*file.before, (bytes(file.data), file.durable)]
     data, durable = self._draw.choice(states) if file.before else states[0]
     data = bytearray(data)
@@ -204,7 +204,7 @@ class Disk:
     file.before.clear()
 
   def _spoil(self, data: bytearray, start: int, end: int) -> None:
-    """Bytes that nobody has promised: right, with a wrong bit, or with holes."""
+    """Bytes that are not durable: right, with a wrong bit, or with holes."""
     if start >= end:
       return
     match self._draw.randrange(4):
@@ -217,7 +217,7 @@ class Disk:
             data[page:stop] = bytes(stop - page)
 
   def flip(self) -> bool:
-    """A bit rots somewhere; False: there is none."""
+    """Flips one bit at random; False: the disk is empty."""
     names = [name for name in self.names() if self._files[name].data]
     if names:
       name = self._draw.choice(names)
@@ -292,6 +292,6 @@ class Checkpoints:
     return [record and record['state'] for record in records]
 
   def newest(self) -> dict | None:
-    """The newest one that is whole."""
+    """The newest whole checkpoint."""
     whole = (self._load(number) for number in reversed(self._saved()))
     return next((record['state'] for record in whole if record is not None), None)

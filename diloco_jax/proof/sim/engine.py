@@ -1,4 +1,4 @@
-"""Virtual time: calls in the order of (time, order of asking), so that a run repeats exactly."""
+"""Virtual time: calls run in the order of (time, order of scheduling), so a run repeats exactly."""
 
 import heapq
 import itertools
@@ -10,20 +10,20 @@ AT_ONCE = 100_000
 
 
 class Circle(AssertionError):
-  """Things go on happening while time stands still."""
+  """Calls keep running while time stands still."""
 
 
 class Engine:
-  """The clock of the simulated world and what is to happen in it."""
+  """The clock of the simulated world and its scheduled calls."""
 
   def __init__(self):
     self.now_ns = 0
-    self._at_once = 0  # how much has happened at this very time
+    self._at_once = 0  # calls so far at the present time
     self._queue: list[tuple[int, int, Callable[[], None]]] = []
     self._order = itertools.count()
 
   def at(self, time_ns: int, call: Callable[[], None]) -> None:
-    """Calls at a time, at once if it has passed."""
+    """Schedules a call at a time, now if that time has passed."""
     heapq.heappush(self._queue, (max(time_ns, self.now_ns), next(self._order), call))
 
   def after(self, delay_ns: int, call: Callable[[], None]) -> None:
@@ -40,8 +40,8 @@ class Engine:
       self.now_ns = max(self.now_ns, until_ns)
 
   def _count(self, time_ns: int) -> None:
-    """Time moves on; if it does not any more, the run is caught in a circle."""
+    """Advances time. Raises Circle if the run is caught in a loop at one time."""
     self._at_once = self._at_once + 1 if time_ns == self.now_ns else 0
     self.now_ns = time_ns
     if self._at_once > AT_ONCE:
-      raise Circle(f'{AT_ONCE} things have happened at {time_ns / SECOND:.6f} s: time stands still')
+      raise Circle(f'{AT_ONCE} calls have run at {time_ns / SECOND:.6f} s: time stands still')

@@ -1,7 +1,7 @@
-"""Carries out a chaos plan in the simulated world, heals it, and starts again what has fallen.
+"""Carries out a chaos plan in the simulated world, heals the world, and restarts dead processes.
 
-Stands in for the supervisor too: a process that was killed is started again when its fault is over,
-from its checkpoint, or, if its host was lost with its disk, from nothing.
+It also replaces the supervisor: it restarts a killed process when its fault is over, from its
+checkpoint, or, if the host was lost with its disk, from nothing.
 """
 
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from diloco_jax.proof.sim import network, processes
 from diloco_jax.proof.sim import world as world_lib
 
 SYNCER = plans.SYNCER
-# Per mille of the kills: the host loses power (what was not fsynced, and nobody is told); a bit
-# rots on its disk meanwhile; a learner's host never comes back, its disk neither.
+# Per mille of the kills: the host loses power (bytes that were not fsynced are lost, and no peer is
+# told); a bit rots on its disk meanwhile; a learner's host and its disk never return.
 POWER_LOST, ROTTEN, HOST_LOST = 500, 150, 250
 SUPERVISED_NS = 200 * engine_lib.MS
-KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: these two wait for its disk
-CALLS = 15  # to the disk until a kill 'in call', at most: a save, or five outer steps
+KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: the last two wait for its disk
+CALLS = 15  # most calls to the disk until a kill 'in call': a save, or five outer steps
 
 
 class Nemesis:
-  """A plan on its way. Faults are undone `for_ns` after they began, and by `heal`."""
+  """Carries out a plan. Each fault ends `for_ns` after it began, or with `heal`."""
 
   def __init__(
     self,
@@ -32,7 +32,7 @@ class Nemesis:
     self._world, self._note = world, note
     self._draw = random_streams.random_stream(world.seed, 'nemesis')
     self.healing = False
-    self.done: list[plans.Fault] = []  # those that found their victim
+    self.done: list[plans.Fault] = []  # faults that found their target
     world.on_fall = self._supervise_syncer
     for fault in plan:
       world.engine.at(fault.at_ns, lambda f=fault: self._begin(f))
@@ -52,7 +52,7 @@ class Nemesis:
       self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
 
   def _undo(self, fault: plans.Fault) -> None:
-    """The fault is over; healing has done it already."""
+    """Ends a fault, unless healing has ended it already."""
     if self.healing:
       return
     world, name = self._world, fault.node
@@ -78,7 +78,7 @@ class Nemesis:
       case 'disk_full':
         world.disk(name).full = False
 
-  # --- What goes wrong ----------------------------------------------------------------------------
+  # --- Faults -------------------------------------------------------------------------------------
 
   def _to_syncer(self, fault: plans.Fault) -> bool:
     syncer = self._world.syncer
@@ -147,14 +147,14 @@ class Nemesis:
         for link in self._links(fault.node):
           link.corrupt = True
       case 'reset':
-        streams = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
-        return any(streams)
+        found = [world.network.reset(world.learners[name]) for name in self._names(fault.node)]
+        return any(found)
       case _:
         return False
     return True
 
   def _kill_later(self, process: processes.Process, fault: plans.Fault) -> None:
-    """Whoever has not ended when its notice is over is killed, and started again later."""
+    """Kills a process that has not ended when its notice is over, and restarts it later."""
 
     def expire() -> None:
       self._kill(process)
@@ -183,7 +183,7 @@ class Nemesis:
         syncer.disk.fuse_power = random_streams.chance(self._draw, POWER_LOST)
 
   def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
-    """Kills it while it waits for its disk, and starts it again."""
+    """Kills the syncer while it waits for its disk, and restarts it."""
     syncer.ambush, engine = None, self._world.engine
     delay_ns = self._draw.randrange(fsync_ns + 1)
 
@@ -203,10 +203,10 @@ class Nemesis:
   def _links(self, node: str) -> list[network.Link]:
     return [self._world.link(name) for name in self._names(node)]
 
-  # --- What is put right --------------------------------------------------------------------------
+  # --- Repair -------------------------------------------------------------------------------------
 
   def start(self, node: str) -> None:
-    """Starts a node's process again if it has none and there is still something to do."""
+    """Restarts a node's process if it has none and the run is not over for it."""
     world = self._world
     if world.finished:
       return
@@ -219,14 +219,14 @@ class Nemesis:
       world.start(node, restored=True)
 
   def supervise(self) -> None:
-    """Starts again whoever has ended before the run has, now and from time to time."""
+    """Restarts, now and periodically, every process that ended before the run."""
     for node in (SYNCER, *(f'l{which}' for which in range(self._world.config.learners))):
       self.start(node)
     if not self._world.finished:
       self._world.engine.after(SUPERVISED_NS, self.supervise)
 
   def heal(self) -> None:
-    """Everything works again: whoever is down is started, links are good, disks are free."""
+    """Ends all faults: restarts dead processes, repairs links, frees disks."""
     self.healing = True
     world = self._world
     world.restore_hosts()

@@ -1,7 +1,7 @@
-"""The hardware of an island: how long its steps take, and how many tokens they train on.
+"""The hardware of an island: the duration of its steps, and their tokens.
 
 An island is *up*, *slowed* (its steps take longer), *shrunk* (it lost devices: longer steps, fewer
-tokens) or *down* (no process, world.py). Step times vary: a part of every step is drawn.
+tokens) or *down* (no process, world.py). Step times vary: a part of every step is random.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ class Island:
 
   Attributes:
     step_ns: an inner step without noise.
-    encode_ns, adopt_ns: to encode a fragment, to adopt one.
-    donate_ns: to bring the moments to the host.
-    garble: per mille of the donations whose bits it gets wrong.
-    noise: up to so many per mille more, drawn for each step.
+    encode_ns, adopt_ns: time to encode a fragment, to adopt one.
+    donate_ns: time to copy the moments to the host.
+    garble: per mille of the donations that get wrong bits.
+    noise: largest random addition to a step, per mille.
     tokens: of an inner step on all devices.
-    slow, shrink: factors of the faults, 1: none.
+    slow, shrink: factors of the faults, 1: no fault.
   """
 
   draw: random.Random

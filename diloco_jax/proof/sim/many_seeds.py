@@ -1,4 +1,4 @@
-"""Many seeds on all cores, and what a failed one has to say."""
+"""Many seeds on all cores, and the explanation of a failed one."""
 
 import collections
 import concurrent.futures
@@ -20,7 +20,7 @@ KEPT = 50
 
 @dataclasses.dataclass
 class Summary:
-  """What a campaign has seen so far."""
+  """The results of many seeds so far."""
 
   seeds: int = 0
   events: int = 0
@@ -38,7 +38,7 @@ class Summary:
 
 def run_chunk(seeds: Sequence[int]) -> Summary:
   """Runs some seeds in this process."""
-  gc.disable()  # a world lives for milliseconds; what it leaves is collected below
+  gc.disable()  # a world lives for milliseconds; its garbage is collected below
   summary = Summary()
   for seed in seeds:
     outcome = seeds_lib.run_seed(seed, [summary.marks])
@@ -57,8 +57,8 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
 def run(
   seeds: Sequence[int], jobs: int = 0, initializer: Callable[[], None] | None = None
 ) -> Iterator[Summary]:
-  """Runs seeds spread over `jobs` processes (0: one per core); summaries of a few seeds each, as
-  they come. `initializer` is called first in each of them."""
+  """Runs seeds on `jobs` processes (0: one per core); yields summaries of a few seeds each, in the
+  order in which they are done. Each process calls `initializer` first."""
   chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
   with concurrent.futures.ProcessPoolExecutor(
     jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer
@@ -71,11 +71,11 @@ def run(
 
 
 class _Last(observers.Observer):
-  """Keeps the last turns in words, without those that keep a lease alive and do nothing."""
+  """Keeps the last turns as text, without heartbeats that cause no more than an answer."""
 
   def __init__(self):
     self.lines: collections.deque[str] = collections.deque(maxlen=KEPT)
-    self._peers: dict[int, str] = {}  # the syncer's sessions: which learner speaks there
+    self._peers: dict[int, str] = {}  # by session of the syncer: the learner
 
   def note(self, now_ns: int, text: str) -> None:
     self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
@@ -100,7 +100,7 @@ class _Last(observers.Observer):
 
 
 def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
-  """Everything that one needs to look into a violation. Runs the seed once more."""
+  """Everything that a developer needs to investigate a violation. Runs the seed again."""
   last, setting = _Last(), random_settings.draw(outcome.seed)
   seeds_lib.run_seed(outcome.seed, [last], last.note)
   broken = outcome.violation

@@ -1,7 +1,7 @@
-"""What happened, in sentences: one line per action that matters.
+"""Narrates a run: one line per action that matters.
 
-Left out: heartbeats, progress reports, inner steps, dropped handles, and reports, of which most say
-what another line says.
+Left out: heartbeats, progress reports, inner steps, dropped payloads, and reports, most of which
+repeat another line.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ def words(action: Any) -> str:
     case actions.Adopt(fragment=p, version=version, whole=whole):
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
     case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
-      return f'reads data stream {stream} from batch {cursor} on{", rewound" if rewind else ""}'
+      return f'reads data shard {stream} from batch {cursor}{", rewound" if rewind else ""}'
     case actions.ReadMoments(transfer=transfer):
-      return f'snapshots its moments for donation {transfer}'
+      return f'copies its moments for donation {transfer}'
     case actions.TakeMoments(transfer=transfer):
       return f'takes the moments of donation {transfer}'
     case actions.Save(step=step, snapshot=number):
       return f'saves at {step}{"" if number is None else f" for snapshot {number}"}'
     case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
       return (
-        f'writes manifest {number}: {", ".join(part.learner for part in parts) or "nobody"}'
+        f'writes manifest {number}: {", ".join(part.learner for part in parts) or "no learner"}'
         + ''.join(f', not {name}: {why}' for name, why in missing)
       )
     case actions.Report(fact=facts.Cancelled(sync=sync, fragment=p, why=why)):
@@ -69,7 +69,7 @@ def _message(message: Any) -> str:
       incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due, donation=d
     ):
       told = (
-        f'Joined incarnation {incarnation}, clock {step}, stream {v} from {cursor}, due {list(due)}'
+        f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
       return told + (f', donation {d}' if d else '')
     case messages.Donate(transfer=transfer, step=step, versions=versions):
@@ -91,7 +91,8 @@ def _message(message: Any) -> str:
     case messages.Settled(sync=sync, merged=merged, reason=reason):
       return f'Settled sync {sync}: {"merged" if merged else reason}'
     case messages.Refused(code=code, retry_ns=retry_ns):
-      return f'Refused {code}, {"for good" if retry_ns is None else f"for {retry_ns / MS:g} ms"}'
+      retry = 'never retry' if retry_ns is None else f'retry in {retry_ns / MS:g} ms'
+      return f'Refused {code}, {retry}'
     case messages.SnapshotNow(snapshot=number):
       return f'SnapshotNow {number}'
     case messages.SnapshotSaved(snapshot=number, checkpoint=checkpoint, error=error):
@@ -102,15 +103,15 @@ def _message(message: Any) -> str:
 
 
 class Story:
-  """An observer that tells the story line by line: milliseconds, who, (to whom,) what."""
+  """An observer that narrates line by line: milliseconds, node, (receiver,) action."""
 
   def __init__(self, tell: Callable[[str], None]):
     self._tell = tell
     self._nodes: dict[int, str] = {}  # by nonce
-    self._peers: dict[int, str] = {}  # the syncer's sessions: which node speaks there
+    self._peers: dict[int, str] = {}  # by session of the syncer: the node
 
   def note(self, now_ns: int, text: str) -> None:
-    """Something that no machine did."""
+    """A line that is not an action of a machine."""
     self._tell(f'{now_ns // MS:6} {text}')
 
   def born(self, now_ns: int, life: observers.Life) -> None:

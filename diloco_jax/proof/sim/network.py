@@ -1,18 +1,18 @@
-"""The network between learners and syncer: streams that are slow, held up, broken, or said twice.
+"""The network between learners and syncer: sessions that are slow, stalled, broken or duplicated.
 
-A *session* is one stream. As on the wire it has two lanes per direction: control is first in, first
-out and never waits for payloads; payloads are first in, first out and may be overtaken by control
-that was sent later. A *link* is a learner's way to the syncer, with its times and its faults:
+A *session* is one connection. As on the wire it has two lanes per direction: control is first in,
+first out and never waits for payloads; payloads are first in, first out and may be overtaken by
+control that was sent later. A *link* connects a learner to the syncer, with its times and faults:
 
-* a lost packet is sent again, so it makes its lane late (nothing vanishes from an open stream);
-* a duplicated message is delivered a second time, late and out of order: more than a stream would
-  ever do, so the machines must bear it;
-* a cut direction delivers nothing and tells nobody; what is held up arrives after healing, if the
-  stream is still there;
-* a reset breaks the streams: what is under way is lost, and each end hears of it in its time;
-* a corrupt byte is noticed by its checksum, which closes the stream.
+* the network resends a lost packet, so its lane is late (an open session loses no message);
+* the network delivers a duplicated message a second time, late and out of order: more than a real
+  session would ever do, so the machines must tolerate it;
+* a cut direction delivers nothing and tells neither end; stalled messages arrive after healing, if
+  the session still exists;
+* a reset breaks the sessions: messages in flight are lost, and each end hears of it in its time;
+* the checksum finds a corrupt byte and closes the session.
 
-Whatever reaches an end that has closed is gone.
+The network discards a message for an end that has closed.
 """
 
 import dataclasses
@@ -26,25 +26,25 @@ from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.protocol import events
 
 MS = engine_lib.MS
-RESEND_NS = 200 * MS  # how much later a lost packet comes
-ECHO_NS = 400 * MS  # a duplicate comes at most so much after the first
+RESEND_NS = 200 * MS  # delay of a lost packet
+ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 CONTROL_BYTES = 100
-PAYLOAD_BYTES = 64  # what an encoded fragment takes here
+PAYLOAD_BYTES = 64  # of an encoded fragment here
 
 Deliver = Callable[[], None]
 
 
 @dataclasses.dataclass
 class Link:
-  """One learner process's way to the syncer. Rates are per mille of the messages.
+  """The link of one learner process to the syncer. Rates are per mille of the messages.
 
   Attributes:
     up_ns, down_ns: time of flight to the syncer, and from it.
-    bulk_ns: what a payload takes more.
-    jitter_ns: up to so much more for each message.
+    bulk_ns: additional time of a payload.
+    jitter_ns: largest random addition per message.
     loss, duplicate: how often a message is lost (and sent again), delivered twice.
     delay_ns, bytes_per_s: a slow phase.
-    cut: directions in which nothing passes, of 'up' and 'down'.
+    cut: directions that deliver nothing, of 'up' and 'down'.
   """
 
   draw: random.Random
@@ -61,7 +61,7 @@ class Link:
   corrupt: bool = False  # the next message is damaged
 
   def flight_ns(self, lane: str) -> int:
-    """How long it takes from end to end, lost packets sent again."""
+    """Time from end to end, including lost packets that are sent again."""
     time_ns = (self.up_ns if lane == 'up' else self.down_ns) + self.delay_ns
     if self.jitter_ns:
       time_ns += self.draw.randrange(self.jitter_ns)
@@ -70,7 +70,7 @@ class Link:
     return time_ns
 
   def transfer_ns(self, bulk: bool) -> int:
-    """How long the lane is busy with a message."""
+    """How long a message occupies the lane."""
     time_ns = self.bulk_ns if bulk else 0
     if self.bytes_per_s:
       size_bytes = PAYLOAD_BYTES if bulk else CONTROL_BYTES
@@ -80,7 +80,8 @@ class Link:
 
 @dataclasses.dataclass
 class Session:
-  """One stream: its two ends, and per direction when control and payloads sent so far are in."""
+  """One connection: its two ends, and per direction the arrival time of the last control message
+  and of the last payload sent so far."""
 
   number: int
   link: Link
@@ -93,14 +94,14 @@ class Session:
   broken: bool = False
 
   def end(self, side: str) -> tuple[Any, int]:
-    """The process at this end and its number for the session."""
+    """The process at this end and the number that it uses for the session."""
     if side == 'learner':
       return self.learner, self.learner_session
     return self.syncer, self.number
 
 
 class Network:
-  """All sessions. `syncer()` is the process that listens now."""
+  """All sessions. `syncer()` is the process that listens at present."""
 
   def __init__(self, engine: engine_lib.Engine, syncer: Callable[[], Any]):
     self._engine = engine
@@ -111,7 +112,7 @@ class Network:
   def of(self, process: Any) -> list[Session]:
     return [session for (owner, _), session in self._sessions.items() if owner is process]
 
-  # --- What a process asks for --------------------------------------------------------------------
+  # --- Requests of a process ----------------------------------------------------------------------
 
   def dial(self, process: Any, link: Link, number: int) -> None:
     now = self._engine.now_ns
@@ -129,7 +130,7 @@ class Network:
     self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
 
   def _answer(self, session: Session) -> None:
-    """The dial has reached the syncer's machine, whether or not a syncer runs there."""
+    """The dial has reached the syncer's host, whether or not a syncer runs there."""
     server = self._syncer()
     if not session.open['learner']:
       return
@@ -152,7 +153,7 @@ class Network:
     )
 
   def send(self, process: Any, number: int, message: Any, content: Any) -> None:
-    """Sends a message with what is behind its handle; nothing if the session is gone."""
+    """Sends a message with its payload; does nothing if the session no longer exists."""
     session = self._sessions.get((process, number))
     if session is None:
       return
@@ -182,11 +183,11 @@ class Network:
     if session is not None:
       self._close_end(session, 'learner' if process is session.learner else 'syncer')
 
-  # --- What happens to it -------------------------------------------------------------------------
+  # --- Faults -------------------------------------------------------------------------------------
 
   def gone(self, process: Any, silent: bool = False) -> None:
-    """The process is no more: what it had sent still arrives, then its peers hear of it; not if its
-    host is gone too (`silent`)."""
+    """The process has ended: messages that it had sent still arrive, then its peers are told, unless
+    its host has lost power too (`silent`)."""
     for session in self.of(process):
       side = 'learner' if process is session.learner else 'syncer'
       if silent:
@@ -195,8 +196,8 @@ class Network:
         self._close_end(session, side, dead=True)
 
   def reset(self, process: Any, reason: str = 'connection reset') -> bool:
-    """Breaks a learner's streams; what is under way is lost, each end hears of it in its time.
-    False: it has none."""
+    """Breaks a learner's sessions; messages in flight are lost, each end hears of it in its time.
+    False: it has no session."""
     sessions = self.of(process)
     for session in sessions:
       session.broken = True
@@ -205,14 +206,14 @@ class Network:
     return bool(sessions)
 
   def heal(self, link: Link) -> None:
-    """Nothing is cut any more; what was held up arrives."""
+    """Ends all cuts of a link; stalled messages arrive."""
     link.cut.clear()
     held, link.held = link.held, []
     for _, deliver in held:
       deliver()
 
   def mend(self, link: Link, lane: str) -> None:
-    """One direction is not cut any more."""
+    """Ends the cut of one direction."""
     link.cut.discard(lane)
     held, link.held = link.held, []
     for held_lane, deliver in held:
@@ -237,7 +238,7 @@ class Network:
       session.end(side)[0].post(event, content)
 
   def _close_end(self, session: Session, side: str, dead: bool = False) -> None:
-    """One end closes: it hears at once (unless it is dead), the other after all that was sent."""
+    """One end closes: it is told at once (unless it is dead), the other after all sent messages."""
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
     flight_ns = session.link.flight_ns(lane)
@@ -249,7 +250,7 @@ class Network:
     self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
 
   def _hang_up(self, session: Session, side: str, reason: str) -> None:
-    """Disconnected, once per end."""
+    """Posts Disconnected, once per end."""
     if session.open[side]:
       self._forget(session, side)
       process, number = session.end(side)

@@ -1,7 +1,7 @@
 """Swarm testing: every seed draws its own configuration, hardware, network and faults.
 
-Each rate of faults is zero in about a third of the seeds, so that rare combinations are met and a
-common fault does not hide another. Every theme draws from a stream of its own (engine.stream).
+Each rate of faults is zero in about a third of the seeds, so that rare combinations occur and a
+common fault does not hide another. Every topic has its own random stream (random_streams.py).
 """
 
 import dataclasses
@@ -17,21 +17,21 @@ MS, SECOND = engine_lib.MS, engine_lib.SECOND
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-  """What one seed tries: the numbers of the run, its world, and what goes wrong in it.
+  """The settings of one seed: the numbers of the run, its world, and its faults.
 
   Attributes:
     config: of the machines.
     up_ns, down_ns, bulk_ns, encode_ns, step_ns: per learner.
-    donate_ns: to bring a donor's moments to its host.
-    garble: donations whose bits go wrong, per mille.
+    donate_ns: time to copy a donor's moments to its host.
+    garble: donations that get wrong bits, per mille.
     jitter_ns: of every link.
-    loss, duplicate: of every link until all is healed, per mille.
+    loss, duplicate: of every link until healing, per mille.
     noise: of every step, per mille.
     fsync_ns: of a record of the syncer's log.
-    ask_ns: when somebody asks for a snapshot of the whole run; 0: never.
+    ask_ns: when an operator asks for a run snapshot; 0: never.
     plan: the faults.
-    heal_ns: when everything works again.
-    guest_ns: when one learner more than are expected begins, None: never; nothing is done to it.
+    heal_ns: when all faults end.
+    guest_ns: when one additional learner starts, None: never; no fault hits it.
   """
 
   config: config_lib.ProtocolConfig
@@ -122,11 +122,11 @@ SYNCER_KINDS = (
   'rot',
   'corrupt',
 )
-DURABILITY_KINDS = ('kill', 'nan', 'disk_full', 'fsync_fails', 'rot')  # what only a log survives
+DURABILITY_KINDS = ('kill', 'nan', 'disk_full', 'fsync_fails', 'rot')  # these need the log
 
 
 def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
-  """Faults of each kind at a rate of its own, in a stream of its own."""
+  """Faults of each kind, with their own rate and their own random stream."""
   found = []
   for node in (plans.SYNCER, *(f'l{i}' for i in range(learners))):
     kinds = SYNCER_KINDS if node == plans.SYNCER else plans.KINDS + plans.SIMULATED_KINDS
@@ -195,7 +195,7 @@ def draw(seed: int) -> Setting:
 
 
 def furnish(world: world_lib.World, setting: Setting) -> None:
-  """Gives every host its hardware, and every learner's its link."""
+  """Gives every host its hardware, and every learner its link."""
   world.fsync_ns = world.syncer.fsync_ns = setting.fsync_ns
   for which in range(setting.config.learners):
     for name in (f'l{which}', f'l{which}*'):

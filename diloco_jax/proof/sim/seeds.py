@@ -1,8 +1,8 @@
 """One seed: a run of the production machines in a world of faults, then healed, then judged.
 
-First a phase in which everything of the setting goes wrong: safety must hold throughout. Then all
-is healed, as good operators would: now the run must come to its end. Two kinds of judges watch: the
-checkers (what a tape holds) and the claims of arrays.py and below (what only the world knows).
+First a phase with all faults of the setting: safety must hold throughout. Then all faults end, as a
+good operator would end them: now the run must reach its end. The checkers judge by what a tape
+holds, the claims of arrays.py and of this file by what only the simulated world knows.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
 
-CALM_NS = 1_200 * engine_lib.SECOND  # far more than any healed run needs
+CALM_NS = 1_200 * engine_lib.SECOND  # far longer than any healed run
 GOODBYE_NS = 30 * engine_lib.SECOND
 LONGEST_STEP_NS = 400 * engine_lib.SECOND
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-  """What went wrong: whose sentence was broken (an invariant's id; 'claim', 'check', 'crash' or
-  'circle'), and what was seen. Anything else that raises is a bug of the simulator."""
+  """The broken sentence (of an invariant's id; or 'claim', 'check', 'crash' or 'circle'), and the
+  values that contradict it. Any other exception is a bug of the simulator."""
 
   invariant: str
   sentence: str
@@ -37,8 +37,8 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-  """How a seed ended. `events` is how many turns the machines took in `virtual_ns`, `faults` the
-  kinds of those that found their victim."""
+  """The result of a seed. `events` is the number of turns of the machines in `virtual_ns`, `faults`
+  the kinds of the faults that found their target."""
 
   seed: int
   events: int
@@ -55,9 +55,9 @@ def run_seed(
   """Runs one seed; a violation ends it and is in the outcome.
 
   Args:
-    seed: everything follows from it.
-    watchers: see every turn, before the checkers do.
-    note: is told of faults and phases: (time in ns, text).
+    seed: determines the whole run.
+    watchers: observers that see every turn before the checkers do.
+    note: called with each fault and phase: (time in ns, text).
   """
   setting, count = random_settings.draw(seed), observers.Count()
   checkers = checkers_lib.Checkers(setting.config)
@@ -73,14 +73,14 @@ def run_seed(
   except arrays.Untrue as broken:
     violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
   except engine_lib.Circle as circle:
-    violation = Violation(invariant='circle', sentence='A run moves on.', detail=str(circle))
+    violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
   except processes.MachineCrash as crash:
     violation = Violation(
       invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}'
     )
   except AssertionError as broken:
     violation = Violation(
-      invariant='check', sentence='A machine finds itself sound.', detail=f'{broken}\n{_where()}'
+      invariant='check', sentence="A machine's own check holds.", detail=f'{broken}\n{_where()}'
     )
   return Outcome(
     seed=seed,
@@ -110,7 +110,7 @@ def _run(
   if setting.ask_ns:
     world.engine.at(setting.ask_ns, lambda: world.syncer.post(events.TakeSnapshot()))
   world.run(setting.heal_ns)
-  note(world.now_ns, 'everything is healed')
+  note(world.now_ns, 'all faults are healed')
   nemesis.heal()
   checkers.healed(world.now_ns)
   _finish(world, nemesis)
@@ -120,7 +120,7 @@ def _run(
 
 
 def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
-  """Every process comes to an end; those that outlive the syncer are stopped."""
+  """Runs until every process has ended; stops the processes that outlive the syncer."""
   nemesis.supervise()
   world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
   arrays.claim(world.finished, 'A healed run ends.', world.stuck())
@@ -132,12 +132,12 @@ def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
 
 
 def _check_books(world: world_lib.World) -> None:
-  """The last ledger against what the world saw (fragment-tokens)."""
+  """Compares the last ledger with what the world saw (fragment-tokens)."""
   ledger, theta = world.ledger(), world.syncer.theta
   discarded = sum(ledger.discarded.values())
   arrays.claim(
     ledger.fragments * ledger.trained == ledger.merged + discarded and ledger.unsettled == 0,
-    'Every token trained is merged or discarded.',
+    'Every trained token is merged or discarded.',
     ledger,
   )
   arrays.claim(
@@ -148,7 +148,7 @@ def _check_books(world: world_lib.World) -> None:
   arrays.claim(theta.finite, 'The global state is finite.')
   arrays.claim(
     ledger.merged == sum(theta.merged.values()),
-    'What the ledger calls merged was merged.',
+    'The tokens that the ledger calls merged were merged.',
     ledger,
     theta.merged,
   )
@@ -156,14 +156,14 @@ def _check_books(world: world_lib.World) -> None:
     trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
     arrays.claim(
       row['merged'] == theta.merged.get(name, 0),
-      'What the ledger calls merged was merged.',
+      'The tokens that the ledger calls merged were merged.',
       name,
       row,
       theta.merged,
     )
     arrays.claim(
       world.rolled_back or row['tokens'] <= trained,
-      'No more tokens are counted than were trained.',
+      'The ledger counts no more tokens than were trained.',
       name,
       row,
       trained,
@@ -175,19 +175,19 @@ def _check_snapshots(world: world_lib.World) -> None:
   disk = world.disk('syncer')
   for number in () if disk.rot else snapshots.numbers(disk):
     manifest = snapshots.read(disk, number)
-    arrays.claim(manifest is not None, 'A manifest is whole or not there.', number)
+    arrays.claim(manifest is not None, 'A manifest is whole or does not exist.', number)
     for checkpoint, digest in manifest['pinned']:
       where = world.saved[digest]
       arrays.claim(
         where.rot or disk_lib.Checkpoints(where).holds(checkpoint, digest),
-        'What a manifest names is there, and is what was saved.',
+        'Every part that a manifest names exists as it was saved.',
         number,
         manifest,
       )
 
 
 def run_calm(config: config_lib.ProtocolConfig) -> int:
-  """A run in which nothing goes wrong, steps are unequal, and all checkers watch; its events."""
+  """Runs without faults, with unequal steps and all checkers; returns the number of events."""
   count, checkers = observers.Count(), checkers_lib.Checkers(config)
   world = world_lib.World(config, watchers=(count, checkers))
   for which in range(config.learners):

@@ -1,4 +1,4 @@
-"""Tapes of a simulated run: one hash over all, and files that replay like those of real runs."""
+"""Tapes of a simulated run: one hash over all tapes, and files that replay like those of real runs."""
 
 import hashlib
 import pathlib
@@ -10,10 +10,10 @@ from diloco_jax.protocol.tape import tape
 
 
 class Tapes(observers.Observer):
-  """An observer that writes the tape of every life.
+  """An observer that writes the tape of every process.
 
   Args:
-    folder: where NODE.LIFE.0.jsonl go, as storage/tapes.py names them; None: only the hash counts.
+    folder: of the files NODE.LIFE.0.jsonl, named as in storage/tapes.py; None: only hash the turns.
     commit: of the code, for the headers.
   """
 

@@ -1,10 +1,10 @@
 """The simulated world: processes, their hosts, and the network between them, in virtual time.
 
-The machines in it are the production ones, unchanged. A world belongs to one seed: hardware,
-network and disk of every host draw from streams of their own (engine.stream), so that a changed
-policy of the machines meets the same faults.
+Its machines are the production ones, unchanged. A world belongs to one seed: hardware, network and
+disk of every host have their own random streams (random_streams.py), so that a changed policy of
+the machines meets the same faults.
 
-Observers see what a tape would hold: processes that are born and die, and every turn of a machine.
+Observers see what a tape would hold: the start and end of processes, and every turn of a machine.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'
-CHECKED_ALWAYS = 16  # up to so many learners check() runs after every event
+CHECKED_ALWAYS = 16  # up to this number of learners check() runs after every event
 
 
 class World:
-  """Hosts and processes, and the hand that starts and ends them."""
+  """Hosts and processes, and the functions that start and end them."""
 
   def __init__(
     self,
@@ -62,7 +62,7 @@ class World:
   # --- Hosts --------------------------------------------------------------------------------------
 
   def link(self, name: str) -> network_lib.Link:
-    """The way of a learner's host to the syncer."""
+    """The link of a learner's host to the syncer."""
     if name not in self._links:
       self._links[name] = network_lib.Link(random_streams.random_stream(self.seed, 'network', name))
     return self._links[name]
@@ -80,7 +80,7 @@ class World:
     return self._disks[name]
 
   def restore_hosts(self) -> None:
-    """Every link, island and disk works as it should."""
+    """Ends all faults of links, islands and disks."""
     for disk in self._disks.values():
       disk.full, disk.failing_fsyncs, disk.fuse = False, 0, None
     for island in self._islands.values():
@@ -91,7 +91,7 @@ class World:
       self.network.heal(link)
 
   def lose_disk(self, name: str) -> None:
-    """The host is another one from now on."""
+    """Replaces the host by another one with an empty disk."""
     self._disks.pop(name, None)
 
   # --- Processes ----------------------------------------------------------------------------------
@@ -104,7 +104,7 @@ class World:
     self.engine.run(until_ns, done)
 
   def start_syncer(self) -> bool:
-    """Starts the syncer from what its disk holds; False: the disk does not let it start now."""
+    """Starts the syncer from the state on its disk; False: the disk does not allow it now."""
     start = tape.Start(
       role='syncer',
       node='syncer',
@@ -136,14 +136,14 @@ class World:
     return True
 
   def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
-    """As production does it, and an operator where production refuses."""
+    """Recovers as production does, and repairs as an operator does where production refuses."""
     rot, self._rotten = disk.rot[self._rotten :], len(disk.rot)
     if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
       self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
     try:
       return simulated_log.recover(disk, start)
     except wal_format.WalDamaged as damaged:
-      self._repaired(disk, str(damaged))  # also if it comes only half the way
+      self._repaired(disk, str(damaged))  # also if the repair fails half-way
       try:
         simulated_log.repair(disk, AGREEMENT)
       except OSError as error:
@@ -155,11 +155,11 @@ class World:
 
   def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
     self.rolled_back = True
-    self.done.clear()  # they are needed again
+    self.done.clear()  # the run needs them again
     self.logged('repaired', len(disk.rot), text=text)
 
   def fell(self, process: processes.Syncer, text: str = '') -> None:
-    """The syncer is gone in the middle of its work; `text`: why, if its disk has failed."""
+    """The syncer died in the middle of its work; `text`: the reason, if its disk has failed."""
     self.logged('broken' if text else 'cut', text=text)
     self.end(process)
     self.on_fall()
@@ -171,8 +171,8 @@ class World:
     restored: bool = False,
     second: bool = False,
   ) -> processes.Learner:
-    """Starts a learner's process; `restored`: from its checkpoint if there is one that is whole;
-    `second`: beside the first, on a host of its own."""
+    """Starts a learner's process; `restored`: from its newest whole checkpoint, if any; `second`:
+    beside the first process of this id, on its own host."""
     nonce = next(self._nonces)
     key = f'{name}*' if second else name
     disk = self.disk(key)
@@ -219,7 +219,7 @@ class World:
     norms: tuple[int, ...] = (),
     refused: tuple[str, ...] = (),
   ) -> None:
-    """Tells observers what happened to the syncer's log."""
+    """Tells observers a fact about the syncer's log."""
     note = observers.LogNote(kind, number, digest, failed, text, norms, refused)
     for watcher in self._watchers:
       watcher.logged(self.now_ns, note)
@@ -231,8 +231,8 @@ class World:
       watcher.crashed(life, now_ns, event, error)
 
   def end(self, process: processes.Process, killed: bool = True, silent: bool = False) -> None:
-    """A process is gone; its streams break, what it had sent still arrives. `silent`: its host has
-    lost power, so nobody is told."""
+    """Ends a process; its sessions break, messages that it had sent still arrive. `silent`: its host
+    has lost power, so no peer is told."""
     process.alive = False
     self.ended.append(process)
     for watcher in self._watchers:
@@ -243,7 +243,7 @@ class World:
     if self.learners.get(process.name) is process:
       del self.learners[process.name]
 
-  # --- What others may see ------------------------------------------------------------------------
+  # --- State of the run ---------------------------------------------------------------------------
 
   @property
   def finished(self) -> bool:
@@ -251,10 +251,10 @@ class World:
     return self.syncer.exit is not None and self.syncer.machine._finished
 
   def ledger(self) -> facts.Ledger:
-    """As last reported."""
+    """The last ledger that the syncer reported."""
     return self.syncer.reports[facts.Ledger]
 
   def stuck(self) -> str:
-    """Every machine's private state, for the message of a run that does not end."""
-    everybody = (self.syncer, *self.learners.values())
-    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in everybody)
+    """Every machine's private state, for the error about a run that does not end."""
+    alive = (self.syncer, *self.learners.values())
+    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in alive)

@@ -56,7 +56,7 @@ class Gathering:
 
   @property
   def merging(self) -> bool:
-    """An outer step is under way."""
+    """Whether an outer step is in progress."""
     return any(gather.merging for gather in self.open.values())
 
   def pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
@@ -65,13 +65,13 @@ class Gathering:
     self._out.send(member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment))
 
   def enter(self, member: members_lib.Member) -> None:
-    """A learner has caught up: it may still join the syncs that are open."""
+    """A learner has caught up: pulls from it for every open sync that is not merging yet."""
     for gather in self.open.values():
       if not gather.merging:
         self.pull(gather, member)
 
   def leave(self, learner: str) -> None:
-    """A learner is gone: it is not waited for, and what it brought is dropped without a verdict."""
+    """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
     for gather in self.open.values():
       gather.waiting.discard(learner)
       self._out.drop(gather.withdraw(learner, self._config.quorum))
@@ -109,7 +109,7 @@ class Gathering:
   def _turn_down(
     self, member: members_lib.Member, message: messages.Contribution, handle: int, reason: str
   ) -> None:
-    """A payload that does not count."""
+    """Drops a payload that does not count, with its verdict."""
     self._out.drop(handle)
     if reason == verdicts.REPEATED:
       return
@@ -135,8 +135,8 @@ class Gathering:
       self.open[sync].waiting.discard(member.learner)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
-    """The learner's anchor was replaced. A payload that waits in an open sync of this fragment (the
-    replacement was a repair) does not count any more: what it covers is overwritten."""
+    """The learner replaced its anchor. Its payload in an open sync of this fragment (if the
+    replacement was a repair) no longer counts: these tokens are overwritten."""
     for gather in self.open.values():
       waits = gather.fragment == adopted.fragment and gather.payloads.get(member.learner)
       if waits and waits[0].tokens_from < adopted.tokens:
@@ -232,10 +232,10 @@ class Gathering:
     self.cancelled += 1
     self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
 
-  # --- Verdicts that a learner hears --------------------------------------------------------------
+  # --- Verdicts sent to a learner -----------------------------------------------------------------
 
   def settle(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
-    """Tells a learner what became of its part in a sync; '' if it was merged."""
+    """Sends a learner the verdict on its contribution to a sync; `reason` '' if it was merged."""
     self._out.send(
       member.session,
       messages.Settled(
@@ -247,7 +247,7 @@ class Gathering:
     )
 
   def check(self) -> None:
-    """Asserts that no two are of one fragment, and that each is sound."""
+    """Asserts that no two open syncs have the same fragment, and that each is consistent."""
     gathers = list(self.open.values())
     assert len(gathers) <= self._config.in_flight, gathers
     assert len({gather.fragment for gather in gathers}) == len(gathers), gathers

@@ -1,8 +1,8 @@
 """The adaptive grace window: how long a sync may wait for more learners once it has its quorum.
 
-A sync must land within tau inner steps of its opening, or learners lose more steps to the overwrite
-than planned. Whatever of that budget the sync does not need itself is *slack*, and a part gamma of
-the slack may be spent on waiting (paper section 4)::
+A sync must end within tau inner steps of its opening, or learners lose more steps to the overwrite
+than planned. The part of that time which the sync itself does not need is *slack*, and the syncer
+may spend a fraction gamma of the slack on waiting (paper section 4)::
 
     xi_slack = tau * xi_step - (xi_quorum + xi_sync)        0 <= xi_grace <= gamma * xi_slack
 
@@ -10,10 +10,10 @@ the slack may be spent on waiting (paper section 4)::
     xi_quorum  from opening a sync to its K-th payload
     xi_sync    from the decision to merge to the first learner that has adopted the result
 
-All three are moving averages in integers, so that every machine computes the same. No slack: merge
-at once. Which learner's step time counts is not published: we take the fastest live learner's,
-because its clock is the one that sets the pace and has the least time to spare. Until xi_sync has
-been seen once there is no grace for K > 1, and for K = 1 neither: the first sync teaches it.
+All three are moving averages in integers, so that every host computes the same. Without slack the
+sync merges at once. The paper does not say whose step time counts: we take that of the fastest live
+learner, because its clock sets the pace and leaves the least time. Until xi_sync has been measured
+once, by the first sync, there is no grace window, also for K = 1.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ SHIFT = 3  # a new sample has weight 1/8
 
 @dataclasses.dataclass(slots=True)
 class Average:
-  """Integer exponential moving average: value += (sample - value) / 8; the first sample is taken
-  as it is, so that the average does not start at zero."""
+  """Integer exponential moving average: value += (sample - value) / 8; the first sample is the
+  first value, so that the average does not start at zero."""
 
   value: int = 0
   samples: int = 0
@@ -41,7 +41,7 @@ class Average:
 
 @dataclasses.dataclass(slots=True)
 class Grace:
-  """The averages of a syncer and what follows from them (xi_step is kept per learner)."""
+  """The averages of a syncer and the grace window from them (members keep their own xi_step)."""
 
   quorum_ns: Average = dataclasses.field(default_factory=Average)
   sync_ns: Average = dataclasses.field(default_factory=Average)
@@ -54,7 +54,7 @@ class Grace:
     self._merging.pop(fragment, None)
 
   def adopted(self, fragment: int, version: int, now_ns: int) -> None:
-    """A learner holds this version; the first one to do so ends its sync."""
+    """A learner has adopted this version; the first adoption ends the measured time of its sync."""
     merging, began_ns = self._merging.get(fragment, (None, 0))
     if merging == version:
       self.sync_ns.add(now_ns - began_ns)

@@ -1,13 +1,13 @@
-"""The token ledger: every token trained is merged or discarded with a reason.
+"""The token ledger: every trained token is merged or discarded with a reason.
 
 Each token trains all P fragments, and each fragment is merged on its own, so the unit of account is
 the *fragment-token*: a token counts P times, once for each fragment. An incarnation's tokens are a
-line 0 ... trained; for each fragment a cursor runs along it. A contribution covers a range of the
-line: what lies between the cursor and its start was trained after the last snapshot and then
-overwritten by the published fragment, so it is discarded as `overwritten`; the range itself is
+line 0 ... trained; for each fragment a cursor moves along it. A contribution covers a range of the
+line. The tokens between the cursor and its start were trained after the last capture and then
+overwritten by the published fragment, so they are discarded as `overwritten`; the range itself is
 merged or discarded as a whole; the cursor moves to its end. Ranges never overlap, so no token
-counts twice, and when the life ends the rest of the line is discarded with the reason of its end.
-Hence always, per incarnation::
+counts twice. When the incarnation ends, the rest of the line is discarded with the reason of its
+end. Hence always, per incarnation::
 
     P * trained = merged + sum(discarded.values()) + unsettled,   unsettled = sum(trained - cursor)
 """
@@ -32,7 +32,7 @@ class Account:
   closed: bool = False
 
   def train(self, steps: int, tokens: int) -> None:
-    """The learner reports its totals; a repeated or older report changes nothing."""
+    """Records the learner's reported totals; a repeated or older report changes nothing."""
     self.steps = max(self.steps, steps)
     self.trained = max(self.trained, tokens)
 
@@ -41,7 +41,7 @@ class Account:
       self.discarded[reason] = self.discarded.get(reason, 0) + count
 
   def overwrite(self, fragment: int, upto: int) -> None:
-    """The learner adopted a new value at token count `upto`: what is unsettled before is lost."""
+    """The learner adopted a new value at token count `upto`: unsettled tokens before it are lost."""
     self.trained = max(self.trained, upto)
     if upto > self.cursors[fragment]:
       self._discard(upto - self.cursors[fragment], Reason.OVERWRITTEN)
@@ -49,7 +49,7 @@ class Account:
 
   def settle(self, fragment: int, start: int, end: int, reason: str) -> bool:
     """Settles the range [start, end): merged if `reason` is empty. False: it overlaps (duplicate),
-    and only what is new in it is discarded."""
+    and only its new tokens are discarded."""
     self.trained = max(self.trained, end)
     if start < self.cursors[fragment]:
       self._discard(max(0, end - self.cursors[fragment]), Reason.DUPLICATE)
@@ -64,7 +64,7 @@ class Account:
     return True
 
   def revoke(self, count: int, reason: str) -> None:
-    """A merge failed after its participants were settled: what it had merged is discarded."""
+    """A merge failed after its participants were settled: discards its tokens."""
     self.merged -= count
     self._discard(count, reason)
 
@@ -73,7 +73,7 @@ class Account:
     return sum(self.trained - cursor for cursor in self.cursors)
 
   def close(self, reason: str) -> None:
-    """The life is over: what is unsettled is discarded."""
+    """The incarnation is over: discards the unsettled tokens."""
     self._discard(self.unsettled, reason)
     self.cursors = [self.trained] * len(self.cursors)
     self.closed = True
@@ -99,11 +99,11 @@ class Ledger:
     return self.accounts[key]
 
   def of(self, member: members_lib.Member) -> Account:
-    """The account of the life that a learner id has now."""
+    """The account of the present incarnation of a learner id."""
     return self.open(member.learner, member.incarnation)
 
   def close_all(self, reason: str) -> None:
-    """The run is over."""
+    """Closes every account at the end of the run."""
     for account in self.accounts.values():
       account.close(reason)
 

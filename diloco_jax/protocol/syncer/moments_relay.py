@@ -1,28 +1,28 @@
-"""Donations, the syncer's half: which peer gives its moments to a joiner, and what if it does not.
+"""Donations, the syncer's half: which peer donates its moments to a joiner, and what if none does.
 
-A process that joins a run under way gets the model as published fragments. What makes it train as
-the others do, the state of the inner optimizer (moments and their step count), only a peer has: the
-*donor*. The syncer relays it, since no learner listens on a port (paper section 6, Recovery)::
+A process that joins a run in progress gets the model as published fragments. The state of the inner
+optimizer (moments and their step count), without which it would train worse than the others, exists
+only at a peer, the *donor*. The syncer relays it, since no learner listens on a port (paper section
+6, Recovery)::
 
-    promised --a donor that can--> asked --its Donation--> relayed to the joiner
-    asked --the donor is gone, refuses, or is slow while another could--> promised
-    promised, asked --nobody is left, or donor_wait_ns is over--> given up: NoDonation
+    promised --a donor is able--> asked --its Donation--> relayed to the joiner
+    asked --the donor disconnects, refuses, or is slow while another is able--> promised
+    promised, asked --no donor is left, or donor_wait_ns is over--> abandoned: NoDonation
 
-The donor's *parameters* are not donated: they hold what the donor has trained since its anchors,
-and that displacement is the donor's to contribute. In the joiner's pseudo-gradient it would count
-twice.
+The donor does not donate its *parameters*: they contain its steps since its anchors, and the donor
+itself contributes that displacement. In the joiner's pseudo-gradient it would count twice.
 
-Who may give: a live learner that has caught up, has moments of its own (it awaits no donation
-itself) and has seen the clock that the joiner was given; of these the furthest. It is asked once
-the joiner holds its fragments, so that the donation does not age meanwhile. Once half of the
-joiner's time has passed since it was asked, another is asked if there is one. A donor gives at most
-one donation at a time, also if it is not wanted any more, and at most UNDER_WAY of them are on
-their way at once, because the syncer holds each one whole; further joiners wait for their turn, in
-the order in which they came.
+A possible donor is a live learner that has caught up and has moments itself (it awaits no donation);
+it is *able* once it has reached the clock given to the joiner. The syncer asks the able donor with
+the highest clock once the joiner holds its fragments, so that the donation does not age before. When
+half of the joiner's waiting time has passed since then, the syncer asks another able donor if there
+is one. A donor sends one donation at a time, even if the syncer has abandoned it, and at most
+UNDER_WAY donations are in transfer, because the syncer holds each one whole; further joiners wait
+for their turn, in the order in which they joined.
 
-A transfer number is promised to one joiner on one stream and never used again, so what comes for a
-joiner that is gone, or from a donor that was given up, finds nobody. While it is promised, and
-until the joiner tells that it is done (Recovered), the joiner is not waited for by any sync.
+A transfer number belongs to one joiner on one session and is never used again, so the syncer drops a
+donation for a disconnected joiner or from a replaced donor. From the promise until the joiner
+reports that it has its moments (Recovered), no sync waits for the joiner.
 """
 
 import dataclasses
@@ -37,9 +37,9 @@ UNDER_WAY = 2
 
 @dataclasses.dataclass(slots=True)
 class Transfer:
-  """One promise: `step` and `versions` are the vector clock that the joiner was given; `donor` is
-  who was asked, '' while nobody is, and `patience_ns` when it is asked no longer; `refused` are
-  those who cannot give."""
+  """One promise: `step` and `versions` are the vector clock given to the joiner; `donor` is the
+  learner that was asked ('': none), and `patience_ns` the time at which another may be asked;
+  `refused` are the learners that cannot donate."""
 
   number: int
   joiner: members_lib.Member
@@ -53,7 +53,7 @@ class Transfer:
 
 
 class Relay:
-  """All promises of one syncer's process. They do not outlive it, nor the joiner's stream."""
+  """All promises of one syncer's process. They end with the process or the joiner's session."""
 
   def __init__(
     self,
@@ -72,7 +72,7 @@ class Relay:
 
   @property
   def deadline_ns(self) -> int | None:
-    """When the next promise or donor is given up."""
+    """When the next promise is abandoned or the next donor replaced."""
     return min(
       (
         min(one.deadline_ns, one.patience_ns) if one.donor else one.deadline_ns
@@ -82,8 +82,8 @@ class Relay:
     )
 
   def promise(self, now_ns: int, joiner: members_lib.Member, clock: int) -> int:
-    """The transfer number that a process which has trained nothing yet shall wait for; 0: the run
-    has just begun, or nobody could give."""
+    """The transfer number for which a process that has trained nothing yet must wait; 0: the run
+    has just begun, or no learner could donate."""
     if not clock or not self._config.donor_wait_ns:
       return 0
     versions = tuple(fragment.version for fragment in self._published.fragments)
@@ -97,7 +97,7 @@ class Relay:
     return transfer.number
 
   def _might_give(self, transfer: Transfer) -> list[members_lib.Member]:
-    """Everybody who can give, now or soon."""
+    """The learners that can donate, now or soon."""
     return [
       member
       for member in self._members.live()
@@ -107,25 +107,25 @@ class Relay:
     ]
 
   def advance(self, now_ns: int) -> None:
-    """Asks donors for those who wait, and gives up what cannot be had."""
+    """Asks donors for the waiting joiners, and abandons promises that cannot be kept."""
     for transfer in list(self._transfers.values()):
       if now_ns >= transfer.deadline_ns:
-        self._give_up(transfer, 'no donation came in time')
+        self._abandon(transfer, 'no donation came in time')
       elif not transfer.donor:
         self._ask(now_ns, transfer)
       elif now_ns >= transfer.patience_ns:
-        self._lose_patience(now_ns, transfer)
+        self._ask_another(now_ns, transfer)
 
-  def _lose_patience(self, now_ns: int, transfer: Transfer) -> None:
-    """The donor is slow: somebody else is asked, if there is anybody."""
+  def _ask_another(self, now_ns: int, transfer: Transfer) -> None:
+    """The donor is slow: asks another one, if there is one."""
     if self._able(transfer):
-      self._next(transfer, transfer.donor)
+      self._release_donor(transfer, transfer.donor)
       self._ask(now_ns, transfer)
     else:
       transfer.patience_ns = transfer.deadline_ns
 
   def _able(self, transfer: Transfer) -> list[members_lib.Member]:
-    """Those who can give now."""
+    """The learners that can donate now."""
     return (
       []
       if transfer.joiner.due or len(self._giving) >= UNDER_WAY
@@ -139,7 +139,7 @@ class Relay:
   def _ask(self, now_ns: int, transfer: Transfer) -> None:
     able = self._able(transfer)
     if able:
-      donor = max(able, key=lambda member: member.step)  # of equals the first, in order of ids
+      donor = max(able, key=lambda member: member.step)  # of equals the first by id
       transfer.donor, self._giving[donor.learner] = donor.learner, transfer.number
       transfer.patience_ns = now_ns + self._config.donor_wait_ns // 2
       self._out.send(
@@ -147,16 +147,16 @@ class Relay:
         messages.Donate(transfer=transfer.number, step=transfer.step, versions=transfer.versions),
       )
     elif not self._might_give(transfer):
-      self._give_up(transfer, 'no learner can donate')
+      self._abandon(transfer, 'no learner can donate')
 
-  def _give_up(self, transfer: Transfer, reason: str) -> None:
+  def _abandon(self, transfer: Transfer, reason: str) -> None:
     del self._transfers[transfer.number]
     self._out.send(transfer.session, messages.NoDonation(transfer=transfer.number, reason=reason))
 
   # --- What the donor says ------------------------------------------------------------------------
 
   def donation(self, member: members_lib.Member, donation: messages.Donation, handle: int) -> None:
-    """Passes it on as it came, if the joiner still waits for it."""
+    """Relays a donation unchanged, if the joiner still waits for it."""
     transfer = self._answered(member, donation.transfer)
     if transfer is not None:
       if donation.donor == member.learner and messages.dominates(
@@ -165,34 +165,34 @@ class Relay:
         del self._transfers[transfer.number]
         self._out.send(transfer.session, donation, handle)
       else:
-        self._next(transfer, member.learner)
+        self._release_donor(transfer, member.learner)
     self._out.drop(handle)
 
   def refused(self, member: members_lib.Member, refused: messages.NoDonation) -> None:
     transfer = self._answered(member, refused.transfer)
     if transfer is not None:
-      self._next(transfer, member.learner)
+      self._release_donor(transfer, member.learner)
 
   def _answered(self, member: members_lib.Member, number: int) -> Transfer | None:
-    """The transfer that a donor was asked for, if it is wanted still. The donor is free again."""
+    """Frees a donor; returns the transfer that it was asked for, if that is still open."""
     if self._giving.get(member.learner) != number:
       return None
     del self._giving[member.learner]
     transfer = self._transfers.get(number)
     return transfer if transfer is not None and transfer.donor == member.learner else None
 
-  def _next(self, transfer: Transfer, refused: str) -> None:
+  def _release_donor(self, transfer: Transfer, refused: str) -> None:
     transfer.donor = ''
     transfer.refused.add(refused)
 
-  # --- Who is gone --------------------------------------------------------------------------------
+  # --- Ends ---------------------------------------------------------------------------------------
 
   def done(self, number: int) -> None:
     """The joiner has its moments."""
     self._transfers.pop(number, None)
 
   def leave(self, member: members_lib.Member) -> None:
-    """A stream is gone: its promise with it, and what it was to give somebody else gives."""
+    """A session has closed: ends its promise, and lets another donor serve its transfer."""
     self._giving.pop(member.learner, None)
     for transfer in list(self._transfers.values()):
       if transfer.joiner is member:

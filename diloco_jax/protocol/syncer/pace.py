@@ -1,14 +1,14 @@
 """The pace: which sync opens next, and when.
 
 Sync t opens once K live learners have reported a step >= t, so the K-th fastest learner sets the
-pace: a fast network cannot shrink H, and when the fastest learner dies the next one carries on.
+pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over.
 
-Only a *contributor* counts: a live learner that is caught up, which is to say that it trains on
-published values only. A contributor is *ready* once its step has reached the next sync. Both sets
-are kept up to date by events, so that a report costs the same with any number of learners.
+Only a *contributor* counts: a live learner that is caught up, which means that it trains on
+published values only. A contributor is *ready* once its step has reached the next sync. Events
+update both sets, so a report costs the same with any number of learners.
 
-Syncs that are a whole period late are left out: catching up would sync a fragment again after a few
-inner steps, so H would shrink. Whole periods keep each fragment's turn.
+The syncer skips syncs that are a whole period late: opening them would sync a fragment again after a
+few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from diloco_jax.protocol.syncer import members as members_lib
 
 
 def kth_step(steps: list[int], quorum: int) -> int:
-  """The step that K of these learners have reached (0 if there are fewer than K)."""
+  """The step that K of these learners have reached (0 with fewer than K learners)."""
   return sorted(steps, reverse=True)[quorum - 1] if len(steps) >= quorum else 0
 
 
 class Pace:
-  """Where the run is on its schedule, and who is ready for the next sync."""
+  """The position of the run on its schedule, and the learners that are ready for the next sync."""
 
   def __init__(
     self,
@@ -56,12 +56,12 @@ class Pace:
 
   @property
   def over(self) -> bool:
-    """Every sync has been opened."""
+    """Whether every sync has been opened."""
     return self.next > self._schedule.last
 
   @property
   def reached(self) -> bool:
-    """K contributors are ready for the next sync."""
+    """Whether K contributors are ready for the next sync."""
     return not self.over and len(self._ready) >= self._config.quorum
 
   def enter(self, member: members_lib.Member) -> None:
@@ -74,18 +74,18 @@ class Pace:
     self._ready.discard(learner)
 
   def mark(self, member: members_lib.Member) -> None:
-    """The learner's step may have grown. One that has done its last step holds up none of the
-    closing syncs."""
+    """Updates the ready set after a report of a learner. A learner that has done its last step is
+    ready for every closing sync."""
     step = self._schedule.last if member.finished else member.step
     if member.caught_up and step >= self.next:
       self._ready.add(member.learner)
 
   def last_due(self, fragment: int) -> int:
-    """The last sync of a fragment that was opened or left out (not positive: none was)."""
+    """The last sync of a fragment that was opened or skipped (not positive: there was none)."""
     return self._schedule.last_due(fragment, self.opened)
 
   def skip_overdue(self) -> int:
-    """Leaves out what is whole periods late; how many periods that was."""
+    """Skips the periods by which the next sync is late; returns their number."""
     steps = [m.step for m in self._members.by_session.values() if m.caught_up]
     late = kth_step(steps, self._config.quorum) - self.next
     periods = max(0, late // self._config.period)
@@ -93,7 +93,7 @@ class Pace:
     return periods
 
   def open(self) -> int:
-    """The sync that opens now."""
+    """Opens the next sync and returns it."""
     self.opened, self.next = self.next, self._schedule.next(self.next)
     self._ready.clear()
     for member in self._members.by_session.values():

@@ -1,20 +1,19 @@
-"""What is published, and who holds it.
+"""The published fragments, and the version of each that every learner holds.
 
 The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows. Every learner
-that holds a version holds it bit for bit, so a new one travels as a delta to the one before; who
-holds no version that the syncer knows of is sent the fragment whole::
+that holds a version holds it bit for bit, so the syncer sends a new one as a delta to the one
+before. To a learner whose version it does not know it sends the whole fragment::
 
-    member.sent[p] == v      it holds version v of p, or v is on its way to it
-    member.sent[p] is None   unknown (it joined with something else, its digest differed, its anchor
-                             is to be replaced): a whole fragment is being read for it
+    member.sent[p] == v      the learner holds version v of p, or v is in flight to it
+    member.sent[p] is None   unknown (it joined with another value, its digest differed, or its
+                             anchor must be replaced): a whole fragment is being read for it
 
-A whole fragment is read once for all who want it, and sent at the version that it has when the read
-is answered; a learner that joins meanwhile is served by the same read.
+The syncer reads a whole fragment once for all learners that need it, and sends the version that the
+fragment has when the read is answered; the same read serves a learner that joins before.
 
-A learner keeps what it is sent until its next step boundary, so a slow one would pile up whatever
-the others publish meanwhile. At most AHEAD versions of a fragment are on the way to it; then it is
-*behind*: it is sent nothing more of the fragment before it tells that it has adopted one of them,
-and then the newest whole.
+A learner keeps received versions until its next step boundary, so they would pile up at a slow one.
+At most AHEAD versions of a fragment are in flight to a learner; then it is *behind*: the syncer
+sends it nothing more of the fragment until it has adopted one of them, and then the newest whole.
 """
 
 import dataclasses
@@ -36,7 +35,7 @@ class Fragment:
 
 
 class Published:
-  """The published fragments. Owns `Member.sent` of everybody who is live."""
+  """The published fragments. It owns `Member.sent` of all live members."""
 
   def __init__(
     self, fragments: list[Fragment], members: members_lib.Members, out: action_list.Outbox
@@ -47,7 +46,7 @@ class Published:
     self._reads: set[int] = set()  # fragments being read whole
 
   def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
-    """A learner enters: what it does not hold as it is published is due to it."""
+    """A learner enters: every fragment that it does not hold as published is due to it."""
     ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
     member.sent = [held.version if held == our else None for held, our in zip(learner_held, ours)]
     member.due = {p for p, version in enumerate(member.sent) if version is None}
@@ -55,14 +54,14 @@ class Published:
     member.behind.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
-    """An outer step is done: the fragment has its next version, announced as a delta."""
+    """An outer step is done: the fragment gets its next version; returns its delta's message."""
     fragment = self.fragments[done.fragment]
     base, fragment.version = fragment.version, fragment.version + 1
     fragment.digest, fragment.last_sync = done.digest, done.sync
     return self._announce(done.fragment, base, done.payload)
 
   def send_delta(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
-    """Sends a new version to a learner that holds the one before and is not too far behind."""
+    """Sends a new version to a learner that holds the one before and has room for it."""
     p = publish.fragment
     if not member.sent or member.sent[p] != publish.base_version:
       return
@@ -78,13 +77,13 @@ class Published:
     member.on_way[publish.fragment].append(publish.version)
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
-    """The learner holds this version now; what it fell behind is made up for."""
+    """The learner now holds this version; if it is behind, it gets the newest one whole."""
     member.on_way[fragment] = [v for v in member.on_way[fragment] if v > version]
     if fragment in member.behind:
       self.resend_whole(member, fragment)
 
   def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
-    """What the learner holds is wrong, or it needs a fresh anchor."""
+    """Sends the whole fragment to a learner with a wrong value, or in need of a fresh anchor."""
     member.sent[fragment] = None
     member.behind.discard(fragment)
     self.read(fragment)
@@ -95,7 +94,7 @@ class Published:
       self._out.do(actions.ReadFragment(fragment=fragment))
 
   def send_whole(self, read: events.FragmentRead) -> None:
-    """A read is answered: everybody who needs the fragment gets it."""
+    """A read is answered: sends the fragment to every learner that needs it."""
     self._reads.discard(read.fragment)
     fragment = self.fragments[read.fragment]
     assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
@@ -127,7 +126,7 @@ class Published:
     }
 
   def load(self, snapshot: dict[str, list[int]]) -> None:
-    """The versions of a snapshot; its digests are here already."""
+    """Restores the versions of a machine state; the digests are set already."""
     rows = zip(self.fragments, snapshot['versions'], snapshot['last_sync'])
     for fragment, version, last_sync in rows:
       fragment.version, fragment.last_sync = version, last_sync

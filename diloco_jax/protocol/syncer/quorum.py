@@ -1,7 +1,8 @@
-"""When an open sync has waited enough: a pure decision with its reason in words.
+"""Decides when an open sync has waited long enough: a pure decision with its reason as text.
 
-With K payloads there, the grace window runs; what has arrived when it ends is merged. A payload
-that is withdrawn before may take the quorum with it; the window starts anew once K are there again.
+The grace window runs once K payloads have arrived; the sync merges all payloads that have arrived
+when it ends. If a withdrawn payload breaks the quorum, the window starts again with the next K-th
+payload.
 """
 
 from diloco_jax.protocol.syncer import gather as gather_lib
@@ -14,10 +15,10 @@ def decide(
 
   Args:
     gather: the sync.
-    now_ns: now.
+    now_ns: the present time.
     quorum: K.
     live: how many learners could contribute.
-    closing: the sync comes after the last inner step.
+    closing: whether the sync is after the last inner step.
   """
   count = len(gather.payloads)
   if gather.merging:
@@ -28,8 +29,8 @@ def decide(
     if gather.deadline_ns is not None and now_ns >= gather.deadline_ns:
       return 'merge', f'grace is over: {count} payloads, {len(gather.waiting)} learners missing'
     return 'wait', f'quorum {count} >= {quorum}, grace runs'
-  # Nobody is left who could still answer: with fewer live learners than K one may yet come (and a
-  # lock-step run waits for it), otherwise the sync can never have its quorum.
+  # No asked learner can still answer. With fewer live learners than K another may join (and a
+  # lock-step run waits for it); otherwise the sync can never reach its quorum.
   if not gather.waiting and (closing or live >= quorum):
     return 'cancel', f'all have answered, {count} payloads of {quorum}'
   return 'wait', f'{count} payloads of {quorum}'

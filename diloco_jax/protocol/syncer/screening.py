@@ -26,7 +26,7 @@ from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
-UNIT = 1 << 64  # norms are counted in parts of 1.0
+UNIT = 1 << 64  # the integer norm of 1.0
 NOT_FINITE = -1
 WINDOW = config_lib.NORM_WINDOW
 
@@ -51,22 +51,22 @@ def taken(window: Window, merged: Sequence[tuple[int, int]]) -> Window:
 
 
 def limit(window: Window, steps: int, config: config_lib.ProtocolConfig) -> int | None:
-  """The longest that a pseudo-gradient of so many steps may be; None: there is no limit."""
+  """The largest norm allowed to a pseudo-gradient of `steps` steps; None: no limit."""
   if not config.norm_factor or len(window) < config.norm_warmup:
     return None
   norm, usual_steps = usual(window)
   if not norm:
-    return None  # nothing has moved yet, any norm would be beyond it
+    return None  # no parameter has moved yet: any norm would be above the limit
   return config.norm_factor * norm * max(steps, usual_steps) // usual_steps
 
 
 def refused(norm: int, limit_: int | None) -> bool:
-  """Whether a pseudo-gradient of this norm is left out."""
+  """Whether the syncer leaves out a pseudo-gradient of this norm."""
   return norm == NOT_FINITE or (limit_ is not None and norm > limit_)
 
 
 def words(norm: int, window: Window) -> str:
-  """What is wrong with a norm.
+  """Describes what is wrong with a norm.
 
   >>> words(60 * UNIT, [[2 * UNIT, 4]]), words(NOT_FINITE, [])
   ('norm 60, 30 times the median 2', 'NaN or Inf')
@@ -78,7 +78,7 @@ def words(norm: int, window: Window) -> str:
 
 
 class Screening:
-  """Keeps the norms of what was merged, and the strikes of who sent what was not."""
+  """Keeps the norms of merged payloads, and the strikes of learners with refused ones."""
 
   def __init__(
     self, config: config_lib.ProtocolConfig, members: members_lib.Members, out: action_list.Outbox
@@ -87,16 +87,16 @@ class Screening:
     self._members = members
     self._out = out
     self.windows: list[Window] = [[] for _ in range(config.fragments)]
-    self._said: dict[str, tuple[int, int]] = {}  # learner: when, and how many were not told since
+    self._said: dict[str, tuple[int, int]] = {}  # learner: its last line, and refusals since
 
   def limit(self, fragment: int, steps: int) -> int | None:
-    """What a participant of the next outer step may bring."""
+    """The largest norm allowed to a participant of the next outer step."""
     return limit(self.windows[fragment], steps, self._config)
 
   def ended(
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
   ) -> list[members_lib.Member]:
-    """An outer step has ended; who is to be quarantined for its part in it."""
+    """An outer step has ended; returns the learners to be quarantined for their part in it."""
     quarantined, merged = [], []
     for one, norm in zip(participants, done.norms):
       member = self._members.by_id[one.learner]
@@ -124,7 +124,7 @@ class Screening:
     return quarantined
 
   def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
-    """A pseudo-gradient of this learner was refused; whether that puts it into quarantine."""
+    """Adds a strike to a learner; returns whether that puts it into quarantine."""
     before = self._members.quarantined(member)
     member.strikes += 1
     member.worst = max(member.worst, member.strikes)
@@ -142,29 +142,30 @@ class Screening:
       self._said[member.learner] = said_ns, more + 1
       return
     self._said[member.learner] = now_ns, 0
-    counted = f' ({more} more like it meanwhile)' if more else ''
+    counted = f' ({more} more since the last such line)' if more else ''
     self._out.say(
       f'Learner {member.learner} on {member.host} sent {what} for fragment {fragment}{counted}; '
-      'rejected before merging, its fragment is replaced. Check that host for faulty hardware.'
+      'rejected before merging, and the learner gets a fresh fragment. Check that host for faulty '
+      'hardware.'
     )
     if last:
       self._out.say(quarantine(member).text)
 
   def check(self) -> None:
-    """Asserts that what is kept is bounded, and of finite norms."""
+    """Asserts that the windows are bounded and hold finite norms only."""
     for window in self.windows:
       assert len(window) <= WINDOW, window
       assert all(norm >= 0 and steps > 0 for norm, steps in window), window
 
 
 def quarantine(member: members_lib.Member) -> messages.Refused:
-  """What the process hears that is in quarantine, now and whenever it joins again."""
+  """The refusal of a process in quarantine, now and whenever it tries to join again."""
   return messages.Refused(
     code='QUARANTINED',
     text=f'Learner "{member.learner}" is in quarantine: {member.worst} of its updates in a row '
-    'were refused before merging (NaN, Inf, or a norm far beyond what is usual). Nothing of them '
-    'is in the model, what was merged before is safe, and the run goes on. Check host '
+    'were refused before merging (NaN, Inf, or a norm far above the median). The model contains '
+    'none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '
-    'elsewhere.',
+    'on another host.',
     retry_ns=None,
   )

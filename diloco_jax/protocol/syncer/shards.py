@@ -1,23 +1,23 @@
-"""Data streams: who reads which, from where, and how far each is committed.
+"""Data shards: the reader and position of each, and how far each is committed.
 
-The text is cut into V virtual streams, and batch i of stream v is the same for everybody
-(train/data.py). So a *lease* is two integers: a stream, and its *cursor*, the next batch to read. A
-learner reads one batch a step; a contribution of s steps that ends at cursor c has read [c - s, c).
+The text is cut into V shards, and batch i of shard v is the same for every learner (train/data.py).
+So a *position* is two integers: a shard, and its *cursor*, the next batch to read. A learner reads
+one batch per step; a contribution of s steps that ends at cursor c has read [c - s, c).
 
-    free --lease--> held --the life of its reader ends, or another needs it--> free
+    free --assigned--> held --its reader's incarnation ends, or another learner needs it--> free
 
-A batch is *committed* once a merge has covered it for any fragment, and a new lease begins exactly
-at the committed cursor: what was merged is never read again, what was not is. It is "any", not
-"all": a batch that was merged for one fragment and is read once more would count twice for that
-one. Cursors move when an outer step has succeeded and are written down with it (`books`), so they
-are durable exactly with the merges; while one is under way its streams are leased to nobody new,
-since nobody knows yet where they go on.
+A batch is *committed* once a merge has covered it for any fragment. A new reader begins exactly at
+the committed cursor: it never reads merged batches again, and reads all others. It is "any", not
+"all": a batch that was merged for one fragment and is read again would count twice for that
+fragment. Cursors move when an outer step succeeds and are logged with it (`books`), so they are
+durable exactly with the merges. While an outer step is in progress its shards get no new reader,
+because their next cursor is not known yet.
 
-A process that comes back goes on where it is, if it claims so and its stream is still its own: what
-it has trained since is unsettled, not lost. A member that is away keeps its stream until another
-needs one and none is free. A syncer that was restarted may not know the latest leases, so it hears
-the claims of those who come back, and a contribution counts only if none of its batches was merged
-for its fragment before: this holds whatever else was forgotten.
+A process that reconnects continues at its position if it claims it and still holds the shard: its
+steps since then are unsettled, not lost. A disconnected member keeps its shard until another learner
+needs one and none is free. A restarted syncer may not know the latest readers, so it accepts the
+claims of processes that reconnect. In every case a contribution counts only if none of its batches
+was merged for its fragment before.
 """
 
 from collections.abc import Collection, Iterable
@@ -27,31 +27,31 @@ from diloco_jax.protocol import messages
 
 
 class Streams:
-  """The streams of a run: holders, and cursors per fragment."""
+  """The shards of a run: holders, and cursors per fragment."""
 
   def __init__(self, streams: int, fragments: int):
     self._streams, self._fragments = streams, fragments
     self._holders: dict[int, str] = {}
-    self._merged: dict[int, list[int]] = {}  # per fragment: the end of what was merged
-    # sync: (learner, stream, fragment, cursor) of its participants, if they are merged
+    self._merged: dict[int, list[int]] = {}  # per fragment: the end of the merged batches
+    # sync: (learner, shard, fragment, cursor) of its participants, applied if they are merged
     self._moves: dict[int, list[list[Any]]] = {}
 
   def committed(self, stream: int) -> int:
-    """The batch at which its next lease begins."""
+    """The batch at which the next reader begins."""
     return max(self._merged.get(stream, (0,)))
 
-  # --- Leases -------------------------------------------------------------------------------------
+  # --- Readers ------------------------------------------------------------------------------------
 
   def lease(
     self, learner: str, claim: messages.Lease | None, former: int | None, live: Collection[str]
   ) -> messages.Lease | None:
-    """A stream for a learner that enters; None: all are read, or wait for an outer step to end.
+    """A shard for a learner that enters; None: all have a reader, or wait for an outer step to end.
 
     Args:
       learner: its id.
-      claim: where the process is, if it has read one.
-      former: the stream that its id had before.
-      live: ids whose streams are not to be taken.
+      claim: the position of the process, if it has read a shard.
+      former: the shard that its id had before.
+      live: ids that keep their shards.
     """
     if claim is not None and self._may_keep(learner, claim):
       return self._hold(learner, claim)
@@ -69,7 +69,7 @@ class Streams:
     return self._begin(learner, min(free, key=self._order)) if free else None
 
   def _may_keep(self, learner: str, claim: messages.Lease) -> bool:
-    """Nobody else reads it, nor has read on from behind it."""
+    """Whether no other learner reads the shard, or has read it past the claimed position."""
     if not claim.stream < self._streams:
       return False
     holder = self._holders.get(claim.stream)
@@ -88,18 +88,18 @@ class Streams:
     return lease
 
   def give_back(self, learner: str) -> None:
-    """The life of its reader is over."""
+    """Frees the shard of a learner."""
     for stream in [stream for stream, holder in self._holders.items() if holder == learner]:
       del self._holders[stream]
 
   def all_read(self, live: Collection[str]) -> bool:
-    """Whether every stream is read by one of these."""
+    """Whether these learners read all shards."""
     return len(self._holders) == self._streams and set(self._holders.values()) <= set(live)
 
   # --- Cursors ------------------------------------------------------------------------------------
 
   def counts(self, learner: str, contribution: messages.Contribution) -> bool:
-    """Whether its batches are the sender's to read, and none was merged for its fragment before."""
+    """Whether the sender reads this shard, and none of the batches was merged for the fragment."""
     stream, first = contribution.stream, contribution.cursor - contribution.steps
     merged = self._merged.get(stream)
     return self._holders.get(stream) == learner and (
@@ -109,11 +109,11 @@ class Streams:
   def merge(
     self, sync: int, fragment: int, payloads: Iterable[tuple[str, messages.Contribution]]
   ) -> None:
-    """An outer step of these learners' contributions begins: the cursors move if it succeeds."""
+    """An outer step with these contributions begins: the cursors move if it succeeds."""
     self._moves[sync] = [[name, one.stream, fragment, one.cursor] for name, one in payloads]
 
   def end(self, sync: int, refused: Collection[str], made: bool) -> None:
-    """An outer step has ended; `made`: it succeeded, without those who were `refused`."""
+    """An outer step has ended; `made`: it succeeded, without the `refused` learners."""
     for learner, stream, fragment, cursor in self._moves.pop(sync):
       if made and learner not in refused:
         self._merged.setdefault(stream, [0] * self._fragments)[fragment] = cursor
@@ -121,10 +121,10 @@ class Streams:
   def _moving(self, stream: int) -> bool:
     return any(move[1] == stream for moves in self._moves.values() for move in moves)
 
-  # --- What outlives a restart --------------------------------------------------------------------
+  # --- Machine state ------------------------------------------------------------------------------
 
   def snapshot(self) -> dict[str, Any]:
-    """As JSON types; `moves` are of the outer steps under way."""
+    """As JSON types; `moves` are of the outer steps in progress."""
     return {
       'holders': [[stream, holder] for stream, holder in sorted(self._holders.items())],
       'merged': [[stream, list(cursors)] for stream, cursors in sorted(self._merged.items())],
@@ -137,7 +137,7 @@ class Streams:
     self._moves = dict(snapshot['moves'])
 
   def check(self) -> None:
-    """Asserts that nobody holds two, and that cursors are possible."""
+    """Asserts that no learner holds two shards, and that cursors are possible."""
     holders = list(self._holders.values())
     assert len(set(holders)) == len(holders), self._holders
     assert all(stream < self._streams for stream in self._holders), self._holders

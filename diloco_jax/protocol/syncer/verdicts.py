@@ -1,13 +1,13 @@
-"""What a learner says, judged before anything is done with it: pure decisions.
+"""Judges a learner's message before the syncer acts on it: pure decisions.
 
-A message is *impossible* if no learner of this run would say it, in its place, at this time: its
-stream is closed and nothing changes. A contribution is judged against what was settled before:
+A message is *impossible* if no learner of this run would send it in this state: the syncer closes
+the session and changes nothing. The verdict on a contribution depends on earlier verdicts:
 
     it counts            ''
     its sync was         CANCELLED: no version replaces the learner's anchor, so its tokens stay
-      cancelled          unsettled and are sent again
-    it is there already  REPEATED: the first one stands, nothing is settled
-    otherwise            one of messages.Reason, by which its tokens are discarded
+      cancelled          unsettled and the learner sends them again
+    it is a repeat       REPEATED: the first copy counts, nothing is settled
+    otherwise            one of messages.Reason, the reason for discarding its tokens
 """
 
 from diloco_jax.protocol import messages
@@ -20,8 +20,8 @@ REPEATED = 'repeated'
 
 
 def impossible(message: messages.FromLearner, joined: bool, fragments: int) -> bool:
-  """Whether no learner of this run would say this: nothing about fragments before Joined, nothing
-  about fragments that do not exist, no tokens that run backwards."""
+  """Whether no learner of this run would send this: a message about the run before Joined, a
+  fragment that does not exist, a token range that runs backwards."""
   if isinstance(message, messages.Heartbeat | messages.Leave):
     return False
   if not joined:
@@ -41,14 +41,14 @@ def judge(
   cursor: int,
   max_staleness: int,
 ) -> str:
-  """What is to become of a contribution.
+  """The verdict on a contribution.
 
   Args:
     message: the contribution.
-    learner: whose it is.
+    learner: its sender.
     gather: the sync it names, if that is open.
-    fragment: as published.
-    cursor: up to where the learner's tokens are settled for this fragment.
+    fragment: the published fragment.
+    cursor: the learner's tokens before this count are settled for this fragment.
     max_staleness: how many versions old its anchor may be.
   """
   if gather is not None and learner in gather.payloads:
@@ -65,11 +65,11 @@ def judge(
 
 
 def needs_anchor(message: messages.Contribution, version: int, anchored: int, reason: str) -> bool:
-  """Whether a learner whose payload was discarded must be sent the fragment (now at `version`).
+  """Whether the syncer must send the fragment (now at `version`) after discarding a payload.
 
-  A range that starts before what is settled, from an anchor that is not about to be replaced, would
-  be refused again and again: only a fresh anchor puts it right. If the learner has told of one
-  since (at token count `anchored`: control overtakes payloads), another would overwrite more."""
+  A range that starts before the settled tokens, from an anchor that no publish is about to replace,
+  would be refused again and again: only a fresh anchor helps. If the learner has since reported one
+  (at token count `anchored`: control overtakes payloads), another one would overwrite more."""
   if message.tokens_from < anchored:
     return False
   if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):

@@ -17,28 +17,28 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-SHOWN = 240  # characters of a value that a message shows
+SHOWN = 240  # characters of a value in an error text
 
 
 class TapeError(Exception):
-  """A tape that cannot be read or written: where, and both values, in words."""
+  """A tape cannot be read or written: the text names the place and both values."""
 
 
 def encode(value: Any) -> str:
   """Canonical JSON of dataclasses and JSON values. Raises TapeError for anything else."""
   try:
     return _JSON.encode(value)
-  except (TypeError, ValueError) as error:  # a key that is no string; NaN and Inf are not JSON
+  except (TypeError, ValueError) as error:  # a key that is not a string; NaN and Inf
     raise TapeError(f'{short(value)} cannot be put on a tape: {error}') from None
 
 
 def decode(hint: Any, data: Any, path: str = '') -> Any:
-  """The value that JSON `data` stands for, of the type `hint`. Raises TapeError; no guesses."""
+  """The value of type `hint` that JSON `data` encodes. Raises TapeError; never guesses."""
   return _decoder(hint)(data, path or 'value')
 
 
 def _fields_of(value: Any) -> dict[str, Any]:
-  """An object that JSON does not know: a dataclass, or it does not belong on a tape."""
+  """The fields of a dataclass. Raises TapeError for any other object that JSON cannot hold."""
   cls = type(value)
   return {'kind': cls.__name__} | {name: getattr(value, name) for name in _names(cls)}
 
@@ -58,7 +58,7 @@ _PLAIN = (int, float, bool, str, types.NoneType)
 
 @functools.cache
 def _decoder(hint: Any) -> _Decoder:
-  """How to read a value of a type: from its hint, once."""
+  """The reader of a type, built once from its hint."""
   origin, arguments = typing.get_origin(hint), typing.get_args(hint)
   if hint is Any:
     return lambda data, path: data
@@ -80,7 +80,7 @@ def _decoder(hint: Any) -> _Decoder:
 
 
 def _union_decoder(choices: tuple[Any, ...]) -> _Decoder:
-  """Either one of several dataclasses, or one type or None."""
+  """The reader of one of several dataclasses, or of one type or None."""
   if all(dataclasses.is_dataclass(choice) for choice in choices):
     by_kind = {choice.__name__: _fields_decoder(choice) for choice in choices}
     if len(by_kind) < len(choices):
@@ -103,7 +103,7 @@ def _fields_decoder(cls: type) -> _Decoder:
 def _read_plain(kind: type, data: Any, path: str) -> Any:
   if kind is float and type(data) is int:  # 3.0 may be written as 3
     return float(data)
-  if type(data) is not kind:  # an int is no bool here, nor the other way round
+  if type(data) is not kind:  # a bool is not an int here
     raise TapeError(f'{path} is {short(data)}, it must be of type {kind.__name__}')
   return data
 
@@ -145,11 +145,11 @@ def _read_fields(cls: type, decoders: dict[str, _Decoder], data: dict, path: str
   values = {name: read(data[name], f'{path}.{name}') for name, read in decoders.items()}
   try:
     return cls(**values)
-  except ValueError as error:  # a config that checks itself
+  except ValueError as error:  # from a config's own checks
     raise TapeError(f'{path}: {error}') from None
 
 
 def short(value: Any) -> str:
-  """A value for a message, cut if it is long."""
+  """The text of a value for an error, cut if it is long."""
   text = value if isinstance(value, str) and value.startswith('{') else repr(value)
   return text if len(text) <= SHOWN else f'{text[:SHOWN]}...'

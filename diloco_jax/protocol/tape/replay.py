@@ -17,9 +17,9 @@ SHOWN = codec.SHOWN
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Divergence:
-  """The first turn in which the machine did something else than the tape says.
+  """The first turn in which the replayed machine differs from the tape.
 
-  `replayed` are the actions of the machine made again, or the exception that it raised.
+  `replayed` are the actions of the replayed machine, or the exception that it raised.
   """
 
   turn: tape.Record | tape.Crash
@@ -27,7 +27,7 @@ class Divergence:
   before: tuple[tape.Record | tape.Crash, ...]
 
   def text(self) -> str:
-    """Several lines for people: the turns before, the event, and how the answers differ."""
+    """Several lines for people: the turns before, the event, and the differing actions."""
     turn = self.turn
     lines = [_turn_text(earlier) for earlier in self.before]
     lines += [
@@ -48,10 +48,10 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replay:
-  """What came of a tape: `divergence` None says that every turn was the same.
+  """The result of a replay: `divergence` is None if every turn was the same.
 
-  `header` is None for a tape of which not even the header is whole. `crash` is the exception of a
-  machine that crashed as recorded, with its traceback.
+  `header` is None if not even the header of the tape is whole. `crash` is the exception of a machine
+  that crashed as recorded, with its traceback.
   """
 
   header: tape.Header | None
@@ -67,9 +67,9 @@ class Replay:
     return self.divergence is None
 
   def text(self) -> str:
-    """One line if all is well, else the first divergence with what came before it."""
+    """One line without a divergence, else the first divergence with the turns before it."""
     if self.header is None:
-      return 'nothing to replay: killed before its first turn, or emptied since'
+      return 'nothing to replay: the process was killed before its first turn, or the tape is empty'
     if self.divergence is not None:
       return f'diverges at turn {self.divergence.turn.index}:\n{self.divergence.text()}'
     notes = {'exit': '', 'crash': ', crashes as recorded', 'open': ', no exit (killed or running)'}
@@ -78,14 +78,14 @@ class Replay:
 
 
 def replay(lines: Iterable[bytes], place: Callable[[], str] | None = None) -> Replay:
-  """Makes the machine of a tape again, feeds it the events and compares what it asks for.
+  """Makes the machine of a tape again, feeds it the events and compares its actions.
 
   Args:
     lines: of all segments in order, each with its line end.
-    place: where the last line taken from `lines` stands, for errors.
+    place: the place of the last line taken from `lines`, for errors.
 
   Raises:
-    TapeError: the tape is damaged, or of a code that this one does not understand.
+    TapeError: the tape is damaged, or of a version that this code cannot read.
   """
   reader = tape.Reader(lines, place)
   divergence = crash = None
@@ -116,21 +116,22 @@ def _take(
 ) -> tuple[actions_lib.Action, ...] | Exception:
   try:
     return tuple(machine.handle(turn.now_ns, turn.event))
-  except Exception as error:  # whatever a machine may raise is what is looked for
+  except Exception as error:  # any exception of the machine is a result here
     return error
 
 
 def _same(
   turn: tape.Record | tape.Crash, replayed: tuple[actions_lib.Action, ...] | Exception
 ) -> bool:
-  """Actions in every character; of a crash only the class, words differ between Pythons."""
+  """Compares every character of actions; of a crash only the class, since texts differ between
+  Pythons."""
   if isinstance(turn, tape.Crash):
     return type(replayed).__name__ == turn.error.split(':')[0]
   return isinstance(replayed, tuple) and tape.encode(turn.actions) == tape.encode(replayed)
 
 
 def _answer(answer: tape.Record | tape.Crash | tuple | Exception) -> list[str]:
-  """Every action as text, or the exception."""
+  """The text of every action, or of the exception."""
   match answer:
     case tape.Record(actions=answers):
       return [tape.encode(action) for action in answers]
@@ -154,7 +155,7 @@ def _first_difference(a: str, b: str) -> int:
 
 
 def _cut(text: str, around: int = 0) -> str:
-  """At most `SHOWN` characters of a text, those around a position among them."""
+  """At most `SHOWN` characters of a text, around a position."""
   begin = max(0, around - SHOWN // 2) if len(text) > SHOWN else 0
   end = begin + SHOWN
   return ('...' if begin else '') + text[begin:end] + ('...' if end < len(text) else '')

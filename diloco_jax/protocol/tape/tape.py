@@ -1,25 +1,25 @@
-"""Tapes: every turn of a machine, written so that anybody can let the machine take them again.
+"""Tapes: every turn of a machine, written so that the machine can be replayed.
 
-A machine decides from its start and its events alone, so both together are the whole story of a
-process: feed them to the same code and it must ask for the same actions, in another process, under
-another hash seed, on another Python. A tape is that story as lines of JSON::
+A machine decides from its start and its events alone, so these determine a process completely: the
+same code must ask for the same actions in another process, under another hash seed, on another
+Python. A tape holds the start and the turns as lines of JSON::
 
     Header   schema, segment, previous, role, node, start, config_digest, commit, versions
     Record   index, now_ns, event, actions          one per turn, before its actions are done
     Crash    index, now_ns, event, error            the event on which the machine raised; the last
 
-codec.py has their JSON. A kind, a field or a type that this code does not know is a
-`TapeError`, never a guess. The dicts of a snapshot or a report keep their order, so an order that
-depends on the hash seed is a difference as well.
+codec.py defines their JSON. A kind, a field or a type that this code does not know is a
+`TapeError`, never a guess. The dicts of a machine state or a report keep their order, so an order
+that depends on the hash seed is a difference as well.
 
-The last field of every line is `hash`: SHA-256 over the hash before it and the line up to
-`,"hash":`, as it stands there. A line that was changed, left out or put elsewhere is found. A tape
-may be cut into *segments*, each with a header that names the hash before it; the segments in order
-are the tape.
+The last field of every line is `hash`: SHA-256 over the previous hash and the line up to
+`,"hash":`, byte by byte. So the reader finds a line that was changed, removed or moved. A tape may
+be cut into *segments*, each with a header that names the hash before it; the segments in order are
+the tape.
 
-How a tape may end: with an Exit (`exit`), with a crash (`crash`), or just so (`open`: the process
-was killed, or still runs). The last line may be *torn* by a kill; its actions were never carried
-out, so it is not part of the story. Nothing here does I/O: lines go in and come out.
+A tape ends with an Exit (`exit`), with a crash (`crash`), or without an end (`open`: the process was
+killed, or still runs). A kill may *tear* the last line; its actions were never carried out, so the
+line does not count. Nothing here does I/O: functions take and return lines.
 """
 
 import dataclasses
@@ -52,17 +52,17 @@ decode = tape_codec.decode
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-  """Everything a machine is made of, so that it can be made again.
+  """Everything needed to make a machine again.
 
   Attributes:
     role: 'syncer' or 'learner'.
     node: the name of its node: 'syncer', 'l0', ...
     config: the numbers of the run.
-    agreement: what every learner must share (syncer).
+    agreement: the agreement that every learner must share (syncer).
     payload_bytes: size of each fragment's encoded pseudo-gradient (syncer).
-    digests: of each fragment at version 0; None: it comes back from a checkpoint.
-    identity: who a learner is.
-    snapshot: of the checkpoint from which it goes on; None: it starts anew.
+    digests: of each fragment at version 0; None: the machine is restored.
+    identity: the learner's id and process (learner).
+    snapshot: the machine state to restore; None: a new machine.
   """
 
   role: str
@@ -75,7 +75,7 @@ class Start:
   snapshot: dict[str, Any] | None = None
 
   def make(self) -> Machine:
-    """A new machine. Raises ValueError for a role that is none."""
+    """A new machine. Raises ValueError for an unknown role."""
     match self.role:
       case 'syncer' if self.snapshot is None:
         return syncer_machine.SyncerMachine(
@@ -102,14 +102,14 @@ class Header:
   role: str
   node: str
   start: Start
-  config_digest: str  # of the whole config of the run, '' if there is none
+  config_digest: str  # of the whole config of the run, '' without one
   commit: str  # of the code that wrote the tape
   versions: dict[str, Any]  # name to version
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-  """One turn of a machine: what happened, when, and what it asked for."""
+  """One turn of a machine: the event, its time, and the actions that it asked for."""
 
   index: int
   now_ns: int
@@ -119,7 +119,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crash:
-  """The turn that the machine did not survive; `error` is the exception's class and text."""
+  """The turn in which the machine raised; `error` is the exception's class and text."""
 
   index: int
   now_ns: int
@@ -137,7 +137,7 @@ _HEADER = b'{"kind":"Header",'
 
 
 def _chain(previous: str, body: bytes) -> str:
-  """The hash of a line from the one before and the line without its hash."""
+  """The hash of a line: over the previous hash and the line without its hash."""
   return hashlib.sha256(previous.encode() + body).hexdigest()
 
 
@@ -160,7 +160,7 @@ class Writer:
     self.hash = GENESIS
 
   def header(self) -> bytes:
-    """The line with which the next segment begins; to be written before any turn."""
+    """The first line of the next segment; to be written before any turn."""
     header = Header(
       schema=SCHEMA,
       segment=self._segment,
@@ -176,7 +176,7 @@ class Writer:
     return self._line(header)
 
   def turn(self, now_ns: int, event: events.Event, actions: Sequence[actions_lib.Action]) -> bytes:
-    """The line of the next turn. Raises TapeError for what JSON cannot hold."""
+    """The line of the next turn. Raises TapeError for a value that JSON cannot hold."""
     line = self._line(Record(self.index, now_ns, event, tuple(actions)))
     self.index += 1
     return line
@@ -200,11 +200,11 @@ class Reader:
   """The turns of a tape, checked line by line: iterate once.
 
   Attributes:
-    header: of the first segment; None if not even that is whole.
+    header: of the first segment; None if not even the header is whole.
     hash: of the last line read.
-    events: turns read, with the crash.
-    torn: the last line was cut off by a kill.
-    end: 'exit', 'crash' or 'open' (see the top of this file), as far as was read.
+    events: turns read, including the crash.
+    torn: a kill cut off the last line.
+    end: 'exit', 'crash' or 'open' (see the top of this file), of the lines read so far.
   """
 
   def __init__(self, lines: Iterable[bytes], place: Callable[[], str] | None = None):
@@ -212,7 +212,7 @@ class Reader:
 
     Args:
       lines: of all segments in order, each with its line end.
-      place: where the last line taken from `lines` stands, for errors; by default its number.
+      place: the place of the last line taken from `lines`, for errors; by default its number.
 
     Raises:
       TapeError: here and while iterating, for a damaged or unknown line.
@@ -254,14 +254,14 @@ class Reader:
       return None
     match = _LINE.fullmatch(line)
     if match is None:
-      raise TapeError(f'not a line of a tape: {tape_codec.short(line)}')
+      raise TapeError(f'this is not a line of a tape: {tape_codec.short(line)}')
     body, found = match[1], match[2].decode()
     header = self._header_of(body) if body.startswith(_HEADER) else None
     follows = _chain(header.previous if header else self.hash, body)
     if found != follows:
       raise TapeError(
-        f'the hash of the line is {found}, what it says and the line before make '
-        f'{follows}: it was changed, or one before it is missing'
+        f'the hash of the line is {found}, but its text and the line before it give '
+        f'{follows}: the line was changed, or one before it is missing'
       )
     self._continue(header)
     self.hash = found
@@ -279,15 +279,15 @@ class Reader:
     return decode(Header, data, 'header')
 
   def _continue(self, header: Header | None) -> None:
-    """Whether a header is due here, and is the one that is due."""
+    """Raises TapeError unless a header stands exactly where one is due."""
     if header is None:
       if self.header is None:
-        raise TapeError('the first line is no header')
+        raise TapeError('the first line is not a header')
       return
     if header.segment != self._segments:
       raise TapeError(
-        f'segment {header.segment} comes where segment {self._segments} is due: a '
-        'tape is read from its first segment on, all of them in order'
+        f'segment {header.segment} comes where segment {self._segments} is due: read '
+        'a tape from its first segment on, all segments in order'
       )
     if header.previous != self.hash:
       raise TapeError(

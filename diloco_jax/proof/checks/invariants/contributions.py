@@ -1,4 +1,4 @@
-"""Safety: every payload counts once, against the right version, in one order."""
+"""Safety: each payload counts once, against the right version, in one order."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.protocol import actions, events, facts, messages
@@ -9,7 +9,7 @@ LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
 class CountedOnce(invariant.Invariant):
   id = 'I1'
-  sentence = 'No token of a process counts twice for a fragment.'
+  sentence = 'The syncer merges each token of a process at most once per fragment.'
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -27,7 +27,9 @@ class CountedOnce(invariant.Invariant):
 
 class OneAnswer(invariant.Invariant):
   id = 'I1b'
-  sentence = 'A learner answers pulls of its present stream only, and snapshots an anchor once.'
+  sentence = (
+    'A learner answers only pulls of its current session, and captures each anchor only once.'
+  )
 
   @invariant.on(LEARNER, actions.Encode)
   def encode(self, book, now_ns, encode, event):
@@ -43,7 +45,7 @@ class OneAnswer(invariant.Invariant):
 
   @invariant.on(LEARNER, messages.Decline)
   def decline(self, book, now_ns, send, event):
-    """An answer without a payload tells the truth about why."""
+    """The reason of an answer without a payload is true."""
     message, anchor = send.message, book.anchors[send.message.fragment]
     trained = book.trained_on(anchor)
     match message.reason:
@@ -60,7 +62,7 @@ class OneAnswer(invariant.Invariant):
 
 class VersionsInOrder(invariant.Invariant):
   id = 'I3'
-  sentence = 'The versions of a fragment are 0, 1, 2, ...; what is published is the newest.'
+  sentence = 'The versions of a fragment are 0, 1, 2, ...; the syncer publishes only the newest.'
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -80,7 +82,10 @@ class VersionsInOrder(invariant.Invariant):
 
 class NeverBack(invariant.Invariant):
   id = 'I4'
-  sentence = 'What a learner holds of a fragment never gets older, unless the syncer lost it.'
+  sentence = (
+    "A learner's fragment never goes back to an older version, unless the syncer lost the newer "
+    'one.'
+  )
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book, now_ns, adopt, event):
@@ -92,8 +97,8 @@ class NeverBack(invariant.Invariant):
 class DeltasFit(invariant.Invariant):
   id = 'I4b'
   sentence = (
-    'A delta goes to those who hold its base, to all who can take it, and is applied to '
-    'it; who could not take one is sent the newest value once it can.'
+    'The syncer sends a delta to exactly the learners that hold its base and have room for it, and '
+    'they apply it to that base; a learner without room is sent the newest value once it has room.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -137,7 +142,7 @@ class DeltasFit(invariant.Invariant):
 
   @invariant.on(LEARNER, messages.Adopted)
   def adopted(self, book, now_ns, send, event):
-    """It is never sent a delta that does not fit what it holds."""
+    """The syncer never sends a delta that does not fit what the learner holds."""
     welcomed = type(event) is events.Received and type(event.message) is messages.Joined
     if not send.message.matched and not welcomed and type(event) is not events.AdoptDone:
       self.fail(book, send, book.anchors[send.message.fragment])
@@ -146,9 +151,9 @@ class DeltasFit(invariant.Invariant):
 class Quorum(invariant.Invariant):
   id = 'I5'
   sentence = (
-    'An outer step has the payloads of at least K different learners, live and joined, '
-    'and begins when everybody has answered or the grace window, as long as the paper '
-    'has it, is over.'
+    'An outer step merges payloads of at least K different learners, all live and joined; it '
+    'begins when every asked learner has answered or when the grace window, computed as in the '
+    'paper, is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -180,7 +185,7 @@ class Quorum(invariant.Invariant):
 
 class Fresh(invariant.Invariant):
   id = 'I6'
-  sentence = 'No payload is merged whose anchor is more than max_staleness versions old.'
+  sentence = 'The syncer merges no payload whose anchor is more than max_staleness versions old.'
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
@@ -193,8 +198,8 @@ class Fresh(invariant.Invariant):
 class InOrder(invariant.Invariant):
   id = 'I15'
   sentence = (
-    'Payloads are merged, and learners are served, in the order of learner ids, whatever '
-    'order they came in.'
+    'The syncer merges payloads and serves learners in the order of learner ids, whatever order '
+    'they arrive in.'
   )
 
   @invariant.on(SYNCER, actions.Merge)

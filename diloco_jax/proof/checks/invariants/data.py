@@ -1,4 +1,4 @@
-"""Safety: every batch of the data streams counts once, and nothing is skipped."""
+"""Safety: every batch of the data shards counts once, and no batch is skipped."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.protocol import actions, facts, messages
@@ -9,8 +9,8 @@ LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 class BatchesOnce(invariant.Invariant):
   id = 'I21'
   sentence = (
-    'No batch of a data stream is merged twice for a fragment, by whichever process; the '
-    'cursors that a syncer writes down are those of the outer steps that succeeded.'
+    'The syncer merges each batch of a data shard at most once per fragment, whichever process '
+    'read it; the cursors that it writes down are those of the outer steps that succeeded.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -22,7 +22,7 @@ class BatchesOnce(invariant.Invariant):
       if message.cursor - message.steps < merged:
         self.fail(one, message, f'merged up to batch {merged}')
       if message.stream in streams:
-        self.fail(merge, f'two have read data stream {message.stream}')
+        self.fail(merge, f'two learners read data shard {message.stream}')
       streams.add(message.stream)
 
   @invariant.on(SYNCER, actions.Save)
@@ -35,8 +35,10 @@ class BatchesOnce(invariant.Invariant):
       [
         sync,
         [
-          [who.learner, stream, one.fragment, end]
-          for who, (stream, _, end) in zip(one.record.merge.participants, one.record.batches)
+          [participant.learner, stream, one.fragment, end]
+          for participant, (stream, _, end) in zip(
+            one.record.merge.participants, one.record.batches
+          )
         ],
       ]
       for sync, one in book.gathers.items()
@@ -55,14 +57,14 @@ class BatchesOnce(invariant.Invariant):
     if said != book.lineage.batches:
       self.fail(f'cursors are {said}, they should be {book.lineage.batches}')
     if sorted(data['moves']) != sorted(moves):
-      self.fail(f'under way are {moves}, not {data["moves"]}')
+      self.fail(f'the moves in progress are {moves}, not {data["moves"]}')
 
 
 class LeasesJoin(invariant.Invariant):
   id = 'I21a'
   sentence = (
-    'A lease of a data stream begins exactly at the committed cursor, or where the same '
-    'process has left off; no two live learners hold one stream.'
+    'A learner is placed on a data shard exactly at the committed cursor, or where the same '
+    'process stopped; no two live learners hold one shard.'
   )
 
   @invariant.on(SYNCER, messages.Joined)
@@ -71,9 +73,9 @@ class LeasesJoin(invariant.Invariant):
     committed = book.lineage.committed(said.stream)
     for other in book.members.values():
       if other is not peer and other.joined and other.lease[0] == said.stream:
-        self.fail(send, f'{other.join.learner} reads this data stream')
+        self.fail(send, f'{other.join.learner} reads this data shard')
     if not said.stream < self.config.data_streams:
-      self.fail(send, f'there are {self.config.data_streams} data streams')
+      self.fail(send, f'there are {self.config.data_streams} data shards')
     if (said.stream, said.cursor) == peer.claim and said.cursor >= committed:
       return
     if said.cursor != committed:
@@ -86,8 +88,8 @@ class LeasesJoin(invariant.Invariant):
 class HonestReader(invariant.Invariant):
   id = 'I21b'
   sentence = (
-    'A learner reads the stream that it was given, batch by batch, and tells exactly '
-    'which batches a contribution covers: one row of one stream.'
+    'A learner reads the data shard that it was given, batch by batch, and reports exactly which '
+    'batches a contribution covers: one contiguous range of one shard.'
   )
 
   @invariant.on(LEARNER, messages.Contribution)

@@ -1,4 +1,4 @@
-"""Donations: what a donor gives and a joiner takes, and that nobody waits for it for ever."""
+"""Donations: what a donor gives, what a joiner takes, and that no joiner waits for ever."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import donation as donation_book
@@ -13,16 +13,16 @@ Way = messages.Way
 class Donated(invariant.Invariant):
   id = 'I23'
   sentence = (
-    'Donated moments are of a caught-up peer that had seen the vector clock its joiner '
-    'was given, all of one step boundary; they reach that joiner only, once, and it takes '
-    'them before its first step, if their digest fits and they are at most H steps old.'
+    'Donated moments come from a caught-up peer that has reached the vector clock given to the '
+    'joiner, and all from one step boundary; only that joiner receives them, once; it takes them '
+    'before its first step, if their digest fits and they are at most H steps old.'
   )
 
   def __init__(self, run):
     super().__init__(run)
-    self._reads: dict[int, list[tuple]] = {}  # by the life's number: snapshots under way
+    self._reads: dict[int, list[tuple]] = {}  # by the process's number: copies in progress
     self._asked: dict[int, messages.Donate] = {}  # the newest
-    self._now: dict[int, tuple] = {}  # the one that is read in this turn
+    self._now: dict[int, tuple] = {}  # the copy that was read in this turn
     self._got: dict[int, dict[int, messages.Donation]] = {}  # donations by handle
 
   # --- Syncer -------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class Donated(invariant.Invariant):
     if message.donation in book.promises:
       self.fail(send, f'promised before: {book.promises[message.donation]}')
     if not message.step or not self._others(book, peer):
-      self.fail(send, 'nobody can give')
+      self.fail(send, 'no learner can donate')
 
   def _others(self, book, peer):
     return [other for other in book.members.values() if other is not peer and other.caught_up]
@@ -47,7 +47,7 @@ class Donated(invariant.Invariant):
     if promise is None or not promise.open or promise.peer is donor or not promise.peer.member:
       self.fail(send, promise)
     if promise.peer.due:
-      self.fail(send, promise, 'it would age while fragments are due')
+      self.fail(send, promise, 'the donation would age while fragments are due')
     busy = donation_book.giving(book)
     if donor.session in busy or len(busy) >= moments_relay.UNDER_WAY:
       self.fail(send, f'{book.asked} are asked')
@@ -82,7 +82,7 @@ class Donated(invariant.Invariant):
       self.fail(what, promise)
 
   @invariant.on(SYNCER, messages.NoDonation)
-  def given_up(self, book, now_ns, what, event):
+  def abandoned(self, book, now_ns, what, event):
     if type(what) is actions.Send:
       promise = book.promises.get(what.message.transfer)
       if promise is None or not promise.open or what.session != promise.peer.session:
@@ -164,9 +164,9 @@ class Donated(invariant.Invariant):
 class DonationEnds(invariant.Invariant):
   id = 'L10'
   sentence = (
-    'Who waits for moments is served as soon as somebody can, is told at once when '
-    'nobody will, and trains with its own when its time is over: no donor that dies and '
-    'no silence holds it up.'
+    'A joiner that waits for moments gets them as soon as a donor can give them, is told at once '
+    'when no donor will, and trains with its own moments when its waiting time is over: neither a '
+    'dead donor nor silence delays it.'
   )
 
   @invariant.after(SYNCER, EVERY)
@@ -180,7 +180,7 @@ class DonationEnds(invariant.Invariant):
 
   def _waits(self, book, now_ns, number, promise):
     if now_ns >= promise.since_ns + self.config.donor_wait_ns:
-      self.fail(number, promise, 'its time is over')
+      self.fail(number, promise, 'its waiting time is over')
     donor = promise.donor
     if donor is not None and donor.member:
       return
@@ -191,7 +191,7 @@ class DonationEnds(invariant.Invariant):
       if peer is not promise.peer and peer.caught_up and peer.join.learner not in promise.refused
     ]
     if not hopes:
-      self.fail(number, promise, 'nobody can give')
+      self.fail(number, promise, 'no learner can donate')
     for peer in () if promise.peer.due else hopes:
       holder = book.lineage.holders[peer.join.learner]
       if (
@@ -199,13 +199,13 @@ class DonationEnds(invariant.Invariant):
         and len(busy) < moments_relay.UNDER_WAY
         and (holder.step >= promise.step)
       ):
-        self.fail(number, promise, f'{peer} could give')
+        self.fail(number, promise, f'{peer} could donate')
 
   @invariant.after(LEARNER, EVERY)
   def learner(self, book, now_ns, event, out):
     if book.way or book.exited or not book.ever_joined or book.taking:
       return
     if book.deadline_ns is not None and now_ns >= book.deadline_ns:
-      self.fail(book, 'its time is over')
+      self.fail(book, 'its waiting time is over')
     if book.joined and not book.awaits:
       self.fail(book, 'there is nothing to wait for')

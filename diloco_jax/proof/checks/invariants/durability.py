@@ -1,4 +1,4 @@
-"""Safety: what was said is never lost, whenever the syncer ends and whatever its disk does."""
+"""Safety: no result that the syncer sent is lost, whenever it ends and whatever its disk does."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import lineage as lineage_book
@@ -10,24 +10,24 @@ SYNCER = invariant.SYNCER
 class CheckpointIsACut(invariant.Invariant):
   id = 'I16'
   sentence = (
-    "A syncer's checkpoint is of one moment, between two outer steps: versions, ids and "
-    'ledger tell of the same ones.'
+    'The machine state that a syncer saves is of one moment between two outer steps: its versions, '
+    'ids and ledger agree with each other.'
   )
 
   @invariant.on(SYNCER, actions.Save)
   def save(self, book, now_ns, save, event):
     if book.merges:
-      self.fail('an outer step is under way')
+      self.fail('an outer step is in progress')
     self._same(save.books, book.lineage)
 
   @invariant.on(SYNCER, facts.Merging)
   def books(self, book, now_ns, merging, event):
-    """So are the books of an outer step, of the moment at which it is decided."""
+    """The same holds for the machine state in a Merge, at the moment of its decision."""
     merge = book.gathers[merging.sync].merging
     self._same(merge.books, book.lineage)
     under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
     if sorted(merge.books['merging']) != sorted(under_way):
-      self.fail(f'under way are {under_way}, not {merge.books["merging"]}')
+      self.fail(f'the outer steps in progress are {under_way}, not {merge.books["merging"]}')
 
   def _same(self, snapshot, lineage):
     difference = lineage_book.difference(snapshot, lineage)
@@ -38,8 +38,8 @@ class CheckpointIsACut(invariant.Invariant):
 class NothingSpokenIsLost(invariant.Invariant):
   id = 'I2'
   sentence = (
-    'No version that a learner was ever sent, or that a peer heard of, is lost by any '
-    'restart, unless an operator set a damaged log aside.'
+    'No restart loses a version that the syncer has sent to a learner or mentioned to a peer, '
+    'unless an operator repaired a damaged log.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -58,12 +58,12 @@ class NothingSpokenIsLost(invariant.Invariant):
     self.run.spoken = list(map(max, self.run.spoken, book.lineage.versions))
 
   def born(self, error):
-    """A syncer goes on from what it should not."""
+    """A syncer continues from a wrong state."""
     if error.lost:
       self.fail(error)
 
   def logged(self, now_ns, note):
-    """A log is called damaged only if its disk is."""
+    """The log is called damaged only if a bit of its disk has rotted."""
     if note.kind == 'repaired' and not note.number:
       self.fail(note.text)
 
@@ -71,8 +71,8 @@ class NothingSpokenIsLost(invariant.Invariant):
 class DurableFirst(invariant.Invariant):
   id = 'I8'
   sentence = (
-    'Whatever is said of an outer step (merged, discarded, cancelled, published) has its '
-    'record durable at the moment it is sent.'
+    'When the syncer reports how an outer step ended (merged, discarded, cancelled, published), '
+    'the record of that outer step is already durable.'
   )
 
   @invariant.on(
@@ -87,13 +87,13 @@ class DurableFirst(invariant.Invariant):
 class FinishIsKnown(invariant.Invariant):
   id = 'I8b'
   sentence = (
-    'Finish is sent only once a syncer that begins from what is on the disk knows that '
-    'the run is over.'
+    'The syncer sends Finish only once a syncer that starts from the disk would know that the run '
+    'is over.'
   )
 
   @invariant.on(SYNCER, messages.Finish)
   def finish(self, book, now_ns, send, event):
-    """It begins with the newest snapshot, or with the books of the outer steps behind it."""
+    """That syncer loads the newest checkpoint, or the machine state of a later outer step."""
     last, records = book.schedule.last, self.run.records
     verified = (one for one in reversed(self.run.saved) if one.verified)
     saved = max(verified, key=lambda one: one.position, default=None)
@@ -102,18 +102,18 @@ class FinishIsKnown(invariant.Invariant):
     else:
       known = self.run.goes_on_with(records[-1]) if records else 0
     if max(known, book.first) <= last:
-      self.fail(send, f'it would go on with sync {known} of {last}')
+      self.fail(send, f'it would continue with sync {known} of {last}')
 
 
 class RecoveredState(invariant.Invariant):
   id = 'I10'
   sentence = (
-    'What a syncer goes on from is the state at the last durable record, or at one '
-    'record more if that reached the disk whole.'
+    'A syncer continues from the state at the last durable record, or from one record later if '
+    'that record reached the disk whole.'
   )
 
   def born(self, error):
-    """A syncer goes on from what it should not."""
+    """A syncer continues from a wrong state."""
     self.fail(error)
 
   def logged(self, now_ns, note):
@@ -121,16 +121,16 @@ class RecoveredState(invariant.Invariant):
       self.fail(note.text)
     if note.kind == 'recovered' and note.number != len(self.run.records):
       self.fail(
-        f'the log ends with record {note.number}, the state is that behind {len(self.run.records)}'
+        f'the log ends with record {note.number}, the state is that after {len(self.run.records)}'
       )
 
 
 class CompactionKeeps(invariant.Invariant):
   id = 'I20'
-  sentence = 'Compaction never removes a record newer than the newest verified snapshot.'
+  sentence = 'Compaction never removes a record newer than the newest verified checkpoint.'
 
   def logged(self, now_ns, note):
     if note.kind == 'compacted':
       verified = max((one.position for one in self.run.saved if one.verified), default=0)
       if note.number > verified + 1:
-        self.fail(f'record {note.number} is the oldest, the newest snapshot holds {verified}')
+        self.fail(f'record {note.number} is the oldest, the newest checkpoint holds {verified}')

@@ -1,4 +1,4 @@
-"""Safety: who holds a learner id, and what is said to whom."""
+"""Safety: which process holds a learner id, and which messages a peer may receive."""
 
 from collections.abc import Sequence
 
@@ -12,8 +12,8 @@ LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 class Incarnations(invariant.Invariant):
   id = 'I12'
   sentence = (
-    'The incarnations of a learner id are 1, 2, 3, ..., one process each; what is merged '
-    'carries the incarnation that holds the id, and who was replaced never comes back.'
+    'The incarnations of a learner id are 1, 2, 3, ..., one process each; each merged payload '
+    'carries the incarnation that holds the id; a replaced process never rejoins.'
   )
 
   @invariant.on(SYNCER, messages.Confirm)
@@ -52,7 +52,7 @@ class Incarnations(invariant.Invariant):
 
 
 def _stays(peer: syncer_book.Peer, out: Sequence[actions.Action]) -> bool:
-  """Whether this stream is open, and not closed in this turn."""
+  """Whether this session is open and is not closed in this turn."""
   return peer.open and not any(
     type(one) is actions.Close and one.session == peer.session for one in out
   )
@@ -60,7 +60,10 @@ def _stays(peer: syncer_book.Peer, out: Sequence[actions.Action]) -> bool:
 
 class HolderStays(invariant.Invariant):
   id = 'I13'
-  sentence = 'Who holds an id and is heard of within its lease is never displaced, nor hung up on.'
+  sentence = (
+    'The syncer never displaces or disconnects a process that holds an id and that it has heard '
+    'within the lease.'
+  )
 
   @invariant.on(SYNCER, messages.Confirm)
   def confirm(self, book, now_ns, event, out):
@@ -90,7 +93,9 @@ class HolderStays(invariant.Invariant):
 
 class LeaseEnds(invariant.Invariant):
   id = 'L8'
-  sentence = 'Who is not heard of for a lease is not waited for any longer.'
+  sentence = (
+    'The syncer stops waiting for a learner that it has not heard for the length of a lease.'
+  )
 
   @invariant.on(SYNCER, facts.Ledger)
   def ledger(self, book, now_ns, ledger, event):
@@ -103,7 +108,7 @@ class LeaseEnds(invariant.Invariant):
 
 class RefusedWithReason(invariant.Invariant):
   id = 'I13b'
-  sentence = 'A process is refused only for a reason that holds.'
+  sentence = 'The syncer refuses a process only for a reason that is true.'
 
   @invariant.on(SYNCER, messages.Refused)
   def refused(self, book, now_ns, send, event):
@@ -143,8 +148,8 @@ class RefusedWithReason(invariant.Invariant):
 class JoinerCatchesUp(invariant.Invariant):
   id = 'I17'
   sentence = (
-    'A joiner trains and contributes only on published values: whatever it does not hold '
-    'as published is due to it, and is adopted first.'
+    'A joiner trains and contributes only on published values: each fragment that it does not hold '
+    'as published is due to it, and it adopts that first.'
   )
 
   @invariant.on(SYNCER, messages.Joined)
@@ -174,8 +179,8 @@ class JoinerCatchesUp(invariant.Invariant):
 class OnlyMembers(invariant.Invariant):
   id = 'I19'
   sentence = (
-    'Nothing about the run is said to a peer that has not joined, and nothing at all on '
-    'a stream that is closed.'
+    'A node says nothing about the run to a peer before the join, and nothing at all on a closed '
+    'session.'
   )
 
   @invariant.on(SYNCER, messages.Pull, messages.Publish, messages.Settled, messages.Finish)
@@ -185,7 +190,7 @@ class OnlyMembers(invariant.Invariant):
       self.fail(send, peer)
 
   @invariant.on(SYNCER, messages.Offer, messages.Joined, messages.Refused)
-  def anybody(self, book, now_ns, send, event):
+  def handshake(self, book, now_ns, send, event):
     peer = book.peers.get(send.session)
     if peer is None or not peer.open:
       self.fail(send, peer)

@@ -1,7 +1,7 @@
-"""An invariant: a statement about every run, its id, its sentence, and what it looks at.
+"""An invariant: a statement about every run, with an id, a sentence and the records that it checks.
 
-It is shown every record before the books (sim/books) take it, and every turn after they have, so it
-can compare what a machine does with what is true. It never asks a machine.
+An invariant sees each record before the model (checks/model) is updated with it, and each turn after
+the update, so it can compare what a machine does with what is true. It never asks a machine.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ EVERY = 'every turn'
 
 
 class Violation(AssertionError):
-  """An invariant does not hold: its id, its sentence, and what was seen."""
+  """An invariant does not hold: its id, its sentence, and the values that contradict it."""
 
   def __init__(self, invariant_id: str, sentence: str, detail: str):
     super().__init__(f'{invariant_id}: {sentence} {detail}')
@@ -29,7 +29,7 @@ def on(role: str, *kinds: Any) -> Callable:
 
 
 def after(role: str, *kinds: Any) -> Callable:
-  """The method sees every turn of a role that such an event began, after the books:
+  """The method sees every turn of a role that such an event began, after the model is updated:
   method(book, now_ns, event, actions)."""
   return _mark('_after', role, kinds)
 
@@ -55,10 +55,10 @@ class Invariant:
     raise Violation(self.id, self.sentence, ', '.join(str(one) for one in seen))
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    """Something happened to the syncer's log, before the books know."""
+    """The syncer's log changed; called before the model is updated."""
 
   def healed(self, now_ns: int) -> None:
-    """Nothing goes wrong from here on."""
+    """No fault happens from now on."""
 
   def finished(self, now_ns: int) -> bool | None:
-    """The run is over. False: it did not come so far that the end can be judged."""
+    """The run is over. False: it was stopped too early to judge its end."""

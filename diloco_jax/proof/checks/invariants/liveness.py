@@ -1,4 +1,4 @@
-"""Liveness: no step waits, nobody is waited for, and once all is healed the run gets on."""
+"""Liveness: no step waits, the syncer waits for no dead learner, and a healed run continues."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import learner as learner_book
@@ -11,8 +11,8 @@ EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 class NoStepWaits(invariant.Invariant):
   id = 'L1'
   sentence = (
-    'A learner takes every step that it wants, in every phase, faults included: one runs '
-    'whenever the settings allow it, and none when they do not.'
+    'A learner takes every step that it can, in every phase and during faults: a step runs '
+    'whenever the settings allow one, and none runs when they do not.'
   )
 
   @invariant.on(LEARNER, actions.Step)
@@ -26,29 +26,29 @@ class NoStepWaits(invariant.Invariant):
       self.fail(book, event, f'no step runs at {book.step}')
 
 
-class NobodyIsWaitedFor(invariant.Invariant):
+class DecidedInTime(invariant.Invariant):
   id = 'L2a'
   sentence = (
-    'An open sync is decided once everybody has answered or its grace window is over, '
-    'and never cancelled before.'
+    'The syncer decides an open sync once every asked learner has answered or the grace window is '
+    'over, and never cancels it earlier.'
   )
 
   @invariant.after(SYNCER, EVERY)
   def turn(self, book, now_ns, event, out):
     if book.merges or book.exiting:
-      return  # a save may hold the others back until the merge is done
+      return  # a save may defer the others until the merge is done
     for gather in book.gathers.values():
       enough = len(gather.payloads) >= self.config.quorum
       if gather.waiting:
         if enough and now_ns > gather.quorum_ns + self._longest_ns(book):
           self.fail(gather, 'the grace window never closes')
-      elif enough or self._hopeless(book, gather):
-        self.fail(gather, 'everybody has answered')
+      elif enough or self._cannot_reach_quorum(book, gather):
+        self.fail(gather, 'every asked learner has answered')
 
   def _longest_ns(self, book) -> int:
     return self.config.overlap * book.longest_step_ns * self.config.grace_permille // 1000
 
-  def _hopeless(self, book, gather) -> bool:
+  def _cannot_reach_quorum(self, book, gather) -> bool:
     if gather.sync > self.config.total_steps:
       return True
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
@@ -61,7 +61,7 @@ class NobodyIsWaitedFor(invariant.Invariant):
     if (
       gather.waiting
       or len(gather.payloads) >= self.config.quorum
-      or (not self._hopeless(book, gather))
+      or (not self._cannot_reach_quorum(book, gather))
     ):
       self.fail(cancelled, gather)
 
@@ -69,8 +69,8 @@ class NobodyIsWaitedFor(invariant.Invariant):
 class EveryPullIsAnswered(invariant.Invariant):
   id = 'L4a'
   sentence = (
-    'At a step boundary every pull is answered, unless the fragment is due or nothing '
-    'was trained on it yet.'
+    'At a step boundary a learner answers every pull, unless the fragment is due to it or it has '
+    'not trained on the fragment yet.'
   )
 
   @invariant.after(LEARNER, EVERY)
@@ -86,9 +86,9 @@ class EveryPullIsAnswered(invariant.Invariant):
 
 class MergesAgain(invariant.Invariant):
   id = 'L2'
-  sentence = 'After healing every fragment is merged again.'
+  sentence = 'After healing, the syncer merges every fragment again.'
 
-  LEASES = 4  # by then everybody has noticed, redialled and joined
+  LEASES = 4  # by then every learner has noticed, redialled and joined
   PERIODS = 4
 
   def __init__(self, run):
@@ -119,20 +119,20 @@ class MergesAgain(invariant.Invariant):
       self.fail(f'versions at step {clock} {before}, at the end {after}')
 
   def _end(self) -> int:
-    """The clock at the end; a run that came to its end did all its steps."""
+    """The clock at the end; a run that is over did all its steps."""
     return self.config.total_steps if self.run.syncer.over else self._clock()
 
 
 class Joins(invariant.Invariant):
   id = 'L3'
-  sentence = 'After healing the only live process of an id ends up joined, not fenced.'
+  sentence = 'After healing, the only live process of an id ends up joined, not fenced.'
 
   LEASES = 4
 
   def __init__(self, run):
     super().__init__(run)
     self._healed_ns: int | None = None
-    self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the life's number
+    self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the process's number
     self._died_ns: dict[str, int] = {}  # when the last process of an id died
 
   def born(self, now_ns, book):
@@ -149,14 +149,15 @@ class Joins(invariant.Invariant):
       and not book.ever_joined
       and book.refused is not None
       and (
-        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED') and self._alone(now_ns, born_ns, book)
+        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
+        and self._is_only_one(now_ns, born_ns, book)
       )
     ):
       self.fail(book, book.refused)
     self._died_ns[book.learner] = now_ns
 
-  def _alone(self, now_ns, born_ns, book) -> bool:
-    """Whether it has long been the only one of its id."""
+  def _is_only_one(self, now_ns, born_ns, book) -> bool:
+    """Whether this process has been the only one of its id for `LEASES` leases."""
     if self._healed_ns is None or any(
       other is not book and other.learner == book.learner for _, other in self._alive.values()
     ):
@@ -167,20 +168,21 @@ class Joins(invariant.Invariant):
   @invariant.on(SYNCER, actions.Exit)
   def syncer_ends(self, syncer, now_ns, action, event):
     for born_ns, book in self._alive.values():
-      if not book.ever_joined and not book.ending and self._alone(now_ns, born_ns, book):
+      if not book.ever_joined and not book.ending and self._is_only_one(now_ns, born_ns, book):
         self.fail(book, 'it has not joined')
 
   def finished(self, now_ns):
     for born_ns, book in self._alive.values():
-      if not book.joined and not self.run.syncer.exited and self._alone(now_ns, born_ns, book):
+      alone = self._is_only_one(now_ns, born_ns, book)
+      if not book.joined and not self.run.syncer.exited and alone:
         self.fail(book, 'it has not joined')
 
 
 class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (
-    'A joiner becomes a contributor: what is due to it is sent, and once it has caught '
-    'up every sync that opens, and every one that is open, asks it for its share.'
+    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, and '
+    'once it has caught up, every open sync and every new one pulls from it.'
   )
 
   def __init__(self, run):
@@ -236,8 +238,8 @@ class Contributes(invariant.Invariant):
 class NoFragmentStarves(invariant.Invariant):
   id = 'L6'
   sentence = (
-    'Every fragment has its turn: each of its due syncs became a version, was cancelled, '
-    'was left out with all others of its period, or ended with its syncer.'
+    'Every fragment has its turn: each of its due syncs became a version, was cancelled, was '
+    'skipped with all others of its period, or ended with its syncer.'
   )
 
   def finished(self, now_ns):
@@ -254,7 +256,7 @@ class NoFragmentStarves(invariant.Invariant):
 
 class QueuesDrain(invariant.Invariant):
   id = 'L7'
-  sentence = 'When a process ends nothing is left in it: no payload, no work, no save.'
+  sentence = 'A process that ends has no payload, no work and no save left.'
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):

@@ -9,8 +9,8 @@ EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 class Pace(invariant.Invariant):
   id = 'P1'
   sentence = (
-    'Sync t opens once K live learners have reached step t, in the order of the '
-    'schedule; no two of one fragment are in flight.'
+    'Sync t opens once K live learners have reached step t, in the order of the schedule; no two '
+    'open syncs have the same fragment.'
   )
 
   def __init__(self, run):
@@ -34,7 +34,7 @@ class Pace(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def opens(self, book, now_ns, event, out):
-    """Once per heartbeat: the next sync waits for a slot or for learners, for nothing else."""
+    """Checked once per heartbeat: the next sync waits only for a slot or for learners."""
     if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
       return
     self._look_ns = now_ns + self.config.heartbeat_ns
@@ -48,7 +48,7 @@ class Pace(invariant.Invariant):
       holder = book.lineage.holders[peer.join.learner]
       ready += peer.caught_up and (holder.step >= sync or holder.done)
     if ready >= self.config.quorum:
-      self.fail(f'sync {sync} is not open, {ready} learners are there')
+      self.fail(f'sync {sync} is not open, {ready} learners are ready')
 
   def _reached(self, book, sync):
     ready = 0
@@ -57,7 +57,7 @@ class Pace(invariant.Invariant):
       step = holder.step if learner is None else max(holder.step, learner.step)
       ready += peer.caught_up and (step >= sync or step >= self.config.total_steps)
     if ready < self.config.quorum:
-      self.fail(f'sync {sync}, {ready} learners are there')
+      self.fail(f'sync {sync}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)
   def finish(self, book, now_ns, send, event):
@@ -67,7 +67,7 @@ class Pace(invariant.Invariant):
 
 class LastWord(invariant.Invariant):
   id = 'P2'
-  sentence = 'A syncer ends only when it was asked to, or when every fragment is closed.'
+  sentence = 'A syncer exits only when it was asked to, or when every fragment is closed.'
 
   @invariant.on(SYNCER, actions.Exit)
   def exit(self, book, now_ns, action, event):

@@ -1,4 +1,4 @@
-"""Safety: no learner's bad update reaches the model, nor costs the others theirs."""
+"""Safety: a bad update of one learner neither reaches the model nor discards the others' updates."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import lineage as lineage_book
@@ -10,8 +10,9 @@ SYNCER = invariant.SYNCER
 class Screened(invariant.Invariant):
   id = 'I9b'
   sentence = (
-    'Each payload is judged by itself: what is not finite, or too long for what was '
-    'merged of its fragment before, is left out of the outer step, and nothing else.'
+    'The syncer judges each payload by itself: it leaves out of the outer step exactly the '
+    'payloads that are not finite or whose norm is too large compared with earlier merges of the '
+    'fragment.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -22,7 +23,7 @@ class Screened(invariant.Invariant):
         self.fail(one, f'its limit should be {true}')
 
   def _limit(self, commits, steps):
-    """By the sentence of screening.py, in its own words."""
+    """The rule of syncer/screening.py, implemented a second time."""
     config = self.config
     if not config.norm_factor or len(commits) < config.norm_warmup:
       return None
@@ -47,27 +48,27 @@ class Screened(invariant.Invariant):
 class Quarantine(invariant.Invariant):
   id = 'I9c'
   sentence = (
-    'Who sends as many bad updates in a row as the settings say is put into quarantine '
-    'at once, and that process takes part no more.'
+    'A learner that sends as many bad updates in a row as the settings allow is quarantined at '
+    'once, and that process takes no further part.'
   )
 
-  def _out(self, book, peer):
+  def _is_quarantined(self, book, peer):
     worst = book.lineage.holders[peer.join.learner].worst
     return 0 < self.config.strikes <= worst
 
-  def _nobody(self, book):
+  def _check_members(self, book):
     for peer in book.members.values():
-      if self._out(book, peer) and not book.exiting:
+      if self._is_quarantined(book, peer) and not book.exiting:
         self.fail(peer, book.lineage.holders[peer.join.learner])
 
   @invariant.after(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, event, out):
-    self._nobody(book)
+    self._check_members(book)
 
   @invariant.after(SYNCER, messages.Decline)
   def declined(self, book, now_ns, event, out):
-    self._nobody(book)
+    self._check_members(book)
 
   @invariant.after(SYNCER, messages.Confirm)
   def confirmed(self, book, now_ns, event, out):
-    self._nobody(book)
+    self._check_members(book)

@@ -13,7 +13,7 @@ KEPT = 2  # snapshots
 
 @dataclasses.dataclass(slots=True)
 class _Taking:
-  """The snapshot that a syncer's process takes: whom it asked on which stream, who has answered."""
+  """The snapshot that a syncer takes: the learners asked, by session, and their answers."""
 
   number: int
   began_ns: int
@@ -31,7 +31,7 @@ class _Snapshots(invariant.Invariant):
     self.taking: dict[int, _Taking] = {}  # by the syncer's life
 
   def of(self, book) -> _Taking | None:
-    """The one under way."""
+    """The snapshot in progress."""
     taking = self.taking.get(book.life.number)
     return None if taking is None or taking.ended else taking
 
@@ -65,7 +65,7 @@ class _Snapshots(invariant.Invariant):
     self.taking[book.life.number].ended = True
 
   def excused(self, taking, learner, now_ns) -> bool:
-    """Whether a learner that has not answered need not be waited for."""
+    """Whether the syncer need not wait for a learner that has not answered."""
     late = now_ns >= taking.began_ns + self.config.snapshot_wait_ns
     return late or not taking.asked[learner].member
 
@@ -73,9 +73,9 @@ class _Snapshots(invariant.Invariant):
 class ManifestIsTrue(_Snapshots):
   id = 'I16b'
   sentence = (
-    'A manifest pins the checkpoint that the syncer saved for it and that of each learner '
-    'that told so on the stream on which it was asked; every other learner that was asked is '
-    'missing for a reason; and one snapshot is taken at a time.'
+    'A manifest names the part that the syncer saved for it and the part of each learner that '
+    'reported one on the session on which it was asked; every other learner that was asked is '
+    'listed as missing for a reason; the syncer takes one run snapshot at a time.'
   )
 
   @invariant.on(SYNCER, actions.Save)
@@ -97,12 +97,12 @@ class ManifestIsTrue(_Snapshots):
       self.fail(write, f'the syncer saved {own}')
     named, missing = {part.learner for part in write.parts}, dict(write.missing)
     if named & missing.keys() or named | missing.keys() != taking.asked.keys():
-      self.fail(write, f'asked were {sorted(taking.asked)}')
+      self.fail(write, f'the learners asked are {sorted(taking.asked)}')
     for part in write.parts:
       told, peer = taking.told.get(part.learner), taking.asked[part.learner]
       same = told is not None and _name(told) == _name(part)
       if not same or told.error or peer.incarnation != part.incarnation:
-        self.fail(part, f'the learner told {told}')
+        self.fail(part, f'the learner reported {told}')
     for learner, why in missing.items():
       told = taking.told.get(learner)
       if not (told.error if told else self.excused(taking, learner, now_ns)):
@@ -127,8 +127,8 @@ class _LearnersPart:
 class PartsAreACut(invariant.Invariant):
   id = 'I16c'
   sentence = (
-    'What a learner saves for a snapshot is of a step boundary after it was asked on its stream, '
-    "and knows of every token that the syncer's checkpoint has heard of."
+    'A learner saves its part at a step boundary after the request reached it on its session, and '
+    "the part includes every token that the syncer's part counts."
   )
 
   def __init__(self, run):
@@ -181,7 +181,7 @@ class PartsAreACut(invariant.Invariant):
         one.learner,
         one.incarnation,
       ):
-        self.fail(one, f'saved was {part}')
+        self.fail(one, f'the saved part is {part}')
       heard = trained.get((one.learner, one.incarnation), 0)
       if part.tokens < heard:
         self.fail(one, f"it has {part.tokens} tokens, the syncer's checkpoint has heard of {heard}")
@@ -232,8 +232,8 @@ class PinsStay(invariant.Invariant):
 class SnapshotsEnd(_Snapshots):
   id = 'L9'
   sentence = (
-    "A snapshot that was begun ends: once the syncer's checkpoint is saved it waits for no learner "
-    'that has answered or is gone, and for none longer than snapshot_wait_ns.'
+    'Every run snapshot that begins also ends: once its own part is saved, the syncer waits for no '
+    'learner that has answered or left, and for none longer than snapshot_wait_ns.'
   )
 
   @invariant.on(SYNCER, actions.WriteManifest)
@@ -253,4 +253,6 @@ class SnapshotsEnd(_Snapshots):
       if one not in taking.told and not self.excused(taking, one, now_ns)
     ]
     if not waits:
-      self.fail(f'snapshot {taking.number} waits, answered have {sorted(taking.told)}')
+      self.fail(
+        f'snapshot {taking.number} waits although all needed answers are in: {sorted(taking.told)}'
+      )

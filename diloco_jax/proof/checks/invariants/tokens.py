@@ -1,4 +1,4 @@
-"""Safety: what is said of values and tokens is true, and the ledger adds up."""
+"""Safety: every report about values and tokens is true, and the ledger adds up."""
 
 import collections
 
@@ -12,7 +12,7 @@ EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
 
 class HonestLearner(invariant.Invariant):
   id = 'I7a'
-  sentence = 'A learner tells of its steps, tokens and snapshots exactly what is true.'
+  sentence = 'A learner reports its steps, tokens and captures exactly as they are.'
 
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):
@@ -38,8 +38,8 @@ class HonestLearner(invariant.Invariant):
   @invariant.on(LEARNER, messages.Confirm)
   def confirm(self, book, now_ns, send, event):
     said = send.message
-    going_on = said.incarnation == book.incarnation
-    true = (book.told_steps, book.told_tokens) if going_on else (0, 0)
+    continues = said.incarnation == book.incarnation
+    true = (book.told_steps, book.told_tokens) if continues else (0, 0)
     held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
     if (said.steps, said.tokens) != true or said.step != book.step:
       self.fail(book, said, true, book.step)
@@ -54,7 +54,7 @@ class HonestLearner(invariant.Invariant):
 
 class HonestDigests(invariant.Invariant):
   id = 'I7b'
-  sentence = 'A learner says that it holds the published bits if and only if it does.'
+  sentence = 'A learner reports that it holds the published bits if and only if it does.'
 
   @invariant.on(LEARNER, messages.Adopted)
   def adopted(self, book, now_ns, send, event):
@@ -79,8 +79,8 @@ class HonestDigests(invariant.Invariant):
 class TokensConserved(invariant.Invariant):
   id = 'I7'
   sentence = (
-    'Every fragment-token is merged, discarded with its reason or unsettled: the '
-    "syncer's ledger is what the learners' own counts and its verdicts add up to."
+    "Every fragment-token is merged, discarded with a reason or unsettled: the syncer's ledger "
+    "agrees with the learners' own counts and with its verdicts."
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -129,7 +129,7 @@ class TokensConserved(invariant.Invariant):
 
   @invariant.on(SYNCER, messages.Leave)
   def leave(self, book, now_ns, event, out):
-    """Who says goodbye has told of every token."""
+    """A learner that leaves has reported all its tokens."""
     peer = book.peer
     learner = book.learner(peer) if peer.member and peer.joined and not book.exiting else None
     if learner is not None and book.account(peer).trained != learner.told_tokens:
@@ -153,11 +153,14 @@ class TokensConserved(invariant.Invariant):
 
 class Verdicts(invariant.Invariant):
   id = 'I7c'
-  sentence = 'Every contribution gets one verdict, its learner is told, and the verdict is true.'
+  sentence = (
+    'Every contribution gets exactly one verdict, the verdict is true, and the syncer tells it to '
+    'the learner.'
+  )
 
   def __init__(self, run):
     super().__init__(run)
-    self._told: dict[int, set[int]] = {}  # sync that is being cancelled: the streams that heard
+    self._told: dict[int, set[int]] = {}  # by cancelled sync: the sessions that were told
 
   @invariant.on(SYNCER, messages.Settled)
   def settled(self, book, now_ns, send, event):
@@ -165,7 +168,7 @@ class Verdicts(invariant.Invariant):
     if said.merged:
       ended = book.ended
       merged = isinstance(event, events.MergeDone) and not event.failed and ended.sync == said.sync
-      nonce = book.peers[send.session].join.nonce  # on whatever stream it has now
+      nonce = book.peers[send.session].join.nonce  # on its current session
       if not merged or nonce not in self._nonces(ended, event, refused=False):
         self.fail(send, event, ended.merged)
     elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
@@ -182,7 +185,7 @@ class Verdicts(invariant.Invariant):
       self._discarded(book, send, event)
 
   def _nonces(self, ended, done, refused):
-    """The processes whose payloads were refused in an outer step, or were not."""
+    """The processes whose payloads an outer step refused, or did not refuse."""
     return {
       peer.join.nonce for peer, _ in ended.merged if (peer.join.learner in done.refused) == refused
     }
@@ -201,7 +204,7 @@ class Verdicts(invariant.Invariant):
         age = lineage.versions[said.fragment] - message.version
         true = not 0 <= age <= self.config.max_staleness
       case Reason.DUPLICATE:
-        merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data stream
+        merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data shard
         true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
           message.cursor - message.steps < merged
         )
@@ -214,7 +217,7 @@ class Verdicts(invariant.Invariant):
 
   @invariant.on(SYNCER, facts.Cancelled)
   def cancelled(self, book, now_ns, cancelled, event):
-    """Everybody is told, also who was not asked: a lock-step learner may wait for it."""
+    """Every learner is told, asked or not: a lock-step learner may wait for it."""
     told = self._told.pop(cancelled.sync, set())
     for peer in book.members.values():
       if peer.joined and peer.session not in told:
@@ -229,7 +232,7 @@ class Verdicts(invariant.Invariant):
     held = gather.payloads.values() if gather is not None else ()
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
     if settled or any(other is peer for other, _ in held):
-      return  # said twice
+      return  # a duplicate
     for action in out:
       if (
         type(action) is actions.Send
@@ -237,7 +240,7 @@ class Verdicts(invariant.Invariant):
         and (type(action.message) is messages.Settled and action.message.sync == message.sync)
       ):
         return
-    self.fail(event, 'nothing was answered')
+    self.fail(event, 'the syncer did not answer')
 
   @invariant.after(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):
@@ -256,11 +259,14 @@ class Verdicts(invariant.Invariant):
 
 class Finite(invariant.Invariant):
   id = 'I9'
-  sentence = 'What is not finite is never merged nor published; its learner starts anew.'
+  sentence = (
+    'The syncer never merges or publishes a value that is not finite; the learner that produced it '
+    'gets a fresh anchor.'
+  )
 
   @invariant.after(LEARNER, events.Encoded)
   def encoded(self, book, now_ns, event, out):
-    """A snapshot that was refused is declined, on the stream that asked for it."""
+    """A learner declines a refused capture on the session that asked for it."""
     if event.handle is None and book.joined and book.last_encoded.session == book.session:
       for action in out:
         if (
@@ -297,8 +303,8 @@ class Finite(invariant.Invariant):
 class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
-    'Memory is bounded: a syncer keeps one payload of a learner for each open sync, a '
-    'learner a few versions that it has not adopted yet; at the end nothing is kept.'
+    'Memory is bounded: a syncer keeps one payload per learner and open sync, a learner keeps a '
+    'few versions that it has not adopted yet, and neither keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -310,7 +316,7 @@ class Bounded(invariant.Invariant):
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
     if len(book.handles) != len(book.pending):
-      self.fail(f'payloads {book.handles - book.pending.keys()} belong to nothing')
+      self.fail(f'payloads {book.handles - book.pending.keys()} belong to no sync')
     if len(book.gathers) > self.config.in_flight:
       self.fail(book.gathers)
 

@@ -1,7 +1,7 @@
-"""Who was promised a peer's moments, who was asked for them, and how a learner came by its own.
+"""Promised donations, the donors asked for them, and how each learner obtained its moments.
 
-Extends the books of the syncer (`SyncerBook.promises`, `Peer.awaits`) and of the learner
-(`LearnerBook.way` and what leads to it); its tables are looked up after theirs.
+Extends the model of the syncer (`SyncerBook.promises`, `Peer.awaits`) and of the learner
+(`LearnerBook.way` and its causes); these tables are applied after theirs.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Way = messages.Way
 
 @dataclasses.dataclass(slots=True)
 class Promise:
-  """One transfer: to whom, the vector clock it was given, and who was asked."""
+  """One transfer: the joiner, the vector clock it was given, and the donor that was asked."""
 
   peer: Any
   step: int
@@ -24,11 +24,11 @@ class Promise:
   donor: Any = None
   asked_ns: int = 0
   refused: set[str] = dataclasses.field(default_factory=set)
-  open: bool = True  # neither relayed nor given up
+  open: bool = True  # neither relayed nor abandoned
 
 
 def giving(book) -> set[int]:
-  """Sessions of the donors that were asked and have neither answered nor gone."""
+  """Sessions of the donors that were asked and have neither answered nor left."""
   return {
     session
     for session, _ in book.asked.items()
@@ -59,7 +59,7 @@ def asks(book, now_ns: int, send: actions.Send, event: Any) -> None:
 
 
 def answer(book, now_ns: int, what: Any, other: Any) -> None:
-  """A Donation or NoDonation: heard from a donor, or sent on to a joiner."""
+  """A Donation or NoDonation: received from a donor, or relayed to a joiner."""
   if type(what) is actions.Send:
     book.promises[what.message.transfer].open = False
     return
@@ -71,7 +71,7 @@ def answer(book, now_ns: int, what: Any, other: Any) -> None:
     promise = book.promises[message.transfer]
     if promise.donor is book.peer:
       promise.donor = None
-      promise.refused.add(book.peer.join.learner)  # what it gave is relayed in this turn, or never
+      promise.refused.add(book.peer.join.learner)  # its donation is relayed in this turn, or never
 
 
 def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
@@ -111,7 +111,7 @@ def hung_up(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None
 
 
 def heard(book, now_ns: int, what: Any, other: Any) -> None:
-  """A Donation or NoDonation, heard as a joiner or sent as a donor."""
+  """A Donation or NoDonation, received as a joiner or sent as a donor."""
   if type(what) is events.Received and what.session == book.session:
     if type(what.message) is messages.NoDonation and what.message.transfer == book.awaits:
       book.awaits = 0

@@ -1,4 +1,4 @@
-"""What one learner's process really did: its steps, tokens, snapshots and adoptions."""
+"""What one learner's process really did: its steps, tokens, captures and adoptions."""
 
 import collections
 import dataclasses
@@ -11,20 +11,20 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 
 Range = tuple[int, int]
-Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
+Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
 
 
 @dataclasses.dataclass(slots=True)
 class Anchor:
-  """The value of a fragment that a process holds, and its own counts when it took it."""
+  """The value of a fragment that a process holds, and the process's counts when it adopted it."""
 
   version: int
   digest: int
   tokens: int = 0
   steps: int = 0
   sound: bool = True  # its bits are those that were published
-  contributed: int = 0  # the sync it was snapshot for on this stream, 0: none
-  ended: int = 0  # the last due time that this learner needs not wait for
+  contributed: int = 0  # the sync it was captured for on this session, 0: none
+  ended: int = 0  # the last due time that this learner need not wait for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Snapshot:
 
 
 class LearnerBook:
-  """One learner's process. Counts are of the whole process; `base_*` is where its incarnation
-  began (a syncer that went back may give a process a second one)."""
+  """One learner's process. Counts are of the whole process; `base_*` are those at which its
+  incarnation began (a syncer that was rolled back may give a process a second incarnation)."""
 
   def __init__(
     self, config: config_lib.ProtocolConfig, schedule: schedule_lib.Schedule, life: observers.Life
@@ -60,20 +60,20 @@ class LearnerBook:
     self.anchors = [
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
     ]
-    self.pulls: dict[int, int] = {}  # fragment: sync, on this stream
+    self.pulls: dict[int, int] = {}  # fragment: sync, on this session
     self.pulled_to: dict[int, int] = {}  # the newest, answered or not
     self.encoding: collections.deque[Snapshot] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
-    self.handles: dict[int, Any] = {}  # what is behind each: a Publish or a Snapshot
-    # How it came by its moments (books/donation.py); '': it has not begun.
+    self.handles: dict[int, Any] = {}  # of a Publish or a Snapshot
+    # How it obtained its moments (model/donation.py); '': it has not begun to train.
     self.way, self.awaits, self.welcomed_on, self.taking = '', 0, 0, False
     self.deadline_ns: int | None = None
     self.last_encoded: Snapshot | None = None
     self.last_adopted: Anchor | None = None
-    self.reads: list[Batches] = []  # all that it ever trained on, one row after the other
-    self.at: Range | None = None  # data stream and next batch
-    self.claim: Range | None = None  # what it told of that
-    self.lease: Range | None = None  # where it is to go
+    self.reads: list[Batches] = []  # all that it ever trained on, range after range
+    self.at: Range | None = None  # data shard and next batch
+    self.claim: Range | None = None  # the position that it reported
+    self.lease: Range | None = None  # where it is to read next
     self.limit = 0
     self._set_limit()
 
@@ -98,7 +98,7 @@ class LearnerBook:
 
   @property
   def may_step(self) -> bool:
-    """Whether nothing that the settings name holds it up, and nobody has asked it to end."""
+    """Whether the settings allow a step and the process was not asked to end."""
     if not self.training or self.ending or self.step >= self.config.total_steps:
       return False
     return self.config.lag is None or self.step < self.limit
@@ -110,7 +110,7 @@ class LearnerBook:
       self.limit = min(nexts) + self.config.lag
 
   def last_reads(self, steps: int) -> tuple[Batches, ...]:
-    """The batches of the last so many steps."""
+    """The batches of the last `steps` steps."""
     found: list[Batches] = []
     for stream, first, end in reversed(self.reads):
       if steps <= 0:
@@ -140,7 +140,7 @@ class LearnerBook:
   def welcomed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     message = event.message
     if event.session != self.session or self.joined:
-      return  # of an old stream, or said twice
+      return  # of an old session, or a duplicate
     self.joined = self.ever_joined = True
     if (message.stream, message.cursor) != self.claim:
       self.lease = message.stream, message.cursor
@@ -155,12 +155,12 @@ class LearnerBook:
     self.begin()
 
   def begin(self) -> None:
-    """It trains once it holds all fragments, and has its moments."""
+    """The learner trains once it holds all fragments and has its moments."""
     self.training = self.training or (bool(self.way) and not self.due)
 
   def pulled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     sync, p = event.message.sync, event.message.fragment
-    if event.session == self.session and sync > self.pulled_to.get(p, 0):  # else it is said twice
+    if event.session == self.session and sync > self.pulled_to.get(p, 0):  # else a duplicate
       self.pulls[p] = self.pulled_to[p] = sync
 
   def published(self, now_ns: int, event: events.Received, out: Sequence) -> None:

@@ -1,12 +1,11 @@
-"""What outlives a syncer: versions, ids and the ledger, written a second time.
+"""What outlives a syncer: versions, ids and the ledger, implemented a second time.
 
-The ledger is written from what the learners said and from the verdicts that they heard. What a
-syncer has decided is written down one outer step after the other (*records*), before anybody hears
-of it. So a syncer that ends goes on behind the last record that its disk has: with the books as
-they were at that decision (a copy of the lineage then), and with the outer steps that were under
-way in them ended as they did; or with a snapshot that it saved behind that record. Only if an
-operator had to repair the log are versions *lost* that were published: a learner that holds one may
-be sent an older one.
+The ledger here follows from the learners' messages and the verdicts sent to them. The syncer writes
+one *record* per outer step before it tells any learner of it. So the next syncer continues after the
+last record on the disk: with the machine state at that decision (a copy of the lineage then), in
+which the outer steps in progress have ended as they did; or with a checkpoint saved after that
+record. Published versions are *lost* only if an operator had to repair the log: the syncer may then
+send an older version to a learner that holds a lost one.
 """
 
 import copy
@@ -23,8 +22,8 @@ KEPT = 16  # commits of a fragment whose norms are remembered
 
 @dataclasses.dataclass(slots=True)
 class Account:
-  """One incarnation's tokens by the learners' word and the verdicts that they heard. Figures but
-  `trained` are fragment-tokens."""
+  """One incarnation's tokens, from the learner's reports and the verdicts sent to it. All figures
+  but `trained` are fragment-tokens."""
 
   cursors: list[int]
   trained: int = 0
@@ -39,13 +38,13 @@ class Account:
     self.trained = max(self.trained, tokens)
 
   def move(self, p: int, upto: int, reason: str) -> None:
-    """Everything of fragment p before `upto` that has no verdict gets this one."""
+    """All tokens of fragment p before `upto` that have no verdict get this one."""
     self.train(upto)
     self.discard(max(0, upto - self.cursors[p]), reason)
     self.cursors[p] = max(upto, self.cursors[p])
 
   def settle(self, p: int, told: Range, reason: str) -> None:
-    """A contribution gets its verdict; '' is merged. What it left out before it was overwritten."""
+    """A contribution gets its verdict; '' is merged. The tokens before its range were overwritten."""
     if told[0] < self.cursors[p]:
       self.move(p, told[1], Reason.DUPLICATE)
       return
@@ -71,7 +70,7 @@ class Account:
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-  """Who holds a learner id, or held it last; `replaced` are the processes before."""
+  """The process that holds a learner id, or held it last; `replaced` are the earlier ones."""
 
   nonce: int
   incarnation: int
@@ -89,22 +88,22 @@ class Holder:
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-  """What a syncer's snapshot stands for; copied when it is asked for, taken up again after it."""
+  """What a syncer's machine state means; copied with it, and restored with it."""
 
   versions: list[int]
   digests: list[int]
   last_sync: list[int]
-  cancelled: list[int]  # syncs of which no version came
-  abandoned: list[int]  # open syncs that ended with their syncer, less those that open once more
+  cancelled: list[int]  # syncs that made no version
+  abandoned: list[int]  # open syncs that ended with their syncer, less those that open again
   next: int
   opened: int = 0
-  skipped: int = 0  # syncs that were left out, per fragment
+  skipped: int = 0  # syncs, per fragment
   repaired: int = 0  # adoptions that differed from what was published
   holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
   merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
   norms: dict[int, tuple[Range, ...]] = dataclasses.field(default_factory=dict)  # (norm, steps)
-  # (data stream, fragment): the end of the batches that were merged.
+  # (data shard, fragment): the end of the batches that were merged.
   batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
   def copy(self) -> 'Lineage':
@@ -134,7 +133,7 @@ class Lineage:
       account.close(Reason.END_OF_RUN)
 
   def totals(self) -> dict[str, Any]:
-    """As a `ledger` report has them."""
+    """In the form of a `ledger` report."""
     discarded: dict[str, int] = {}
     trained = merged = unsettled = 0
     for account in self.accounts.values():
@@ -161,9 +160,8 @@ class Lineage:
 
 @dataclasses.dataclass(slots=True)
 class Saved:
-  """A snapshot that a syncer asked to be saved; `undecided` are its open syncs, `position` is the
-  last record that it holds; `closed`: every sync was over; `verified`: it was written, and read
-  back."""
+  """A checkpoint that a syncer asked for; `undecided` are its open syncs, `position` is the last
+  record that it covers; `closed`: every sync was over; `verified`: it was written and read back."""
 
   snapshot: dict[str, Any]
   lineage: Lineage
@@ -176,14 +174,14 @@ class Saved:
 @dataclasses.dataclass(slots=True)
 class Record:
   """An outer step as it was decided; `lineage` and `undecided` (other open syncs) are of that
-  moment, `under_way` are the records that had not ended then, this one among them. `digest` is None
-  until its end is known."""
+  moment; `under_way` are the outer steps in progress then, this one included. `digest` is None
+  until the end of this one is known."""
 
   merge: actions.Merge
   lineage: Lineage
   undecided: tuple[int, ...]
   under_way: tuple['Record', ...] = ()
-  batches: tuple[tuple[int, int, int], ...] = ()  # data stream, first, the one behind the last
+  batches: tuple[tuple[int, int, int], ...] = ()  # data shard, first, the one after the last
   digest: int | None = None
   failed: str = ''
   norms: tuple[int, ...] = ()
@@ -191,7 +189,7 @@ class Record:
   number: int = 0  # outer steps end in this order
 
   def end(self, lineage: Lineage) -> None:
-    """Books how it ended."""
+    """Updates the lineage with the end of this outer step."""
     p = self.merge.fragment
     if self.failed:
       lineage.cancelled[p] += 1
@@ -208,7 +206,7 @@ class Record:
     self._screen(lineage)
 
   def _screen(self, lineage: Lineage) -> None:
-    """Strikes of who was refused, norms of who was not."""
+    """Adds strikes of refused participants, and norms of the others."""
     good = []
     for one, norm in zip(self.merge.participants, self.norms):
       holder = lineage.holders[one.learner]
@@ -226,13 +224,13 @@ class Record:
 
 
 def medians(pairs: Sequence[Range]) -> Range:
-  """Of norms and of steps; of two in the middle the upper one."""
+  """The medians of norms and of steps; of two in the middle the upper one."""
   norms, steps = zip(*pairs)
   return sorted(norms)[len(pairs) // 2], sorted(steps)[len(pairs) // 2]
 
 
 def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
-  """Where a syncer's snapshot is not what is true, in words; '' if nowhere."""
+  """Describes the first difference between a syncer's machine state and the truth; '' if none."""
   true: dict[str, Any] = {
     name: getattr(lineage, name) for name in ('versions', 'digests', 'last_sync', 'next', 'opened')
   }

@@ -1,7 +1,7 @@
-"""All books of a run. Nothing here asks a machine: it is the truth as the records tell it.
+"""The model of a run: the truth according to the records alone. It never asks a machine.
 
-Books are updated after the checkers (proof/checks/checkers.py) have seen a record, so that a checker sees
-both sides of it.
+The model is updated after the checkers (proof/checks/checkers.py) have seen a record, so that a
+checker sees both sides of it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ Book = learner_book.LearnerBook | syncer_book.SyncerBook
 
 
 class NotTheirs(LookupError):
-  """A syncer goes on from what it should not; `lost`: from an earlier record than it must."""
+  """A syncer continues from a wrong state; `lost`: from an earlier record than it must."""
 
   def __init__(self, words: str, lost: bool):
     super().__init__(words)
@@ -28,22 +28,22 @@ class NotTheirs(LookupError):
 
 
 class Run:
-  """All processes of a run, and what a syncer that begins goes on from.
+  """All processes of a run, and the states from which a new syncer may continue.
 
   Attributes:
     records: of all outer steps that were decided and are not lost, the first is number 1.
-    told: so many of them have ended as far as machines know.
-    durable: so many are safe on the disk; None: nobody knows, as with real processes.
-    repaired: the log was damaged, what the next syncer goes on from is not its fault.
-    spoken: per fragment, the newest version that anybody was sent.
+    told: how many of them have ended according to the machines.
+    durable: how many are safe on the disk; None: unknown, as with real processes.
+    repaired: the log was damaged, so the state of the next syncer is not the syncer's fault.
+    spoken: per fragment, the newest version that the syncer sent to any peer.
   """
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self.config, self.schedule = config, schedule_lib.Schedule(config)
     self.learners: dict[int, learner_book.LearnerBook] = {}  # by nonce
-    self.books: dict[int, Book] = {}  # by the life's number
+    self.books: dict[int, Book] = {}  # by the process's number
     self.syncer: syncer_book.SyncerBook | None = None
-    self.saved: list[lineage_book.Saved] = []  # those that are not gone back over
+    self.saved: list[lineage_book.Saved] = []  # without those after a rollback
     self.records: list[lineage_book.Record] = []
     self.told = 0
     self.durable: int | None = None
@@ -51,10 +51,10 @@ class Run:
     self.spoken = [0] * config.fragments
     self.history: list[list[int]] = [[] for _ in range(config.fragments)]  # digests by version
     self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
-    self.lost: set[tuple[int, int, int]] = set()  # values that a repair gave up
+    self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
   def born(self, life: observers.Life) -> Book:
-    """A new process. Raises NotTheirs if a syncer goes on from what it should not."""
+    """A new process. Raises NotTheirs if a syncer continues from a wrong state."""
     if life.start.role == 'learner':
       book = learner_book.LearnerBook(self.config, self.schedule, life)
       self.learners[book.nonce] = book
@@ -70,7 +70,7 @@ class Run:
     history.append(digest)
 
   def logged(self, note: observers.LogNote) -> None:
-    """What the world says of the log."""
+    """A fact about the log from the simulated world."""
     match note.kind:
       case 'appended':
         record = self.records[note.number - 1]
@@ -88,20 +88,20 @@ class Run:
     if self.repaired:
       self.repaired, self.spoken = False, list(lineage.versions)
     if self.durable is not None:
-      self.durable = min(self.durable, number)  # until the world says more
+      self.durable = min(self.durable, number)  # until the next fact about the log
     for p, history in enumerate(self.history):
       version = lineage.versions[p]
       for lost in range(version + 1, len(history)):
         self.lost.add((p, lost, history[lost]))
       self.history[p] = history[: version + 1] or [lineage.digests[p]]
       if len(self.history[p]) <= version:
-        self.publish(p, lineage.digests[p])  # it is durable, but nobody had been told
+        self.publish(p, lineage.digests[p])  # it is durable, but no learner had been told
     for holder in lineage.holders.values():
       holder.done = False
     return lineage
 
   def _found(self, start: Any) -> tuple[int, lineage_book.Lineage]:
-    """The record behind which a syncer goes on, and what is true there."""
+    """The record after which a syncer continues, and what is true there."""
     if start.snapshot is None:
       number, lineage = 0, self._first(start.digests)
     else:
@@ -113,13 +113,13 @@ class Run:
       raise NotTheirs(self._nearest(start.snapshot), behind and not self.repaired)
     first = self.told if self.durable is None else max(self.told, self.durable)
     if not self.repaired and (number < first or behind):
-      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', True)
+      raise NotTheirs(f'it continues after record {number}, {first} are durable', True)
     if self.durable is not None and number > first + 1:
-      raise NotTheirs(f'it goes on behind record {number}, {first} are durable', False)
+      raise NotTheirs(f'it continues after record {number}, {first} are durable', False)
     return number, lineage
 
   def _at(self, number: int, snapshot: dict[str, Any]) -> tuple[int, lineage_book.Lineage] | None:
-    """The record and the lineage, if a snapshot is what is true behind it."""
+    """The record and the lineage, if a machine state is what is true after that record."""
     for saved in reversed(self.saved):
       if saved.position == number and _same(saved.snapshot, snapshot):
         return number, self._reopened(self._ended(saved), saved.undecided)
@@ -131,7 +131,7 @@ class Run:
     return None
 
   def _knows(self, snapshot: dict[str, Any], record: lineage_book.Record) -> bool:
-    """Whether a snapshot has heard of all whose work was under way at a record."""
+    """Whether a machine state knows all participants of the outer steps in progress at a record."""
     members = {row['learner'] for row in snapshot['members']}
     return all(
       one.learner in members
@@ -140,12 +140,12 @@ class Run:
     )
 
   def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
-    """What is true behind a record: that of a syncer that decided nothing more."""
+    """What is true after a record for a syncer that decided nothing more."""
     record = self.records[number - 1]
     twin = self._ended(record)
     for one in record.under_way:
       p = one.merge.fragment
-      if one.digest is None:  # nobody knows: the snapshot may say it
+      if one.digest is None:  # unknown: take it from the machine state
         made = snapshot['versions'][p] == one.merge.version
         one.digest, one.failed = snapshot['digests'][p], '' if made else 'unknown'
         one.refused = _struck(one, twin, snapshot)
@@ -155,11 +155,11 @@ class Run:
     return twin
 
   def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
-    """The sync that a syncer opens first if it begins there."""
+    """The sync that a syncer opens first if it starts there."""
     return min([behind.lineage.next, *self._closing(behind.undecided)])
 
   def _ended(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
-    """What is true once the process has ended: its open syncs have ended with it."""
+    """What is true once the process has ended, and its open syncs with it."""
     lineage = behind.lineage.copy()
     for sync in behind.undecided:
       lineage.abandoned[self.schedule.fragment(sync)] += 1
@@ -168,8 +168,8 @@ class Run:
   def _reopened(
     self, lineage: lineage_book.Lineage, undecided: Sequence[int]
   ) -> lineage_book.Lineage:
-    """From the first closing sync on that ended with its process all are opened once more, since no
-    other comes after them."""
+    """All syncs from the first closing sync that ended with its process are opened again, since no
+    later sync follows them."""
     closing = self._closing(undecided)
     if closing:
       sync = lineage.next = min(closing)
@@ -183,11 +183,11 @@ class Run:
     return [sync for sync in syncs if sync > self.config.total_steps]
 
   def _nearest(self, snapshot: dict[str, Any]) -> str:
-    """How it differs from what is true behind the last record, in words."""
+    """Describes how a machine state differs from what is true after the last record."""
     if not self.records:
-      return 'nothing was written down, nothing saved'
+      return 'there is no record and no checkpoint'
     if not self._knows(snapshot, self.records[-1]):
-      return 'it has not heard of learners whose work was under way'
+      return 'it does not know learners whose outer step was in progress'
     return lineage_book.difference(snapshot, self._twin(len(self.records), snapshot))
 
   def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
@@ -200,7 +200,7 @@ class Run:
 def _struck(
   record: lineage_book.Record, before: lineage_book.Lineage, snapshot: dict[str, Any]
 ) -> tuple[str, ...]:
-  """Who was refused in an outer step of which only a snapshot tells: those with more strikes."""
+  """The learners refused in an outer step known only from a machine state: strikes went up."""
   strikes = {row['learner']: row['strikes'] for row in snapshot['members']}
   return tuple(
     one.learner
@@ -212,7 +212,7 @@ def _struck(
 def _believe(
   record: lineage_book.Record, after: lineage_book.Lineage, snapshot: dict[str, Any]
 ) -> None:
-  """Takes strikes and norms after an outer step from the only one who tells of them."""
+  """Takes strikes and norms after an outer step from the machine state, their only source."""
   rows, p = {row['learner']: row for row in snapshot['members']}, record.merge.fragment
   for one in record.merge.participants:
     holder = after.holders[one.learner]
@@ -221,7 +221,7 @@ def _believe(
 
 
 def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
-  """`merging` is of the moment: nothing is under way when a syncer begins, nor when it saves. Which
-  snapshots of the run there are is no part of one, nor is how old it is."""
+  """Whether two machine states are equal except for what belongs to the moment: `merging` (empty
+  when a syncer starts or saves), the list of run snapshots, and the age of the state."""
   moment = {'merging': [], syncer_machine.MANIFESTS: [], recovery.UNSAVED: 0}
   return {**saved, **moment} == {**snapshot, **moment}

@@ -1,4 +1,4 @@
-"""One syncer's process: its streams, who holds which id, what each open sync has and waits for."""
+"""One syncer's process: its sessions, the holders of ids, and the state of each open sync."""
 
 import collections
 import dataclasses
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 @dataclasses.dataclass(slots=True)
 class Peer:
-  """One stream at the syncer."""
+  """One session at the syncer."""
 
   session: int
   heard_ns: int
@@ -26,17 +26,17 @@ class Peer:
   offered: int | None = None
   incarnation: int = 0
   member: bool = False  # it holds its id
-  joined: bool = False  # it was told so
+  joined: bool = False  # it was sent Joined
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
-  awaits: int = 0  # the donation that was promised to it, until it tells that it is done
+  awaits: int = 0  # the donation that was promised to it, until it reports that it is done
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
   on_way: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
-  claim: Range | None = None  # where its process was in the data when it confirmed
-  lease: Range | None = None  # where it was told to read
+  claim: Range | None = None  # its process's position in the data when it confirmed
+  lease: Range | None = None  # the position that it was given
 
   @property
   def caught_up(self) -> bool:
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclasses.dataclass(slots=True)
 class Gather:
-  """One open sync: whom it waits for, what it holds by handle."""
+  """One open sync: the learners it waits for, and its payloads by `handle`."""
 
   sync: int
   fragment: int
@@ -60,8 +60,8 @@ class Gather:
 
 
 class Window:
-  """What the grace window follows from (paper section 4): the times of steps, of gathering K
-  payloads, and from the decision to merge to the first adoption."""
+  """The times that determine the grace window (paper section 4): of steps, of gathering K payloads,
+  and from the decision to merge to the first adoption."""
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self._config = config
@@ -86,7 +86,7 @@ class Window:
       del self._merging[fragment]
 
   def begins(self, waited_ns: int, nonces: Iterable[int]) -> int:
-    """K payloads are there after `waited_ns`; how long to wait for the other live learners."""
+    """K payloads arrived after `waited_ns`; returns how long to wait for the other live learners."""
     self._quorum_ns.add(waited_ns)
     if not self._sync_ns.samples:
       return 0
@@ -110,17 +110,17 @@ class SyncerBook:
     self.pending: dict[int, Gather] = {}  # handle: the sync that holds it
     self.handles: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
-    self.promises: dict[int, Any] = {}  # by transfer (books/donation.py)
-    self.waiting: set[int] = set()  # those that may be open still
-    self.asked: dict[int, int] = {}  # transfers by the session of who was asked
-    self.peer: Peer | None = None  # who spoke in this turn
+    self.promises: dict[int, Any] = {}  # by transfer (model/donation.py)
+    self.waiting: set[int] = set()  # those that may still be open
+    self.asked: dict[int, int] = {}  # transfers by the session of the donor that was asked
+    self.peer: Peer | None = None  # the sender in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)
     self.longest_step_ns = 0
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
     self.first = lineage.next  # the sync that it opens first
-    self.farewell = self.over  # the disk says that the run is over
+    self.farewell = self.over  # the disk shows that the run is over
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -128,7 +128,7 @@ class SyncerBook:
     return f'syncer (process {self.life.number})'
 
   def hears(self, now_ns: int, session: int) -> None:
-    """Somebody speaks on this stream."""
+    """A message arrives on this session."""
     peer = self.peers.get(session)
     if peer is None:
       peer = self.peers[session] = Peer(session, now_ns)
@@ -172,7 +172,7 @@ class SyncerBook:
       self.peer.join = event.message
 
   def confirms(self, now_ns: int, event: events.Received, out: Sequence) -> None:
-    """The id is taken unless the stream is closed at once."""
+    """The process holds the id unless the syncer closes the session in this turn."""
     peer, confirm = self.peer, event.message
     if peer.member or self.exiting or peer.join is None or not peer.open:
       return
@@ -191,7 +191,7 @@ class SyncerBook:
       holder = self.lineage.holders[learner] = lineage_book.Holder(
         nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce)
       )
-    elif learner in self.members:  # the same process on a new stream: the old one goes first
+    elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
     holder.left, holder.step = False, max(holder.step, confirm.step)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
@@ -214,7 +214,7 @@ class SyncerBook:
     return peer.joined and peer.member and not self.exiting
 
   def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
-    """It is kept unless its payload is dropped in this turn; then it is settled by what is sent."""
+    """The payload is held unless the syncer drops it in this turn; Settled then has the verdict."""
     handle, message, peer = event.handle, event.message, self.peer
     self.handles.add(handle)
     if not self._counts(peer):
@@ -278,7 +278,7 @@ class SyncerBook:
       self.run.publish(done.fragment, done.digest)
 
   def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
-    """What a contribution covers in its process's own tokens; None: that process has no tape."""
+    """The range of a contribution in its process's own tokens; None: that process has no tape."""
     learner = self.learner(peer)
     if learner is None or learner.incarnation != peer.incarnation:
       return None
@@ -327,7 +327,7 @@ class SyncerBook:
     """A verdict on the contribution of this turn."""
     message = send.message
     if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
-      return  # what was merged was settled when the merge began, and what was refused of it after
+      return  # merged tokens were settled when the merge began, refused ones when it ended
     peer, said = self.peers[send.session], event.message
     self.account(peer).settle(said.fragment, (said.tokens_from, said.tokens_to), message.reason)
 
@@ -361,11 +361,11 @@ class SyncerBook:
     self.run.records.append(record)
 
   def _undecided(self) -> tuple[int, ...]:
-    """The syncs that would end with this process."""
+    """The syncs that end if this process ends now."""
     return tuple(one.sync for one in self.gathers.values() if one.record is None)
 
   def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
-    """A sync is cancelled; after a failed merge it was counted already."""
+    """A sync is cancelled; after a failed merge it is already counted."""
     if self.gathers.pop(cancelled.sync, None) is not None:
       self.lineage.cancelled[cancelled.fragment] += 1
 
@@ -399,7 +399,7 @@ class SyncerBook:
   # --- After a turn -------------------------------------------------------------------------------
 
   def can_end(self, now_ns: int) -> bool:
-    """Whether the run may be over now, perhaps since this very turn."""
+    """Whether the run may be over now, possibly since this turn."""
     if self.finished_ns is None and not self._finishes:
       return False
     gone = all(holder.left for holder in self.lineage.holders.values())
@@ -408,7 +408,7 @@ class SyncerBook:
 
   @property
   def _finishes(self) -> bool:
-    """Learners may be told now that the run is over."""
+    """The syncer may tell learners now that the run is over."""
     return self._closed and self.farewell and not self.stopping
 
   @property
@@ -417,7 +417,7 @@ class SyncerBook:
     return self.over and not self.gathers and not self.merges
 
   def after(self, now_ns: int) -> None:
-    """The end of the run follows from what is open."""
+    """Derives the end of the run from what is still open."""
     if self.exiting or self.merges:
       return
     if self.finished_ns is None and self._finishes:
