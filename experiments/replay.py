@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
   return int(not all(identical))
 
 
-def _replay(life: tapes.Life) -> bool:
+def _replay(life: tapes.ProcessTape) -> bool:
   """Prints the result of one process's tape; returns whether it is identical."""
   try:
     replay = tapes.replay(life)

@@ -29,7 +29,7 @@ _SEED = flags.DEFINE_integer('seed', None, 'Run one seed only.')
 _STORY = flags.DEFINE_bool('story', False, 'With --seed: narrate the run.')
 _TAPES = flags.DEFINE_string('tapes', '', 'With --seed: a new folder for the tapes of all nodes.')
 _JOBS = flags.DEFINE_integer('jobs', 0, 'Processes; 0: one per core.', lower_bound=0)
-_SHOWN = 3  # violations printed in full
+_VIOLATIONS_SHOWN = 3  # violations printed in full
 
 
 def main(argv: list[str]) -> int:
@@ -103,10 +103,10 @@ def _many(first: int, beyond: int) -> int:
 
 def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
   failed = sorted((one for one in outcomes if one.violation), key=lambda one: one.seed)
-  for outcome in failed[:_SHOWN]:
+  for outcome in failed[:_VIOLATIONS_SHOWN]:
     print(many_seeds.explain(outcome, tapes_lib.commit()), end='\n\n')
-  if len(failed) > _SHOWN:
-    print('more violations: seeds', ' '.join(str(one.seed) for one in failed[_SHOWN:]))
+  if len(failed) > _VIOLATIONS_SHOWN:
+    print('more violations: seeds', ' '.join(str(one.seed) for one in failed[_VIOLATIONS_SHOWN:]))
   if not failed:
     print('no violation')
   return 1 if failed else 0

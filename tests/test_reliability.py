@@ -23,9 +23,3 @@ def test_every_test_that_is_named_exists():
 def test_every_scenario_that_is_named_exists():
   named = re.findall(r'`(tests/scenarios/[\w/]+\.txt)`', PAGE)
   assert named and all((ROOT / name).is_file() for name in named)
-
-
-def test_every_code_of_a_message_is_explained():
-  files = (ROOT / 'diloco_jax').rglob('*.py')
-  said = {code for path in files for code in re.findall(r'DD4\d\d', path.read_text())}
-  assert said == set(re.findall(r'^\| (DD4\d\d) \|', PAGE, re.MULTILINE))

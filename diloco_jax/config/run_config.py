@@ -183,7 +183,7 @@ class Config:
   def agreement(self) -> dict[str, Any]:
     """What every learner must share with the syncer; where it trains and saves is its own, and what
     the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
-    own too, but batch i of stream v must be the same text for all."""
+    own too, but batch i of shard v must be the same text for all."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
     shared = (
@@ -194,7 +194,7 @@ class Config:
       'train.seed',
       'data.seq_len',
       'data.batch_size',
-      'data.streams',
+      'data.shards',
       'data.seed',
     )
     return {

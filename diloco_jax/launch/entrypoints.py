@@ -64,7 +64,7 @@ def syncer(
       return 0
   folder, records = _open(workdir, 'syncer')
   records_lib.report_startup(records, 'assembled')
-  inbox = loop.Inbox()
+  event_queue = loop.EventQueue()
   limits = link.Limits(
     max_payload_bytes=assembled.max_payload_bytes,
     max_open_transfers=_open_transfers(config),
@@ -81,16 +81,16 @@ def syncer(
 
   with (
     stops(
-      lambda reason: inbox.post(events.Stop(reason=reason)),
+      lambda reason: event_queue.post(events.Stop(reason=reason)),
       config.train.drain_s,
       _SYNCER_SAFE,
       program.DISK_FAILED,
     ),
     program.log_failures(),
     program.never_retry(ValueError, files.DirectoryError),
-    _snapshot_on_signal(lambda: inbox.post(events.TakeSnapshot())),
+    _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    result = syncer_process.run(assembled, theta, folder, inbox, listen, records)
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records)
   return _end(result, records)
 
 
@@ -120,7 +120,7 @@ def learner(
       program.never_retry(ValueError),
     ):
       return _end(baseline.run(config, island, records, stopped.is_set), records)
-  inbox = loop.Inbox()
+  event_queue = loop.EventQueue()
   limits = link.Limits(
     max_payload_bytes=assembled.max_payload_bytes,
     max_open_transfers=_open_transfers(config),
@@ -132,12 +132,14 @@ def learner(
 
   with (
     stops(
-      lambda reason: inbox.post(events.Stop(reason=reason)), config.train.drain_s, _LEARNER_SAFE
+      lambda reason: event_queue.post(events.Stop(reason=reason)),
+      config.train.drain_s,
+      _LEARNER_SAFE,
     ),
     program.never_retry(),
   ):
     result = learner_process.run(
-      assembled, island, folder, learner_id, inbox, connect, records, work_class=work_class
+      assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
     )
   return _end(result, records)
 

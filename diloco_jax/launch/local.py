@@ -228,14 +228,19 @@ def run(
     if config.chaos.enabled and config.chaos.kills:
       print('no chaos: with --controller=single there is no process to kill', flush=True)
     code, text, interrupted = _run_single(config, workdir)
-    fates = {}
+    statuses = {}
   else:
     outcome = _run_processes(config, workdir, config_flags, alone, standby)
-    code, text, fates, interrupted = outcome.code, outcome.text, outcome.fates, outcome.interrupted
+    code, text, statuses, interrupted = (
+      outcome.code,
+      outcome.text,
+      outcome.statuses,
+      outcome.interrupted,
+    )
   if code == program.NEVER_RETRY:
     raise program.NeverRetry(text)
   summary = summary_lib.write(
-    config, workdir, fates, time.monotonic() - started_s, plot=not interrupted
+    config, workdir, statuses, time.monotonic() - started_s, plot=not interrupted
   )
   print(summary_lib.text(summary, workdir))
   if code:

@@ -61,7 +61,7 @@ class SingleController:
         'sync.learners'
       )
     self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
-    self._inboxes = {name: loop.Inbox() for name in ('syncer', *names)}
+    self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}
     self._exits: dict[str, actions.Exit | BaseException] = {}
     self._threads: list[threading.Thread] = []
 
@@ -80,7 +80,7 @@ class SingleController:
         self._assembled,
         global_model_lib.Theta(self._assembled),
         self._workdir,
-        self._inboxes['syncer'],
+        self._event_queues['syncer'],
         make_syncer_transport,
         recorder,
       )
@@ -94,7 +94,7 @@ class SingleController:
         island,
         self._workdir,
         name,
-        self._inboxes[name],
+        self._event_queues[name],
         self._hub.learner_transport,
         recorder,
         own_process=False,
@@ -119,8 +119,8 @@ class SingleController:
 
   def stop(self, reason: str) -> None:
     """Asks every node to end at its next boundary; safe to call from a signal handler."""
-    for inbox in self._inboxes.values():
-      inbox.post(events.Stop(reason=reason))
+    for event_queue in self._event_queues.values():
+      event_queue.post(events.Stop(reason=reason))
 
   def join(self, timeout_s: float | None = None) -> dict[str, actions.Exit]:
     """Waits for every node; raises the error of a failed node, or TimeoutError."""

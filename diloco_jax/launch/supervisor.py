@@ -66,7 +66,7 @@ class Outcome:
 
   code: int
   text: str
-  fates: dict[str, run_facts.Fate]
+  statuses: dict[str, run_facts.Status]
   interrupted: bool
 
 
@@ -105,13 +105,13 @@ class Supervisor:
     self._standbys = standby.Standbys(
       lambda name, listen: self._start(self._programs[name], listen, stands_by=True), listen
     )
-    self._keepers: dict[str, asyncio.Task] = {}
+    self._runners: dict[str, asyncio.Task] = {}
     self._pauses: dict[str, float] = {}  # seconds until the restart of a program, by bring_down
     self._draw = random.Random()
     self._stopping = asyncio.Event()  # no process is started any more
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._interrupts = 0
-    self.fates = {name: run_facts.Fate() for name in self._programs}
+    self.statuses = {name: run_facts.Status() for name in self._programs}
 
   async def run(self) -> Outcome:
     """Returns once every process has ended."""
@@ -132,8 +132,8 @@ class Supervisor:
       watcher.cancel()
       await asyncio.gather(watcher, return_exceptions=True)
       await self._standbys.close()
-    for keeper in self._keepers.values():
-      keeper.result()
+    for runner in self._runners.values():
+      runner.result()
     self._look()
     return self._outcome()
 
@@ -148,7 +148,7 @@ class Supervisor:
     assert program.name not in self._programs, program.name
     self._programs[program.name] = program
     self._learners.append(program.name)
-    self.fates[program.name] = run_facts.Fate()
+    self.statuses[program.name] = run_facts.Status()
     self._begin(program)
 
   def bring_down(self, name: str, down_s: float, why: str, politely: bool = False) -> bool:
@@ -158,7 +158,7 @@ class Supervisor:
     if child is None or self._retiring.is_set():
       return False
     self._pauses[name] = down_s
-    self.fates[name].kills += not politely
+    self.statuses[name].kills += not politely
     self._note(name, 'down', f'{why}, restart in {down_s:g} s')
     if politely:
       child.terminate()
@@ -176,7 +176,7 @@ class Supervisor:
   # --- One program --------------------------------------------------------------------------------
 
   def _begin(self, program: Program) -> None:
-    self._keepers[program.name] = asyncio.create_task(self._keep(program))
+    self._runners[program.name] = asyncio.create_task(self._keep(program))
 
   async def _keep(self, program: Program) -> None:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
@@ -202,16 +202,19 @@ class Supervisor:
 
   async def _live(self, program: Program) -> tuple[int, float]:
     """Runs one process; returns its exit code and its running time in seconds."""
-    name, fate = program.name, self.fates[program.name]
+    name, status = program.name, self.statuses[program.name]
     child = await self._standbys.take_over(name)
     again = 'restarted' if child is None else 'standby takes over'
     if child is None:
       child = await self._start(program, self._listen)
     self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
-    fate.starts += 1
+    status.starts += 1
     self._note(
-      name, 'starting', f'{again} (process {fate.starts})' if fate.starts > 1 else '', pid=child.pid
+      name,
+      'starting',
+      f'{again} (process {status.starts})' if status.starts > 1 else '',
+      pid=child.pid,
     )
     if self._ending(name).is_set():
       child.terminate()
@@ -219,7 +222,7 @@ class Supervisor:
       code = await child.wait()
     finally:
       del self._running[name]
-    fate.last_error = child.last_error or fate.last_error
+    status.last_error = child.last_error or status.last_error
     self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code))
     return code, time.monotonic() - child.started_s
 
@@ -242,13 +245,13 @@ class Supervisor:
 
   def _note_end(self, name: str, code: int) -> None:
     if code == program_lib.NEVER_RETRY:
-      self._note(name, 'refused', self.fates[name].last_error or _describe_exit(code))
+      self._note(name, 'refused', self.statuses[name].last_error or _describe_exit(code))
     else:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _describe_exit(code))
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""
-    self.fates[name].state = state
+    self.statuses[name].state = state
     self._recorder.report(facts.Process(child=name, state=state, text=text, pid=pid))
     if text:
       self._listen('local', f'{name}: {text}')
@@ -284,10 +287,10 @@ class Supervisor:
     """Waits until the syncer has ended, no learner is left, or a signal interrupts the run."""
     stop = asyncio.create_task(self._stopping.wait())
     ends = {stop}
-    if SYNCER in self._keepers:
-      ends.add(self._keepers[SYNCER])
+    if SYNCER in self._runners:
+      ends.add(self._runners[SYNCER])
     while learners := {
-      keeper for name, keeper in self._keepers.items() if name != SYNCER and not keeper.done()
+      runner for name, runner in self._runners.items() if name != SYNCER and not runner.done()
     }:
       done, _ = await asyncio.wait(ends | learners, return_when=asyncio.FIRST_COMPLETED)
       if done & ends:
@@ -308,12 +311,12 @@ class Supervisor:
     for name, child in list(self._running.items()):
       self._listen('local', f'{name}: did not end on SIGTERM; killed')
       child.kill()
-    await asyncio.wait(self._keepers.values())
+    await asyncio.wait(self._runners.values())
 
   def _is_natural_end(self) -> bool:
     """No signal interrupted, and one program is done: the others get time to end by themselves."""
     asked = self._interrupts or self._retiring.is_set()
-    return not asked and any(fate.state == 'done' for fate in self.fates.values())
+    return not asked and any(status.state == 'done' for status in self.statuses.values())
 
   async def _wait(self, seconds: float, interrupts: int) -> None:
     """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""
@@ -335,17 +338,17 @@ class Supervisor:
     self._retiring.set()
 
   def _outcome(self) -> Outcome:
-    syncer = self.fates.get(SYNCER)
-    learners = [self.fates[name] for name in self._learners]
+    syncer = self.statuses.get(SYNCER)
+    learners = [self.statuses[name] for name in self._learners]
     return Outcome(
       **_verdict(syncer, learners, self._interrupts > 0),
-      fates=self.fates,
+      statuses=self.statuses,
       interrupted=self._interrupts > 0,
     )
 
 
 def _verdict(
-  syncer: run_facts.Fate | None, learners: list[run_facts.Fate], interrupted: bool
+  syncer: run_facts.Status | None, learners: list[run_facts.Status], interrupted: bool
 ) -> dict:
   """Returns (exit code, one line) of a run from the statuses of its programs."""
   if interrupted:
@@ -355,14 +358,14 @@ def _verdict(
       'code': program_lib.NEVER_RETRY,
       'text': syncer.last_error or 'the syncer refused to start',
     }
-  if learners and all(fate.state == 'refused' for fate in learners):
+  if learners and all(status.state == 'refused' for status in learners):
     return {
       'code': program_lib.NEVER_RETRY,
       'text': learners[0].last_error or 'no learner could start',
     }
   if syncer is not None and syncer.state != 'done':
     return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
-  if not any(fate.state == 'done' for fate in learners):
+  if not any(status.state == 'done' for status in learners):
     return {'code': 1, 'text': 'no learner finished the run (see their logs)'}
   return {'code': 0, 'text': 'done'}
 

@@ -45,14 +45,14 @@ class Moments:
 
   def _bring(self, transfer: int, copied: moments_lib.Snapshot) -> None:
     if not bool(copied.finite):
-      self._post(events.MomentsRead(transfer=transfer, handle=None, payload=None, digest=0))
+      self._post(events.MomentsRead(transfer=transfer, payload_id=None, payload=None, digest=0))
       return
     view = moments_lib.to_bytes(copied.moments)
     payload = payloads_lib.announce(view)
     self._post(
       events.MomentsRead(
         transfer=transfer,
-        handle=self._payloads.put(view),
+        payload_id=self._payloads.put(view),
         payload=payload,
         digest=moments_lib.digest(copied.digests),
       )
@@ -60,8 +60,8 @@ class Moments:
 
   def take(self, take: actions.TakeMoments) -> None:
     """Replaces the state if it is, on the device, what the donor had on its own."""
-    data = self._payloads.get(take.handle)
-    self._payloads.drop(take.handle)
+    data = self._payloads.get(take.payload_id)
+    self._payloads.drop(take.payload_id)
     self._post(
       events.MomentsTaken(transfer=take.transfer, matched=self._replace(data, take.digest))
     )

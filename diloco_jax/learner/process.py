@@ -40,7 +40,7 @@ class LearnerRecords:
     self._records.report(fact)
     if isinstance(fact, facts.Adopted) and not fact.whole:
       self._records.scalars(
-        fact.step,
+        fact.clock,
         {
           'diloco/inner_steps_between_syncs': fact.steps_between,
           'diloco/staleness': fact.staleness,
@@ -83,7 +83,7 @@ def run(
   island: island_lib.Island,
   workdir: pathlib.Path,
   learner_id: str,
-  inbox: loop.Inbox,
+  event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   own_process: bool = True,
@@ -91,12 +91,12 @@ def run(
 ) -> actions.Exit:
   """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
 
-  A checkpoint of the island is continued: its inner optimizer and clock; fragments and data stream
+  A checkpoint of the island is continued: its inner optimizer and clock; fragments and shard
   come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
-  work = work_class(assembled, island, inbox.post, payloads, records)
+  work = work_class(assembled, island, event_queue.post, payloads, records)
   identity = build.identity(
     assembled,
     learner_id,
@@ -110,7 +110,7 @@ def run(
     config=assembled.protocol,
     identity=identity,
     digests=work.exchange.digests() if restored is None else None,
-    snapshot=None if restored is None else restored.protocol,
+    state=None if restored is None else restored.protocol,
   )
   if restored is not None:
     records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
@@ -121,10 +121,17 @@ def run(
   else:  # islands of one process compile for devices of their own: nothing to share
     threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
     island.warm_up()
-  transport = make_transport(inbox.post, payloads)
+  transport = make_transport(event_queue.post, payloads)
   tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
   node = loop.Node(
-    start.make(), inbox, loop.Monotonic(), transport, work, payloads, LearnerRecords(records), tape
+    start.make(),
+    event_queue,
+    loop.Monotonic(),
+    transport,
+    work,
+    payloads,
+    LearnerRecords(records),
+    tape,
   )
   ended = _Ended()
   thread = threading.Thread(

@@ -192,17 +192,17 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Step(step=step):
+      case actions.Step(clock=step):
         self._step(step)
       case actions.Encode(sync=sync, fragment=fragment):
         data, ok = self.exchange.encode(fragment)
         self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
-      case actions.Adopt(fragment=fragment, version=version, handle=handle, whole=whole):
-        digest = self.exchange.adopt(fragment, self._payloads.get(handle), whole)
-        self._payloads.drop(handle)
+      case actions.Adopt(fragment=fragment, version=version, payload_id=payload_id, whole=whole):
+        digest = self.exchange.adopt(fragment, self._payloads.get(payload_id), whole)
+        self._payloads.drop(payload_id)
         self._egress.put(functools.partial(self._adopted, fragment, version, digest))
-      case actions.UseStream():
-        self._use_stream(action)
+      case actions.UseShard():
+        self._use_shard(action)
       case actions.ReadMoments(transfer=transfer):
         self._moments.read(transfer)
       case actions.TakeMoments():
@@ -212,12 +212,12 @@ class LearnerWork:
       case _:
         raise TypeError(f'not the work of a learner: {action}')
 
-  def _use_stream(self, use: actions.UseStream) -> None:
+  def _use_shard(self, use: actions.UseShard) -> None:
     """Goes on reading there, also if a checkpoint says something else: what was trained behind the
     committed cursor is lost with the process that trained it, and is read again."""
     if use.rewind:
       self.exchange.rewind()
-    self._island.lease(use.stream, use.cursor)
+    self._island.read_from(use.shard, use.cursor)
 
   def _step(self, step: int) -> None:
     result = self._island.step(step)
@@ -228,12 +228,14 @@ class LearnerWork:
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     if not bool(ok):
-      self._post(events.Encoded(sync=sync, fragment=fragment, handle=None, payload=None))
+      self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
       return
     view = exchange.host_bytes(data)
     payload = payloads_lib.announce(view)
     self._post(
-      events.Encoded(sync=sync, fragment=fragment, handle=self._payloads.put(view), payload=payload)
+      events.Encoded(
+        sync=sync, fragment=fragment, payload_id=self._payloads.put(view), payload=payload
+      )
     )
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
@@ -245,21 +247,21 @@ class LearnerWork:
     """Starts an asynchronous save; a thread of its own waits for its end."""
     try:
       wait = self._island.save(
-        save.step, self.exchange.anchors, save.books, save.snapshot, save.keep
+        save.clock, self.exchange.anchors, save.machine_state, save.snapshot, save.keep
       )
     except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=save.step, error=str(error)))
+      self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
-    threading.Thread(target=self._saved, args=(save.step, wait), name='save', daemon=True).start()
+    threading.Thread(target=self._saved, args=(save.clock, wait), name='save', daemon=True).start()
 
   def _saved(self, step: int, wait: Callable[[], checkpoint.Saved]) -> None:
     try:
       saved = wait()
     except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=step, error=str(error)))
+      self._post(events.SaveDone(clock=step, error=str(error)))
     else:
       self._post(
-        events.SaveDone(step=step, checkpoint=saved.number, record_sha256=saved.record_sha256)
+        events.SaveDone(clock=step, checkpoint=saved.number, record_sha256=saved.record_sha256)
       )
 
 

@@ -35,7 +35,7 @@ class MachineCrash(Exception):
   """A machine raised an exception; the text names the event and the tape that reproduces it."""
 
 
-class Inbox:
+class EventQueue:
   """The events that wait for a machine, first in, first out. `post` is thread-safe."""
 
   def __init__(self):
@@ -65,7 +65,7 @@ class Node:
   def __init__(
     self,
     machine: Machine,
-    inbox: Inbox,
+    event_queue: EventQueue,
     clock: ports.Clock,
     transport: ports.Transport,
     work: ports.Work,
@@ -74,7 +74,7 @@ class Node:
     tape: ports.Tape | None = None,
   ):
     self._machine = machine
-    self._inbox = inbox
+    self._event_queue = event_queue
     self._clock = clock
     self._transport = transport
     self._work = work
@@ -87,10 +87,10 @@ class Node:
 
     Raises:
       MachineCrash: the machine raised; the exception is its cause.
-      BaseException: the error given to `Inbox.fail`.
+      BaseException: the error given to `EventQueue.fail`.
     """
     while True:
-      event = self._inbox.take(self._timeout_s())
+      event = self._event_queue.take(self._timeout_s())
       for action in self._turn(self._clock.now_ns(), event):
         if isinstance(action, actions.Exit):
           return action
@@ -116,15 +116,15 @@ class Node:
 
   def _perform(self, action: actions.Action) -> None:
     match action:
-      case actions.Send(session=session, message=message, handle=handle):
-        payload = None if handle is None else self._payloads.get(handle)
+      case actions.Send(session=session, message=message, payload_id=payload_id):
+        payload = None if payload_id is None else self._payloads.get(payload_id)
         self._transport.send(session, message, payload)
       case actions.Dial(session=session):
         self._transport.dial(session)
       case actions.Close(session=session, reason=reason):
         self._transport.close(session, reason)
-      case actions.Drop(handle=handle):
-        self._payloads.drop(handle)
+      case actions.Drop(payload_id=payload_id):
+        self._payloads.drop(payload_id)
       case actions.Report(fact=fact):
         self._records.report(fact)
       case actions.Say(text=text):

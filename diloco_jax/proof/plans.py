@@ -13,10 +13,10 @@ fault is of a kind, begins at `at_ns` of the run and is undone `for_ns` later:
 | shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens | factor |
 | cut_up, cut_down | nothing that it sends (that is sent to it) arrives; nobody is told | |
 | partition | both | |
-| reset | its streams break and what is under way is lost | |
+| reset | its sessions break and what is under way is lost | |
 | delay | everything on its link takes `amount` longer | ns |
 | throttle | its link carries `amount` bytes a second | bytes/s |
-| corrupt | a byte on its link is flipped: the checksum fails and the stream is closed | |
+| corrupt | a byte on its link is flipped: the checksum fails and the session is closed | |
 
 The simulated world has these too:
 
@@ -71,7 +71,7 @@ class Fault:
       )
 
 
-def words(fault: Fault) -> str:
+def describe(fault: Fault) -> str:
   """A fault in a line."""
   amount = f', {fault.amount:,}' if fault.amount else ''
   return f'** {fault.node}: {fault.kind}{amount} for {fault.for_ns / 1e9:g} s'

@@ -7,7 +7,7 @@ order in which they were made.
 from diloco_jax.protocol import actions, facts, messages
 
 
-class Outbox:
+class ActionList:
   """A list that the machine empties once per event."""
 
   def __init__(self):
@@ -22,17 +22,17 @@ class Outbox:
   def do(self, action: actions.Action) -> None:
     self._actions.append(action)
 
-  def send(self, session: int, message: messages.Message, handle: int | None = None) -> None:
-    self.do(actions.Send(session=session, message=message, handle=handle))
+  def send(self, session: int, message: messages.Message, payload_id: int | None = None) -> None:
+    self.do(actions.Send(session=session, message=message, payload_id=payload_id))
 
   def close(self, session: int, reason: str) -> None:
     self.closing.add(session)
     self.do(actions.Close(session=session, reason=reason))
 
-  def drop(self, handle: int | None) -> None:
+  def drop(self, payload_id: int | None) -> None:
     """Drops a payload, if there is one."""
-    if handle is not None:
-      self.do(actions.Drop(handle=handle))
+    if payload_id is not None:
+      self.do(actions.Drop(payload_id=payload_id))
 
   def say(self, text: str) -> None:
     self.do(actions.Say(text=text))

@@ -6,11 +6,13 @@ first in, first out, so an Adopt given before a Step is finished before that ste
 """
 
 import dataclasses
+import typing
 from typing import Any
 
 from diloco_jax.protocol import facts, messages
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def _action(cls):
   return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
@@ -27,11 +29,11 @@ class Dial:
 
 @_action
 class Send:
-  """Send a message on a session, with the bytes of `handle` as its payload."""
+  """Send a message on a session, with the bytes of `payload_id` as its payload."""
 
   session: int
   message: messages.Message
-  handle: int | None = None
+  payload_id: int | None = None
 
 
 @_action
@@ -44,9 +46,9 @@ class Close:
 
 @_action
 class Drop:
-  """Free the bytes of `handle` (sends in progress keep their own reference)."""
+  """Free the bytes of `payload_id` (sends in progress keep their own reference)."""
 
-  handle: int
+  payload_id: int
 
 
 # --- Work of a learner ----------------------------------------------------------------------------
@@ -54,9 +56,9 @@ class Drop:
 
 @_action
 class Step:
-  """Run inner step number `step` + 1 at clock `step`; answered by StepDone."""
+  """Run the inner step that begins at `clock`; answered by StepDone."""
 
-  step: int
+  clock: int
 
 
 @_action
@@ -69,21 +71,21 @@ class Encode:
 
 @_action
 class Adopt:
-  """Take the published value of `handle` (`whole`, else a delta to the anchor) as anchor and
+  """Take the published value of `payload_id` (`whole`, else a delta to the anchor) as anchor and
   parameters; answered by AdoptDone. The shell drops the handle afterwards."""
 
   fragment: int
   version: int
-  handle: int
+  payload_id: int
   whole: bool
 
 
 @_action
-class UseStream:
-  """Read batch `cursor` of data shard `stream` in the next step. `rewind`: reset the parameters to
+class UseShard:
+  """Read batch `cursor` of data shard `shard` in the next step. `rewind`: reset the parameters to
   the anchors, because another learner will read the batches trained since then again."""
 
-  stream: int
+  shard: int
   cursor: int
   rewind: bool
 
@@ -98,11 +100,11 @@ class ReadMoments:
 
 @_action
 class TakeMoments:
-  """Replace the inner optimizer's state by that of `handle` if its digest is `digest`, else leave it
-  unchanged; answered by MomentsTaken. The shell drops the handle afterwards."""
+  """Replace the inner optimizer's state by that of `payload_id` if its digest is `digest`, else
+  leave it unchanged; answered by MomentsTaken. The shell drops the handle afterwards."""
 
   transfer: int
-  handle: int
+  payload_id: int
   digest: int
 
 
@@ -118,7 +120,7 @@ class Participant:
 
   learner: str
   incarnation: int
-  handle: int
+  payload_id: int
   tokens: int
   steps: int
   limit: int | None = None
@@ -130,15 +132,15 @@ class Merge:
   whose value is not finite, or whose norm is above its limit, is left out.
 
   Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
-  step again, with `books`, the machine state with this merge in progress (recovery.py). The shell
-  sends no result before. It drops the participants' handles afterwards.
+  step again, with `machine_state`, the machine state with this merge in progress (recovery.py). The
+  shell sends no result before. It drops the participants' ids afterwards.
   """
 
   sync: int
   fragment: int
   version: int
   participants: tuple[Participant, ...]
-  books: dict[str, Any]
+  machine_state: dict[str, Any]
 
 
 @_action
@@ -153,11 +155,11 @@ class Part:
 
 @_action
 class WriteManifest:
-  """Make a snapshot whole: name the syncer's checkpoint (of clock `step`), those of the learners,
+  """Make a snapshot whole: name the syncer's checkpoint (of `clock`), those of the learners,
   and who is missing, (learner, why). Answered by ManifestWritten once that is durable."""
 
   snapshot: int
-  step: int
+  clock: int
   checkpoint: int
   record_sha256: str
   parts: tuple[Part, ...]
@@ -176,14 +178,15 @@ class ReadFragment:
 
 @_action
 class Save:
-  """Write a checkpoint: the arrays as they are now and `books`, this machine's state; SaveDone.
+  """Write a checkpoint: the arrays as they are now and `machine_state`, this machine's state;
+  SaveDone.
 
   `snapshot`: the snapshot of the whole run that it is for and that pins it: it stays beside the
   newest two. Those of snapshots that are neither this nor in `keep` are pinned no more. None: an
   ordinary save, which unpins nothing."""
 
-  step: int
-  books: dict[str, Any]
+  clock: int
+  machine_state: dict[str, Any]
   snapshot: int | None = None
   keep: tuple[int, ...] = ()
 
@@ -215,7 +218,7 @@ Work = (
   Step
   | Encode
   | Adopt
-  | UseStream
+  | UseShard
   | ReadMoments
   | TakeMoments
   | Merge

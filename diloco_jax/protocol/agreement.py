@@ -6,8 +6,8 @@ compares it at Join, before the learner can contribute.
 
 import json
 
-SHOWN = 5
-LONGEST = 80
+DIFFERENCES_SHOWN = 5
+VALUE_CHARS = 80
 
 
 def encode(facts: dict) -> str:
@@ -30,7 +30,7 @@ def refusal(here: str, there: str) -> str:
   found = differences(here, there)
   if not found:
     return ''
-  shown = '; '.join(found[:SHOWN]) + ('; ...' if len(found) > SHOWN else '')
+  shown = '; '.join(found[:DIFFERENCES_SHOWN]) + ('; ...' if len(found) > DIFFERENCES_SHOWN else '')
   return (
     f'This learner does not match the run: {len(found)} differences: {shown}. Nothing was sent. '
     'Start it with the config of the run.'
@@ -39,7 +39,7 @@ def refusal(here: str, there: str) -> str:
 
 def _shown(facts: dict, name: str) -> str:
   text = repr(facts.get(name, 'absent'))
-  return text if len(text) <= LONGEST else f'{text[:LONGEST]}...'
+  return text if len(text) <= VALUE_CHARS else f'{text[:VALUE_CHARS]}...'
 
 
 def _decode(text: str) -> dict:

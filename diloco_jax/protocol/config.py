@@ -93,7 +93,7 @@ class ProtocolConfig:
 
   learners: int = setting(
     4,
-    'M, how many learners are expected; more may join (see `streams`)',
+    'M, how many learners are expected; more may join (see `shards`)',
     low=1,
     remedy='a run needs a learner',
   )
@@ -178,14 +178,14 @@ class ProtocolConfig:
     remedy='at most sync.longest_redial_s',
     shared=False,
   )
-  streams: int | None = setting(
+  shards: int | None = setting(
     None,
-    'V, how many data streams the text is cut into; a learner more than there are waits until one '
+    'V, how many shards the text is cut into; a learner more than there are waits until one '
     'is free. None: as many as learners',
     low=lambda config: config.learners,
-    remedy='every learner reads a data stream of its own, so that no text is read twice: '
-    'data.streams >= sync.learners',
-    name='data.streams',
+    remedy='every learner reads a shard of its own, so that no text is read twice: '
+    'data.shards >= sync.learners',
+    name='data.shards',
   )
   donor_wait_ns: int = setting(
     60 * SECOND_NS,
@@ -266,9 +266,9 @@ class ProtocolConfig:
     return 0 if self.overlap == 0 else self.max_lag
 
   @property
-  def data_streams(self) -> int:
+  def data_shards(self) -> int:
     """V."""
-    return self.learners if self.streams is None else self.streams
+    return self.learners if self.shards is None else self.shards
 
   @property
   def in_flight(self) -> int:

@@ -1,15 +1,17 @@
 """The events that a machine handles.
 
-They hold integers, short strings and messages only. A *handle* is an integer by which the shell
+They hold integers, short strings and messages only. A *payload id* is an integer by which the shell
 finds bytes that it holds (a received payload, an encoded fragment); a machine passes it on or drops
 it.
 """
 
 import dataclasses
+import typing
 
 from diloco_jax.protocol import messages
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def _event(cls):
   return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
@@ -31,11 +33,12 @@ class Disconnected:
 
 @_event
 class Received:
-  """A whole message; `handle` is its payload if it announces one (size and checksum verified)."""
+  """A whole message; `payload_id` is its payload if it announces one (size and checksum
+  verified)."""
 
   session: int
   message: messages.Message
-  handle: int | None = None
+  payload_id: int | None = None
 
 
 @_event
@@ -68,11 +71,11 @@ class StepDone:
 
 @_event
 class Encoded:
-  """The pseudo-gradient of an Encode; `handle` None: the encoder refused it (NaN or Inf)."""
+  """The pseudo-gradient of an Encode; `payload_id` None: the encoder refused it (NaN or Inf)."""
 
   sync: int
   fragment: int
-  handle: int | None
+  payload_id: int | None
   payload: messages.Payload | None
 
 
@@ -87,11 +90,11 @@ class AdoptDone:
 
 @_event
 class MomentsRead:
-  """The copy of a ReadMoments, with the digest of its arrays; `handle` None: it holds NaN or Inf and
-  cannot be donated."""
+  """The copy of a ReadMoments, with the digest of its arrays; `payload_id` None: it holds NaN or
+  Inf and cannot be donated."""
 
   transfer: int
-  handle: int | None
+  payload_id: int | None
   payload: messages.Payload | None
   digest: int
 
@@ -109,7 +112,7 @@ class MomentsTaken:
 
 @_event
 class MergeDone:
-  """The outer step of `sync` is done: `handle` is the encoded delta to the version before.
+  """The outer step of `sync` is done: `payload_id` is the encoded delta to the version before.
 
   `norms` are those of the participants' pseudo-gradients, in their order (screening.py: in parts of
   1.0, -1 not finite); `refused` are the learners that were left out. `failed` is a text if the outer
@@ -118,7 +121,7 @@ class MergeDone:
 
   sync: int
   fragment: int
-  handle: int | None
+  payload_id: int | None
   payload: messages.Payload | None
   digest: int
   failed: str = ''
@@ -132,7 +135,7 @@ class FragmentRead:
 
   fragment: int
   version: int
-  handle: int
+  payload_id: int
   payload: messages.Payload
   digest: int
 
@@ -150,7 +153,7 @@ class SaveDone:
   """A Save is finished: it is checkpoint number `checkpoint`, and the SHA-256 of its record stands
   for its content (storage/checkpoint.py). `error` in words if it failed (training goes on)."""
 
-  step: int
+  clock: int
   checkpoint: int = 0
   record_sha256: str = ''
   error: str = ''

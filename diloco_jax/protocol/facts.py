@@ -5,6 +5,7 @@ report/facts.py. Tokens of a fragment count once for each fragment (syncer/ledge
 """
 
 import dataclasses
+import typing
 from typing import Any
 
 
@@ -17,6 +18,7 @@ def name(reported: Any) -> str:
   return type(reported).__name__.lower()
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def fact(cls):
   return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
@@ -128,7 +130,7 @@ class State:
 
   state: str
   incarnation: int | None
-  step: int
+  clock: int
   reason: str = ''
 
 
@@ -140,7 +142,7 @@ class Adopted:
   fragment: int
   version: int
   sync: int
-  step: int
+  clock: int
   steps_between: int
   whole: bool
   staleness: int
@@ -152,7 +154,7 @@ class Moments:
   its step, or else why there was no donation."""
 
   by: str
-  step: int
+  clock: int
   donor: str
   donor_step: int
   reason: str

@@ -11,11 +11,11 @@ The messages of one learner's process::
       Join(nonce)          ->
                            <-  Offer(incarnation)            not durable, reserves nothing
       Confirm(held)        ->                                the process now holds the id
-                           <-  Joined(step, stream, cursor, due)
+                           <-  Joined(clock, shard, cursor, due)
                            <-  Publish(full) for each due fragment
                            <-  Donation(transfer)            a peer's moments, if promised
       Recovered(way)       ->
-      Progress(step)       ->                                after every inner step
+      Progress(clock)       ->                                after every inner step
                            <-  Pull(sync, fragment)          sync t has opened
       Contribution(...)    ->                                at the next step boundary
                            <-  Settled(merged | reason)
@@ -26,12 +26,14 @@ The messages of one learner's process::
 """
 
 import dataclasses
+import typing
 from typing import NamedTuple
 
 PROTOCOL_VERSION = 1
 CANCELLED = 'cancelled'  # Settled: the sync makes no version, its tokens can be sent again
 
 
+@typing.dataclass_transform(kw_only_default=True, frozen_default=True)
 def _message(cls):
   return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
@@ -52,15 +54,15 @@ class Held:
   digest: int
 
 
-class Lease(NamedTuple):
+class ShardPosition(NamedTuple):
   """A data shard, and the next batch to read."""
 
-  stream: int
+  shard: int
   cursor: int
 
 
 def dominates(
-  step: int, versions: tuple[int, ...], given_step: int, given_versions: tuple[int, ...]
+  clock: int, versions: tuple[int, ...], given_clock: int, given_versions: tuple[int, ...]
 ) -> bool:
   """Whether a vector clock is at least another one in every component.
 
@@ -68,7 +70,7 @@ def dominates(
   (True, False)
   """
   return (
-    step >= given_step
+    clock >= given_clock
     and len(versions) == len(given_versions)
     and all(ours >= theirs for ours, theirs in zip(versions, given_versions))
   )
@@ -92,16 +94,16 @@ class Join:
 @_message
 class Confirm:
   """Accepts an Offer; `held` has one entry per fragment; `steps` and `tokens` are those of this
-  incarnation. A process that continues its incarnation claims its data `stream` and its next batch
+  incarnation. A process that continues its incarnation claims its data `shard` and its next batch
   (`cursor`)."""
 
   nonce: int
   incarnation: int
-  step: int
+  clock: int
   steps: int
   tokens: int
   held: tuple[Held, ...]
-  stream: int | None
+  shard: int | None
   cursor: int
 
 
@@ -109,7 +111,7 @@ class Confirm:
 class Progress:
   """Report after an inner step: the clock, this incarnation's totals, and the step's duration."""
 
-  step: int
+  clock: int
   steps: int
   tokens: int
   step_ns: int
@@ -122,7 +124,7 @@ class Contribution:
 
   It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
   `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
-  are the batches [cursor - steps, cursor) of data shard `stream` (syncer/shards.py).
+  are the batches [cursor - steps, cursor) of data shard `shard` (syncer/shards.py).
   """
 
   sync: int
@@ -131,7 +133,7 @@ class Contribution:
   steps: int
   tokens_from: int
   tokens_to: int
-  stream: int
+  shard: int
   cursor: int
   payload: Payload
 
@@ -176,13 +178,13 @@ class SnapshotSaved:
 class Donation:
   """A donor's inner optimizer state (payload) at a step boundary, for the joiner of `transfer`.
 
-  The syncer relays it unchanged. `step` and `versions` are the donor's vector clock at the copy:
+  The syncer relays it unchanged. `clock` and `versions` are the donor's vector clock at the copy:
   its clock and the version of each fragment that it held; `digest` is of the arrays.
   """
 
   transfer: int
   donor: str
-  step: int
+  clock: int
   versions: tuple[int, ...]
   digest: int
   payload: Payload
@@ -232,14 +234,14 @@ class Refused:
 
 @_message
 class Joined:
-  """The learner is a member. It sets its clock to `step`; the `due` fragments follow before it may
-  train. It reads data shard `stream` from batch `cursor` on; if it claimed exactly that position, it
+  """The learner is a member. It sets its clock to `clock`; the `due` fragments follow before it may
+  train. It reads data shard `shard` from batch `cursor` on; if it claimed exactly that position, it
   continues there. `donation`: the transfer that brings a peer's moments before it may train; 0: no
   transfer."""
 
   incarnation: int
-  step: int
-  stream: int
+  clock: int
+  shard: int
   cursor: int
   due: tuple[int, ...]
   donation: int = 0
@@ -248,10 +250,10 @@ class Joined:
 @_message
 class Donate:
   """Asks a donor for its moments for `transfer`, at its first step boundary that has reached this
-  vector clock: its clock is at least `step`, its anchors are at least `versions`."""
+  vector clock: its clock is at least `clock`, its anchors are at least `versions`."""
 
   transfer: int
-  step: int
+  clock: int
   versions: tuple[int, ...]
 
 

@@ -90,7 +90,7 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
 
 def _unbroken(learner: run_facts.Learner):
   """(tokens, losses) of each life that stepped, so that no line bridges an absence."""
-  starts = [life.started_s for life in learner.lives[1:]] + [float('inf')]
+  starts = [life.started_s for life in learner.processes[1:]] + [float('inf')]
   begin_s = float('-inf')
   for end_s in starts:
     part = [step for step in learner.steps if begin_s <= step.at_s < end_s]
@@ -103,7 +103,7 @@ def _draw_lives(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str,
   names = list(run.learners)
   for row, name in enumerate(names):
     learner = run.learners[name]
-    for life in learner.lives:
+    for life in learner.processes:
       _draw_life(axes, row, life, learner, run.end_s, colours[name])
     axes.vlines(learner.merged_s, row - 0.36, row - 0.22, color='black', linewidth=0.6)
   axes.set_yticks(range(len(names)), names)
@@ -133,7 +133,7 @@ def _draw_life(
 ) -> None:
   over_s = end_s if life.ended_s is None else life.ended_s
   ready_s = over_s if life.first_step_s is None else life.first_step_s
-  first = life is learner.lives[0]
+  first = life is learner.processes[0]
   axes.barh(
     row,
     ready_s - life.started_s,

@@ -19,7 +19,7 @@ _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 
 @dataclasses.dataclass(slots=True)
-class Fate:
+class Status:
   """What became of a program: its state (top of launch/supervisor.py), its lives, how often it was
   killed on purpose."""
 
@@ -68,7 +68,7 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
-  lives: list[Life] = dataclasses.field(default_factory=list)
+  processes: list[Life] = dataclasses.field(default_factory=list)
   merged_s: list[float] = dataclasses.field(default_factory=list)
   steps_between: list[int] = dataclasses.field(default_factory=list)
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
@@ -85,7 +85,7 @@ class Learner:
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
     down_s = 0.0
-    for life, following in zip(self.lives, [*self.lives[1:], None]):
+    for life, following in zip(self.processes, [*self.processes[1:], None]):
       if life.ended_s is None or life.ended in ('done', 'stopped'):
         continue
       back_s = following.first_step_s if following else None
@@ -186,10 +186,10 @@ class RunFacts:
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code) if name in self.learners:
-        lives = self.learners[name].lives
-        if lives:
+        processes = self.learners[name].processes
+        if processes:
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
-          lives[-1].ended_s, lives[-1].ended = at_s, ended
+          processes[-1].ended_s, processes[-1].ended = at_s, ended
 
   def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
     match fact:
@@ -212,10 +212,10 @@ class RunFacts:
     learner.steps.append(Step(at_s, self.tokens, fact.step, fact.loss, fact.seconds))
     if not self._reached or fact.step > self._reached[-1][0]:
       self._reached.append((fact.step, self.tokens))
-    if not learner.lives:
-      learner.lives.append(Life(at_s))  # a run without a supervisor
-    if learner.lives[-1].first_step_s is None:
-      learner.lives[-1].first_step_s = at_s
+    if not learner.processes:
+      learner.processes.append(Life(at_s))  # a run without a supervisor
+    if learner.processes[-1].first_step_s is None:
+      learner.processes[-1].first_step_s = at_s
 
   def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
     if self.syncer is not None:
@@ -236,7 +236,7 @@ class RunFacts:
       return
     learner.state = fact.state
     if fact.state == 'starting':
-      if learner.lives and learner.lives[-1].ended_s is None:  # its supervisor was killed
+      if learner.processes and learner.processes[-1].ended_s is None:  # its supervisor was killed
         last_s = learner.steps[-1].at_s if learner.steps else at_s
-        learner.lives[-1].ended_s, learner.lives[-1].ended = last_s, 'stopped'
-      learner.lives.append(Life(at_s))
+        learner.processes[-1].ended_s, learner.processes[-1].ended = last_s, 'stopped'
+      learner.processes.append(Life(at_s))

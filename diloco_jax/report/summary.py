@@ -33,14 +33,14 @@ KILL_WINDOW_S = 10
 def write(
   config: run_config.Config,
   workdir: pathlib.Path,
-  fates: Mapping[str, run_facts.Fate],
+  statuses: Mapping[str, run_facts.Status],
   wall_seconds: float,
   plot: bool = True,
 ) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary."""
   run = run_facts.RunFacts(_learners(config, workdir), config.train.steps)
   run.take(records_lib.TailAll(workdir).read())
-  summary = summarize(config, run, fates, wall_seconds)
+  summary = summarize(config, run, statuses, wall_seconds)
   folder = workdir / 'report'
   folder.mkdir(parents=True, exist_ok=True)
   (folder / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
@@ -61,7 +61,7 @@ def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
 def summarize(
   config: run_config.Config,
   run: run_facts.RunFacts,
-  fates: Mapping[str, run_facts.Fate],
+  statuses: Mapping[str, run_facts.Status],
   wall_seconds: float,
 ) -> dict[str, Any]:
   """The summary; token counts obey trained = merged + sum(discarded)."""
@@ -82,11 +82,11 @@ def summarize(
     'participants_mean': statistics.fmean(len(sync.participants) for sync in run.syncs)
     if run.syncs
     else None,
-    'learners': {name: _learner(name, run, fates) for name, learner in run.learners.items()},
+    'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
     'kills': [
       _kill(run, name, life.ended_s)
       for name, learner in run.learners.items()
-      for life in learner.lives
+      for life in learner.processes
       if life.ended == 'killed'
     ],
     'wire_bytes_up': run.wire.bytes_up,
@@ -97,20 +97,20 @@ def summarize(
 
 
 def _learner(
-  name: str, run: run_facts.RunFacts, fates: Mapping[str, run_facts.Fate]
+  name: str, run: run_facts.RunFacts, statuses: Mapping[str, run_facts.Status]
 ) -> dict[str, Any]:
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  fate = fates.get(name, run_facts.Fate(state='done', starts=1))
+  status = statuses.get(name, run_facts.Status(state='done', starts=1))
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
-    'processes': fate.starts,
-    'kills': fate.kills,
-    'fate': fate.state,
-    'error': fate.last_error,
+    'processes': status.starts,
+    'kills': status.kills,
+    'status': status.state,
+    'error': status.last_error,
     'step_seconds_median': _median([step.seconds for step in learner.steps]),
   }
 
@@ -200,7 +200,7 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
     words = f'learner {name}  {row["steps"]} steps'
     if summary['outer_steps']:
       words += f', {row["contributions_merged"]} contributions merged'
-    lines.append(words + _fate_words(row))
+    lines.append(words + _describe_status(row))
   return lines
 
 
@@ -219,14 +219,14 @@ def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
   return lines
 
 
-def _fate_words(row: Mapping[str, Any]) -> str:
+def _describe_status(row: Mapping[str, Any]) -> str:
   words = ''
   if row['kills']:
     words = f'; killed {_times(row["kills"])}, {row["seconds_down"]:.1f} s until it trained again'
   elif row['seconds_down']:
     words = f'; down for {row["seconds_down"]:.1f} s'
-  if row['fate'] != 'done':
-    words += f'; {row["fate"]}' + (f': {row["error"]}' if row['error'] else '')
+  if row['status'] != 'done':
+    words += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
   return words
 
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-KEPT = 2  # beside those that are pinned
+CHECKPOINTS_KEPT = 2  # beside those that are pinned
 _UNREADABLE = 0  # no snapshot has this number
 # Orbax numbers the operations of a process globally. Where those of several islands overlap in one
 # process (single-controller mode), saves have been seen to finalise each other's folders half
@@ -346,7 +346,7 @@ class _NewestAndPinned:
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
     del context
-    newest = [one.step for one in checkpoints[-KEPT:]]
+    newest = [one.step for one in checkpoints[-CHECKPOINTS_KEPT:]]
     return [one.step in newest or one.step in self._pins for one in checkpoints]
 
 

@@ -111,7 +111,7 @@ class Files:
       holder = _holder(descriptor)
       os.close(descriptor)
       raise DirectoryError(
-        f'DD406 {self.place} is already used by {holder}. Nothing was changed. Stop that process, '
+        f'{self.place} is already used by {holder}. Nothing was changed. Stop that process, '
         'or use another state directory.'
       ) from error
     except OSError as error:

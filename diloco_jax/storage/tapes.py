@@ -102,7 +102,9 @@ class Tape:
 
   def _begin_life(self) -> None:
     self._folder.mkdir(parents=True, exist_ok=True)
-    life = max((life.number for life in lives(self._folder) if life.node == self._node), default=0)
+    life = max(
+      (life.number for life in process_tapes(self._folder) if life.node == self._node), default=0
+    )
     while self._file is None:  # another process of this node may take the number first
       life += 1
       try:
@@ -222,7 +224,7 @@ def _commit_of(git: pathlib.Path, reference: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Life:
+class ProcessTape:
   """The tape of one process: its segments in order."""
 
   node: str
@@ -268,7 +270,7 @@ class Lines:
     return f'{self._path}, line {self._number}'
 
 
-def lives(folder: pathlib.Path) -> list[Life]:
+def process_tapes(folder: pathlib.Path) -> list[ProcessTape]:
   """All tapes in a folder, sorted by node and number."""
   found: dict[tuple[str, int], dict[int, pathlib.Path]] = {}
   for path in sorted(folder.iterdir(), reverse=True):
@@ -277,12 +279,12 @@ def lives(folder: pathlib.Path) -> list[Life]:
       # If both X.jsonl.gz and X.jsonl exist, the latter wins: it comes last in this order.
       found.setdefault((node, life), {})[segment] = path
   return [
-    Life(node, life, tuple(path for _, path in sorted(segments.items())))
+    ProcessTape(node, life, tuple(path for _, path in sorted(segments.items())))
     for (node, life), segments in sorted(found.items())
   ]
 
 
-def find(path: pathlib.Path) -> list[Life]:
+def find(path: pathlib.Path) -> list[ProcessTape]:
   """The tapes that a path names: a folder (of tapes, or of a run), or a file.
 
   A segment names its whole tape; a file with another name is a tape by itself.
@@ -292,25 +294,25 @@ def find(path: pathlib.Path) -> list[Life]:
   """
   if path.is_dir():
     folder = path / TAPES if (path / TAPES).is_dir() else path
-    found = lives(folder)
+    found = process_tapes(folder)
     if not found:
       raise ValueError(f'there are no tapes in {folder} (NODE.LIFE.SEGMENT.jsonl)')
     return found
   if not path.is_file():
     raise ValueError(f'there is no tape {path} (seen from {pathlib.Path.cwd()})')
   if not _NAME.fullmatch(path.name):
-    return [Life(path.name, 0, (path,))]
+    return [ProcessTape(path.name, 0, (path,))]
   node, life, _ = _place(path)
-  return [one for one in lives(path.parent) if (one.node, one.number) == (node, life)]
+  return [one for one in process_tapes(path.parent) if (one.node, one.number) == (node, life)]
 
 
-def replay(life: Life) -> replay_lib.Replay:
+def replay(life: ProcessTape) -> replay_lib.Replay:
   """Replays a tape. Raises tape.TapeError that names file and line."""
   lines = Lines(life.segments)
   return replay_lib.replay(lines, lines.place)
 
 
-def read(life: Life) -> tape.Reader:
+def read(life: ProcessTape) -> tape.Reader:
   """Reads the header and the turns of a tape. Raises tape.TapeError, here and while iterating."""
   lines = Lines(life.segments)
   return tape.Reader(lines, lines.place)

@@ -176,7 +176,7 @@ def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str
   ]
   if found.torn_bytes:
     words.append(
-      f'DD403 WAL {files.place}/{last.name} ended in an unfinished record ({found.torn_bytes} '
+      f'WAL {files.place}/{last.name} ended in an unfinished record ({found.torn_bytes} '
       f'bytes dropped, it was never acknowledged). The log ends with record {found.last}, hash '
       f'{fmt.short(found.chain)}.'
     )
@@ -370,7 +370,7 @@ class Wal:
   def _mark(self) -> None:
     """Writes the commit to the log, so that recovery does not take damage for a torn tail."""
     try:
-      self._write(fmt.Entry(fmt.MARK, self.last, self.last, 0, self._chain, 0), [])
+      self._write(fmt.Entry(fmt.COMMIT_MARK, self.last, self.last, 0, self._chain, 0), [])
     except fmt.WalError:
       pass  # the commit is valid; if the disk failed, the next append raises
 

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol.tape import codec
 
 VERSION = 1
-MARK = 0
+COMMIT_MARK = 0
 PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of at most this size
 RUN_BYTES = 64
 
@@ -64,18 +64,11 @@ NEW = '.new'  # a file that is being written; it counts once it has its right na
 
 
 class WalError(Exception):
-  """What happened, what is safe, what to do; `code` is stable."""
-
-  code = ''
-
-  def __init__(self, text: str):
-    super().__init__(f'{self.code} {text}'.strip())
+  """What happened, what is safe, what to do."""
 
 
 class WalFull(WalError):
   """The disk has no space for this record. The log is whole: append the record again later."""
-
-  code = 'DD401'
 
 
 class WalDamaged(WalError):
@@ -86,8 +79,6 @@ class WalDamaged(WalError):
     offset: the byte in it where the damage begins.
     last_good: the last record before it.
   """
-
-  code = 'DD402'
 
   def __init__(self, text: str, name: str, offset: int, last_good: int):
     super().__init__(text)
@@ -100,8 +91,6 @@ class WalBroken(WalError):
   Attributes:
     committed: the newest durable record; None: the log was not open yet.
   """
-
-  code = 'DD405'
 
   def __init__(self, text: str, committed: int | None = None):
     super().__init__(text)

@@ -179,7 +179,7 @@ class _Scanner:
     )
     if crc != entry.crc:
       raise fmt.Corrupt(f'the payload of record {entry.number} is damaged')
-    if entry.kind == fmt.MARK:
+    if entry.kind == fmt.COMMIT_MARK:
       chain, due = found.chain, found.last
     else:
       due = found.last + 1
@@ -197,7 +197,7 @@ class _Scanner:
       entry = self._entry(name, offset + fmt.ENTRY_HEADER_BYTES, size)
     except fmt.Corrupt:
       return None
-    return None if entry.kind == fmt.MARK else entry
+    return None if entry.kind == fmt.COMMIT_MARK else entry
 
   def _broken(
     self, name: str, offset: int, size: int, is_last: bool, error: fmt.Corrupt
@@ -247,7 +247,7 @@ def entries(files: files_port_lib.Files, segment: Segment) -> Iterator[tuple[int
       entry = fmt.parse_entry(data)
     except fmt.Corrupt:  # a mark that the scan passed over
       entry = None
-    if entry and entry.kind != fmt.MARK:
+    if entry and entry.kind != fmt.COMMIT_MARK:
       yield offset, entry
     offset += fmt.ENTRY_HEADER_BYTES + (entry.length if entry else 0)
 

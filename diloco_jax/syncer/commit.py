@@ -76,7 +76,7 @@ class CommitLog(outer_log.OuterLog):
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
     """Drops what the checkpoints make superfluous. Raises WalBroken."""
     try:
-      newest = checkpoints.numbers[-checkpoint.KEPT :]
+      newest = checkpoints.numbers[-checkpoint.CHECKPOINTS_KEPT :]
       self.compact([checkpoints.protocol(number) for number in newest])
     except checkpoint.CheckpointError as error:
       self._say(f'the log is kept as it is: {error}')

@@ -77,7 +77,7 @@ def run(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   workdir: pathlib.Path,
-  inbox: loop.Inbox,
+  event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
 ) -> actions.Exit:
@@ -87,9 +87,9 @@ def run(
     assembled: the run.
     theta: at version 0.
     workdir: where its log, checkpoints and tapes are; a run that it holds is continued.
-    inbox: where Stop may be posted from outside.
+    event_queue: where Stop may be posted from outside.
     make_transport: called first, so that learners find somebody who listens; their words wait in
-      the inbox until the machine is there.
+      the event queue until the machine is there.
     records: where facts go.
 
   Returns:
@@ -105,7 +105,7 @@ def run(
     files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
   )
   try:
-    return _run(assembled, theta, workdir, inbox, make_transport, records, log)
+    return _run(assembled, theta, workdir, event_queue, make_transport, records, log)
   finally:
     log.close()
 
@@ -114,13 +114,13 @@ def _run(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   workdir: pathlib.Path,
-  inbox: loop.Inbox,
+  event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   log: commit.CommitLog,
 ) -> actions.Exit:
   payloads = payloads_lib.PayloadStore()
-  transport = make_transport(inbox.post, payloads)
+  transport = make_transport(event_queue.post, payloads)
   tape = None
   try:
     records_lib.report_startup(records, 'listens')
@@ -132,13 +132,13 @@ def _run(
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     evaluation = evaluation_lib.Evaluation(assembled, theta, records)
-    if start.snapshot is None:  # a run that goes on is evaluated when it is due: this costs time
+    if start.state is None:  # a run that goes on is evaluated when it is due: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
       assembled,
       theta,
-      inbox.post,
-      inbox.fail,
+      event_queue.post,
+      event_queue.fail,
       payloads,
       records,
       checkpoints,
@@ -150,7 +150,7 @@ def _run(
     records_lib.report_startup(records, 'ready')
     node = loop.Node(
       machine,
-      inbox,
+      event_queue,
       loop.Monotonic(),
       transport,
       work,
@@ -197,37 +197,42 @@ def recover(
   if restored is None:
     digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
     start = dataclasses.replace(start, digests=digests)
-    snapshot, origin = start.make().snapshot(), 'version 0'
+    machine_state, origin = start.make().state(), 'version 0'
   else:
-    snapshot, origin = restored.protocol, f'its checkpoint of sync {restored.protocol["opened"]}'
-    theta.restore(restored.state, snapshot['versions'])
-  if brought_back and snapshot.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    snapshot = recovery.brought_back(snapshot, brought_back['gone'], brought_back.get('back', ()))
+    machine_state, origin = (
+      restored.protocol,
+      f'its checkpoint of sync {restored.protocol["opened"]}',
+    )
+    theta.restore(restored.state, machine_state['versions'])
+  if brought_back and machine_state.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
+    machine_state = recovery.brought_back(
+      machine_state, brought_back['gone'], brought_back.get('back', ())
+    )
   load = functools.partial(
     syncer_machine.SyncerMachine.load,
     assembled.protocol,
     assembled.agreement,
     assembled.payload_bytes,
   )
-  replayed = log.recover(theta, snapshot)
-  snapshot = {name: snapshot[name] for name in snapshot if name not in log.position}
+  replayed = log.recover(theta, machine_state)
+  machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed and not kept:
     return start
-  snapshot = recovery.recovered(load, snapshot, replayed)
+  machine_state = recovery.replay_log(load, machine_state, replayed)
   records.say(
     f'syncer goes on from {origin} and {len(replayed)} later outer steps in its log, at sync '
-    f'{snapshot["opened"]}'
+    f'{machine_state["opened"]}'
   )
   records.report(
     facts.Recovered(
       replayed=len(replayed),
-      sync=snapshot['opened'],
+      sync=machine_state['opened'],
       log=log.position[outer_log.POSITION],
-      versions=snapshot['versions'],
+      versions=machine_state['versions'],
     )
   )
-  snapshot = {**snapshot, syncer_machine.MANIFESTS: list(kept)}
-  return dataclasses.replace(start, digests=None, snapshot=snapshot)
+  machine_state = {**machine_state, syncer_machine.MANIFESTS: list(kept)}
+  return dataclasses.replace(start, digests=None, state=machine_state)
 
 
 def restored(workdir: pathlib.Path) -> dict[str, Any] | None:

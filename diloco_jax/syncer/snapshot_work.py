@@ -22,7 +22,7 @@ def write(
       workdir,
       {
         'snapshot': write.snapshot,
-        'step': write.step,
+        'step': write.clock,
         'syncer': {'checkpoint': write.checkpoint, 'record_sha256': write.record_sha256},
         'learners': {
           part.learner: {

@@ -94,13 +94,13 @@ class SyncerWork:
   def _merge(self, merge: actions.Merge) -> None:
     """Carries out an outer step, commits it, and only then lets anybody know."""
     p, width = merge.fragment, self._theta.width(len(merge.participants))
-    payloads = [self._payloads.get(one.handle) for one in merge.participants]
+    payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
     screened = self._theta.screen(merge.participants, payloads, p)
     merged = self._theta.merge(p, merge.participants, payloads, screened.refused, width)
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
-      handle=None,
+      payload_id=None,
       payload=None,
       digest=merged.digest,
       failed=merged.failed,
@@ -109,13 +109,15 @@ class SyncerWork:
     )
     self._log.write(outer_log.OuterStep(merge, done, width, payloads))
     for one in merge.participants:
-      self._payloads.drop(one.handle)
+      self._payloads.drop(one.payload_id)
     if merged.failed:
       self._post(done)
       return
     self._post(
       dataclasses.replace(
-        done, handle=self._payloads.put(merged.delta), payload=payloads_lib.announce(merged.delta)
+        done,
+        payload_id=self._payloads.put(merged.delta),
+        payload=payloads_lib.announce(merged.delta),
       )
     )
     self._records.report(
@@ -132,7 +134,7 @@ class SyncerWork:
       events.FragmentRead(
         fragment=p,
         version=self._theta.versions[p],
-        handle=self._payloads.put(bytes(data)),
+        payload_id=self._payloads.put(bytes(data)),
         payload=payloads_lib.announce(data),
         digest=self._theta.digest(p),
       )
@@ -140,18 +142,18 @@ class SyncerWork:
 
   def _save(self, save: actions.Save) -> None:
     failpoints.reached('save.before')
-    record = {**save.books, **self._log.position}
+    record = {**save.machine_state, **self._log.position}
     try:
       saved = self._checkpoints.save(
-        save.step, self._theta.arrays(), 0, (), record, save.snapshot, save.keep
+        save.clock, self._theta.arrays(), 0, (), record, save.snapshot, save.keep
       )()
     except checkpoint.CheckpointError as error:
-      self._post(events.SaveDone(step=save.step, error=str(error)))
+      self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
     failpoints.reached('save.after')
     if not self._assembled.config.sync.keep_log:
       self._log.compact_behind(self._checkpoints)
     failpoints.reached('compact.after')
     self._post(
-      events.SaveDone(step=save.step, checkpoint=saved.number, record_sha256=saved.record_sha256)
+      events.SaveDone(clock=save.clock, checkpoint=saved.number, record_sha256=saved.record_sha256)
     )

@@ -101,13 +101,13 @@ class DataConfig:
   corpus: str = 'stdlib'  # 'stdlib' = Python's own sources; else a directory or a glob of files
   seq_len: int = 128  # L, tokens predicted per sequence
   batch_size: int = 8  # B, sequences per inner step of one learner
-  streams: int = 16  # V, disjoint shards; at least the largest number of learners
+  shards: int = 16  # V, disjoint shards; at least the largest number of learners
   seed: int = 0  # of the shuffle; the same on every learner of a run
   eval_batches: int = 8  # of the held-out files
   eval_batch_size: int = 32  # sequences
 
   def validate(self) -> None:
-    _require_positive(self, 'seq_len', 'batch_size', 'streams', 'eval_batches', 'eval_batch_size')
+    _require_positive(self, 'seq_len', 'batch_size', 'shards', 'eval_batches', 'eval_batch_size')
     if not self.corpus:
       raise ValueError("corpus is empty: use 'stdlib', a directory, or a glob of text files")
     if not 0 <= self.seed < 2**32:

@@ -112,13 +112,13 @@ class Windows:
     return f'Windows(length={self._length}, count={len(self)})'
 
 
-class Stream:
+class Shard:
   """The endless batches uint8[batch_size, seq_len + 1] of a shard, by index from 0."""
 
-  def __init__(self, windows: Windows, config: config_lib.DataConfig, stream: int):
+  def __init__(self, windows: Windows, config: config_lib.DataConfig, shard: int):
     self._shuffled = grain.MapDataset.source(windows).seed(config.seed).shuffle()
-    self._config, self._first = config, first_slice(stream, config.streams)
-    self._batches = len(windows) // config.streams // config.batch_size  # of each pass
+    self._config, self._first = config, first_slice(shard, config.shards)
+    self._batches = len(windows) // config.shards // config.batch_size  # of each pass
     self._pass: tuple[int, grain.MapDataset] | None = None
 
   def __getitem__(self, index: int) -> np.ndarray:
@@ -130,42 +130,42 @@ class Stream:
   def _order(self, number: int) -> grain.MapDataset:
     """The batches of pass `number`."""
     config = self._config
-    which = (self._first + number) % config.streams
+    which = (self._first + number) % config.shards
     seed = np.random.SeedSequence([config.seed, which, number]).generate_state(1)
-    windows = self._shuffled.slice(slice(which, None, config.streams))
+    windows = self._shuffled.slice(slice(which, None, config.shards))
     return windows.shuffle(seed=int(seed[0])).batch(config.batch_size, drop_remainder=True)
 
 
-def first_slice(stream: int, streams: int) -> int:
+def first_slice(shard: int, shards: int) -> int:
   """The first slice of a shard: its rank when shards are sorted by their bit-reversed numbers, so
   that the first M shards are about evenly spread for every M (van der Corput).
 
-  >>> [first_slice(stream, 8) for stream in range(8)]
+  >>> [first_slice(shard, 8) for shard in range(8)]
   [0, 4, 2, 6, 1, 5, 3, 7]
-  >>> [first_slice(stream, 5) for stream in range(5)]
+  >>> [first_slice(shard, 5) for shard in range(5)]
   [0, 3, 2, 4, 1]
   """
-  bits = max(1, (streams - 1).bit_length())
-  backwards = [int(f'{number:0{bits}b}'[::-1], 2) for number in range(streams)]
-  return sorted(backwards).index(backwards[stream])
+  bits = max(1, (shards - 1).bit_length())
+  backwards = [int(f'{number:0{bits}b}'[::-1], 2) for number in range(shards)]
+  return sorted(backwards).index(backwards[shard])
 
 
-def make_stream(corpus: Corpus, config: config_lib.DataConfig, stream: int) -> Stream:
+def make_shard(corpus: Corpus, config: config_lib.DataConfig, shard: int) -> Shard:
   """Returns a shard of a corpus. Raises ValueError: no such shard, or too little text."""
-  if not 0 <= stream < config.streams:
+  if not 0 <= shard < config.shards:
     raise ValueError(
-      f'shard {stream} is outside [0, {config.streams}): lease an existing one or '
-      'raise DataConfig.streams'
+      f'shard {shard} is outside [0, {config.shards}): read an existing one or '
+      'raise DataConfig.shards'
     )
   windows = Windows(corpus.train_bytes, config.seq_len)
-  need = config.streams * config.batch_size
+  need = config.shards * config.batch_size
   if len(windows) < need:
     raise ValueError(
       f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
-      f'fewer than one batch of {config.batch_size} for each of {config.streams} shards '
+      f'fewer than one batch of {config.batch_size} for each of {config.shards} shards '
       f'({need}): use more text, fewer shards or a smaller batch'
     )
-  return Stream(windows, config, stream)
+  return Shard(windows, config, shard)
 
 
 def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarray]:

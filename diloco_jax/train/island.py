@@ -46,7 +46,7 @@ class Island:
     total_steps: the clock at which the learning rate reaches its end.
     devices: exactly as many as the mesh has; default: all local ones.
     seed: of the initial parameters; the same for every learner of a run.
-    stream: the shard to start on, in [0, data.streams).
+    shard: the shard to start on, in [0, data.shards).
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
     corpus: a loaded corpus that the islands of a process share; default: load it.
   """
@@ -61,14 +61,14 @@ class Island:
     total_steps: int,
     devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
-    stream: int = 0,
+    shard: int = 0,
     checkpoint_dir: str | None = None,
     corpus: data_lib.Corpus | None = None,
   ):
     config_lib.validate(model, optimizer, data, mesh)
     self._data = data
     self.corpus = corpus or data_lib.load_corpus(data.corpus)
-    self.lease(stream)
+    self.read_from(shard)
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, total_steps)
     self._state, self.shardings = step_lib.init_state(model, tx, self.mesh, seed)
@@ -94,7 +94,7 @@ class Island:
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
-    batch_BxL1 = mesh_lib.put_batch(self.mesh, self._stream[self._next_index])
+    batch_BxL1 = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
     clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
     self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch_BxL1, clock))
     self._next_index += 1
@@ -159,8 +159,8 @@ class Island:
   # Data.
 
   @property
-  def stream(self) -> int:
-    return self._stream_index
+  def shard(self) -> int:
+    return self._shard_index
 
   @property
   def data_state(self) -> int:
@@ -173,10 +173,10 @@ class Island:
       raise ValueError(f'next index {next_index} is negative: a shard starts at 0')
     self._next_index = int(next_index)
 
-  def lease(self, stream: int, next_index: int = 0) -> None:
+  def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a shard, at its committed cursor."""
-    self._stream = data_lib.make_stream(self.corpus, self._data, stream)
-    self._stream_index = stream
+    self._shard = data_lib.make_shard(self.corpus, self._data, shard)
+    self._shard_index = shard
     self.data_state = next_index
 
   # Checkpoints.
@@ -191,7 +191,7 @@ class Island:
   ) -> Callable[[], checkpoint.Saved]:
     """Starts an asynchronous checkpoint of the island; returns a function that waits for it.
     `snapshot` and `keep`: the run snapshots that pin checkpoints (storage/checkpoint.py)."""
-    record = {'stream': self._stream_index, 'protocol': protocol or {}}
+    record = {'shard': self._shard_index, 'protocol': protocol or {}}
     return self._require_checkpoints().save(
       clock, self._state, self._next_index, anchors, record, snapshot, keep
     )
@@ -202,7 +202,7 @@ class Island:
     if restored is None:
       return None
     self._state = restored.state
-    self.lease(restored.protocol['stream'], restored.data_state)
+    self.read_from(restored.protocol['shard'], restored.data_state)
     return restored._replace(protocol=restored.protocol['protocol'])
 
   def wait(self) -> None:

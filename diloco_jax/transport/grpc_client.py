@@ -63,7 +63,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
       with grpc.insecure_channel(address, options=_OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
-      session.fail(grpc_session.words(error))
+      session.fail(grpc_session.describe(error))
     except (OSError, ValueError) as error:
       session.fail(str(error))
     finally:  # whatever happened, the machine hears that the session is gone

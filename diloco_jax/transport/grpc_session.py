@@ -83,10 +83,10 @@ class Session:
     directions = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
     self._outgoing, self._incoming = directions if dialed else reversed(directions)
     self._dialed = dialed
-    self._outbox = link.Outbox(
+    self._send_queue = link.SendQueue(
       chunks.split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
     )
-    self._inbox = link.Inbox(limits.max_payload_bytes, limits.max_open_transfers)
+    self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_open_transfers)
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
     )
@@ -120,7 +120,7 @@ class Session:
       if self._state is not _State.OPEN:
         return
       try:
-        self._outbox.push(message, payload)
+        self._send_queue.push(message, payload)
         self._changed.notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)
@@ -197,7 +197,7 @@ class Session:
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
       while self._state is not _State.OVER:
-        if (entry := self._outbox.next_control()) is not None:
+        if (entry := self._send_queue.next_control()) is not None:
           return entry
         if self._state is _State.DRAINING and self._bulk_done:
           return None
@@ -207,7 +207,7 @@ class Session:
   def _next_transfer(self) -> Iterator[bytes] | None:
     with self._changed:
       while self._state is not _State.OVER:
-        if (frames := self._outbox.next_transfer()) is not None:
+        if (frames := self._send_queue.next_transfer()) is not None:
           self._changed.notify_all()  # the announcement waits in the control lane
           return frames
         if self._state is _State.DRAINING:
@@ -215,10 +215,10 @@ class Session:
           self._changed.notify_all()
           return None
         now_s = time.monotonic()
-        if (frames := self._outbox.next_donated(now_s)) is not None:
+        if (frames := self._send_queue.next_donated(now_s)) is not None:
           self._changed.notify_all()
           return frames
-        self._changed.wait(self._outbox.donation_wait_s(now_s))
+        self._changed.wait(self._send_queue.donation_wait_s(now_s))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------
@@ -237,7 +237,7 @@ class Session:
     except (errors.WireError, link.LinkError) as error:
       self.fail(f'the peer broke the protocol: {error}')
     except grpc.RpcError as error:
-      self.fail(words(error))
+      self.fail(describe(error))
     except Exception as error:  # a reader that dies silently would leave a session deaf
       self.fail(f'{type(error).__name__}: {error}')
       raise
@@ -256,7 +256,7 @@ class Session:
   def _on_control(self, data: bytes) -> None:
     message, transfer = self._incoming.decode(self._received.open(data))
     with self._changed:
-      self._deliver(self._inbox.on_message(message, transfer))
+      self._deliver(self._receive_buffer.on_message(message, transfer))
       self._changed.notify_all()  # a transfer may wait for this announcement
 
   def _on_frame(self, frame: bytes) -> None:
@@ -266,17 +266,19 @@ class Session:
         # After a stall this thread may be far ahead of the Control reader. It then waits, and
         # gRPC's flow control makes the peer wait, too.
         self._changed.wait_for(
-          lambda: self._state is _State.OVER or self._inbox.takes(transfer.number),
+          lambda: self._state is _State.OVER or self._receive_buffer.takes(transfer.number),
           self._limits.handshake_s,
         )
-        self._deliver(self._inbox.on_transfer(transfer.number, transfer.data, transfer.crc32))
+        self._deliver(
+          self._receive_buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
+        )
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
       return
     message, payload = delivery
-    handle = None if payload is None else self._payloads.put(payload)
-    self._post(events.Received(session=self.number, message=message, handle=handle))
+    payload_id = None if payload is None else self._payloads.put(payload)
+    self._post(events.Received(session=self.number, message=message, payload_id=payload_id))
 
   # --- The only place where a session ends --------------------------------------------------------
 
@@ -287,7 +289,7 @@ class Session:
       self._stop(reason, failed)
     self._state = state
     if state is _State.OVER:
-      self._outbox.clear()
+      self._send_queue.clear()
     self._changed.notify_all()
 
   def _stop(self, reason: str, failed: bool) -> None:
@@ -350,7 +352,7 @@ class Sessions:
     return [session for session in sessions if not wait(session)]
 
 
-def words(error: grpc.RpcError) -> str:
+def describe(error: grpc.RpcError) -> str:
   """Describes a stream's error: status and details (on a server gRPC gives neither)."""
   if not isinstance(error, grpc.Call):
     return LOST

@@ -95,8 +95,8 @@ class InProcessTransport:
     self._hub._retire(self)
 
   def _deliver(self, session: int, message: messages.Message, payload: link.Buffer | None) -> None:
-    handle = None if payload is None else self._payloads.put(payload)
-    self._post(events.Received(session=session, message=message, handle=handle))
+    payload_id = None if payload is None else self._payloads.put(payload)
+    self._post(events.Received(session=session, message=message, payload_id=payload_id))
 
   def _end(self, session: int, reason: str) -> None:
     if session not in self._peers:

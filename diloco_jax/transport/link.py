@@ -9,7 +9,7 @@ begun. A *donation* (a donor's moments: the largest payload, awaited by one join
 bulk lane in the background: one chunk at a time when no other payload waits, at no more than its
 granted rate.
 
-Rules of the outgoing half (`Outbox`):
+Rules of the outgoing half (`SendQueue`):
 
 * transfers leave in the order of sending, except that every other payload overtakes donations;
   transfer numbers grow and are never reused;
@@ -20,9 +20,9 @@ Rules of the outgoing half (`Outbox`):
   nothing, since its base may be a version that still waits;
 * the queue is bounded; for a peer that empties it too slowly the link raises `LinkError`.
 
-Rules of the incoming half (`Inbox`): the lanes are separate gRPC streams, so announcement and
-transfer may arrive in either order. The link delivers a message when it is complete, in the order
-of completion. Announced and received size and checksum must agree, else `LinkError`.
+Rules of the incoming half (`ReceiveBuffer`): the lanes are separate gRPC streams, so announcement
+and transfer may arrive in either order. The link delivers a message when it is complete, in the
+order of completion. Announced and received size and checksum must agree, else `LinkError`.
 """
 
 import collections
@@ -93,7 +93,7 @@ class _Background:
   next_s: float = 0.0
 
 
-class Outbox:
+class SendQueue:
   """The messages and payloads to send to one peer. Not thread-safe: the owner holds a lock. One
   thread makes the frames, outside the lock."""
 
@@ -223,7 +223,7 @@ class _Arrived:
   payload: messages.Payload
 
 
-class Inbox:
+class ReceiveBuffer:
   """Pairs the messages of one peer with their payloads. Not thread-safe: the owner holds a lock."""
 
   def __init__(self, max_payload_bytes: int, max_waiting: int):

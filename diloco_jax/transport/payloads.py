@@ -29,25 +29,25 @@ class PayloadStore:
       self._kept[self._last] = data
       return self._last
 
-  def get(self, handle: int) -> Buffer:
+  def get(self, payload_id: int) -> Buffer:
     with self._lock:
-      self._check(handle)
-      return self._kept[handle]
+      self._check(payload_id)
+      return self._kept[payload_id]
 
-  def drop(self, handle: int) -> None:
+  def drop(self, payload_id: int) -> None:
     with self._lock:
-      self._check(handle)
-      del self._kept[handle]
+      self._check(payload_id)
+      del self._kept[payload_id]
 
   def __len__(self) -> int:
     with self._lock:
       return len(self._kept)
 
-  def _check(self, handle: int) -> None:
+  def _check(self, payload_id: int) -> None:
     # A second drop is a bug of the caller; this check reports it at once.
-    if handle not in self._kept:
+    if payload_id not in self._kept:
       raise KeyError(
-        f'no payload has id {handle}: of {self._last} put, {len(self._kept)} '
+        f'no payload has id {payload_id}: of {self._last} put, {len(self._kept)} '
         'are kept; it was dropped already or never put'
       )
 

@@ -107,48 +107,48 @@ class Join(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., learner: _Optional[str] = ..., nonce: _Optional[int] = ..., agreement: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class Confirm(_message.Message):
-    __slots__ = ("nonce", "incarnation", "step", "steps", "tokens", "held", "stream", "cursor")
+    __slots__ = ("nonce", "incarnation", "clock", "steps", "tokens", "held", "shard", "cursor")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     nonce: int
     incarnation: int
-    step: int
+    clock: int
     steps: int
     tokens: int
     held: _containers.RepeatedCompositeFieldContainer[Held]
-    stream: int
+    shard: int
     cursor: int
-    def __init__(self, nonce: _Optional[int] = ..., incarnation: _Optional[int] = ..., step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
+    def __init__(self, nonce: _Optional[int] = ..., incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., held: _Optional[_Iterable[_Union[Held, _Mapping]]] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("step", "steps", "tokens", "step_ns", "finished")
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("clock", "steps", "tokens", "step_ns", "finished")
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    step: int
+    clock: int
     steps: int
     tokens: int
     step_ns: int
     finished: bool
-    def __init__(self, step: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., step_ns: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    def __init__(self, clock: _Optional[int] = ..., steps: _Optional[int] = ..., tokens: _Optional[int] = ..., step_ns: _Optional[int] = ..., finished: bool = ...) -> None: ...
 
 class Contribution(_message.Message):
-    __slots__ = ("sync", "fragment", "version", "steps", "tokens_from", "tokens_to", "stream", "cursor", "payload")
+    __slots__ = ("sync", "fragment", "version", "steps", "tokens_from", "tokens_to", "shard", "cursor", "payload")
     SYNC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FROM_FIELD_NUMBER: _ClassVar[int]
     TOKENS_TO_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sync: int
@@ -157,10 +157,10 @@ class Contribution(_message.Message):
     steps: int
     tokens_from: int
     tokens_to: int
-    stream: int
+    shard: int
     cursor: int
     payload: Payload
-    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens_from: _Optional[int] = ..., tokens_to: _Optional[int] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., steps: _Optional[int] = ..., tokens_from: _Optional[int] = ..., tokens_to: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class Decline(_message.Message):
     __slots__ = ("sync", "fragment", "reason", "tokens_to")
@@ -209,20 +209,20 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Donation(_message.Message):
-    __slots__ = ("transfer", "donor", "step", "versions", "digest", "payload")
+    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "payload")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DONOR_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     donor: str
-    step: int
+    clock: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     digest: int
     payload: Payload
-    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class NoDonation(_message.Message):
     __slots__ = ("transfer", "reason")
@@ -257,30 +257,30 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ..., retry_ns: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("incarnation", "step", "stream", "cursor", "due", "donation")
+    __slots__ = ("incarnation", "clock", "shard", "cursor", "due", "donation")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
+    SHARD_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    step: int
-    stream: int
+    clock: int
+    shard: int
     cursor: int
     due: _containers.RepeatedScalarFieldContainer[int]
     donation: int
-    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., stream: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., donation: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., donation: _Optional[int] = ...) -> None: ...
 
 class Donate(_message.Message):
-    __slots__ = ("transfer", "step", "versions")
+    __slots__ = ("transfer", "clock", "versions")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     transfer: int
-    step: int
+    clock: int
     versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer: _Optional[int] = ..., step: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("sync", "fragment")

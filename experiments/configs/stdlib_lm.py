@@ -49,7 +49,7 @@ def cpu() -> run_config.Config:
       hidden_dim=256,
     ),
     optimizer=train_config.OptimizerConfig(learning_rate=3e-3, warmup_steps=30),
-    data=train_config.DataConfig(seq_len=128, batch_size=8, streams=16, eval_batches=4),
+    data=train_config.DataConfig(seq_len=128, batch_size=8, shards=16, eval_batches=4),
     mesh=train_config.MeshConfig(data=2),
     sync=run_config.SyncConfig(
       learners=learners,
@@ -84,7 +84,7 @@ def tiny() -> run_config.Config:
   config.data = train_config.DataConfig(
     seq_len=32,
     batch_size=4,
-    streams=16,
+    shards=16,
     eval_batches=1,
     eval_batch_size=8,
   )
@@ -125,7 +125,7 @@ def data_parallel() -> run_config.Config:
   """One learner that sees all the tokens."""
   config = decoupled()
   config.data.batch_size *= config.sync.learners
-  config.sync.learners = config.sync.quorum = config.data.streams = 1
+  config.sync.learners = config.sync.quorum = config.data.shards = 1
   return config
 
 
@@ -153,7 +153,7 @@ def v5p_v6e() -> run_config.Config:
       corpus='/data/text',
       seq_len=4096,
       batch_size=128,
-      streams=64,
+      shards=64,
       eval_batches=8,
       eval_batch_size=64,
     ),

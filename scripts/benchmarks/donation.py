@@ -46,7 +46,7 @@ def syncer(pipe, max_payload_bytes: int) -> None:
 
   def post(event):
     if isinstance(event, events.Received) and isinstance(event.message, messages.Donation):
-      kept.drop(event.handle)
+      kept.drop(event.payload_id)
       pipe.send(event.message.transfer)
 
   transport = grpc_server.GrpcSyncerTransport(
@@ -100,13 +100,13 @@ class Donor:
       donation = messages.Donation(
         transfer=event.transfer,
         donor='l0',
-        step=0,
+        clock=0,
         versions=(0,),
         digest=event.digest,
         payload=event.payload,
       )
-      self._transport.send(1, donation, self._payloads.get(event.handle))
-      self._payloads.drop(event.handle)
+      self._transport.send(1, donation, self._payloads.get(event.payload_id))
+      self._payloads.drop(event.payload_id)
 
   def give(self, transfer: int) -> None:
     """Starts a donation; call it at a step boundary."""

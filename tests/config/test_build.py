@@ -15,7 +15,7 @@ from experiments.configs import stdlib_lm
 
 def participants(count: int) -> tuple[actions.Participant, ...]:
   return tuple(
-    actions.Participant(learner=f'l{m}', incarnation=1, handle=m, tokens=8, steps=1, limit=None)
+    actions.Participant(learner=f'l{m}', incarnation=1, payload_id=m, tokens=8, steps=1, limit=None)
     for m in range(count)
   )
 

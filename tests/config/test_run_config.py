@@ -83,7 +83,7 @@ def test_variants_share_nothing():
   [
     ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
     ('sync.quorum', 1.5, 'sync.quorum is 1.5, it must be a number between 1 and 4'),
-    ('sync.learners', 17, 'data.streams is 16, it must be at least 17: every learner reads'),
+    ('sync.learners', 17, 'data.shards is 16, it must be at least 17: every learner reads'),
     ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.alpha', -0.1, 'sync.alpha is -0.1'),

@@ -96,7 +96,7 @@ def test_the_run_ends_with_its_syncer(tmp_path):
   assert (outcome.code, outcome.text) == (0, 'done')
   assert run.said('l0') == ['hello']
   assert (tmp_path / 'logs' / 'l0.log').read_text() == 'hello\n'
-  assert {name: fate.state for name, fate in outcome.fates.items()} == {
+  assert {name: status.state for name, status in outcome.statuses.items()} == {
     'syncer': 'done',
     'l0': 'done',
   }
@@ -109,14 +109,14 @@ def test_a_failed_learner_is_restarted(tmp_path):
   )
   outcome = Run(tmp_path, [program('l0', script, str(tmp_path))]).run()
   assert outcome.code == 0
-  assert outcome.fates['l0'].starts == 2
+  assert outcome.statuses['l0'].starts == 2
 
 
 def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeypatch):
   monkeypatch.setattr(supervisor_lib, '_BACKOFF_S', (0.01, 0.01))
   outcome = Run(tmp_path, [program('l0', 'raise SystemExit(3)')]).run()
-  assert (outcome.code, outcome.fates['l0'].state) == (1, 'failed')
-  assert outcome.fates['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
+  assert (outcome.code, outcome.statuses['l0'].state) == (1, 'failed')
+  assert outcome.statuses['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
 
 
 def test_exit_42_of_the_syncer_ends_the_run_with_its_error_line(tmp_path):
@@ -134,15 +134,15 @@ def test_exit_42_of_a_learner_ends_only_that_learner(tmp_path):
   )
 
   def tick(run: Run) -> None:
-    if run.supervisor.fates['l0'].state == 'refused':
+    if run.supervisor.statuses['l0'].state == 'refused':
       (tmp_path / 'DONE').touch()
 
   run._kwargs['finish_s'] = 0.1
   outcome = run.run(tick)
-  assert outcome.fates['l0'] == run_facts.Fate(
+  assert outcome.statuses['l0'] == run_facts.Status(
     state='refused', starts=1, last_error='another model'
   )
-  assert outcome.fates['syncer'].state == 'done'
+  assert outcome.statuses['syncer'].state == 'done'
 
 
 def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
@@ -151,13 +151,15 @@ def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
     'import pathlib, sys\n'
     'failed = pathlib.Path(sys.argv[1], "FAILED")\n'
     'again = failed.exists(); failed.touch()\n'
-    'print("error: DD402" if again else "error: DD405", file=sys.stderr)\n'
+    'print("error: damaged log" if again else "error: disk failed", file=sys.stderr)\n'
     'sys.exit(42 if again else 74)'
   )
   run = Run(tmp_path, [program('syncer', syncer, str(tmp_path)), program('l0', _FOREVER)])
   outcome = run.run()
-  assert (outcome.code, outcome.text) == (42, 'DD402')
-  assert outcome.fates['syncer'] == run_facts.Fate(state='refused', starts=2, last_error='DD402')
+  assert (outcome.code, outcome.text) == (42, 'damaged log')
+  assert outcome.statuses['syncer'] == run_facts.Status(
+    state='refused', starts=2, last_error='damaged log'
+  )
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 
@@ -173,7 +175,7 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
   )
   kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
-  assert outcome.fates['l0'] == run_facts.Fate(state='done', starts=2, kills=1)
+  assert outcome.statuses['l0'] == run_facts.Status(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
@@ -211,7 +213,7 @@ def test_a_standby_process_takes_over(tmp_path):
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
   outcome = run.run(tick)
-  assert outcome.fates['syncer'] == run_facts.Fate(state='done', starts=2, kills=1)
+  assert outcome.statuses['syncer'] == run_facts.Status(state='done', starts=2, kills=1)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   lives = [
     fact['pid'] for fact in facts if fact.get('state') == 'starting' and fact['child'] == 'syncer'
@@ -228,7 +230,7 @@ def test_a_new_process_is_started_if_the_standby_process_has_died(tmp_path):
   def tick(run: Run) -> None:
     if len(psutil.Process().children()) == 2 and run.said('syncer') and not killed:
       killed.append(run.supervisor.bring_down('syncer', 0.0, 'killed by the test'))
-    elif run.supervisor.fates['syncer'].starts == 2:
+    elif run.supervisor.statuses['syncer'].starts == 2:
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
@@ -245,7 +247,7 @@ def test_the_supervisor_does_not_wait_for_an_unready_standby_process(tmp_path):
     if 'warming up' in run.said('syncer') and not pids:
       pids.extend(one.pid for one in psutil.Process().children())
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
-    elif run.supervisor.fates['syncer'].starts == 2:
+    elif run.supervisor.statuses['syncer'].starts == 2:
       os.kill(os.getpid(), signal.SIGINT)
 
   run.run(tick)
@@ -261,7 +263,7 @@ def test_after_a_first_failure_a_standby_process_takes_over_without_a_pause(tmp_
     if 'standby' in run.said('syncer') and not killed:
       killed.append(os.kill(run.supervisor.child('syncer').pid, signal.SIGKILL))
 
-  assert run.run(tick).fates['syncer'].starts == 2
+  assert run.run(tick).statuses['syncer'].starts == 2
   assert 'syncer: killed by SIGKILL; restart in 0.0 s' in run.said('local')
 
 
@@ -364,6 +366,6 @@ def test_backoff_grows_to_its_cap_and_is_jittered():
   ],
 )
 def test_verdict(states, code):
-  fates = {name: run_facts.Fate(state=state) for name, state in states.items()}
-  syncer = fates.pop('syncer')
-  assert supervisor_lib._verdict(syncer, list(fates.values()), False)['code'] == code
+  statuses = {name: run_facts.Status(state=state) for name, state in states.items()}
+  syncer = statuses.pop('syncer')
+  assert supervisor_lib._verdict(syncer, list(statuses.values()), False)['code'] == code

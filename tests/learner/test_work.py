@@ -34,22 +34,22 @@ def test_a_lease_moves_the_island_and_undoes_what_was_trained_if_asked(tmp_path)
     )
     initial = _host(island.params)
     for action in (
-      actions.UseStream(stream=3, cursor=7, rewind=False),
-      actions.Step(step=0),
-      actions.Step(step=1),
+      actions.UseShard(shard=3, cursor=7, rewind=False),
+      actions.Step(clock=0),
+      actions.Step(clock=1),
     ):
       work.submit(action)
     work.stop()
     work.run()
-    assert (island.stream, island.data_state) == (3, 9)
+    assert (island.shard, island.data_state) == (3, 9)
     moments = _host(island.state.opt_state)
     assert not _same(island.params, initial)
 
-    work.submit(actions.UseStream(stream=2, cursor=5, rewind=True))
+    work.submit(actions.UseShard(shard=2, cursor=5, rewind=True))
     work.stop()
     work.run()
   assert [type(event) for event in posted] == [events.StepDone] * 2
-  assert (island.stream, island.data_state) == (2, 5)
+  assert (island.shard, island.data_state) == (2, 5)
   assert _same(island.params, initial)  # the anchors
   assert _same(island.state.opt_state, moments)
   island.close()

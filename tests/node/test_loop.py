@@ -65,22 +65,22 @@ class Script:
 
 
 def run(machine: Any, ports: Ports, *posted: events.Event, payloads: Any = None) -> actions.Exit:
-  inbox = loop.Inbox()
+  event_queue = loop.EventQueue()
   for event in posted:
-    inbox.post(event)
-  return loop.Node(machine, inbox, ports, ports, ports, payloads, ports).run()
+    event_queue.post(event)
+  return loop.Node(machine, event_queue, ports, ports, ports, payloads, ports).run()
 
 
 def test_actions_reach_their_ports_in_order_until_exit():
   payloads, ports = payloads_lib.PayloadStore(), Ports()
-  handle = payloads.put(PAYLOAD)
-  step, end = actions.Step(step=3), actions.Exit(code=0, text='done')
+  payload_id = payloads.put(PAYLOAD)
+  step, end = actions.Step(clock=3), actions.Exit(code=0, text='done')
   machine = Script(
     [
       actions.Dial(session=1),
       actions.Send(session=1, message=messages.Heartbeat()),
-      actions.Send(session=1, message=messages.Leave(reason='x'), handle=handle),
-      actions.Drop(handle=handle),
+      actions.Send(session=1, message=messages.Leave(reason='x'), payload_id=payload_id),
+      actions.Drop(payload_id=payload_id),
       step,
       actions.Report(fact=CANCELLED),
       actions.Say(text='hello'),
@@ -104,12 +104,16 @@ def test_actions_reach_their_ports_in_order_until_exit():
 
 
 def test_a_failed_port_ends_the_node_after_the_earlier_events():
-  inbox, ports, machine = loop.Inbox(), Ports(), Script([], [actions.Exit(code=0, text='')])
-  inbox.post(events.Stop(reason='a'))
-  inbox.fail(OSError('the disk'))
-  inbox.post(events.Stop(reason='b'))
+  event_queue, ports, machine = (
+    loop.EventQueue(),
+    Ports(),
+    Script([], [actions.Exit(code=0, text='')]),
+  )
+  event_queue.post(events.Stop(reason='a'))
+  event_queue.fail(OSError('the disk'))
+  event_queue.post(events.Stop(reason='b'))
   with pytest.raises(OSError, match='the disk'):
-    loop.Node(machine, inbox, ports, ports, ports, None, ports).run()
+    loop.Node(machine, event_queue, ports, ports, ports, None, ports).run()
   assert [event.reason for _, event in machine.seen] == ['a']
 
 
@@ -142,22 +146,26 @@ class Answers:
       case actions.Encode(sync=sync, fragment=p):
         self._post(
           events.Encoded(
-            sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED
+            sync=sync, fragment=p, payload_id=self._payloads.put(PAYLOAD), payload=ANNOUNCED
           )
         )
-      case actions.Adopt(fragment=p, version=version, handle=handle):
-        self._payloads.drop(handle)
+      case actions.Adopt(fragment=p, version=version, payload_id=payload_id):
+        self._payloads.drop(payload_id)
         self._post(events.AdoptDone(fragment=p, version=version, digest=7))
       case actions.Merge(sync=sync, fragment=p, participants=participants):
         for one in participants:
-          self._payloads.drop(one.handle)
+          self._payloads.drop(one.payload_id)
         self._post(
           events.MergeDone(
-            sync=sync, fragment=p, handle=self._payloads.put(PAYLOAD), payload=ANNOUNCED, digest=7
+            sync=sync,
+            fragment=p,
+            payload_id=self._payloads.put(PAYLOAD),
+            payload=ANNOUNCED,
+            digest=7,
           )
         )
-      case actions.Save(step=step):
-        self._post(events.SaveDone(step=step))
+      case actions.Save(clock=step):
+        self._post(events.SaveDone(clock=step))
 
 
 class Quiet:
@@ -182,12 +190,15 @@ def test_a_run_over_real_threads_and_transports_ends():
   stores: list[payloads_lib.PayloadStore] = []
 
   def serve(machine: Any, make_transport: Any) -> None:
-    inbox, payloads = loop.Inbox(), payloads_lib.PayloadStore()
-    transport, work = make_transport(inbox.post, payloads), Answers(inbox.post, payloads)
+    event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
+    transport, work = (
+      make_transport(event_queue.post, payloads),
+      Answers(event_queue.post, payloads),
+    )
     works.append(work)
     stores.append(payloads)
-    node = loop.Node(machine, inbox, loop.Monotonic(), transport, work, payloads, records)
-    inbox.post(events.Wake())
+    node = loop.Node(machine, event_queue, loop.Monotonic(), transport, work, payloads, records)
+    event_queue.post(events.Wake())
     threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
 
   serve(syncer_machine.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)

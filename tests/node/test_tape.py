@@ -34,7 +34,7 @@ class Machine:
   deadline_ns = None
 
   def __init__(self, last: Exception | actions.Exit):
-    self._answers: list[Any] = [[actions.Step(step=0)], last]
+    self._answers: list[Any] = [[actions.Step(clock=0)], last]
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     answer = self._answers.pop(0)
@@ -44,16 +44,16 @@ class Machine:
 
 
 def run(last: Any, world: World, tape: World | None) -> actions.Exit:
-  inbox = loop.Inbox()
-  inbox.post(events.Wake())
-  inbox.post(events.Stop(reason='x'))
-  return loop.Node(Machine(last), inbox, world, world, world, world, world, tape).run()
+  event_queue = loop.EventQueue()
+  event_queue.post(events.Wake())
+  event_queue.post(events.Stop(reason='x'))
+  return loop.Node(Machine(last), event_queue, world, world, world, world, world, tape).run()
 
 
 def test_a_turn_is_on_the_tape_before_its_actions_are_carried_out():
   world, end = World(), actions.Exit(code=0, text='done')
   assert run(end, world, world) == end
-  step = actions.Step(step=0)
+  step = actions.Step(clock=0)
   assert world.asked == [(7, events.Wake(), [step]), step, (7, events.Stop(reason='x'), [end])]
 
 

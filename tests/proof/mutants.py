@@ -98,7 +98,7 @@ MOVES = (states, 'move', lambda original: lambda table, source, target: target) 
   verdicts,
   'judge',
   'I1 I7',
-  also=(SETTLES, (shards.Streams, 'counts', lambda original: lambda *args: True)),
+  also=(SETTLES, (shards.Shards, 'counts', lambda original: lambda *args: True)),
 )
 def no_dedup(original):
   def judge(message, name, gather, fragment, cursor, max_staleness):
@@ -131,10 +131,10 @@ def merge_in_arrival_order(original):
   'I7',
 )
 def tokens_of_the_report(original):
-  def _participant(self, name, message, handle):
+  def _participant(self, name, message, payload_id):
     account = self._ledger.of(self._members.by_id[name])
     reported = account.trained - account.cursors[message.fragment]
-    return dataclasses.replace(original(self, name, message, handle), tokens=reported)
+    return dataclasses.replace(original(self, name, message, payload_id), tokens=reported)
 
   return _participant
 
@@ -169,15 +169,15 @@ def failed_merge_keeps_its_tokens(original):
 
 
 @mutant(
-  'The ledger counts a late payload as discarded twice.', gathering.Gathering, '_turn_down', 'I7'
+  'The ledger counts a late payload as discarded twice.', gathering.Gathering, '_reject', 'I7'
 )
 def late_counted_twice(original):
-  def _turn_down(self, member, message, handle, reason):
-    original(self, member, message, handle, reason)
+  def _reject(self, member, message, payload_id, reason):
+    original(self, member, message, payload_id, reason)
     if reason == Reason.LATE:
       self._ledger.of(member)._discard(message.tokens_to - message.tokens_from, reason)
 
-  return _turn_down
+  return _reject
 
 
 @mutant(
@@ -231,7 +231,7 @@ def old_capture_on_a_new_session(original):
   'The syncer pulls from a joiner before it has caught up.', members.Member, 'caught_up', 'I17 L5'
 )
 def contributes_while_due(original):
-  return property(lambda self: self.live and bool(self.sent))
+  return property(lambda self: self.live and bool(self.held_versions))
 
 
 @mutant(
@@ -267,7 +267,7 @@ def no_resend_after_reconnect(original):
 )
 def nan_is_not_declined(original):
   def _encoded(self, encoded):
-    if encoded.handle is None:
+    if encoded.payload_id is None:
       self._encoding.popleft()
     else:
       original(self, encoded)
@@ -313,7 +313,7 @@ def lag_is_one_more(original):
     ahead = (
       lag is not None
       and self._training == 'training'
-      and (self.step < min(one.next_due for one in self._anchors) + lag + 1)
+      and (self.clock < min(one.next_due for one in self._anchors) + lag + 1)
     )
     return original(self) or ahead
 
@@ -363,7 +363,7 @@ def no_warm_up(original):
   return limit
 
 
-@mutant('Refused norms enter the medians.', screening, 'taken', 'I9b I10 I16')
+@mutant('Refused norms enter the medians.', screening, 'append_commit', 'I9b I10 I16')
 def refused_norms_are_kept(original):
   return lambda window, merged: original(window, [(100 * norm, steps) for norm, steps in merged])
 
@@ -399,7 +399,10 @@ def all_participants_are_refused(original):
 
 
 @mutant(
-  'A merged contribution does not reset strikes.', screening.Screening, 'ended', 'I16 I13 I13b I10'
+  'A merged contribution does not reset strikes.',
+  screening.Screening,
+  'after_merge',
+  'I16 I13 I13b I10',
 )
 def strikes_stay(original):
   def ended(self, now_ns, participants, done):
@@ -423,7 +426,7 @@ def no_quarantine(original):
   return lambda self, member: False
 
 
-@mutant('A quarantined process joins again.', join_lib, 'taken', 'I9c')
+@mutant('A quarantined process joins again.', join_lib, 'refuse_if_held', 'I9c')
 def quarantined_joins_again(original):
   def taken(join, members_, config, now_ns):
     refused = original(join, members_, config, now_ns)
@@ -432,21 +435,21 @@ def quarantined_joins_again(original):
   return taken
 
 
-@mutant('A restarted syncer has forgotten all strikes.', recovery, 'recovered', 'I10 I2')
+@mutant('A restarted syncer has forgotten all strikes.', recovery, 'replay_log', 'I10 I2')
 def strikes_not_recovered(original):
-  def recovered(load, snapshot, records):
-    state = original(load, snapshot, records)
+  def recovered(load, machine_state, records):
+    state = original(load, machine_state, records)
     for row in state['members']:
-      row['strikes'] = row['worst'] = 0
+      row['strikes'] = row['max_strikes'] = 0
     return state
 
   return recovered
 
 
-@mutant('A restarted syncer has forgotten the norms.', recovery, 'recovered', 'I10 I2')
+@mutant('A restarted syncer has forgotten the norms.', recovery, 'replay_log', 'I10 I2')
 def norms_not_recovered(original):
-  def recovered(load, snapshot, records):
-    state = original(load, snapshot, records)
+  def recovered(load, machine_state, records):
+    state = original(load, machine_state, records)
     return {**state, 'norms': [[] for _ in state['norms']]}
 
   return recovered
@@ -471,7 +474,10 @@ def recovery_merges_the_refused(original):
 
 
 @mutant(
-  'The payload of a dead learner counts for the quorum.', gathering.Gathering, 'leave', 'I5 I7c'
+  'The payload of a dead learner counts for the quorum.',
+  gathering.Gathering,
+  'drop_learner',
+  'I5 I7c',
 )
 def dead_learner_counts(original):
   def leave(self, name):
@@ -516,11 +522,11 @@ def _fails_without_repeats(original):
   ),
 )
 def quorum_counts_a_learner_twice(original):
-  def contribution(self, now_ns, member, message, handle):
+  def contribution(self, now_ns, member, message, payload_id):
     gather = self.open.get(message.sync)
     if gather is not None and member.learner in gather.payloads:
       gather.asked.add(f'{member.learner} again')
-    original(self, now_ns, member, message, handle)
+    original(self, now_ns, member, message, payload_id)
 
   return contribution
 
@@ -721,9 +727,12 @@ def lost_with_process_forgotten(original):
   'I4b',
 )
 def delta_to_every_learner(original):
-  def send_delta(self, member, publish, handle):
-    if member.sent and len(member.on_way[publish.fragment]) < published.AHEAD:
-      self._send(member, publish, handle)
+  def send_delta(self, member, publish, payload_id):
+    if (
+      member.held_versions
+      and len(member.versions_in_flight[publish.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
+    ):
+      self._send(member, publish, payload_id)
 
   return send_delta
 
@@ -735,9 +744,9 @@ def delta_to_every_learner(original):
   'I11',
 )
 def slow_learner_is_flooded(original):
-  def send_delta(self, member, publish, handle):
-    if member.sent and member.sent[publish.fragment] == publish.base_version:
-      self._send(member, publish, handle)
+  def send_delta(self, member, publish, payload_id):
+    if member.held_versions and member.held_versions[publish.fragment] == publish.base_version:
+      self._send(member, publish, payload_id)
 
   return send_delta
 
@@ -750,8 +759,8 @@ def slow_learner_is_flooded(original):
 )
 def never_catches_up(original):
   def adopted(self, member, fragment, version):
-    on_way = member.on_way[fragment]
-    member.on_way[fragment] = [one for one in on_way if one > version]
+    versions_in_flight = member.versions_in_flight[fragment]
+    member.versions_in_flight[fragment] = [one for one in versions_in_flight if one > version]
 
   return adopted
 
@@ -783,7 +792,9 @@ def cancel_is_not_reported(original):
 # --- Resources and determinism --------------------------------------------------------------------
 
 
-@mutant('The syncer never frees a withdrawn payload.', gathering.Gathering, 'leave', 'I11 L7')
+@mutant(
+  'The syncer never frees a withdrawn payload.', gathering.Gathering, 'drop_learner', 'I11 L7'
+)
 def withdrawn_payload_leaks(original):
   def leave(self, name):
     for gather in self.open.values():
@@ -920,9 +931,9 @@ def unproven_is_not_rewritten(original):
   return lambda files, name, start, end, target: files.truncate(name, end)
 
 
-@mutant('Recovery forgets the last record.', recovery, 'recovered', 'I2 I10')
+@mutant('Recovery forgets the last record.', recovery, 'replay_log', 'I2 I10')
 def last_record_forgotten(original):
-  return lambda load, snapshot, records: original(load, snapshot, records[:-1])
+  return lambda load, machine_state, records: original(load, machine_state, records[:-1])
 
 
 @mutant('Recovery counts an outer step that was refused.', SyncerMachine, 'ended', 'I10')
@@ -980,7 +991,9 @@ def compacts_too_early(original):
 def machine_state_after_the_turn(original):
   def handle(self, now_ns, event):
     return [
-      dataclasses.replace(one, books=self.snapshot()) if isinstance(one, actions.Merge) else one
+      dataclasses.replace(one, machine_state=self.state())
+      if isinstance(one, actions.Merge)
+      else one
       for one in original(self, now_ns, event)
     ]
 
@@ -990,9 +1003,9 @@ def machine_state_after_the_turn(original):
 @mutant('The machine state of an outer step lacks its own tokens.', SyncerMachine, '_merge', 'I16')
 def machine_state_before_the_merge(original):
   def _merge(self, now_ns, gather, why):
-    books = self.snapshot()
+    books = self.state()
     with mock.patch.object(
-      self, 'snapshot', lambda: {**books, 'merging': [*books['merging'], gather.sync]}, create=True
+      self, 'state', lambda: {**books, 'merging': [*books['merging'], gather.sync]}, create=True
     ):
       original(self, now_ns, gather, why)
 
@@ -1076,7 +1089,7 @@ def cancelled_sync_gathers_again(original):
 
 
 @mutant(
-  'A learner that hears nothing while it joins dials at once, over the stream that it has.',
+  'A learner that hears nothing while it joins dials at once, over the session that it has.',
   connection.Connection,
   'keep',
   'I24',
@@ -1117,18 +1130,18 @@ def trains_after_the_last_step(original):
   'I21 I21a',
 )
 def cursor_moves_at_contribution(original):
-  def contribution(self, now_ns, member, message, handle):
-    original(self, now_ns, member, message, handle)
+  def contribution(self, now_ns, member, message, payload_id):
+    original(self, now_ns, member, message, payload_id)
     if member.learner in getattr(self.open.get(message.sync), 'payloads', ()):
-      self._streams.merge(-1, message.fragment, [(member.learner, message)])
-      self._streams.end(-1, (), made=True)
+      self._shards.merge(-1, message.fragment, [(member.learner, message)])
+      self._shards.end(-1, (), made=True)
 
   return contribution
 
 
 @mutant(
   'A cursor moves when the outer step is decided, and its machine state has the new one.',
-  shards.Streams,
+  shards.Shards,
   'merge',
   'I21',
 )
@@ -1142,14 +1155,14 @@ def cursor_moves_at_decision(original):
   return merge
 
 
-@mutant('A refused outer step moves its cursors.', shards.Streams, 'end', 'I21 I21a')
+@mutant('A refused outer step moves its cursors.', shards.Shards, 'end', 'I21 I21a')
 def refused_cursor_stays(original):
   return lambda self, sync, refused, made: original(self, sync, (), True)
 
 
-@mutant('A restarted syncer has forgotten the cursors.', shards.Streams, 'load', 'I21 I21a')
+@mutant('A restarted syncer has forgotten the cursors.', shards.Shards, 'load', 'I21 I21a')
 def cursors_forgotten(original):
-  return lambda self, snapshot: original(self, {**snapshot, 'merged': []})
+  return lambda self, machine_state: original(self, {**machine_state, 'merged': []})
 
 
 @mutant(
@@ -1159,54 +1172,54 @@ def cursors_forgotten(original):
   'I21 I21a',
 )
 def cursors_in_progress_forgotten(original):
-  end = shards.Streams.end
+  end = shards.Shards.end
 
   def ended(self, merge, done):
-    with mock.patch.object(shards.Streams, 'end', lambda *args, made: end(*args, made=False)):
+    with mock.patch.object(shards.Shards, 'end', lambda *args, made: end(*args, made=False)):
       original(self, merge, done)
 
   return ended
 
 
-@mutant('Every reader begins at the first batch.', shards.Streams, '_begin', 'I21 I21a')
+@mutant('Every reader begins at the first batch.', shards.Shards, '_begin', 'I21 I21a')
 def readers_begin_at_zero(original):
-  return lambda self, learner, stream: self._hold(learner, messages.Lease(stream, 0))
+  return lambda self, learner, shard: self._hold(learner, messages.ShardPosition(shard, 0))
 
 
 @mutant(
   'A batch is committed once it is merged for all fragments.',
-  shards.Streams,
+  shards.Shards,
   'committed',
   'I21 I21a',
 )
 def committed_for_all_fragments(original):
-  return lambda self, stream: min(self._merged.get(stream, (0,)))
+  return lambda self, shard: min(self._merged.get(shard, (0,)))
 
 
 @mutant(
   'The syncer gives a shard to a learner although another one reads it.',
-  shards.Streams,
+  shards.Shards,
   '_hold',
   'I21 I21a',
 )
 def two_learners_one_shard(original):
-  def _hold(self, learner, lease):
-    lease = original(self, learner, lease)
-    del self._holders[lease.stream]
-    self._holders[lease.stream - self._streams] = learner
-    return lease
+  def _hold(self, learner, position):
+    position = original(self, learner, position)
+    del self._holders[position.shard]
+    self._holders[position.shard - self._shards] = learner
+    return position
 
   return _hold
 
 
 @mutant(
   'The syncer gives out a shard while an outer step may move its cursor.',
-  shards.Streams,
+  shards.Shards,
   '_moving',
   'I21a',
 )
 def leased_during_a_merge(original):
-  return lambda self, stream: False
+  return lambda self, shard: False
 
 
 @mutant(
@@ -1216,9 +1229,9 @@ def leased_during_a_merge(original):
   'I21b',
 )
 def not_rewound(original):
-  def _move(self, lease):
+  def _move(self, position):
     before = [(anchor.steps, anchor.tokens) for anchor in self._anchors]
-    original(self, lease)
+    original(self, position)
     self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
     for anchor, (steps, tokens) in zip(self._anchors, before):
       anchor.steps, anchor.tokens = steps, tokens
@@ -1316,8 +1329,8 @@ def snapshot_amid_merges(original):
 
 @mutant('A learner saves in the middle of a step.', LearnerMachine, '_receive', 'I16c')
 def save_within_a_step(original):
-  def _receive(self, now_ns, message, handle):
-    original(self, now_ns, message, handle)
+  def _receive(self, now_ns, message, payload_id):
+    original(self, now_ns, message, payload_id)
     if isinstance(message, messages.SnapshotNow) and self._saving.due(self.steps):
       self._save()
 
@@ -1333,7 +1346,9 @@ def save_within_a_step(original):
 def donor_has_not_caught_up(original):
   def _might_give(self, transfer):
     return [
-      member for member in self._members.live() if member.sent and member is not transfer.joiner
+      member
+      for member in self._members.live()
+      if member.held_versions and member is not transfer.joiner
     ]
 
   return _might_give
@@ -1347,9 +1362,9 @@ def donor_has_not_caught_up(original):
 )
 def donor_has_not_reached_the_clock(original):
   def _ask(self, now_ns, transfer):
-    step, transfer.step = transfer.step, 0
+    step, transfer.clock = transfer.clock, 0
     original(self, now_ns, transfer)
-    transfer.step = step
+    transfer.clock = step
 
   return _ask
 
@@ -1357,7 +1372,7 @@ def donor_has_not_reached_the_clock(original):
 @mutant(
   'The syncer waits for a dead donor until the waiting time is over.',
   moments_relay.Relay,
-  'leave',
+  'drop_learner',
   'L10',
 )
 def dead_donor_is_waited_for(original):
@@ -1403,7 +1418,7 @@ def donor_gives_twice(original):
 @mutant(
   'A joiner takes moments whose digest differs.',
   moments.Taker,
-  'taken',
+  'on_replaced',
   'I23',
 )
 def flipped_moments_are_taken(original):
@@ -1417,7 +1432,7 @@ def flipped_moments_are_taken(original):
 def old_moments_are_taken(original):
   def boundary(self, step):
     if self._arrived is not None:
-      step = min(step, self._arrived[0].step)
+      step = min(step, self._arrived[0].clock)
     original(self, step)
 
   return boundary
@@ -1433,7 +1448,7 @@ def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
       session, covers = self._giver._reading[0]
-      self._giver._reading[0] = session, {**covers, 'step': self.step}
+      self._giver._reading[0] = session, {**covers, 'step': self.clock}
     original(self, now_ns, event)
 
   return _dispatch
@@ -1449,7 +1464,7 @@ def joiner_does_not_wait(original):
   def joined(self, now_ns, message):
     original(self, now_ns, message)
     if not self.way:
-      self._decide(self._own(message.step), message.step)
+      self._decide(self._own(message.clock), message.clock)
 
   return joined
 

@@ -34,7 +34,7 @@ def run_of(ledger: facts.Ledger = LEDGER, steps_s=(11.0, 12.0, 15.0), merged_s=(
 
 
 def freeze(recovered_s: float | None = 21.0):
-  return chaos_report.Episode(
+  return chaos_report.FaultRun(
     kind='freeze', node='l1', began_s=10.0, ended_s=20.0, recovered_s=recovered_s
   )
 

@@ -33,7 +33,7 @@ CONFIG = config_lib.ProtocolConfig(
   strikes=1,
 )
 PAYLOAD = m.Payload(size_bytes=64, crc32=0)
-SYNCER = checkers.Life(
+SYNCER = checkers.ObservedProcess(
   1,
   tape.Start(
     role='syncer',
@@ -44,7 +44,7 @@ SYNCER = checkers.Life(
     digests=(100,),
   ),
 )
-LEARNER = checkers.Life(
+LEARNER = checkers.ObservedProcess(
   2,
   tape.Start(
     role='learner',
@@ -61,18 +61,18 @@ HELD = (m.Held(version=0, digest=100),)
 class Turn:
   """One turn: the process, the time (ms), the event, the actions."""
 
-  life: checkers.Life
+  life: checkers.ObservedProcess
   at: int
   event: e.Event
   out: tuple[a.Action, ...] = ()
 
 
-def got(message: m.Message, session: int = 1, handle: int | None = None) -> e.Received:
-  return e.Received(session=session, message=message, handle=handle)
+def got(message: m.Message, session: int = 1, payload_id: int | None = None) -> e.Received:
+  return e.Received(session=session, message=message, payload_id=payload_id)
 
 
-def say(message: m.Message, session: int = 1, handle: int | None = None) -> a.Send:
-  return a.Send(session=session, message=message, handle=handle)
+def say(message: m.Message, session: int = 1, payload_id: int | None = None) -> a.Send:
+  return a.Send(session=session, message=message, payload_id=payload_id)
 
 
 def ledger(**changes: Any) -> a.Report:
@@ -108,10 +108,10 @@ def merging(**changes: Any) -> a.Report:
 
 JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
 CONFIRM = m.Confirm(
-  nonce=7, incarnation=1, step=0, steps=0, tokens=0, held=HELD, stream=None, cursor=0
+  nonce=7, incarnation=1, clock=0, steps=0, tokens=0, held=HELD, shard=None, cursor=0
 )
-JOINED = m.Joined(incarnation=1, step=0, stream=0, cursor=0, due=())
-USE = a.UseStream(stream=0, cursor=0, rewind=False)
+JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+USE = a.UseShard(shard=0, cursor=0, rewind=False)
 PULL = m.Pull(sync=2, fragment=0)
 CONTRIBUTION = m.Contribution(
   sync=2,
@@ -120,7 +120,7 @@ CONTRIBUTION = m.Contribution(
   steps=2,
   tokens_from=0,
   tokens_to=20,
-  stream=0,
+  shard=0,
   cursor=2,
   payload=PAYLOAD,
 )
@@ -138,10 +138,10 @@ SNAPSHOT = {
       'nonce': 7,
       'incarnation': 1,
       'left': False,
-      'step': 2,
+      'clock': 2,
       'replaced': [],
       'strikes': 0,
-      'worst': 0,
+      'max_strikes': 0,
     }
   ],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
@@ -162,21 +162,21 @@ MERGE = a.Merge(
   sync=2,
   fragment=0,
   version=1,
-  books=BOOKS,
-  participants=(a.Participant(learner='l0', incarnation=1, handle=5, tokens=20, steps=2),),
+  machine_state=BOOKS,
+  participants=(a.Participant(learner='l0', incarnation=1, payload_id=5, tokens=20, steps=2),),
 )
-DONE = e.MergeDone(sync=2, fragment=0, handle=6, payload=PAYLOAD, digest=101, norms=(5,))
+DONE = e.MergeDone(sync=2, fragment=0, payload_id=6, payload=PAYLOAD, digest=101, norms=(5,))
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
 PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
 NOW = m.SnapshotNow(snapshot=1, keep=())
-SAVE = a.Save(step=2, books=SNAPSHOT)
-PINNED = a.Save(step=2, books=SNAPSHOT, snapshot=1)
-SAVED = e.SaveDone(step=2, checkpoint=2, record_sha256='of l0')
+SAVE = a.Save(clock=2, machine_state=SNAPSHOT)
+PINNED = a.Save(clock=2, machine_state=SNAPSHOT, snapshot=1)
+SAVED = e.SaveDone(clock=2, checkpoint=2, record_sha256='of l0')
 SNAPSHOT_SAVED = m.SnapshotSaved(snapshot=1, checkpoint=2, record_sha256='of l0', error='')
 WRITE = a.WriteManifest(
   snapshot=1,
-  step=2,
+  clock=2,
   checkpoint=3,
   record_sha256='of the syncer',
   missing=(),
@@ -185,7 +185,7 @@ WRITE = a.WriteManifest(
 
 
 def progress(step: int) -> m.Progress:
-  return m.Progress(step=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
+  return m.Progress(clock=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
 
 
 STORY = {
@@ -195,8 +195,10 @@ STORY = {
   'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(incarnation=1)),)),
   'offer': Turn(LEARNER, 3, got(m.Offer(incarnation=1)), (say(CONFIRM),)),
   'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
-  'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(step=0))),
-  'step 1': Turn(LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(step=1))),
+  'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(clock=0))),
+  'step 1': Turn(
+    LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(clock=1))
+  ),
   'progress 1': Turn(SYNCER, 7, got(progress(1))),
   'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
   'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL),)),
@@ -204,22 +206,25 @@ STORY = {
   'encoded': Turn(
     LEARNER,
     11,
-    e.Encoded(sync=2, fragment=0, handle=3, payload=PAYLOAD),
-    (say(CONTRIBUTION, handle=3), a.Drop(handle=3)),
+    e.Encoded(sync=2, fragment=0, payload_id=3, payload=PAYLOAD),
+    (say(CONTRIBUTION, payload_id=3), a.Drop(payload_id=3)),
   ),
-  'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, handle=5), (MERGE, merging())),
-  'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, handle=6), a.Drop(handle=6))),
+  'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, payload_id=5), (MERGE, merging())),
+  'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, payload_id=6), a.Drop(payload_id=6))),
   'save': Turn(SYNCER, 14, e.Wake(), (ledger(), SAVE)),
   'publish': Turn(
-    LEARNER, 15, got(PUBLISH, handle=4), (a.Adopt(fragment=0, version=1, handle=4, whole=False),)
+    LEARNER,
+    15,
+    got(PUBLISH, payload_id=4),
+    (a.Adopt(fragment=0, version=1, payload_id=4, whole=False),),
   ),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
-  'saved': Turn(SYNCER, 18, e.SaveDone(step=2, checkpoint=2, record_sha256='ordinary')),
+  'saved': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=2, record_sha256='ordinary')),
   'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (PINNED, say(NOW))),
   'asked': Turn(LEARNER, 18, got(NOW), (PINNED,)),
   'part': Turn(LEARNER, 18, SAVED, (say(SNAPSHOT_SAVED),)),
-  'own part': Turn(SYNCER, 18, e.SaveDone(step=2, checkpoint=3, record_sha256='of the syncer')),
+  'own part': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=3, record_sha256='of the syncer')),
   'answered': Turn(SYNCER, 19, got(SNAPSHOT_SAVED), (WRITE,)),
   'written': Turn(
     SYNCER,
@@ -248,7 +253,7 @@ def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
   return change
 
 
-def then(life: checkers.Life, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
+def then(life: checkers.ObservedProcess, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
   """The story with an additional turn."""
 
   def change(story):
@@ -262,21 +267,26 @@ BROKEN = [  # what no mutant breaks before it breaks something else
     'I4',
     then(
       LEARNER,
-      got(dataclasses.replace(PUBLISH, version=0, base_version=None), handle=8),
-      a.Adopt(fragment=0, version=0, handle=8, whole=True),
+      got(dataclasses.replace(PUBLISH, version=0, base_version=None), payload_id=8),
+      a.Adopt(fragment=0, version=0, payload_id=8, whole=True),
     ),
   ),
   ('I19', with_out('join', say(m.Finish()))),
   (
     'I19',
     with_out(
-      'offer', say(CONFIRM), say(dataclasses.replace(progress(1), step=0, steps=0, tokens=0))
+      'offer', say(CONFIRM), say(dataclasses.replace(progress(1), clock=0, steps=0, tokens=0))
     ),
   ),
   ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
   (
     'L7',
-    then(LEARNER, e.Stop(reason='preempted'), a.Save(step=2, books={}), a.Exit(code=0, text='')),
+    then(
+      LEARNER,
+      e.Stop(reason='preempted'),
+      a.Save(clock=2, machine_state={}),
+      a.Exit(code=0, text=''),
+    ),
   ),
   ('I24', then(LEARNER, e.Wake(), a.Dial(session=2))),
 ]
@@ -304,7 +314,7 @@ def test_payloads_merged_out_of_order_are_noticed():
   both = (dataclasses.replace(MERGE.participants[0], learner='l1'), MERGE.participants[0])
   merge = dataclasses.replace(MERGE, participants=both)
   with pytest.raises(checkers.Violation, match='I15'):
-    watcher.saw(SYNCER, 12 * MS, got(CONTRIBUTION, handle=5), (merge,))
+    watcher.saw(SYNCER, 12 * MS, got(CONTRIBUTION, payload_id=5), (merge,))
 
 
 def test_a_violation_names_its_sentence():
@@ -314,9 +324,9 @@ def test_a_violation_names_its_sentence():
     watch(story)
 
 
-def again(number: int, snapshot: dict | None) -> checkers.Life:
+def again(number: int, machine_state: dict | None) -> checkers.ObservedProcess:
   """The syncer starts again."""
-  return checkers.Life(number, dataclasses.replace(SYNCER.start, snapshot=snapshot))
+  return checkers.ObservedProcess(number, dataclasses.replace(SYNCER.start, state=machine_state))
 
 
 def until(name: str) -> dict[str, Turn]:
@@ -349,10 +359,10 @@ def test_a_syncer_that_continues_from_a_wrong_state_is_noticed():
 
 def test_a_record_that_no_learner_was_told_of_may_count_or_not():
   """The record was written, and the syncer ended before it was durable."""
-  for snapshot, number, versions in ((None, 0, [0]), (RECOVERED, 1, [1])):
+  for machine_state, number, versions in ((None, 0, [0]), (RECOVERED, 1, [1])):
     watcher = watch(until('contribution'))
     log(watcher, ('durable', 0), WRITTEN)
-    watcher.born(40 * MS, again(3, snapshot))
+    watcher.born(40 * MS, again(3, machine_state))
     log(watcher, ('recovered', number), ('durable', number))
     assert watcher.run.syncer.lineage.versions == versions
 
@@ -401,7 +411,7 @@ def test_compaction_before_the_checkpoint_is_verified_is_noticed():
   log(watcher, ('compacted', 1))
   with pytest.raises(checkers.Violation, match='I20: .*record 2 is the oldest, .* holds 0'):
     log(watcher, ('compacted', 2))
-  watcher.saw(SYNCER, 16 * MS, e.SaveDone(step=2), ())
+  watcher.saw(SYNCER, 16 * MS, e.SaveDone(clock=2), ())
   log(watcher, ('compacted', 2))
   with pytest.raises(checkers.Violation, match='I20'):
     log(watcher, ('compacted', 3))
@@ -414,7 +424,10 @@ def test_versions_go_back_only_when_a_log_was_repaired():
   log(watcher, ('repaired', 1))
   watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
   watcher.saw(
-    LEARNER, 41 * MS, got(whole, handle=8), (a.Adopt(fragment=0, version=0, handle=8, whole=True),)
+    LEARNER,
+    41 * MS,
+    got(whole, payload_id=8),
+    (a.Adopt(fragment=0, version=0, payload_id=8, whole=True),),
   )
 
 
@@ -450,7 +463,7 @@ def test_a_sync_that_does_not_open_is_noticed():
   """K learners are ready, a slot is free, and the syncer does nothing."""
   watcher = watch(STORY)
   (learner,) = watcher.run.syncer.lineage.holders.values()
-  learner.step = 99
+  learner.clock = 99
   with pytest.raises(checkers.Violation, match='P1: .*is not open'):
     watcher.saw(SYNCER, 10_000 * MS, e.Wake(), ())
 
@@ -467,11 +480,11 @@ def test_finish_before_the_disk_shows_the_end_is_noticed():
   watcher, finish = watch(STORY), (say(m.Finish()),)
   watcher.saw(SYNCER, 20 * MS, e.Wake(), (SAVE,))
   watcher.run.syncer.lineage.next = 99
-  watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(step=2, books={**SNAPSHOT, 'next': 99}),))
-  watcher.saw(SYNCER, 21 * MS, e.SaveDone(step=2), ())  # of the first save, from before the end
+  watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(clock=2, machine_state={**SNAPSHOT, 'next': 99}),))
+  watcher.saw(SYNCER, 21 * MS, e.SaveDone(clock=2), ())  # of the first save, from before the end
   with pytest.raises(checkers.Violation, match='I8b: .*it would continue with sync 4'):
     watcher.saw(SYNCER, 22 * MS, e.Wake(), finish)
-  watcher.saw(SYNCER, 23 * MS, e.SaveDone(step=2), finish)
+  watcher.saw(SYNCER, 23 * MS, e.SaveDone(clock=2), finish)
 
 
 def test_a_machine_that_decides_differently_on_replay_is_noticed():

@@ -109,7 +109,7 @@ def test_a_frozen_process_stops_and_continues_when_it_is_thawed(tmp_path):
 
   outcome, _ = run(tmp_path, scenario)
   assert outcome.code == 0
-  assert {fate.starts for fate in outcome.fates.values()} == {1}
+  assert {status.starts for status in outcome.statuses.values()} == {1}
 
 
 def test_a_frozen_process_is_ended_in_order_with_the_others(tmp_path):
@@ -121,7 +121,7 @@ def test_a_frozen_process_is_ended_in_order_with_the_others(tmp_path):
 
     outcome, stage = run(tmp_path / str(retire), scenario, retire)
     assert stage.lines.count(('l1', 'bye')) == 1, 'it was killed'
-    assert outcome.fates['l1'].state == 'done'
+    assert outcome.statuses['l1'].state == 'done'
 
 
 def test_a_killed_and_a_preempted_process_are_restarted(tmp_path):
@@ -130,13 +130,13 @@ def test_a_killed_and_a_preempted_process_are_restarted(tmp_path):
     assert stage.nemesis.terminate('l1', notice_s=DEADLINE_S, down_s=0.1)
     await stage.until(lambda: stage.supervisor.child('l1') is None)
     assert not stage.nemesis.kill('l1', down_s=0.1)  # no process runs
-    fates = stage.supervisor.fates
-    await stage.until(lambda: fates['l0'].starts == fates['l1'].starts == 2)
+    statuses = stage.supervisor.statuses
+    await stage.until(lambda: statuses['l0'].starts == statuses['l1'].starts == 2)
     await stage.ticking('l0')
     await stage.ticking('l1')
 
   outcome, stage = run(tmp_path, scenario)
-  assert (outcome.fates['l0'].kills, outcome.fates['l1'].kills) == (1, 0)
+  assert (outcome.statuses['l0'].kills, outcome.statuses['l1'].kills) == (1, 0)
   assert stage.lines.count(('l1', 'bye')) == 2  # preempted, and at the end
   assert stage.lines.count(('l0', 'bye')) == 1
 
@@ -162,7 +162,7 @@ def test_a_second_process_runs_beside_a_frozen_one_and_the_run_waits_for_it(tmp_
     await stage.ticking('l1-second')
 
   outcome, stage = run(tmp_path, scenario)
-  assert outcome.fates['l1-second'] == run_facts.Fate(state='done', starts=1)
+  assert outcome.statuses['l1-second'] == run_facts.Status(state='done', starts=1)
   assert stage.lines.count(('l1-second', 'bye')) == 1
 
 
@@ -173,7 +173,7 @@ def test_a_retiring_run_does_not_wait_for_dead_processes(tmp_path):
     await stage.ticking('l0')
 
   outcome, _ = run(tmp_path, scenario)
-  assert outcome.code == 0 and outcome.fates['l1'].starts == 1
+  assert outcome.code == 0 and outcome.statuses['l1'].starts == 1
 
 
 def test_healing_frees_every_process(tmp_path):

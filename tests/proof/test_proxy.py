@@ -323,7 +323,7 @@ def _contribution(data: bytes) -> messages.Contribution:
     steps=1,
     tokens_from=0,
     tokens_to=8,
-    stream=0,
+    shard=0,
     cursor=1,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )

@@ -48,7 +48,7 @@ def test_no_seed_has_a_violation(counts):
   assert not total.failed, '\n'.join(many_seeds.explain(one, 'here') for one in total.failed[:2])
   assert total.seeds == counts.seeds
   if counts.full:
-    assert not total.marks.missing(plans.KINDS + plans.SIMULATED_KINDS)
+    assert not total.points.missing(plans.KINDS + plans.SIMULATED_KINDS)
 
 
 def test_seeds_that_failed_before_still_pass():
@@ -61,7 +61,7 @@ class Records(observers.Observer):
   """All turns of every process."""
 
   def __init__(self):
-    self.lives: dict[int, tuple[observers.Life, list[tape.Record]]] = {}
+    self.lives: dict[int, tuple[observers.ObservedProcess, list[tape.Record]]] = {}
 
   def born(self, now_ns, life) -> None:
     self.lives[life.number] = life, []

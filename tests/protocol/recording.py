@@ -20,7 +20,11 @@ class Recording(observers.Observer):
     self.world = world_lib.World(transcript.protocol_config(**settings), watchers=[self])
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     self.entries += [(now_ns, life.start.node, action) for action in out]
 

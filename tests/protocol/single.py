@@ -61,8 +61,8 @@ def advance(machine: Any, session: int, step: int) -> None:
   assert any(isinstance(getattr(a, 'message', None), messages.Pull) for a in out), out
 
 
-def received(session: int, message: Any, handle: int | None = None) -> events.Received:
-  return events.Received(session=session, message=message, handle=handle)
+def received(session: int, message: Any, payload_id: int | None = None) -> events.Received:
+  return events.Received(session=session, message=message, payload_id=payload_id)
 
 
 def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
@@ -80,24 +80,24 @@ def confirm(nonce: int = 7, fragments: int = 1) -> messages.Confirm:
   return messages.Confirm(
     nonce=nonce,
     incarnation=1,
-    step=0,
+    clock=0,
     steps=0,
     tokens=0,
     held=(messages.Held(version=0, digest=77),) * fragments,
-    stream=None,
+    shard=None,
     cursor=0,
   )
 
 
 def progress(step: int) -> messages.Progress:
-  return messages.Progress(step=step, steps=step, tokens=10 * step, step_ns=1, finished=False)
+  return messages.Progress(clock=step, steps=step, tokens=10 * step, step_ns=1, finished=False)
 
 
 def contribution(
   sync: int = 2,
   tokens_from: int = 0,
   tokens_to: int = 20,
-  stream: int = 0,
+  shard: int = 0,
 ) -> messages.Contribution:
   return messages.Contribution(
     sync=sync,
@@ -106,7 +106,7 @@ def contribution(
     steps=2,
     tokens_from=tokens_from,
     tokens_to=tokens_to,
-    stream=stream,
+    shard=shard,
     cursor=tokens_to // 10,
     payload=messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0),
   )
@@ -122,7 +122,11 @@ def decline() -> messages.Decline:
 
 def merge_done(sync: int) -> events.MergeDone:
   return events.MergeDone(
-    sync=sync, fragment=0, handle=50, digest=78, payload=messages.Payload(size_bytes=64, crc32=0)
+    sync=sync,
+    fragment=0,
+    payload_id=50,
+    digest=78,
+    payload=messages.Payload(size_bytes=64, crc32=0),
   )
 
 
@@ -157,7 +161,7 @@ def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple 
   return machine.handle(
     now_ms * MS,
     received(
-      session, messages.Joined(incarnation=1, step=clock, stream=0, cursor=told.cursor, due=due)
+      session, messages.Joined(incarnation=1, clock=clock, shard=0, cursor=told.cursor, due=due)
     ),
   )
 
@@ -166,9 +170,12 @@ def train(machine: Any, now_ms: int) -> list:
   return machine.handle(now_ms * MS, events.StepDone(tokens=10, step_ns=MS))
 
 
-def encoded(sync: int, fragment: int, handle: int) -> events.Encoded:
+def encoded(sync: int, fragment: int, payload_id: int) -> events.Encoded:
   return events.Encoded(
-    sync=sync, fragment=fragment, handle=handle, payload=messages.Payload(size_bytes=64, crc32=0)
+    sync=sync,
+    fragment=fragment,
+    payload_id=payload_id,
+    payload=messages.Payload(size_bytes=64, crc32=0),
   )
 
 

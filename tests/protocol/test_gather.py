@@ -109,11 +109,11 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
   # old".
   machine, session = joined(max_staleness=staleness, learners=2, quorum=1)
   advance(machine, session, step=2)
-  machine.handle(2, received(session, contribution(sync=2), handle=1))
+  machine.handle(2, received(session, contribution(sync=2), payload_id=1))
   machine.handle(3, merge_done(2))
   advance(machine, session, step=4)
   old = contribution(sync=4, tokens_from=20, tokens_to=40)
-  out = machine.handle(5, received(session, old, handle=2))
+  out = machine.handle(5, received(session, old, payload_id=2))
   settled = [m.reason for m in contents(out, messages.Settled)]
   assert settled[:1] == ([reason] if reason else [])
   assert any(isinstance(a, actions.Merge) for a in out) == (not reason)
@@ -151,8 +151,8 @@ def test_grace_decisions():
 def test_a_delta_is_sent_only_to_holders_of_the_version_before():
   # Design section 4: "a learner of another version gets the whole fragment".
   machine = two_learners(quorum=1)
-  machine.handle(3, received(1, contribution(), handle=1))
-  machine.handle(3, received(2, contribution(stream=1), handle=2))
+  machine.handle(3, received(1, contribution(), payload_id=1))
+  machine.handle(3, received(2, contribution(shard=1), payload_id=2))
   machine.handle(3, received(2, adopted()))  # it does not match: the whole fragment is in flight
   out = machine.handle(4, merge_done(2))
   to = [a.session for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]
@@ -160,7 +160,11 @@ def test_a_delta_is_sent_only_to_holders_of_the_version_before():
   out = machine.handle(
     5,
     events.FragmentRead(
-      fragment=0, version=1, handle=8, digest=78, payload=messages.Payload(size_bytes=4, crc32=0)
+      fragment=0,
+      version=1,
+      payload_id=8,
+      digest=78,
+      payload=messages.Payload(size_bytes=4, crc32=0),
     ),
   )
   (whole,) = [a for a in out if isinstance(getattr(a, 'message', None), messages.Publish)]

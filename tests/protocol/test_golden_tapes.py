@@ -74,7 +74,7 @@ def test_the_golden_run_has_a_kill_and_a_restart():
     if isinstance(getattr(turn.event, 'message', None), messages.Join)
   ]
   assert len({join.nonce for join in joins if join.learner == 'l1'}) == 2
-  assert replay(TAPES[1]).header.start.snapshot['learner'] == 'l1'
+  assert replay(TAPES[1]).header.start.state['learner'] == 'l1'
 
 
 def test_the_running_python_is_one_of_those_tested():

@@ -20,9 +20,9 @@ def test_a_capture_of_an_old_session_is_not_sent_on_the_new_one():
   machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0)))
   out = train(machine, 110)
   assert not any(isinstance(a, actions.Encode) for a in out), 'one at a time with tau = 1'
-  first = machine.handle(111 * MS, encoded(2, 0, handle=1))
-  assert first == [actions.Drop(handle=1), actions.Encode(sync=2, fragment=0)]
-  second = machine.handle(112 * MS, encoded(2, 0, handle=2))
+  first = machine.handle(111 * MS, encoded(2, 0, payload_id=1))
+  assert first == [actions.Drop(payload_id=1), actions.Encode(sync=2, fragment=0)]
+  second = machine.handle(112 * MS, encoded(2, 0, payload_id=2))
   assert [m.tokens_to for m in contents(second, messages.Contribution)] == [20]
 
 
@@ -30,7 +30,7 @@ def test_wrong_bits_adopted_while_disconnected_are_reported_later():
   # Design section 4: "a learner whose published value differs is repaired and counted".
   machine = new_learner()
   connect(machine, 1, 0)
-  machine.handle(MS, received(1, publish(2, 0, version=1), handle=4))
+  machine.handle(MS, received(1, publish(2, 0, version=1), payload_id=4))
   assert any(isinstance(a, actions.Adopt) for a in train(machine, 10))
   machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
   machine.handle(12 * MS, events.AdoptDone(fragment=0, version=1, digest=61))
@@ -43,11 +43,11 @@ def test_a_learner_does_not_wait_for_a_sync_that_it_has_adopted():
   machine = new_learner(max_lag=0)
   connect(machine, 1, 0)
   train(machine, 10)
-  machine.handle(11 * MS, received(1, publish(4, 1, version=1), handle=4))
+  machine.handle(11 * MS, received(1, publish(4, 1, version=1), payload_id=4))
   train(machine, 20)
   machine.handle(21 * MS, events.Disconnected(session=1, reason='cut'))
   connect(machine, 2, 100, clock=1)  # sync 2 of fragment 0 is still open, sync 4 is done
-  out = machine.handle(101 * MS, received(2, publish(2, 0, version=1), handle=5))
+  out = machine.handle(101 * MS, received(2, publish(2, 0, version=1), payload_id=5))
   assert any(isinstance(a, actions.Step) for a in out)
 
 
@@ -56,7 +56,7 @@ def test_a_pull_that_no_step_can_precede_is_declined():
   machine = new_learner()
   connect(machine, 1, 0)
   train(machine, 10)
-  machine.handle(11 * MS, received(1, publish(6, 0, version=1), handle=4))
+  machine.handle(11 * MS, received(1, publish(6, 0, version=1), payload_id=4))
   assert not any(isinstance(a, actions.Step) for a in train(machine, 20)), 'it waits for sync 4'
   out = machine.handle(21 * MS, received(1, messages.Pull(sync=10, fragment=0)))
   assert [m.reason for m in contents(out, messages.Decline)] == ['empty']
@@ -68,7 +68,7 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   connect(machine, 1, 0)
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
   train(machine, 10)
-  machine.handle(11 * MS, encoded(2, 0, handle=1))
+  machine.handle(11 * MS, encoded(2, 0, payload_id=1))
   for cancelled, pulled, answer in (
     (6, 10, messages.Decline),
     (2, 14, messages.Contribution),
@@ -80,7 +80,7 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
     machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0)))
     out = train(machine, 20)
     if any(isinstance(a, actions.Encode) for a in out):
-      out = machine.handle(21 * MS, encoded(pulled, 0, handle=2))
+      out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
     assert contents(out, answer), (cancelled, out)
 
 
@@ -97,8 +97,8 @@ def preempted() -> tuple:
   assert any(isinstance(one, actions.Encode) for one in out)  # first the answer to the pull
   assert any(isinstance(one, actions.Save) for one in out)
   assert not any(isinstance(one, actions.Step) for one in out)
-  assert contents(machine.handle(11 * MS, encoded(2, 0, handle=1)), messages.Contribution)
-  return machine, machine.handle(12 * MS, events.SaveDone(step=1))
+  assert contents(machine.handle(11 * MS, encoded(2, 0, payload_id=1)), messages.Contribution)
+  return machine, machine.handle(12 * MS, events.SaveDone(clock=1))
 
 
 def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
@@ -136,5 +136,5 @@ def test_a_preempted_learner_does_not_wait_for_a_withdrawn_contribution():
   machine, out = preempted()
   assert not contents(out, messages.Leave)
   repair = dataclasses.replace(publish(sync=2, fragment=0, version=1), base_version=None)
-  out = machine.handle(13 * MS, received(1, repair, handle=2))
+  out = machine.handle(13 * MS, received(1, repair, payload_id=2))
   assert contents(out, messages.Leave), out

@@ -37,12 +37,12 @@ def test_tokens_of_a_killed_process_are_lost_with_it():
 def test_a_repeated_contribution_counts_once():
   # Reliability I1: each contribution at most once.
   machine = two_learners(quorum=2)
-  machine.handle(3, received(1, contribution(), handle=1))
-  again = machine.handle(3, received(1, contribution(), handle=2))
-  assert again == [actions.Drop(handle=2)]
-  out = machine.handle(3, received(2, contribution(stream=1), handle=3))
+  machine.handle(3, received(1, contribution(), payload_id=1))
+  again = machine.handle(3, received(1, contribution(), payload_id=2))
+  assert again == [actions.Drop(payload_id=2)]
+  out = machine.handle(3, received(2, contribution(shard=1), payload_id=3))
   (merge,) = [a for a in out if isinstance(a, actions.Merge)]
-  assert [one.handle for one in merge.participants] == [1, 3]
+  assert [one.payload_id for one in merge.participants] == [1, 3]
 
 
 def test_tokens_of_a_cancelled_sync_can_be_sent_again():
@@ -52,9 +52,9 @@ def test_tokens_of_a_cancelled_sync_can_be_sent_again():
   machine.handle(
     3, received(session, messages.Decline(sync=2, fragment=0, reason='contributed', tokens_to=20))
   )
-  machine.handle(4, received(session, contribution(sync=2), handle=1))  # it was in flight
+  machine.handle(4, received(session, contribution(sync=2), payload_id=1))  # it was in flight
   advance(machine, session, step=4)
-  out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), handle=2))
+  out = machine.handle(5, received(session, contribution(sync=4, tokens_to=40), payload_id=2))
   (merge,) = [a for a in out if isinstance(a, actions.Merge)]
   assert merge.participants[0].tokens == 40
   machine.check()
@@ -70,12 +70,16 @@ def test_a_range_that_overlaps_is_refused_and_the_learner_gets_a_fresh_anchor():
   machine.handle(
     3,
     events.FragmentRead(
-      fragment=0, version=0, handle=8, digest=77, payload=messages.Payload(size_bytes=4, crc32=0)
+      fragment=0,
+      version=0,
+      payload_id=8,
+      digest=77,
+      payload=messages.Payload(size_bytes=4, crc32=0),
     ),
   )
   advance(machine, session, step=4)
-  out = machine.handle(4, received(session, contribution(sync=4, tokens_to=40), handle=2))
-  assert actions.ReadFragment(fragment=0) in out and actions.Drop(handle=2) in out
+  out = machine.handle(4, received(session, contribution(sync=4, tokens_to=40), payload_id=2))
+  assert actions.ReadFragment(fragment=0) in out and actions.Drop(payload_id=2) in out
   assert not any(isinstance(a, actions.Merge) for a in out)
   machine.check()
 
@@ -100,9 +104,9 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
 def test_a_payload_whose_anchor_was_replaced_is_withdrawn():
   # Ledger: tokens trained before an adoption are overwritten, so they cannot be merged too.
   machine = two_learners(quorum=2)
-  machine.handle(3, received(1, contribution(), handle=1))
+  machine.handle(3, received(1, contribution(), payload_id=1))
   out = machine.handle(3, received(1, dataclasses.replace(adopted(), tokens=30, matched=True)))
-  assert actions.Drop(handle=1) in out
-  out = machine.handle(3, received(2, contribution(stream=1), handle=3))
+  assert actions.Drop(payload_id=1) in out
+  out = machine.handle(3, received(2, contribution(shard=1), payload_id=3))
   assert not any(isinstance(a, actions.Merge) for a in out)
   machine.check()

@@ -26,10 +26,10 @@ MS = engine.MS
 def test_a_repeated_join_or_confirm_changes_nothing():
   # Reliability section 2.1: "A Join or Confirm repeated with the holder's nonce is idempotent".
   machine, session = joined()
-  before = machine.snapshot()
+  before = machine.state()
   assert machine.handle(2, received(session, join())) == []
   assert machine.handle(2, received(session, confirm())) == []
-  assert machine.snapshot() == before
+  assert machine.state() == before
   machine.check()
 
 
@@ -49,17 +49,17 @@ def test_an_offer_holds_nothing():
 def test_messages_before_joined_have_no_effect():
   # Reliability I19: nothing is accepted from a peer before Joined except Join, Confirm and Leave.
   machine = new_machine(start_wait_ms=1000, learners=2)
-  before = machine.snapshot()
+  before = machine.state()
   for session, message in enumerate((contribution(), progress(9), adopted(), decline()) * 2):
     if session >= 4:  # it waits between Confirm and Joined
       machine.handle(0, received(session, join()))
       machine.handle(0, received(session, confirm()))
-      before = machine.snapshot()
-    handle = 5 if isinstance(message, messages.Contribution) else None
-    out = machine.handle(0, received(session, message, handle))
+      before = machine.state()
+    payload_id = 5 if isinstance(message, messages.Contribution) else None
+    out = machine.handle(0, received(session, message, payload_id))
     assert any(isinstance(a, actions.Close) for a in out)
-    assert [a.handle for a in out if isinstance(a, actions.Drop)] == ([5] if handle else [])
-    assert machine.snapshot() == before
+    assert [a.payload_id for a in out if isinstance(a, actions.Drop)] == ([5] if payload_id else [])
+    assert machine.state() == before
     machine.check()
 
 
@@ -73,7 +73,7 @@ def test_messages_before_joined_have_no_effect():
       steps=1,
       tokens_from=0,
       tokens_to=10,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=64, crc32=0),
     ),
@@ -84,7 +84,7 @@ def test_messages_before_joined_have_no_effect():
       steps=1,
       tokens_from=10,
       tokens_to=0,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=64, crc32=0),
     ),
@@ -95,7 +95,7 @@ def test_messages_before_joined_have_no_effect():
       steps=2,
       tokens_from=0,
       tokens_to=10,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=64, crc32=0),
     ),
@@ -106,11 +106,11 @@ def test_messages_before_joined_have_no_effect():
 def test_impossible_messages_close_the_session_and_change_nothing(message: Any):
   # Reliability T7: the syncer compares a message with the Join before it acts on it.
   machine, session = joined()
-  before = machine.snapshot()
-  handle = 3 if isinstance(message, messages.Contribution) else None
-  out = machine.handle(2, received(session, message, handle))
+  before = machine.state()
+  payload_id = 3 if isinstance(message, messages.Contribution) else None
+  out = machine.handle(2, received(session, message, payload_id))
   assert isinstance(out[-1], actions.Close)
-  assert machine.snapshot() == before
+  assert machine.state() == before
   machine.check()
 
 
@@ -154,7 +154,7 @@ def test_a_joiner_is_told_of_cancelled_syncs():
   machine.handle(3, received(2, join(learner='l1', nonce=8)))
   out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
   told = [a.message for a in out if isinstance(a, actions.Send)]
-  assert isinstance(told[0], messages.Joined) and told[0].step == 0
+  assert isinstance(told[0], messages.Joined) and told[0].clock == 0
   assert messages.Settled(sync=3, fragment=1, merged=False, reason='cancelled') in told
 
 
@@ -172,7 +172,7 @@ def test_the_start_waits_for_the_expected_learners():
   assert machine.deadline_ns <= 300 * MS
   out = machine.handle(300 * MS, events.Wake())
   told = [a.message for a in out if isinstance(a, actions.Send)]
-  assert told == [messages.Joined(incarnation=2, step=0, stream=0, cursor=0, due=(0,))]
+  assert told == [messages.Joined(incarnation=2, clock=0, shard=0, cursor=0, due=(0,))]
 
 
 def test_a_new_incarnation_starts_at_step_zero():
@@ -182,5 +182,5 @@ def test_a_new_incarnation_starts_at_step_zero():
   machine.handle(3, events.Disconnected(session=session, reason='gone'))
   machine.handle(4, received(5, join(nonce=9)))
   machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
-  member = machine.snapshot()['members'][0]
-  assert (member['incarnation'], member['step'], member['replaced']) == (2, 0, [7])
+  member = machine.state()['members'][0]
+  assert (member['incarnation'], member['clock'], member['replaced']) == (2, 0, [7])

@@ -84,18 +84,18 @@ def test_max_lag_bounds_how_far_a_learner_runs_ahead():
       learners=2, fragments=1, period=4, overlap=1, quorum=2, max_lag=max_lag, total_steps=12
     )
     seen.start('l0', step_ms=20).start('l1', step_ms=200).run(700)
-    steps = [action.step for _, name, action in seen.of(actions.Step) if name == 'l0']
-    assert max(steps) + 1 == 4 + max_lag, steps  # Step(step=s) runs inner step s + 1
+    steps = [action.clock for _, name, action in seen.of(actions.Step) if name == 'l0']
+    assert max(steps) + 1 == 4 + max_lag, steps  # Step(clock=s) runs inner step s + 1
 
 
 def test_a_syncs_step_is_adopted_as_the_clock():
-  # Design section 4: "adopting what sync t published sets it to max(step, t)".
+  # Design section 4: "adopting what sync t published sets it to max(clock, t)".
   seen = Recording(learners=2, fragments=4, period=4, overlap=1, quorum=1, total_steps=40)
   seen.start('l0', step_ms=50).start('l1', step_ms=500).run(2500)
   fast = [report for _, report in seen.sent(messages.Progress, 'l0')][-1]
   slow = [report for _, report in seen.sent(messages.Progress, 'l1')][-1]
-  assert slow.steps <= 5 and slow.step > 4 * slow.steps
-  assert slow.step <= fast.step
+  assert slow.steps <= 5 and slow.clock > 4 * slow.steps
+  assert slow.clock <= fast.clock
 
 
 def test_kth_step_agrees_with_a_naive_count():

@@ -45,25 +45,25 @@ def test_a_machine_state_restores_the_machine():
   # Design section 1: snapshot(), restore(): the same state again.
   machine, session = joined()
   advance(machine, session, step=2)
-  machine.handle(2, received(session, contribution(sync=2), handle=1))
+  machine.handle(2, received(session, contribution(sync=2), payload_id=1))
   machine.handle(3, merge_done(2))
   again = type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.snapshot()
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.state()
   )
-  assert again.snapshot() == machine.snapshot()
+  assert again.state() == machine.state()
   again.check()
 
 
 def test_a_syncer_that_dies_before_each_save_still_saves():
   """The records of the log after the checkpoint count, too."""
   machine, session = joined(save_syncs=2)
-  snapshot = machine.snapshot()
+  machine_state = machine.state()
   for unsaved, due in ((0, False), (1, True)):
-    following = again(machine, {**snapshot, recovery.UNSAVED: unsaved})
+    following = again(machine, {**machine_state, recovery.UNSAVED: unsaved})
     following.handle(0, received(session, join()))
     following.handle(1, received(session, confirm()))
     advance(following, session, step=2)
-    following.handle(3, received(session, contribution(sync=2), handle=1))
+    following.handle(3, received(session, contribution(sync=2), payload_id=1))
     assert bool(saves(following.handle(4, merge_done(2)))) == due
 
 
@@ -79,17 +79,17 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
   assert sorted(machine._gathering.open) == [2, 4]
   [merge] = [
     one
-    for one in machine.handle(3, received(1, contribution(sync=2), handle=1))
+    for one in machine.handle(3, received(1, contribution(sync=2), payload_id=1))
     if isinstance(one, actions.Merge)
   ]
   done = events.MergeDone(
-    sync=2, fragment=merge.fragment, handle=None, payload=None, digest=78, norms=(1,)
+    sync=2, fragment=merge.fragment, payload_id=None, payload=None, digest=78, norms=(1,)
   )
   load = functools.partial(
     type(machine).load, machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,) * 2
   )
-  snapshot = recovery.recovered(load, new_machine(fragments=2).snapshot(), [(merge, done)])
-  following = again(machine, snapshot)
+  machine_state = recovery.replay_log(load, new_machine(fragments=2).state(), [(merge, done)])
+  following = again(machine, machine_state)
   following.handle(0, received(2, join()))
   held = tuple(messages.Held(version=v, digest=d) for v, d in ((1, 78), (0, 77)))
   claim = dataclasses.replace(confirm(), held=held, incarnation=1)
@@ -100,7 +100,7 @@ def test_a_closing_sync_that_died_with_its_syncer_is_opened_again():
 
 # --- The end of the run ---------------------------------------------------------------------------
 
-DISK_FULL = events.SaveDone(step=2, error='no space')
+DISK_FULL = events.SaveDone(clock=2, error='no space')
 
 
 def over(merged: bool = True) -> tuple[Any, list]:
@@ -108,7 +108,7 @@ def over(merged: bool = True) -> tuple[Any, list]:
   machine, session = joined(total_steps=1)
   advance(machine, session, step=2)
   if merged:
-    machine.handle(3, received(session, contribution(sync=2), handle=1))
+    machine.handle(3, received(session, contribution(sync=2), payload_id=1))
     return machine, machine.handle(4, merge_done(2))
   empty = messages.Decline(sync=2, fragment=0, reason='empty', tokens_to=20)
   return machine, machine.handle(3, received(session, empty))
@@ -118,10 +118,10 @@ def saves(out: list) -> list:
   return [action for action in out if isinstance(action, actions.Save)]
 
 
-def again(machine: Any, snapshot: dict) -> Any:
+def again(machine: Any, machine_state: dict) -> Any:
   """The next syncer, which starts from this machine state."""
   return type(machine).restore(
-    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine_state
   )
 
 
@@ -131,8 +131,8 @@ def test_finish_is_sent_once_the_disk_shows_the_end_of_the_run():
   machine, out = over()
   [save] = saves(out)
   assert not contents(out, messages.Finish)
-  assert contents(machine.handle(9, events.SaveDone(step=2)), messages.Finish)
-  following = again(machine, save.books)
+  assert contents(machine.handle(9, events.SaveDone(clock=2)), messages.Finish)
+  following = again(machine, save.machine_state)
   following.handle(0, received(5, join()))
   out = following.handle(1, received(5, confirm()))
   assert contents(out, messages.Joined) and contents(out, messages.Finish)
@@ -140,10 +140,10 @@ def test_finish_is_sent_once_the_disk_shows_the_end_of_the_run():
 
 def test_a_syncer_started_after_the_end_exits_after_one_lease():
   machine, out = over()
-  following = again(machine, saves(out)[0].books)
+  following = again(machine, saves(out)[0].machine_state)
   assert not saves(following.handle(0, events.Wake()))
   assert saves(following.handle(machine._config.lease_ns, events.Wake()))
-  [end] = following.handle(machine._config.lease_ns + 1, events.SaveDone(step=2))
+  [end] = following.handle(machine._config.lease_ns + 1, events.SaveDone(clock=2))
   assert isinstance(end, actions.Exit) and 'every fragment is closed' in end.text
 
 
@@ -169,8 +169,8 @@ def test_a_cancelled_sync_is_not_in_the_log_so_the_save_is_tried_again():
     machine._members.by_id['l0'].heard_ns = now_ns = now_ns + 2 * machine._config.heartbeat_ns
     out = machine.handle(now_ns, events.Wake())
   assert saves(out)
-  assert contents(machine.handle(now_ns, events.SaveDone(step=2)), messages.Finish)
-  assert again(machine, save.books)._pace.over
+  assert contents(machine.handle(now_ns, events.SaveDone(clock=2)), messages.Finish)
+  assert again(machine, save.machine_state)._pace.over
 
 
 def test_a_full_disk_is_reported_once_a_minute():

@@ -65,7 +65,7 @@ def test_norms_that_are_not_finite_are_always_refused():
 def test_a_commit_counts_once_whatever_its_participants_and_old_ones_are_dropped():
   window = []
   for number in range(40):
-    window = screening.taken(window, [(number, 1), (number, 2), (10**9, 3)])
+    window = screening.append_commit(window, [(number, 1), (number, 2), (10**9, 3)])
   assert window == [[number, 2] for number in range(24, 40)]
 
 
@@ -82,9 +82,9 @@ class Duo:
     self.out: list = []
     self.merge: actions.Merge | None = None
 
-  def send(self, session: int, message: messages.Message, handle: int | None = None) -> None:
+  def send(self, session: int, message: messages.Message, payload_id: int | None = None) -> None:
     self.now_ns += 1
-    self.out += self.machine.handle(self.now_ns, single.received(session, message, handle))
+    self.out += self.machine.handle(self.now_ns, single.received(session, message, payload_id))
     self.machine.check()
 
   def contribute(self) -> actions.Merge:
@@ -92,10 +92,10 @@ class Duo:
     self.out = []
     for m in (0, 1):
       said = dataclasses.replace(
-        single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20, stream=m),
+        single.contribution(self.sync, self.tokens[m], self.tokens[m] + 20, shard=m),
         version=self.version,
       )
-      self.send(m + 1, said, handle=10 + m)
+      self.send(m + 1, said, payload_id=10 + m)
       self.tokens[m] += 20
     (self.merge,) = [one for one in self.out if isinstance(one, actions.Merge)]
     return self.merge
@@ -112,7 +112,7 @@ class Duo:
     done = events.MergeDone(
       sync=self.sync,
       fragment=0,
-      handle=None if failed else 50,
+      payload_id=None if failed else 50,
       digest=78,
       payload=None if failed else messages.Payload(size_bytes=64, crc32=0),
       failed=failed,
@@ -143,7 +143,7 @@ class Duo:
     return out
 
   def member(self, name: str = 'l1') -> dict:
-    (row,) = [one for one in self.machine.snapshot()['members'] if one['learner'] == name]
+    (row,) = [one for one in self.machine.state()['members'] if one['learner'] == name]
     return row
 
 
@@ -198,7 +198,7 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   duo = Duo()
   for norm in (BAD, BAD, 2 * UNIT, BAD, BAD):
     assert not any(isinstance(one, actions.Close) for one in duo.round(UNIT, norm))
-  assert (duo.member()['strikes'], duo.member()['worst']) == (2, 2)
+  assert (duo.member()['strikes'], duo.member()['max_strikes']) == (2, 2)
   duo.contribute()
   out = duo.ends(UNIT, BAD)
   (refused,) = [one for one in told(out, 2) if isinstance(one, messages.Refused)]
@@ -238,16 +238,16 @@ def test_a_quarantined_process_never_rejoins_and_another_starts_without_strikes(
     duo.now_ns, single.received(4, dataclasses.replace(single.confirm(nonce=9), incarnation=2))
   )
   duo.machine.check()
-  assert (duo.member()['strikes'], duo.member()['worst']) == (0, 0)
+  assert (duo.member()['strikes'], duo.member()['max_strikes']) == (0, 0)
   (fenced,) = answers(duo.machine, duo.now_ns, 5, nonce=8)
   assert (fenced.code, fenced.retry_ns) == ('FENCED', None)
 
 
 def test_quarantine_outlives_the_syncer():
   duo = quarantined()
-  snapshot = json.loads(json.dumps(duo.machine.snapshot()))
+  machine_state = json.loads(json.dumps(duo.machine.state()))
   again = syncer_machine.SyncerMachine.restore(
-    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
+    duo.machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine_state
   )
   (refused,) = answers(again, 5, 1, nonce=8)
   assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
@@ -255,7 +255,7 @@ def test_quarantine_outlives_the_syncer():
     dataclasses.replace(duo.machine._config, strikes=0),
     world_lib.AGREEMENT,
     (network.PAYLOAD_BYTES,),
-    snapshot,
+    machine_state,
   )
   assert answers(free, 5, 1, nonce=8) == [messages.Offer(incarnation=1)]  # switched off
 
@@ -292,14 +292,14 @@ def test_recovery_of_a_record_agrees_with_the_machine(norms):
   """Strikes, norms and tokens: the state at the decision plus its end equal the machine afterwards."""
   duo = Duo()
   duo.round(UNIT, BAD)
-  before = json.loads(json.dumps(duo.machine.snapshot()))
+  before = json.loads(json.dumps(duo.machine.state()))
   merge = duo.contribute()
   duo.ends(*norms)
   refused = tuple(one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
   done = events.MergeDone(
     sync=merge.sync,
     fragment=0,
-    handle=None,
+    payload_id=None,
     payload=None,
     digest=78,
     failed='every payload' if len(refused) == 2 else '',
@@ -312,6 +312,6 @@ def test_recovery_of_a_record_agrees_with_the_machine(norms):
     world_lib.AGREEMENT,
     (network.PAYLOAD_BYTES,),
   )
-  state = recovery.recovered(load, before, [(merge, done)])
-  after = json.loads(json.dumps(duo.machine.snapshot()))
+  state = recovery.replay_log(load, before, [(merge, done)])
+  after = json.loads(json.dumps(duo.machine.state()))
   assert json.loads(json.dumps(state)) == {**after, recovery.UNSAVED: 1}

@@ -26,16 +26,16 @@ CONFIG = config_lib.ProtocolConfig(
   snapshot_wait_ns=WAIT_NS,
 )
 BOOKS = {'versions': [3]}
-SAVED = events.SaveDone(step=7, checkpoint=9, record_sha256='own')
+SAVED = events.SaveDone(clock=7, checkpoint=9, record_sha256='own')
 
 
 class Syncer:
   """The syncer's half with joined learners, on sessions 1, 2, ..."""
 
   def __init__(self, learners=('l0', 'l1')):
-    self.members, self.out = members_lib.Members(CONFIG), action_list.Outbox()
+    self.members, self.out = members_lib.Members(CONFIG), action_list.ActionList()
     for session, learner in enumerate(learners, 1):
-      self.members.bind(learner, session, 1, session, 0).sent = [0]
+      self.members.bind(learner, session, 1, session, 0).held_versions = [0]
     self.snapshots = checkpoints.Snapshots(CONFIG, self.members, self.out)
 
   def begin(self) -> list:
@@ -70,11 +70,11 @@ def test_a_snapshot_begins_periodically_or_on_request(syncer):
     syncer.snapshots.outer_step()
   assert syncer.snapshots.due
   own, *asked = syncer.begin()
-  assert own == actions.Save(step=7, books=BOOKS, snapshot=1)
+  assert own == actions.Save(clock=7, machine_state=BOOKS, snapshot=1)
   assert [(one.session, one.message.snapshot) for one in asked] == [(1, 1), (2, 1)]
   syncer.snapshots.ask()
   assert not syncer.snapshots.due  # one at a time
-  syncer.snapshots.saved(events.SaveDone(step=7, error='no space'))
+  syncer.snapshots.saved(events.SaveDone(clock=7, error='no space'))
   assert syncer.snapshots.due
 
 
@@ -185,24 +185,24 @@ def test_learners_without_a_session_count_as_left():
     'discarded': {'left': 5},
     'closed': True,
   }
-  assert state['data']['holders'] == [[1, 'l0']], 'its stream is free'
+  assert state['data']['holders'] == [[1, 'l0']], 'its session is free'
   assert recovery.brought_back(state, ['l1'], ['l0']) == state
 
 
 def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
   """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
   fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
-  machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.snapshot())
+  machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.state())
   join = messages.Join(
     protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1
   )
   confirm = messages.Confirm(
     nonce=7,
     incarnation=1,
-    step=9,
+    clock=9,
     steps=9,
     tokens=90,
-    stream=None,
+    shard=None,
     cursor=0,
     held=(messages.Held(version=5, digest=999),),
   )
@@ -227,9 +227,9 @@ def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
 def test_a_learner_restored_with_the_run_needs_no_donation():
   """Its own moments are of the moment to which the run was brought back, a donor's are of now. Once
   it has joined, or if the snapshot had no part of it, the order is the usual one."""
-  machine, session = single.joined(learners=3, streams=3, donor_wait_ms=1000)
+  machine, session = single.joined(learners=3, shards=3, donor_wait_ms=1000)
   single.advance(machine, session, step=2)
-  snapshot = recovery.brought_back(machine.snapshot(), [], ['l1'])
+  snapshot = recovery.brought_back(machine.state(), [], ['l1'])
   machine = type(machine).restore(
     machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), snapshot
   )

@@ -61,11 +61,11 @@ EVENTS = (
   events.Wake(),
   events.Connected(session=1),
   received(messages.Offer(incarnation=1)),
-  received(messages.Joined(incarnation=1, step=0, stream=0, cursor=0, due=())),
+  received(messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())),
   *[events.StepDone(tokens=5, step_ns=9)] * 3,
   events.Stop(reason='enough'),
   events.StepDone(tokens=5, step_ns=9),
-  events.SaveDone(step=4),
+  events.SaveDone(clock=4),
 )
 
 
@@ -78,7 +78,7 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
       lines.append(writer.header())
     lines.append(writer.turn(time, event, machine.handle(time, event)))
   if crash:
-    wrong = events.MergeDone(sync=1, fragment=0, handle=None, payload=None, digest=1)
+    wrong = events.MergeDone(sync=1, fragment=0, payload_id=None, payload=None, digest=1)
     with pytest.raises(TypeError) as raised:
       start().make().handle(99, wrong)
     lines[-1:] = [
@@ -88,7 +88,7 @@ def recorded(segments: tuple[int, ...] = (), crash: bool = False) -> list[bytes]
         index=len(EVENTS) - 1,
         now_ns=99,
         event=json.loads(tape.encode(wrong)),
-        error=tape.words(raised.value),
+        error=tape.describe(raised.value),
       )
     ]
   return lines
@@ -216,23 +216,23 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
     ({'kind': 'StepDone', 'tokens': True, 'step_ns': 1}, 'tokens is True, it must be of type int'),
     ({'kind': 'StepDone', 'tokens': 1.0, 'step_ns': 1}, 'tokens is 1.0, it must be of type int'),
     (
-      {'kind': 'Received', 'session': 1, 'handle': 'x', 'message': {'kind': 'Finish'}},
-      "value.Received.handle is 'x', it must be of type int",
+      {'kind': 'Received', 'session': 1, 'payload_id': 'x', 'message': {'kind': 'Finish'}},
+      "value.Received.payload_id is 'x', it must be of type int",
     ),
     (
-      {'kind': 'Received', 'session': 1, 'handle': None, 'message': {'kind': 'Wake'}},
+      {'kind': 'Received', 'session': 1, 'payload_id': None, 'message': {'kind': 'Wake'}},
       "the kind of value.Received.message is 'Wake', it must be one of Join, ",
     ),
     (
       {
         'kind': 'Received',
         'session': 1,
-        'handle': None,
+        'payload_id': None,
         'message': {
           'kind': 'Joined',
           'incarnation': 1,
-          'step': 0,
-          'stream': 0,
+          'clock': 0,
+          'shard': 0,
           'cursor': 0,
           'due': 3,
           'donation': 0,
@@ -261,12 +261,12 @@ def test_an_impossible_config_is_an_error():
 @pytest.mark.parametrize('value', [{1, 2}, b'x', object(), float('nan'), 1j])
 def test_a_value_that_json_cannot_hold_is_an_error(value: Any):
   with pytest.raises(tape.TapeError, match='cannot be put on a tape'):
-    tape.encode(actions.Save(step=1, books={'a': value}))
+    tape.encode(actions.Save(clock=1, machine_state={'a': value}))
 
 
 def test_only_strings_may_be_keys():
   with pytest.raises(tape.TapeError, match='cannot be put on a tape: keys must be str'):
-    tape.encode(actions.Save(step=1, books={(1, 2): 3}))
+    tape.encode(actions.Save(clock=1, machine_state={(1, 2): 3}))
 
 
 @pytest.mark.parametrize('name', ['syncer', 'learner'])
@@ -277,7 +277,7 @@ def test_machine_states_are_plain_json(name: str):
     machine = reader.header.start.make()
     for turn in reader:
       machine.handle(turn.now_ns, turn.event)
-  assert json.loads(tape.encode(machine.snapshot())) == machine.snapshot()
+  assert json.loads(tape.encode(machine.state())) == machine.state()
 
 
 # --- Start ----------------------------------------------------------------------------------------
@@ -289,13 +289,13 @@ def starts() -> Iterator[tape.Start]:
   )
   for one in (start(), of_syncer):
     yield one
-    yield dataclasses.replace(one, digests=None, snapshot=one.make().snapshot())
+    yield dataclasses.replace(one, digests=None, state=one.make().state())
 
 
 def test_a_start_makes_the_machine_of_its_role():
   made = [type(one.make()) for one in starts()]
   assert made == [MACHINES[1], MACHINES[1], MACHINES[0], MACHINES[0]]
-  assert [one.make().snapshot()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
+  assert [one.make().state()['digests'] for one in list(starts())[2:]] == [[5, 2**64 - 1]] * 2
 
 
 def test_an_unknown_role_is_an_error():
@@ -449,7 +449,7 @@ def test_one_edited_action_is_shown_with_its_context():
   assert '\n  event     {"kind":"StepDone","tokens":5,"step_ns":9}\n' in text
   assert '\n  recorded  {"kind":"Send",' in text and '"tokens":11,' in text
   assert '\n  replayed  {"kind":"Send",' in text and '"tokens":10,' in text
-  assert '\n  both      {"kind":"Step","step":2}' in text
+  assert '\n  both      {"kind":"Step","clock":2}' in text
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_one_edited_action_is_shown_with_its_context():
     (lambda data: data.update(now_ns=10**12), 'replayed  {"kind":"Close"'),
     (
       lambda data: (
-        data['event'].update(kind='Encoded', sync=1, fragment=0, handle=1, payload=None)
+        data['event'].update(kind='Encoded', sync=1, fragment=0, payload_id=1, payload=None)
         or [data['event'].pop(name) for name in ('tokens', 'step_ns')]
       ),
       'replayed  raised IndexError: pop from an empty deque',
@@ -482,7 +482,7 @@ def test_the_order_of_a_dict_matters():
 
   def edit(data: dict) -> None:
     (save,) = [action for action in data['actions'] if action['kind'] == 'Save']
-    save['books'] = dict(reversed(save['books'].items()))
+    save['machine_state'] = dict(reversed(save['machine_state'].items()))
 
   assert replay_lib.replay(edited(recorded(), 9, edit)).divergence.turn.index == 8
 

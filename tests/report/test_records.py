@@ -128,12 +128,12 @@ def test_the_fold_follows_a_life():
     staleness=0,
   )
   adopted = protocol_facts.Adopted(
-    fragment=0, version=1, sync=7, step=41, steps_between=4, whole=False, staleness=1
+    fragment=0, version=1, sync=7, clock=41, steps_between=4, whole=False, staleness=1
   )
   last = facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
   for process, fact in (
     ('supervisor', facts.Process(child='l0', state='starting', text='')),
-    ('l0', protocol_facts.State(state='joined', incarnation=2, step=40)),
+    ('l0', protocol_facts.State(state='joined', incarnation=2, clock=40)),
     ('l0', last),
     ('l0', adopted),
     ('syncer', synced),

@@ -52,7 +52,7 @@ def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
       fragment=0,
       version=1,
       sync=1,
-      step=1,
+      clock=1,
       steps_between=steps_between,
       whole=whole,
       staleness=0,
@@ -85,7 +85,7 @@ _ROWS = [
   ('supervisor', exited(13, 'l0', -9)),
   ('l1', step(14, 5, 2, 4.0)),
   ('supervisor', child(21, 'l0', 'starting', 'restarted (process 2)')),
-  ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, step=5))),
+  ('l0', row(21.5, protocol_facts.State(state='joined', incarnation=2, clock=5))),
   ('l0', step(22, 6, 1, 3.9)),
   ('syncer', row(23, facts.Eval(step=6, loss=3.5))),
   ('syncer', row(24, _LEDGER)),
@@ -94,9 +94,9 @@ _ROWS = [
   ('supervisor', exited(25, 'l1', 0)),
 ]
 _FATES = {
-  'syncer': run_facts.Fate(state='done', starts=1),
-  'l0': run_facts.Fate(state='done', starts=2, kills=1),
-  'l1': run_facts.Fate(state='refused', starts=1, last_error='another model'),
+  'syncer': run_facts.Status(state='done', starts=1),
+  'l0': run_facts.Status(state='done', starts=2, kills=1),
+  'l1': run_facts.Status(state='refused', starts=1, last_error='another model'),
 }
 
 
@@ -133,7 +133,7 @@ def test_a_life_that_ended_counts_as_down_until_the_next_step(config, run):
     >= {'incarnations': 2, 'steps': 3, 'seconds_down': 9.0, 'kills': 1}.items()
   )
   assert learners['l1']['seconds_down'] == 0
-  assert [life.ended for life in run.learners['l0'].lives] == ['killed', 'done']
+  assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'done']
 
 
 def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
@@ -146,7 +146,7 @@ def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
       ('l0', step(101, 2, 1, 4.0)),
     ]
   )
-  assert [(life.started_s, life.ended_s, life.ended) for life in run.learners['l0'].lives] == [
+  assert [(life.started_s, life.ended_s, life.ended) for life in run.learners['l0'].processes] == [
     (0, 1, 'stopped'),
     (99, None, ''),
   ]

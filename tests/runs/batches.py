@@ -18,17 +18,17 @@ class Books:
   """What was read, in the order of time, and what was merged of it; nothing of it is what a machine
   says of its cursors. `begun` are leases that did not go on where a process had been."""
 
-  reads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (stream, batch)
-  merged: dict[tuple[int, int], set[int]] = dataclasses.field(  # (stream, fragment): batches
+  reads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (shard, batch)
+  merged: dict[tuple[int, int], set[int]] = dataclasses.field(  # (shard, fragment): batches
     default_factory=lambda: collections.defaultdict(set)
   )
   begun: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
   moves: dict[int, tuple[int, int, list]] = dataclasses.field(default_factory=dict)  # under way
 
-  def committed(self, stream: int) -> int:
+  def committed(self, shard: int) -> int:
     """The batch behind the last one that a merge has covered."""
     return max(
-      (max(batches) + 1 for (of, _), batches in self.merged.items() if of == stream and batches),
+      (max(batches) + 1 for (of, _), batches in self.merged.items() if of == shard and batches),
       default=0,
     )
 
@@ -36,15 +36,15 @@ class Books:
     fragment, _, contributions = self.moves.pop(sync)
     for said in contributions:
       batches = set(range(said.cursor - said.steps, said.cursor))
-      twice = batches & self.merged[said.stream, fragment]
-      assert not twice, f'merged twice for fragment {fragment}: {twice} of stream {said.stream}'
-      self.merged[said.stream, fragment] |= batches
+      twice = batches & self.merged[said.shard, fragment]
+      assert not twice, f'merged twice for fragment {fragment}: {twice} of shard {said.shard}'
+      self.merged[said.shard, fragment] |= batches
 
 
-def syncer_turns(life: tapes.Life, books: Books) -> None:
+def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
   """Books one life of the syncer; what it had under way when it was killed is the next one's."""
   reader = tapes.read(life)
-  snapshot = reader.header.start.snapshot
+  snapshot = reader.header.start.state
   for sync, (fragment, version, _) in list(books.moves.items()):
     if snapshot is not None and snapshot['versions'][fragment] >= version:
       books.commit(sync)  # it was durable
@@ -52,34 +52,34 @@ def syncer_turns(life: tapes.Life, books: Books) -> None:
   said, claims = {}, {}
   for turn in reader:
     match turn.event:
-      case events.Received(message=messages.Contribution() as message, handle=handle):
-        said[handle] = message
+      case events.Received(message=messages.Contribution() as message, payload_id=payload_id):
+        said[payload_id] = message
       case events.Received(message=messages.Confirm() as confirm, session=session):
-        claims[session] = confirm.stream, confirm.cursor
+        claims[session] = confirm.shard, confirm.cursor
       case events.MergeDone(sync=sync, failed=failed):
         assert not failed
         books.commit(sync)
     for action in turn.actions:
       match action:
         case actions.Merge():
-          parts = [said[one.handle] for one in action.participants]
+          parts = [said[one.payload_id] for one in action.participants]
           books.moves[action.sync] = action.fragment, action.version, parts
         case actions.Send(message=messages.Joined() as joined, session=session):
-          lease = joined.stream, joined.cursor
+          lease = joined.shard, joined.cursor
           if lease != claims[session]:
-            books.begun.append((*lease, books.committed(joined.stream)))
+            books.begun.append((*lease, books.committed(joined.shard)))
 
 
-def learner_reads(life: tapes.Life) -> Iterator[tuple[int, int, int]]:
+def learner_reads(life: tapes.ProcessTape) -> Iterator[tuple[int, int, int]]:
   """(time, stream, batch) of every step of a life; never behind where its lease began."""
-  stream = batch = 0
+  shard = batch = 0
   for turn in tapes.read(life):
     if isinstance(turn.event, events.StepDone):
-      yield turn.now_ns, stream, batch
+      yield turn.now_ns, shard, batch
       batch += 1
     for action in turn.actions:
-      if isinstance(action, actions.UseStream):
-        stream, batch = action.stream, action.cursor
+      if isinstance(action, actions.UseShard):
+        shard, batch = action.shard, action.cursor
 
 
 def keep(run: conductor.Run) -> Books:
@@ -90,16 +90,14 @@ def keep(run: conductor.Run) -> Books:
       syncer_turns(life, books)
     else:
       reads += learner_reads(life)
-  books.reads = [(stream, batch) for _, stream, batch in sorted(reads)]
+  books.reads = [(shard, batch) for _, shard, batch in sorted(reads)]
   assert not books.moves
   return books
 
 
 def check(run: conductor.Run, books: Books) -> None:
   """What is committed was read, and as much counts as is said to be merged, token by token."""
-  committed = {
-    (stream, batch) for (stream, _), batches in books.merged.items() for batch in batches
-  }
+  committed = {(shard, batch) for (shard, _), batches in books.merged.items() for batch in batches}
   times = collections.Counter(books.reads)
   assert committed <= times.keys()
   counted = sum(map(len, books.merged.values()))

@@ -25,7 +25,7 @@ def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
 class Run(conductor.Run):
   """What is left of a run."""
 
-  def tapes(self) -> list[tapes.Life]:
+  def tapes(self) -> list[tapes.ProcessTape]:
     return tapes.find(self.workdir)
 
   def lost_versions(self) -> list[int]:

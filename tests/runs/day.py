@@ -1,6 +1,6 @@
 """One day in the life of a run of real processes, conducted once for several files of tests.
 
-`tiny` with two learners and three data streams; a process stands by for the syncer; learners have
+`tiny` with two learners and three shards; a process stands by for the syncer; learners have
 checkpoints that are behind what is committed. l1 is preempted and comes back. The syncer is sent
 SIGTERM and is relieved. Then processes are killed: l1; the syncer, which is relieved; everything.
 """
@@ -23,7 +23,7 @@ OVERRIDES = {
   'sync.learners': 2,
   'sync.checkpoint_every_syncs': 20,
   'train.checkpoint_every_steps': 40,
-  'data.streams': 3,
+  'data.shards': 3,
 }
 
 
@@ -67,24 +67,24 @@ class Conductor(conductor.Conductor):
 
   async def _relief(self) -> None:
     """A process stands by for the present life of the syncer."""
-    starts = self.supervisor.fates['syncer'].starts
+    starts = self.supervisor.statuses['syncer'].starts
     await self.until(lambda: self.stood_by() == starts)
 
   async def _ask(self, name: str) -> None:
     """Has it end in order, at any moment."""
     await asyncio.sleep(0.3 * self._draw.random())
     self.asked_ns[name] = time.monotonic_ns()
-    starts = self.supervisor.fates[name].starts
+    starts = self.supervisor.statuses[name].starts
     assert self.supervisor.bring_down(name, 0.0, 'preempted', politely=True)
-    await self.until(lambda: self.supervisor.fates[name].starts == starts + 1)
+    await self.until(lambda: self.supervisor.statuses[name].starts == starts + 1)
     await self._merged(3)
 
   async def _kill(self, *names: str) -> None:
-    starts = {name: self.supervisor.fates[name].starts for name in names}
+    starts = {name: self.supervisor.statuses[name].starts for name in names}
     for name in names:
       assert self.supervisor.bring_down(name, 0.1, 'killed by the test'), name
     for name in names:
-      await self.until(lambda: self.supervisor.fates[name].starts == starts[name] + 1)
+      await self.until(lambda: self.supervisor.statuses[name].starts == starts[name] + 1)
     await self._merged(3)
 
   async def _merged(self, more: int) -> None:

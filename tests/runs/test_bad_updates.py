@@ -62,7 +62,7 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
   limit = 10 * 10**-2 * math.sqrt(size) * screening.UNIT
   participants = [
     actions.Participant(
-      learner=f'l{m}', incarnation=1, handle=m, tokens=64, steps=4, limit=int(limit)
+      learner=f'l{m}', incarnation=1, payload_id=m, tokens=64, steps=4, limit=int(limit)
     )
     for m in range(4)
   ]
@@ -94,8 +94,8 @@ class Conductor(conductor.Conductor):
     super().__init__(workdir, recorder, OVERRIDES, change=_spoiled)
 
   async def carry_out(self) -> None:
-    fates = self.supervisor.fates
-    await self.until(lambda: all(fates[name].state == 'refused' for name in SPOILED))
+    statuses = self.supervisor.statuses
+    await self.until(lambda: all(statuses[name].state == 'refused' for name in SPOILED))
     self.look()
     due = self.count('syncer', 'outer') + 8
     await self.until(lambda: self.count('syncer', 'outer') >= due)
@@ -118,8 +118,8 @@ def test_each_ends_with_42_and_is_not_started_again(run):
   for name in SPOILED:
     codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
     assert codes == [42], '\n'.join(run.said)
-    assert run.outcome.fates[name].starts == 1
-    assert f'Learner "{name}" is in quarantine' in run.outcome.fates[name].last_error
+    assert run.outcome.statuses[name].starts == 1
+    assert f'Learner "{name}" is in quarantine' in run.outcome.statuses[name].last_error
 
 
 def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
@@ -147,7 +147,7 @@ def test_the_other_one_trains_on_and_its_share_is_merged(run):
   assert chaos_report.within(steps, out_ns, steps[-1]) >= 8
   later = [one for one in run.of('syncer', 'synced') if one['t_ns'] > out_ns]
   assert later and all(one['participants'] == ['l0'] for one in later)
-  assert run.outcome.fates['l0'].state == 'done' and run.outcome.code == 0
+  assert run.outcome.statuses['l0'].state == 'done' and run.outcome.code == 0
 
 
 def test_the_books_add_up(run):

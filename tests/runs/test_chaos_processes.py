@@ -38,9 +38,9 @@ class Run:
   output: str
   facts: run_facts.RunFacts
   began_ns: int  # of its first fact, on the clock of the tapes
-  episodes: dict[str, chaos_report.Episode]  # by kind
+  fault_runs: dict[str, chaos_report.FaultRun]  # by kind
 
-  def lives(self) -> list[tuple[str, tapes.Life]]:
+  def lives(self) -> list[tuple[str, tapes.ProcessTape]]:
     """Every life and the folder of its disk: the stand-in of a frozen learner has its own."""
     second = self.workdir / 'seconds' / VICTIMS['replace']
     return [('', life) for life in tapes.find(self.workdir)] + [
@@ -72,13 +72,13 @@ def _run(tmp_path_factory) -> Run:
       'PYTHONWARNINGS': '',
     },
   )
-  rows, episodes = records.TailAll(workdir).read(), {}
+  rows, fault_runs = records.TailAll(workdir).read(), {}
   run = run_facts.RunFacts(LEARNERS, total_steps=1_000_000).take(rows)
   for _, row in rows:
-    if row['name'] == 'episode':
-      fields = [field.name for field in dataclasses.fields(chaos_report.Episode)]
-      episodes[row['kind']] = chaos_report.Episode(**{name: row[name] for name in fields})
-  return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], episodes)
+    if row['name'] == 'fault run':
+      fields = [field.name for field in dataclasses.fields(chaos_report.FaultRun)]
+      fault_runs[row['kind']] = chaos_report.FaultRun(**{name: row[name] for name in fields})
+  return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], fault_runs)
 
 
 def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
@@ -89,17 +89,17 @@ def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
 
 @pytest.mark.parametrize('kind', PLAN)
 def test_meanwhile_the_others_step_and_merge_and_afterwards_the_victim_too(run, kind):
-  episode = run.episodes[kind]
-  assert episode.found and episode.node == VICTIMS[kind]
-  span = (episode.began_s, episode.ended_s)
-  assert episode.ended_s - episode.began_s >= 3  # two leases
+  fault_run = run.fault_runs[kind]
+  assert fault_run.found and fault_run.node == VICTIMS[kind]
+  span = (fault_run.began_s, fault_run.ended_s)
+  assert fault_run.ended_s - fault_run.began_s >= 3  # two leases
   assert chaos_report.within(run.facts.merges_s, *span) >= 3
   assert chaos_report.within(chaos_report.step_times(run.facts, 'l0'), *span) >= 3
   assert chaos_report.within(run.facts.learners['l0'].merged_s, *span) >= 3
-  assert episode.recovered_s > episode.ended_s
+  assert fault_run.recovered_s > fault_run.ended_s
 
 
-def test_the_untouched_learner_has_one_stream_for_the_whole_run(run):
+def test_the_untouched_learner_has_one_session_for_the_whole_run(run):
   assert [incarnation for _, incarnation in run.facts.learners['l0'].joined] == [1]
 
 
@@ -114,11 +114,11 @@ def test_the_untouched_learner_has_one_stream_for_the_whole_run(run):
   ],
 )
 def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
-  episode = run.episodes[kind]
+  fault_run = run.fault_runs[kind]
   reasons = [
     why
-    for at_s, why in run.facts.learners[episode.node].lost
-    if episode.began_s <= at_s <= episode.ended_s
+    for at_s, why in run.facts.learners[fault_run.node].lost
+    if fault_run.began_s <= at_s <= fault_run.ended_s
   ]
   assert reason in reasons[0], reasons
 
@@ -127,7 +127,7 @@ def test_a_thawed_process_goes_on_in_its_incarnation(run):
   assert _incarnations(run, 'freeze') == {1}
 
 
-def test_a_broken_stream_does_not_cost_the_incarnation(run):
+def test_a_broken_session_does_not_cost_the_incarnation(run):
   assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
   assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
 
@@ -138,34 +138,34 @@ def test_a_killed_process_comes_back_in_the_next_incarnation(run):
 
 def _incarnations(run: Run, kind: str) -> set[int]:
   """In which the victim joined between the fault's begin and its first merge afterwards."""
-  episode = run.episodes[kind]
+  fault_run = run.fault_runs[kind]
   return {
     incarnation
-    for at_s, incarnation in run.facts.learners[episode.node].joined
-    if episode.began_s <= at_s <= episode.recovered_s
+    for at_s, incarnation in run.facts.learners[fault_run.node].joined
+    if fault_run.began_s <= at_s <= fault_run.recovered_s
   }
 
 
 def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
-  episode = run.episodes['slow']
-  span = (episode.began_s, episode.ended_s)
-  slow = chaos_report.within(chaos_report.step_times(run.facts, episode.node), *span)
+  fault_run = run.fault_runs['slow']
+  span = (fault_run.began_s, fault_run.ended_s)
+  slow = chaos_report.within(chaos_report.step_times(run.facts, fault_run.node), *span)
   assert 0 < slow < chaos_report.within(chaos_report.step_times(run.facts, 'l0'), *span)
   assert not [
-    at_s for at_s, _ in run.facts.learners[episode.node].lost if span[0] <= at_s <= span[1]
+    at_s for at_s, _ in run.facts.learners[fault_run.node].lost if span[0] <= at_s <= span[1]
   ]
 
 
 def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
   """It was frozen, another process took its id, it was thawed: it ends with 42."""
-  episode = run.episodes['replace']
-  zombie = episode.node
-  ended_ns = run.began_ns + episode.ended_s * 1e9
+  fault_run = run.fault_runs['replace']
+  zombie = fault_run.node
+  ended_ns = run.began_ns + fault_run.ended_s * 1e9
   assert [life.ended for life in run.facts.learners[zombie].lives] == ['refused']
   assert {
     incarnation
     for at_s, incarnation in run.facts.learners[zombie].joined
-    if at_s >= episode.began_s
+    if at_s >= fault_run.began_s
   } == {2}
   for record in _read(run, '', 'syncer'):
     for action in record.actions:
@@ -198,7 +198,7 @@ def test_every_machine_takes_its_turns_again(run):
 # --- The oracle can fail --------------------------------------------------------------------------
 
 
-def _records(life: tapes.Life) -> list[tape.Record]:
+def _records(life: tapes.ProcessTape) -> list[tape.Record]:
   return list(tapes.read(life))
 
 
@@ -211,14 +211,14 @@ def _read(run: Run, disk: str, node: str) -> list[tape.Record]:
   ]
 
 
-def _tales(run: Run, edit=lambda record: record) -> list[judge_tapes.Tale]:
+def _node_tapes(run: Run, edit=lambda record: record) -> list[judge_tapes.Tape]:
   """The tapes of the run; the syncer's with every record through `edit`."""
   found = []
   for _, life in run.lives():
     turns = _records(life)
     if life.node == 'syncer':
       turns = [edit(record) for record in turns]
-    found.append(judge_tapes.Tale(life.name, tapes.read(life).header.start, turns))
+    found.append(judge_tapes.Tape(life.name, tapes.read(life).header.start, turns))
   return found
 
 
@@ -283,7 +283,7 @@ def _newer(merge):
   ],
 )
 def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):
-  verdict = judge_tapes.judge(_tales(run, edit))
+  verdict = judge_tapes.judge(_node_tapes(run, edit))
   assert (verdict.broken.id if verdict.broken else None) == invariant, verdict.text()
   if invariant:
     assert len(verdict.broken.before) > 1 and verdict.broken.sentence in verdict.text()

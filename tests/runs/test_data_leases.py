@@ -20,13 +20,13 @@ def test_every_batch_that_is_committed_counts_once_and_was_read(day, books):
 def test_only_what_was_not_committed_is_read_again(books):
   """Every lease that did not go on where its process was begins exactly behind what was merged."""
   assert len(books.begun) >= 5  # two first lives, and three after a kill
-  for stream, cursor, committed in books.begun:
-    assert cursor == committed, f'stream {stream} is read from {cursor}, {committed} are committed'
+  for shard, cursor, committed in books.begun:
+    assert cursor == committed, f'shard {shard} is read from {cursor}, {committed} are committed'
   assert any(cursor for _, cursor, _ in books.begun)
 
 
 def test_nothing_is_skipped(books):
-  """Of every stream, the batches that were read are 0, 1, 2, ..."""
-  for stream in {stream for stream, _ in books.reads}:
-    read = {batch for of, batch in books.reads if of == stream}
-    assert read == set(range(len(read))), stream
+  """Of every shard, the batches that were read are 0, 1, 2, ..."""
+  for shard in {shard for shard, _ in books.reads}:
+    read = {batch for of, batch in books.reads if of == shard}
+    assert read == set(range(len(read))), shard

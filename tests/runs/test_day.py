@@ -7,7 +7,7 @@ from tests.runs import promises
 
 def test_the_run_ends_well(day):
   assert day.outcome.code == 0, '\n'.join(day.said)
-  starts = {name: fate.starts for name, fate in day.outcome.fates.items()}
+  starts = {name: status.starts for name, status in day.outcome.statuses.items()}
   assert starts == {'syncer': 4, 'l0': 2, 'l1': 4}
 
 

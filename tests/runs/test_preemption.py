@@ -170,7 +170,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     f'--syncer=file:{tmp_path}/{local.ADDRESS}',
   )
   try:
-    words = _wait_for(syncer, 'DD401 No space')
+    words = _wait_for(syncer, 'No space')
     safe = int(re.search(r'last committed record (\d+) is safe', words)[1])
     began_s = time.monotonic()
     syncer.send_signal(signal.SIGTERM)

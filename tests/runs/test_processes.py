@@ -208,7 +208,7 @@ def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
   assert address.split(':')[1] in _refusal(taken)
-  assert f'DD406 {tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
+  assert f'{tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
   assert (tmp_path / 's' / 'syncer' / 'address').read_text().strip() == address
   assert 'Learner id "l0" is in use' in _refusal(twin)
 

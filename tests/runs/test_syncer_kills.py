@@ -157,7 +157,7 @@ class Conductor(conductor.Conductor):
     )
 
   def _place_of_next_life(self) -> str:
-    lived = self.supervisor.fates['syncer'].starts
+    lived = self.supervisor.statuses['syncer'].starts
     return self.plan[lived] if lived < len(self.plan) else ANY
 
   def look(self) -> None:
@@ -195,14 +195,14 @@ class Conductor(conductor.Conductor):
     return self.merges(name, since) >= more
 
   async def _kill_the_syncer(self) -> None:
-    fate = self.supervisor.fates['syncer']
+    status = self.supervisor.statuses['syncer']
     for life, place in enumerate(self.plan, 1):
-      await self.until(lambda: fate.starts == life)
+      await self.until(lambda: status.starts == life)
       if place == ANY:
         await self.commits(self._draw.randint(1, 4))
         await asyncio.sleep(0.2 * self._draw.random())  # any moment
         assert self.supervisor.bring_down('syncer', 0.0, 'killed by the test')
-    await self.until(lambda: fate.starts == len(self.plan) + 1)
+    await self.until(lambda: status.starts == len(self.plan) + 1)
     await self.commits(3)
 
   async def commits(self, more: int) -> None:
@@ -211,12 +211,12 @@ class Conductor(conductor.Conductor):
     await self.until(lambda: self.count('syncer', 'outer') >= due)
 
   async def _kill_a_learner(self) -> None:
-    fate = self.supervisor.fates['l1']
+    status = self.supervisor.statuses['l1']
     for life in range(1, self.learner_kills + 1):
-      await self.until(lambda: fate.starts == life and self.merged('l1', 1))
+      await self.until(lambda: status.starts == life and self.merged('l1', 1))
       await asyncio.sleep(0.5 * self._draw.random())
       assert self.supervisor.bring_down('l1', 0.0, 'killed by the test')
-    await self.until(lambda: fate.starts == self.learner_kills + 1 and self.merged('l1', 1))
+    await self.until(lambda: status.starts == self.learner_kills + 1 and self.merged('l1', 1))
 
   async def _kill_everything(self) -> None:
     pauses_s = self._draw.sample((0.0, 0.3, 0.6), 3)  # who comes back first
@@ -259,7 +259,7 @@ def test_every_life_ends_as_planned_and_the_run_ends_well(run):
   assert len(run.deaths('syncer')) == len(run.plan) + len(run.site_ns)
   assert len(run.deaths('l1')) == run.learner_kills + len(run.site_ns)
   assert len(run.deaths('l0')) == len(run.site_ns)  # nobody falls but who is pushed
-  assert {fate.state for fate in run.outcome.fates.values()} == {'done'}
+  assert {status.state for status in run.outcome.statuses.values()} == {'done'}
 
 
 def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
@@ -272,9 +272,9 @@ def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
   digests: dict[tuple[int, int], set[int]] = {}
   for life in run.tapes():
     reader = tapes.read(life)
-    snapshot = reader.header.start.snapshot
-    if life.node == 'syncer' and snapshot is not None:
-      for p, known in enumerate(zip(snapshot['versions'], snapshot['digests'])):
+    machine_state = reader.header.start.state
+    if life.node == 'syncer' and machine_state is not None:
+      for p, known in enumerate(zip(machine_state['versions'], machine_state['digests'])):
         digests.setdefault((p, known[0]), set()).add(known[1])
     for record in reader:
       match record.event:

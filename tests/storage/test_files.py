@@ -122,9 +122,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: pathlib
     with pytest.raises(files_lib.DirectoryError) as error:
       files.lock()
     host = json.loads((tmp_path / files_lib.LOCK).read_text())['host']
-    assert f'DD406 {tmp_path} is already used by syncer pid {holder.pid} on {host}.' in str(
-      error.value
-    )
+    assert f'{tmp_path} is already used by syncer pid {holder.pid} on {host}.' in str(error.value)
   finally:
     holder.kill()
     holder.communicate()
@@ -185,7 +183,7 @@ def test_a_file_at_its_size_limit_takes_the_record_later(tmp_path: pathlib.Path)
   child = python(FILL, tmp_path)
   lines = child.communicate(timeout=120)[0].splitlines()
   assert child.returncode == 0
-  assert lines == [*(str(n) for n in range(1, 14)), 'DD401 13', '14']
+  assert lines == [*(str(n) for n in range(1, 14)), 'No 13', '14']
   files = files_lib.Files(tmp_path)
   log = wal.open_log(files, RUN)
   assert log.recovered.cut_bytes == 0
@@ -199,7 +197,7 @@ def test_no_space_differs_from_other_failures(tmp_path: pathlib.Path):
   full = tmp_path / (fmt.segment_name(1) + fmt.NEW)
   full.symlink_to('/dev/full')
   files = files_lib.Files(tmp_path)
-  with pytest.raises(fmt.WalFull, match='^DD401 No space'):
+  with pytest.raises(fmt.WalFull, match='^No space'):
     wal.open_log(files, RUN)
   files.close()
 

@@ -169,15 +169,15 @@ def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
     ),
     identity=connection.Identity(learner='l0', nonce=1, agreement='', host='', pid=1),
   )
-  inbox, stub = loop.Inbox(), Stub()
-  inbox.post(events.Wake())
-  inbox.post(
+  event_queue, stub = loop.EventQueue(), Stub()
+  event_queue.post(events.Wake())
+  event_queue.post(
     events.MergeDone(  # never an event of a learner
-      sync=1, fragment=0, handle=None, payload=None, digest=1
+      sync=1, fragment=0, payload_id=None, payload=None, digest=1
     )
   )
   with contextlib.closing(tapes.Tape(tmp_path, start, print)) as out:
-    node = loop.Node(start.make(), inbox, stub, stub, stub, stub, stub, out)
+    node = loop.Node(start.make(), event_queue, stub, stub, stub, stub, stub, out)
     with pytest.raises(loop.MachineCrash) as error:
       node.run()
   words = str(error.value).split('python -m experiments.replay ')
@@ -382,5 +382,5 @@ def test_a_stopped_and_resumed_run_replays(tmp_path):
   for life, result in zip(lives, results):
     assert result.identical, f'{life.name}: {result.text()}'
     assert (result.end, result.torn) == ('exit', False)
-    assert (result.header.start.snapshot is not None) == (life.number == 2)  # from its checkpoint
+    assert (result.header.start.state is not None) == (life.number == 2)  # from its checkpoint
   assert len({result.header.config_digest for result in results}) == 1

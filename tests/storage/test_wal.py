@@ -157,7 +157,9 @@ def expected(count: int) -> list[tuple[int, bytes]]:
 
 def marks(disk: Storage, name: str) -> list[int]:
   """The offsets of the marks of a segment."""
-  return [place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.MARK]
+  return [
+    place for place, entry in fmt.entries_in(disk.copy()[name]) if entry.kind == fmt.COMMIT_MARK
+  ]
 
 
 # --- The purpose ----------------------------------------------------------------------------------
@@ -282,7 +284,7 @@ def test_a_cut_log_continues():
   cut = Storage(files={name: data[: -MARK_BYTES - 1]})  # the last byte of record 4 and its mark
   log = wal.open_log(cut, RUN)
   assert log.last == 3
-  assert 'DD403' in log.recovered.words[0]
+  assert 'ended in an unfinished record' in log.recovered.words[0]
   assert f'{log.recovered.cut_bytes} bytes dropped' in log.recovered.words[0]
   assert log.append(1, payload(4)) == 4
   log.commit()
@@ -469,7 +471,7 @@ def test_a_full_disk_accepts_the_record_later():
   disk = Storage()
   log = write_log(disk, 3)
   disk.plan[len(disk.calls)] = 'disk full'
-  with pytest.raises(fmt.WalFull, match='^DD401 .* record 3 is safe'):
+  with pytest.raises(fmt.WalFull, match='record 3 is safe'):
     log.append(1, payload(4))
   assert log.append(1, payload(4)) == 4
   assert log.commit() == 4
@@ -480,7 +482,7 @@ def test_a_full_disk_that_cannot_be_cut_back_breaks_the_log():
   disk = Storage()
   log = write_log(disk, 3)
   disk.plan |= {len(disk.calls): 'disk full', len(disk.calls) + 1: 'I/O error'}
-  with pytest.raises(fmt.WalBroken, match='^DD405 .*No space'):
+  with pytest.raises(fmt.WalBroken, match='No space'):
     log.append(1, payload(4))
   assert read_log(wal.open_log(disk, RUN)) == expected(3)
 
@@ -501,12 +503,12 @@ def test_a_failed_fsync_ends_the_log():
   log = write_log(disk, 3)
   log.append(1, payload(4))
   disk.plan[len(disk.calls)] = 'I/O error'
-  with pytest.raises(fmt.WalBroken, match='^DD405 fsync of .* failed .* up to record 3') as error:
+  with pytest.raises(fmt.WalBroken, match='^fsync of .* failed .* up to record 3') as error:
     log.commit()
   assert error.value.committed == log.committed == 3
-  with pytest.raises(fmt.WalBroken, match='DD405 fsync'):
+  with pytest.raises(fmt.WalBroken, match='fsync'):
     log.append(1, payload(5))
-  with pytest.raises(fmt.WalBroken, match='DD405 fsync'):
+  with pytest.raises(fmt.WalBroken, match='fsync'):
     log.commit()
 
 
@@ -559,7 +561,7 @@ def test_damage_names_file_offset_and_what_helps():
   bad = data[:place] + b'\0' + data[place + 1 :]
   words = refused(Storage(files={name: bad}))
   assert words == (
-    f'DD402 WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
+    f'WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
     'damaged. Not started, nothing changed; records 1 to 2 are whole. Restore the file, or go back '
     'to the newest checkpoint with --restore=checkpoint: the log is set aside, and the outer steps '
     'behind record 0 are made anew.'

@@ -126,17 +126,17 @@ class Rig:
   def merge(self, sync: int) -> events.MergeDone:
     """The same once what was asked for before has ended, which the books know."""
     merge = merge_of(self.assembled, sync, self.payloads)
-    merge.books.update(self._published())
+    merge.machine_state.update(self._published())
     self.work.submit(merge)
     return self.posted.get(timeout=DEADLINE_S)
 
   def save(self, sync: int) -> events.SaveDone:
-    snapshot = {
+    machine_state = {
       **books(self.assembled, sync),
       **self._published(),
       'merging': [],
     }
-    self.work.submit(actions.Save(step=sync, books=snapshot))
+    self.work.submit(actions.Save(clock=sync, machine_state=machine_state))
     return self.posted.get(timeout=DEADLINE_S)
 
   def _published(self) -> dict:
@@ -177,7 +177,7 @@ def merge_of(
       incarnation=1,
       tokens=TOKENS + 32 * m,
       steps=STEPS,
-      handle=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
+      payload_id=store.put(payload(assembled, p, 10 * sync + m, finite=sync != REFUSED)),
     )
     for m, name in enumerate(names)
   )
@@ -185,7 +185,7 @@ def merge_of(
   under_way['merging'] = [sync]
   under_way['data']['moves'] = [[sync, [[name, m, p, sync] for m, name in enumerate(names)]]]
   return actions.Merge(
-    sync=sync, fragment=p, version=version, participants=participants, books=under_way
+    sync=sync, fragment=p, version=version, participants=participants, machine_state=under_way
   )
 
 
@@ -200,7 +200,7 @@ def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -
 
 
 def books(assembled: build.Assembly, sync: int) -> dict:
-  """A machine's snapshot that was taken at a sync: everybody has an account."""
+  """A machine's state that was taken at a sync: everybody has an account."""
   start = tape.Start(
     role='syncer',
     node='syncer',
@@ -208,15 +208,15 @@ def books(assembled: build.Assembly, sync: int) -> dict:
     digests=(0,) * 2,
     payload_bytes=assembled.payload_bytes,
   )
-  snapshot = start.make().snapshot()
-  snapshot['opened'], snapshot['next'] = sync, sync + 1
+  machine_state = start.make().state()
+  machine_state['opened'], machine_state['next'] = sync, sync + 1
   account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
-  snapshot['ledger'] = [[name, 1, account] for name in NAMES]
-  snapshot['members'] = [
-    {'learner': name, 'stream': m, 'incarnation': 1, 'left': False, 'strikes': 0, 'worst': 0}
+  machine_state['ledger'] = [[name, 1, account] for name in NAMES]
+  machine_state['members'] = [
+    {'learner': name, 'shard': m, 'incarnation': 1, 'left': False, 'strikes': 0, 'max_strikes': 0}
     for m, name in enumerate(NAMES)
   ]
-  return snapshot
+  return machine_state
 
 
 def bits(theta: global_model_lib.Theta) -> list:
@@ -232,7 +232,7 @@ def _expected(assembled) -> list[list]:
   after = [bits(theta)]
   for sync in range(1, SYNCS + 1):
     merge = merge_of(assembled, sync, store)
-    payloads = [store.get(one.handle) for one in merge.participants]
+    payloads = [store.get(one.payload_id) for one in merge.participants]
     refused = NAMES if sync == REFUSED else ()
     width = theta.width(len(payloads))
     merged = theta.merge(merge.fragment, merge.participants, payloads, refused, width)
@@ -247,7 +247,7 @@ def _expected(assembled) -> list[list]:
 
 def ended(merge: actions.Merge, **changes) -> events.MergeDone:
   done = events.MergeDone(
-    sync=merge.sync, fragment=merge.fragment, handle=None, payload=None, digest=1
+    sync=merge.sync, fragment=merge.fragment, payload_id=None, payload=None, digest=1
   )
   return dataclasses.replace(done, **changes)
 
@@ -258,10 +258,10 @@ def merge_with(participants: int) -> actions.Merge:
     fragment=3,
     version=2,
     participants=tuple(
-      actions.Participant(learner=f'l{m}', incarnation=m, handle=m, tokens=2**40, steps=5)
+      actions.Participant(learner=f'l{m}', incarnation=m, payload_id=m, tokens=2**40, steps=5)
       for m in range(participants)
     ),
-    books={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
+    machine_state={'versions': [1, 2], 'ledger': [['l0', 1, {'merged': 5}]]},
   )
 
 
@@ -302,9 +302,9 @@ def test_theta_comes_back_bit_for_bit_wherever_the_syncer_was_killed(rig, expect
     life.crash()
   last = rig()
   assert bits(last.theta) == expected[SYNCS]
-  assert last.theta.versions == last.start.snapshot['versions'] == [2, 4]
-  assert last.start.snapshot['digests'] == [last.theta.digest(p) for p in range(2)]
-  assert last.start.snapshot['opened'] == SYNCS
+  assert last.theta.versions == last.start.state['versions'] == [2, 4]
+  assert last.start.state['digests'] == [last.theta.digest(p) for p in range(2)]
+  assert last.start.state['opened'] == SYNCS
   assert last.start.make().clock == SYNCS
 
 
@@ -313,7 +313,7 @@ def test_the_refused_outer_step_has_settled_its_tokens(rig):
   for sync in range(1, REFUSED + 1):
     life.merge(sync)
   life.crash()
-  ledger = {name: fields for name, _, fields in rig().start.snapshot['ledger']}
+  ledger = {name: fields for name, _, fields in rig().start.state['ledger']}
   assert ledger['l1']['merged'] == REFUSED * 1000 - TOKENS - 32
   assert ledger['l1']['discarded'] == {'bad_value': TOKENS + 32}
   assert ledger['l2']['merged'] == REFUSED * 1000 and not ledger['l2']['discarded']  # took no part
@@ -372,14 +372,14 @@ def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
     file.write(b'\xd1\x57\xec\x0a' + bytes(40))
   again = rig()
   assert bits(again.theta) == expected[2]
-  assert any(line.startswith('DD403') for line in said(again))
+  assert any('ended in an unfinished record' in line for line in said(again))
 
 
 def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tmp_path, assembled):
   life = rig()
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
-  given = [life.payloads.get(one.handle) for one in merge.participants]
+  given = [life.payloads.get(one.payload_id) for one in merge.participants]
   life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), 3, given))
   life.crash()
   before = _content(tmp_path / 'wal')
@@ -432,7 +432,7 @@ def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   for sync in (2, 3):
     life.submit(sync)
   line = life.records.said.get(timeout=DEADLINE_S)
-  assert line.startswith('DD401 No space') and 'record 1 is safe' in line
+  assert line.startswith('No space') and 'record 1 is safe' in line
   for _ in range(3):  # it is tried again, and not talked about again
     life.disk.refused.get(timeout=DEADLINE_S)
   assert life.posted.empty() and life.records.said.empty() and life.failed.empty()
@@ -463,7 +463,7 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
   assert life.posted.empty()
-  with pytest.raises(program.DiskFailed, match='DD405 .*Safe up to record 1') as failure:
+  with pytest.raises(program.DiskFailed, match='Safe up to record 1') as failure:
     with program.log_failures():
       raise error
   assert failure.value.code == 74
@@ -487,6 +487,6 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys):
 
 def test_a_second_syncer_in_the_same_folder_is_refused(rig, assembled, tmp_path):
   life = rig()
-  with pytest.raises(files_lib.DirectoryError, match=f'DD406 .*pid {os.getpid()}'):
+  with pytest.raises(files_lib.DirectoryError, match=f'pid {os.getpid()}'):
     commit.CommitLog(files_lib.Files(tmp_path / 'wal'), assembled.agreement, print)
   assert not life.merge(1).failed  # and the first one goes on

@@ -52,7 +52,7 @@ def _copy(tmp_path, run):
   return shutil.copytree(run, tmp_path / 'copy')
 
 
-def _syncer(folder) -> tuple[tapes.Life, list]:
+def _syncer(folder) -> tuple[tapes.ProcessTape, list]:
   life = next(one for one in tapes.find(folder) if one.node == 'syncer')
   return life, list(tapes.read(life))
 

@@ -20,7 +20,7 @@ def _model() -> config_lib.ModelConfig:
 @pytest.fixture(name='data')
 def _data() -> config_lib.DataConfig:
   return config_lib.DataConfig(
-    seq_len=16, batch_size=4, streams=4, eval_batches=2, eval_batch_size=4
+    seq_len=16, batch_size=4, shards=4, eval_batches=2, eval_batch_size=4
   )
 
 

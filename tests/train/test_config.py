@@ -19,7 +19,7 @@ from diloco_jax.train import config as config_lib
     (config_lib.OptimizerConfig(end_lr_ratio=2.0), ['2.0', '[0, 1]', '0.003']),
     (config_lib.OptimizerConfig(clip_norm=-1.0), ['clip_norm', '-1.0', 'use 0']),
     (config_lib.DataConfig(corpus=''), ['stdlib', 'directory']),
-    (config_lib.DataConfig(streams=0), ['streams', '0']),
+    (config_lib.DataConfig(shards=0), ['shards', '0']),
     (config_lib.DataConfig(seed=-1), ['-1', '4294967296']),
     (config_lib.MeshConfig(fsdp=0), ['fsdp', '0']),
   ],

@@ -16,44 +16,42 @@ def _numbered() -> data_lib.Corpus:
   return data_lib.Corpus(values, values[:2048], 0)
 
 
-def _pass(numbered, config, stream: int, number: int) -> list[bytes]:
-  each = len(data_lib.Windows(numbered.train_bytes, 16)) // config.streams // config.batch_size
-  batches = data_lib.make_stream(numbered, config, stream)
+def _pass(numbered, config, shard: int, number: int) -> list[bytes]:
+  each = len(data_lib.Windows(numbered.train_bytes, 16)) // config.shards // config.batch_size
+  batches = data_lib.make_shard(numbered, config, shard)
   return [row.tobytes() for i in range(number * each, (number + 1) * each) for row in batches[i]]
 
 
-def test_a_pass_of_all_streams_is_every_window_once(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=4)
+def test_a_pass_of_all_shards_is_every_window_once(numbered):
+  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=4)
   windows = [w.tobytes() for w in data_lib.Windows(numbered.train_bytes, 16)]
   rows = [row for v in range(4) for row in _pass(numbered, config, v, 0)]
   assert len(set(rows)) == len(rows) >= len(windows) - 4  # slices are not all equally long
   assert set(rows) <= set(windows)
 
 
-@pytest.mark.parametrize(
-  'streams, learners', [(16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)]
-)
-def test_learners_read_every_window_once_before_any_twice(numbered, streams, learners):
+@pytest.mark.parametrize('shards, learners', [(16, 1), (16, 4), (16, 16), (6, 2), (20, 4), (24, 8)])
+def test_learners_read_every_window_once_before_any_twice(numbered, shards, learners):
   """Issue 4: learners train on each example about once, for any number of unleased shards."""
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
+  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
   windows = data_lib.Windows(numbered.train_bytes, 16)
   rows = [
     row
-    for number in range(streams // learners)
+    for number in range(shards // learners)
     for v in range(learners)
     for row in _pass(numbered, config, v, number)
   ]
-  assert len(set(rows)) == len(rows) >= len(windows) - streams
+  assert len(set(rows)) == len(rows) >= len(windows) - shards
 
 
-@pytest.mark.parametrize('streams, learners', [(16, 3), (16, 7), (33, 2)])
-def test_any_number_of_learners_reads_about_evenly(numbered, streams, learners):
+@pytest.mark.parametrize('shards, learners', [(16, 3), (16, 7), (33, 2)])
+def test_any_number_of_learners_reads_about_evenly(numbered, shards, learners):
   """After the passes of one epoch every window was read at most twice, and most of them once."""
-  config = config_lib.DataConfig(seq_len=16, batch_size=1, streams=streams)
+  config = config_lib.DataConfig(seq_len=16, batch_size=1, shards=shards)
   windows = data_lib.Windows(numbered.train_bytes, 16)
   rows = [
     row
-    for number in range(streams // learners)
+    for number in range(shards // learners)
     for v in range(learners)
     for row in _pass(numbered, config, v, number)
   ]
@@ -70,25 +68,25 @@ def test_every_byte_but_the_first_is_a_target_once(numbered):
 
 
 def test_a_batch_is_a_function_of_its_index(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, streams=4, seed=5)
-  stream = data_lib.make_stream(numbered, config, 2)
-  forward = [stream[i] for i in range(6)]
-  again = data_lib.make_stream(numbered, config, 2)
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4, seed=5)
+  shard = data_lib.make_shard(numbered, config, 2)
+  forward = [shard[i] for i in range(6)]
+  again = data_lib.make_shard(numbered, config, 2)
   for i in reversed(range(6)):
     np.testing.assert_array_equal(again[i], forward[i])
   config.seed = 6
-  assert not np.array_equal(data_lib.make_stream(numbered, config, 2)[0], forward[0])
+  assert not np.array_equal(data_lib.make_shard(numbered, config, 2)[0], forward[0])
   assert forward[0].shape == (4, 17) and forward[0].dtype == np.uint8
 
 
 def test_a_slice_is_read_in_another_order_each_time(numbered):
-  config = config_lib.DataConfig(seq_len=16, batch_size=4, streams=4)
+  config = config_lib.DataConfig(seq_len=16, batch_size=4, shards=4)
   first, again = (_pass(numbered, config, 0, number) for number in (0, 4))
   assert first != again
   assert len(set(first) & set(again)) >= len(first) - 4
 
 
-def test_held_out_files_are_in_no_stream(tmp_path):
+def test_held_out_files_are_in_no_shard(tmp_path):
   for i in range(300):
     (tmp_path / f'{i}.txt').write_text(f'<{i}>' * 10)
   corpus = data_lib.load_corpus(str(tmp_path))
@@ -139,10 +137,10 @@ def test_an_unreadable_corpus_is_one_clear_line(tmp_path):
 
 
 def test_too_little_text_says_how_much_is_needed(numbered):
-  config = config_lib.DataConfig(seq_len=128, batch_size=32, streams=16)
+  config = config_lib.DataConfig(seq_len=128, batch_size=32, shards=16)
   with pytest.raises(ValueError, match=r'has 63 training windows .* \(512\)'):
-    data_lib.make_stream(numbered, config, 0)
+    data_lib.make_shard(numbered, config, 0)
   with pytest.raises(ValueError, match='has 15 held-out windows .* 8 x 32 = 256'):
     data_lib.eval_batches(numbered, config)
   with pytest.raises(ValueError, match=r'shard 16 is outside \[0, 16\)'):
-    data_lib.make_stream(numbered, config, 16)
+    data_lib.make_shard(numbered, config, 16)

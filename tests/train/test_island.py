@@ -27,7 +27,7 @@ def test_learns_alone(make_island):
 
 
 def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
-  island = make_island(checkpoint_dir=str(tmp_path), stream=1)
+  island = make_island(checkpoint_dir=str(tmp_path), shard=1)
   for clock in range(3):
     island.step(clock)
   anchors = [jax.device_put(np.arange(64, dtype=np.float32), island.replicated)]
@@ -39,7 +39,7 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   restored = other.restore()
   assert (restored.step, restored.data_state, restored.protocol) == (3, 3, {'versions': [1, 2]})
   _assert_same(restored.anchors, anchors)
-  assert (other.stream, other.data_state) == (1, 3)
+  assert (other.shard, other.data_state) == (1, 3)
   again = [other.step(clock) for clock in range(3, 6)]
   assert [r[:3] for r in again] == [r[:3] for r in expected]
   _assert_same(other.state, island.state)
@@ -72,7 +72,7 @@ def test_a_joiner_continues_with_the_donors_state(make_island):
   donor, joiner = make_island(), make_island(first_device=4, seed=7)
   donor.step(0)
   joiner.state = _host(donor.state)
-  joiner.lease(donor.stream, donor.data_state)
+  joiner.read_from(donor.shard, donor.data_state)
   assert joiner.step(1)[:3] == donor.step(1)[:3]
   _assert_same(joiner.state, donor.state)
 
@@ -98,18 +98,18 @@ def test_evaluates_given_parameters(make_island):
   assert island.evaluate(initial) == start
 
 
-def test_a_lease_moves_the_stream(make_island):
-  island = make_island(stream=0)
+def test_read_from_moves_the_shard(make_island):
+  island = make_island(shard=0)
   initial = _host(island.state)
 
-  def step_from_the_start(stream: int, next_index: int):
+  def step_from_the_start(shard: int, next_index: int):
     island.state = initial
-    island.lease(stream, next_index)
+    island.read_from(shard, next_index)
     return island.step(0)[:3]
 
-  results = [step_from_the_start(*lease) for lease in ((0, 5), (2, 5), (2, 6), (2, 5))]
+  results = [step_from_the_start(*position) for position in ((0, 5), (2, 5), (2, 6), (2, 5))]
   assert results[1] == results[3] and len(set(results)) == 3
-  assert (island.stream, island.data_state) == (2, 6)
+  assert (island.shard, island.data_state) == (2, 6)
   with pytest.raises(ValueError, match='-1 is negative'):
     island.data_state = -1
 

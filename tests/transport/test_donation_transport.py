@@ -51,7 +51,7 @@ def announced(data):
 
 
 DONATION = messages.Donation(
-  transfer=1, donor='l0', step=7, versions=(1, 2), digest=3, payload=announced(MOMENTS)
+  transfer=1, donor='l0', clock=7, versions=(1, 2), digest=3, payload=announced(MOMENTS)
 )
 CONTRIBUTION = messages.Contribution(
   sync=2,
@@ -60,7 +60,7 @@ CONTRIBUTION = messages.Contribution(
   steps=1,
   tokens_from=0,
   tokens_to=1,
-  stream=0,
+  shard=0,
   cursor=1,
   payload=announced(FRAGMENT),
 )
@@ -74,7 +74,7 @@ def test_a_contribution_overtakes_an_earlier_donation(ends):
   first, last = syncer.hears(), syncer.hears()
   took_s = time.monotonic() - start_s
   assert (first.message, last.message) == (CONTRIBUTION, DONATION)
-  assert bytes(syncer.kept.get(last.handle)) == MOMENTS
+  assert bytes(syncer.kept.get(last.payload_id)) == MOMENTS
   # The last of four chunks may leave once three have had their time.
   assert took_s >= 3 * MIB / RATE, took_s
 
@@ -83,10 +83,10 @@ def test_the_syncer_relays_a_donation_unchanged(ends):
   syncer, learner, session = ends
   learner.transport.send(1, DONATION, MOMENTS)
   came = syncer.hears()
-  syncer.transport.send(session, came.message, syncer.kept.get(came.handle))
-  syncer.kept.drop(came.handle)
+  syncer.transport.send(session, came.message, syncer.kept.get(came.payload_id))
+  syncer.kept.drop(came.payload_id)
   relayed = learner.hears()
-  assert relayed.message == DONATION and bytes(learner.kept.get(relayed.handle)) == MOMENTS
+  assert relayed.message == DONATION and bytes(learner.kept.get(relayed.payload_id)) == MOMENTS
 
 
 def test_a_disconnected_donor_leaves_no_partial_donation(ends):

@@ -285,7 +285,7 @@ def oversized_frame():
   return fields + chunks._CHECK.pack(zlib.crc32(fields)) + bytes(MIB)
 
 
-NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(step=-1))
+NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +366,7 @@ def test_a_payload_beyond_the_limit_is_refused_when_announced(syncer, dial):
       steps=1,
       tokens_from=0,
       tokens_to=1,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
     ),
@@ -388,7 +388,7 @@ def test_a_wrong_total_checksum_is_never_delivered(syncer, dial):
       steps=1,
       tokens_from=0,
       tokens_to=1,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=3, crc32=1),
     ),
@@ -416,7 +416,7 @@ def test_a_peer_that_is_too_slow_is_disconnected(syncer, dial):
       steps=1,
       tokens_from=0,
       tokens_to=1,
-      stream=0,
+      shard=0,
       cursor=1,
       payload=messages.Payload(size_bytes=11, crc32=zlib.crc32(bytes(11))),
     ),

@@ -15,8 +15,8 @@ def split(transfer, payload):
     yield transfer, data[start : start + 2]
 
 
-def outbox(max_bytes=100, max_messages=10):
-  return link.Outbox(split, max_bytes, max_messages)
+def send_queue(max_bytes=100, max_messages=10):
+  return link.SendQueue(split, max_bytes, max_messages)
 
 
 def publish(data, fragment=0, version=1, base=0):
@@ -48,7 +48,7 @@ def transfers_of(box):
 
 
 def test_control_never_waits_for_bulk():
-  box = outbox()
+  box = send_queue()
   box.push(publish(b'abcdef'), b'abcdef')
   frames = box.next_transfer()
   next(frames)
@@ -58,7 +58,7 @@ def test_control_never_waits_for_bulk():
 
 
 def test_a_message_with_payload_is_announced_when_its_transfer_begins():
-  box = outbox()
+  box = send_queue()
   box.push(publish(b'a', version=1), b'a')
   box.push(pull(2))
   assert control_of(box) == [(pull(2), 0)]
@@ -68,7 +68,7 @@ def test_a_message_with_payload_is_announced_when_its_transfer_begins():
 
 
 def test_both_lanes_are_first_in_first_out():
-  box = outbox()
+  box = send_queue()
   for k in range(4):
     box.push(pull(k))
     box.push(publish(bytes([k]), fragment=k, version=k), bytes([k]))
@@ -77,7 +77,7 @@ def test_both_lanes_are_first_in_first_out():
 
 
 def test_a_whole_publish_replaces_the_unsent_older_ones_of_its_fragment_only():
-  box = outbox()
+  box = send_queue()
   box.push(publish(b'1', version=1, base=None), b'1')
   box.push(publish(b'2', version=2, base=1), b'2')
   box.push(publish(b'8', fragment=1, version=8, base=7), b'8')
@@ -87,14 +87,14 @@ def test_a_whole_publish_replaces_the_unsent_older_ones_of_its_fragment_only():
 
 
 def test_a_delta_replaces_nothing():
-  box = outbox()
+  box = send_queue()
   box.push(publish(b'1', version=1, base=None), b'1')
   box.push(publish(b'2', version=2, base=1), b'2')
   assert [version for version, _ in transfers_of(box)] == [1, 2]
 
 
 def test_a_transfer_that_has_begun_is_not_replaced():
-  box = outbox()
+  box = send_queue()
   box.push(publish(b'1234', version=1), b'1234')
   frames = box.next_transfer()
   box.push(publish(b'3', version=3, base=None), b'3')
@@ -104,7 +104,7 @@ def test_a_transfer_that_has_begun_is_not_replaced():
 
 
 def test_waiting_payload_bytes_are_bounded():
-  box = outbox(max_bytes=5)
+  box = send_queue(max_bytes=5)
   box.push(publish(b'123'), b'123')
   box.next_transfer()
   box.push(publish(b'45', version=2, base=1), b'45')
@@ -116,14 +116,14 @@ def test_waiting_payload_bytes_are_bounded():
 
 
 def test_waiting_messages_are_bounded():
-  box = outbox(max_messages=2)
+  box = send_queue(max_messages=2)
   box.push(pull(1)), box.push(pull(2))
   with pytest.raises(link.LinkError, match='2 messages wait'):
     box.push(pull(3))
 
 
 def test_clear_drops_all_messages_and_payloads():
-  box = outbox()
+  box = send_queue()
   box.push(pull(1)), box.push(publish(b'1'), b'1')
   box.clear()
   assert (box.next_control(), box.next_transfer(), box.queued_bytes) == (None, None, 0)
@@ -132,8 +132,8 @@ def test_clear_drops_all_messages_and_payloads():
 # --- Incoming -------------------------------------------------------------------------------------
 
 
-def inbox(max_payload_bytes=10, max_waiting=2):
-  return link.Inbox(max_payload_bytes, max_waiting)
+def receive_buffer(max_payload_bytes=10, max_waiting=2):
+  return link.ReceiveBuffer(max_payload_bytes, max_waiting)
 
 
 def arrive(box, transfer, data):
@@ -141,7 +141,7 @@ def arrive(box, transfer, data):
 
 
 def test_announcement_and_transfer_meet_in_either_order():
-  box = inbox()
+  box = receive_buffer()
   assert box.on_message(publish(b'abc'), 1) is None
   assert arrive(box, 1, b'abc') == (publish(b'abc'), b'abc')
   assert arrive(box, 2, b'de') is None
@@ -149,14 +149,14 @@ def test_announcement_and_transfer_meet_in_either_order():
 
 
 def test_a_message_without_payload_is_delivered_at_once():
-  box = inbox()
+  box = receive_buffer()
   box.on_message(publish(b'abc'), 1)
   assert box.on_message(pull(1), 0) == (pull(1), None)
 
 
 @pytest.mark.parametrize('data', [b'abd', b'ab', b''])
 def test_a_transfer_other_than_the_announced_one_is_refused(data):
-  box = inbox()
+  box = receive_buffer()
   box.on_message(publish(b'abc'), 1)
   with pytest.raises(link.LinkError, match='announces'):
     arrive(box, 1, data)
@@ -165,11 +165,11 @@ def test_a_transfer_other_than_the_announced_one_is_refused(data):
 @pytest.mark.parametrize('message, transfer', [(pull(1), 3), (publish(b'abc'), 0)])
 def test_only_a_message_with_payload_has_a_transfer_number(message, transfer):
   with pytest.raises(link.LinkError, match=f'names transfer {transfer}'):
-    inbox().on_message(message, transfer)
+    receive_buffer().on_message(message, transfer)
 
 
 def test_transfer_numbers_grow():
-  box = inbox()
+  box = receive_buffer()
   box.on_message(publish(b'abc'), 5)
   with pytest.raises(link.LinkError, match='transfer 5 is announced after transfer 5'):
     box.on_message(publish(b'abc'), 5)
@@ -180,14 +180,14 @@ def test_transfer_numbers_grow():
 
 
 def test_a_repeated_unannounced_transfer_is_refused():
-  box = inbox()
+  box = receive_buffer()
   arrive(box, 1, b'a')
   with pytest.raises(link.LinkError, match='came twice'):
     arrive(box, 1, b'b')
 
 
 def test_the_memory_for_one_peer_is_bounded():
-  box = inbox(max_payload_bytes=3, max_waiting=2)
+  box = receive_buffer(max_payload_bytes=3, max_waiting=2)
   with pytest.raises(link.LinkError, match='4 bytes is announced, at most 3'):
     box.on_message(publish(b'abcd'), 1)
   arrive(box, 1, b'a'), arrive(box, 2, b'b')
@@ -205,7 +205,7 @@ def donation(data, transfer=1):
   return messages.Donation(
     transfer=transfer,
     donor='l0',
-    step=1,
+    clock=1,
     versions=(1,),
     digest=0,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
@@ -219,7 +219,7 @@ def frame_of(box, now_s=0.0):
 
 
 def test_every_other_payload_overtakes_a_donation_between_frames():
-  box = outbox()
+  box = send_queue()
   box.push(donation(b'abcdef'), b'abcdef')
   assert box.next_transfer() is None and frame_of(box) == (1, b'ab')
   box.push(publish(b'12'), b'12')
@@ -230,7 +230,7 @@ def test_every_other_payload_overtakes_a_donation_between_frames():
 
 def test_transfers_are_numbered_in_the_order_of_their_beginning():
   """A payload that overtakes a waiting donation is announced first."""
-  box, peer = outbox(), inbox()
+  box, peer = send_queue(), receive_buffer()
   box.push(donation(b'ab'), b'ab')
   box.push(publish(b'12'), b'12')
   assert list(box.next_transfer()) == [(1, b'12')] and frame_of(box) == (2, b'ab')
@@ -241,7 +241,7 @@ def test_transfers_are_numbered_in_the_order_of_their_beginning():
 
 
 def test_a_donation_keeps_to_its_rate():
-  box = link.Outbox(split, 100, 10, bytes_per_s=1)  # of the frames: two items each
+  box = link.SendQueue(split, 100, 10, bytes_per_s=1)  # of the frames: two items each
   box.push(donation(b'abcd'), b'abcd')
   assert box.donation_wait_s(5.0) == 0 and frame_of(box, 5.0) == (1, b'ab')
   assert frame_of(box, 6.9) is None and box.donation_wait_s(6.5) == 0.5
@@ -249,7 +249,7 @@ def test_a_donation_keeps_to_its_rate():
 
 
 def test_donations_have_their_own_bound():
-  box = outbox(max_bytes=3)
+  box = send_queue(max_bytes=3)
   for number in range(link.MAX_DONATIONS):
     box.push(donation(b'abcdef', number), b'abcdef')
   box.push(publish(b'123'), b'123')

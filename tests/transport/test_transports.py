@@ -131,7 +131,7 @@ def contribution(data, fragment=0):
     steps=1,
     tokens_from=0,
     tokens_to=8,
-    stream=0,
+    shard=0,
     cursor=1,
     payload=describe(data),
   )
@@ -149,13 +149,13 @@ def publish(data, fragment=0, version=1, base_version=0):
 
 
 def progress(step):
-  return messages.Progress(step=step, steps=step, tokens=step, step_ns=1, finished=False)
+  return messages.Progress(clock=step, steps=step, tokens=step, step_ns=1, finished=False)
 
 
 def received_bytes(end, message):
   event = end.next()
   assert event.message == message
-  return bytes(end.payloads.get(event.handle))
+  return bytes(end.payloads.get(event.payload_id))
 
 
 def test_messages_arrive_in_order_both_ways(world):
@@ -164,7 +164,7 @@ def test_messages_arrive_in_order_both_ways(world):
   for step in range(200):
     learner.transport.send(1, progress(step), None)
     syncer.transport.send(number, messages.Pull(sync=step, fragment=0), None)
-  assert [syncer.message().step for _ in range(200)] == list(range(200))
+  assert [syncer.message().clock for _ in range(200)] == list(range(200))
   assert [learner.message().sync for _ in range(200)] == list(range(200))
 
 
@@ -191,7 +191,7 @@ def test_payloads_keep_their_order_among_control_messages(world):
     learner.transport.send(1, contribution(blob, fragment=k), blob)
     learner.transport.send(1, progress(k), None)
   came = [syncer.message() for _ in range(8)]
-  assert [m.step for m in came if isinstance(m, messages.Progress)] == [0, 1, 2, 3]
+  assert [m.clock for m in came if isinstance(m, messages.Progress)] == [0, 1, 2, 3]
   assert [m.fragment for m in came if isinstance(m, messages.Contribution)] == [0, 1, 2, 3]
 
 
@@ -304,7 +304,9 @@ def test_two_learners_at_once_do_not_mix(world):
   for learner, number, blob in zip(learners, numbers, blobs):
     learner.transport.send(1, contribution(blob), blob)
     syncer.transport.send(number, publish(blob), blob)
-  came = {e.session: bytes(syncer.payloads.get(e.handle)) for e in (syncer.next(), syncer.next())}
+  came = {
+    e.session: bytes(syncer.payloads.get(e.payload_id)) for e in (syncer.next(), syncer.next())
+  }
   assert came == dict(zip(numbers, blobs))
   for learner, blob in zip(learners, blobs):
     assert received_bytes(learner, publish(blob)) == blob

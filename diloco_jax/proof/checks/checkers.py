@@ -44,7 +44,7 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import tape
 
-Life = observers.Life
+ObservedProcess = observers.ObservedProcess
 Violation = invariant.Violation
 LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 
@@ -148,7 +148,7 @@ class Checkers:
       self._after[role] = {kind: (*self._after[role][kind], *every) for kind in kinds}
       self._after[role][invariant.EVERY] = every
 
-  def born(self, now_ns: int, life: Life) -> None:
+  def born(self, now_ns: int, life: ObservedProcess) -> None:
     try:
       book = self.run.born(life)
     except run_book.NotTheirs as error:
@@ -158,7 +158,7 @@ class Checkers:
       self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
-    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
   ) -> None:
     book, role = self.run.books[life.number], life.start.role
     table, kind = self._on[role], type(event)
@@ -183,7 +183,7 @@ class Checkers:
     for look in table[kind] if kind in table else table[invariant.EVERY]:
       look(book, now_ns, event, out)
 
-  def died(self, now_ns: int, life: Life, killed: bool) -> None:
+  def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
     book = self.run.books[life.number]
     if life.start.role == LEARNER:
       self.invariants[liveness.Joins].died(now_ns, book, killed)
@@ -210,7 +210,7 @@ class SameAgain(invariant.Invariant):
   sentence = 'A machine has no input but its start, its events and their times.'
 
 
-def replays(life: Life, records: Iterable[tape.Record]) -> None:
+def replays(life: ObservedProcess, records: Iterable[tape.Record]) -> None:
   """Replays the turns of a process on a new machine. Raises Violation at the first difference."""
   machine = life.start.make()
   for record in records:

@@ -1,11 +1,12 @@
-"""Coverage marks: which situations were reached, so that a clean result of many seeds means something.
+"""Coverage points: which situations were reached, so that a clean result of many seeds means
+something.
 
-A mark is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
-required marks follow from the protocol's own tables: every event, action and message, every reason
+A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
+required points follow from the protocol's own tables: every event, action and message, every reason
 and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. `missing()`
-lists the required marks that were not reached.
+lists the required points that were not reached.
 
-Marks are an observer (observers.py) of one seed; `merge` adds up those of many seeds.
+Points are an observer (observers.py) of one seed; `merge` adds up those of many seeds.
 """
 
 import collections
@@ -43,7 +44,7 @@ def _names(kind: str, union: Any) -> Iterable[str]:
 
 
 def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
-  """All marks that many seeds with these kinds of faults must reach."""
+  """All points that many seeds with these kinds of faults must reach."""
   return (
     *_names('event', events.Event),
     *_names('action', actions.Action),
@@ -72,8 +73,8 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
   )
 
 
-class Marks(observers.Observer):
-  """What one seed, or many seeds, reached: `counts` by mark."""
+class Points(observers.Observer):
+  """What one seed, or many seeds, reached: `counts` by point."""
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
@@ -84,12 +85,12 @@ class Marks(observers.Observer):
 
   # --- Reading ------------------------------------------------------------------------------------
 
-  def merge(self, other: 'Marks | dict[str, int]') -> None:
+  def merge(self, other: 'Points | dict[str, int]') -> None:
     """Adds the counts of another seed."""
-    self.counts.update(other.total() if isinstance(other, Marks) else other)
+    self.counts.update(other.total() if isinstance(other, Points) else other)
 
   def total(self) -> dict[str, int]:
-    """How often each mark was reached."""
+    """How often each point was reached."""
     kinds = {
       **dict.fromkeys(typing.get_args(events.Event), 'event'),
       **dict.fromkeys(typing.get_args(actions.Action), 'action'),
@@ -100,9 +101,9 @@ class Marks(observers.Observer):
     return dict(total)
 
   def missing(self, faults: Iterable[str] = FAULTS) -> list[str]:
-    """The required marks that were not reached."""
+    """The required points that were not reached."""
     total = self.total()
-    return [mark for mark in required(faults) if not total.get(mark)]
+    return [point for point in required(faults) if not total.get(point)]
 
   # --- Watching -----------------------------------------------------------------------------------
 
@@ -110,11 +111,11 @@ class Marks(observers.Observer):
     """A fault of this kind found its victim."""
     self.counts[f'fault {kind}'] += 1
 
-  def born(self, now_ns: int, life: observers.Life) -> None:
-    if life.start.snapshot is not None:
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
+    if life.start.state is not None:
       self.counts[f'{life.start.role} restored'] += 1
 
-  def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
+  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
     if killed:
       self.counts['process killed'] += 1
 
@@ -126,7 +127,11 @@ class Marks(observers.Observer):
       self._durable = note.number
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     kind = type(event)
     self._types[kind] += 1
@@ -141,14 +146,14 @@ class Marks(observers.Observer):
 
   def _syncer(self, process: int, event: events.Event, out: Sequence[actions.Action]) -> None:
     if type(event) is events.Received and type(event.message) is messages.Confirm:
-      self._claims[process, event.session] = event.message.stream, event.message.cursor
+      self._claims[process, event.session] = event.message.shard, event.message.cursor
     for action in out:
       kind = type(action)
       self._types[kind] += 1
       if kind is actions.Send:
         self._count_sent(action.message)
         if type(action.message) is messages.Joined:
-          self._leased(self._claims[process, action.session], action.message)
+          self._count_lease(self._claims[process, action.session], action.message)
       elif kind is actions.Report:
         self._reported(action.fact)
       elif kind is actions.Exit:
@@ -164,7 +169,7 @@ class Marks(observers.Observer):
       self.counts[f'donation {DONATIONS[kind]}'] += 1
 
   def _count_lease(self, claim: tuple[int | None, int], joined: messages.Joined) -> None:
-    if claim == (joined.stream, joined.cursor):
+    if claim == (joined.shard, joined.cursor):
       self.counts['lease is kept'] += 1
     elif claim[0] is not None:
       self.counts['lease is changed'] += 1

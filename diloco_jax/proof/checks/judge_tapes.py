@@ -29,7 +29,7 @@ NO_CRASH_SENTENCE = 'No machine raises an exception.'
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tale:
+class Tape:
   """The tape of one process: a name for people, its start, its turns."""
 
   name: str
@@ -38,7 +38,7 @@ class Tale:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class Looked:
   """An invariant that held: how many times it was checked (0: only at the end, or never)."""
 
   id: str
@@ -53,7 +53,7 @@ class Broken:
   id: str
   sentence: str
   detail: str
-  tale: str
+  node_tape: str
   before: tuple[str, ...]
 
 
@@ -64,7 +64,7 @@ class Verdict:
 
   tapes: int
   turns: int
-  held: tuple[Held, ...]
+  held: tuple[Looked, ...]
   open_ended: tuple[str, ...]
   broken: Broken | None
 
@@ -82,7 +82,7 @@ class Verdict:
       return '\n'.join(lines)
     lines = lines[:1] + [
       f'VIOLATION of {self.broken.id}: {self.broken.sentence}',
-      f'  seen on {self.broken.tale}: {self.broken.detail}',
+      f'  seen on {self.broken.node_tape}: {self.broken.detail}',
       f'The last {len(self.broken.before)} turns of all processes:',
     ]
     return '\n'.join([*lines, *(f'  {line}' for line in self.broken.before)])
@@ -120,7 +120,7 @@ def _kind(what: events.Event | actions.Action) -> Any:
   return type(what)
 
 
-def judge(tales: Sequence[Tale], healed_ns: int | None = None) -> Verdict:
+def judge(node_tapes: Sequence[Tape], healed_ns: int | None = None) -> Verdict:
   """Reads all tapes of a run to the first violation or to the end.
 
   Args:
@@ -131,85 +131,91 @@ def judge(tales: Sequence[Tale], healed_ns: int | None = None) -> Verdict:
     ValueError: `tales` is empty.
     tape.TapeError: one of them is damaged.
   """
-  if not tales:
+  if not node_tapes:
     raise ValueError('there are no tapes to judge: the run wrote none, or they are elsewhere')
-  return _Trial(tales, healed_ns).run()
+  return _Reading(node_tapes, healed_ns).run()
 
 
-class _Trial:
+class _Reading:
   """One reading of the tapes of a run."""
 
-  def __init__(self, tales: Sequence[Tale], healed_ns: int | None):
-    self._tales = tales
+  def __init__(self, node_tapes: Sequence[Tape], healed_ns: int | None):
+    self._node_tapes = node_tapes
     self._healed_ns = healed_ns
-    self._checkers = checkers_lib.Checkers(tales[0].start.config)
+    self._checkers = checkers_lib.Checkers(node_tapes[0].start.config)
     self._count = _Counter()
     self._before: collections.deque = collections.deque(maxlen=SHOWN_TURNS)
     self._turns = 0
 
   def run(self) -> Verdict:
-    broken, tale, now_ns, open_ended = None, None, 0, ()
+    broken, node_tape, now_ns, open_ended = None, None, 0, ()
     try:
-      for tale, life, turn, last in self._story():
+      for node_tape, life, turn, last in self._story():
         now_ns = turn.now_ns
-        self._take(tale, life, turn, last)
-      tale = None
+        self._take(node_tape, life, turn, last)
+      node_tape = None
       open_ended = self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
-      broken = self._broken(tale, error.invariant, error.sentence, error.detail)
+      broken = self._broken(node_tape, error.invariant, error.sentence, error.detail)
     except _Crashed as error:
-      broken = self._broken(tale, NO_CRASH, NO_CRASH_SENTENCE, str(error))
+      broken = self._broken(node_tape, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
       # A message that no process sent, a payload that does not exist: the model cannot follow.
       broken = self._broken(
-        tale, 'books', 'Every turn follows from earlier turns.', tape.words(error)
+        node_tape, 'books', 'Every turn follows from earlier turns.', tape.describe(error)
       )
     held = (
       ()
       if broken
       else tuple(
-        Held(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
+        Looked(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
       )
     )
-    return Verdict(len(self._tales), self._turns, held, open_ended, broken)
+    return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken)
 
-  def _story(self) -> Iterator[tuple[Tale, observers.Life, tape.Record | tape.Crash, bool]]:
+  def _story(
+    self,
+  ) -> Iterator[tuple[Tape, observers.ObservedProcess, tape.Record | tape.Crash, bool]]:
     """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
     begun = []
-    for tale in self._tales:
-      turns = iter(tale.turns)
+    for node_tape in self._node_tapes:
+      turns = iter(node_tape.turns)
       first = next(turns, None)
       if (
         first is not None
       ):  # else it was killed before its first turn: no other process has seen it
-        begun.append((first.now_ns, tale, first, turns))
+        begun.append((first.now_ns, node_tape, first, turns))
     begun.sort(key=lambda one: one[0])
-    streams = [
-      _numbered(tale, observers.Life(number, tale.start), first, turns)
-      for number, (_, tale, first, turns) in enumerate(begun, 1)
+    stories = [
+      _numbered(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
+      for number, (_, node_tape, first, turns) in enumerate(begun, 1)
     ]
-    return heapq.merge(*streams, key=lambda one: (one[2].now_ns, one[1].number))
+    return heapq.merge(*stories, key=lambda one: (one[2].now_ns, one[1].number))
 
   def _take(
-    self, tale: Tale, life: observers.Life, turn: tape.Record | tape.Crash, last: bool
+    self,
+    node_tape: Tape,
+    life: observers.ObservedProcess,
+    turn: tape.Record | tape.Crash,
+    last: bool,
   ) -> None:
     if self._healed_ns is not None and turn.now_ns >= self._healed_ns:
       self._checkers.healed(self._healed_ns)
       self._healed_ns = None
-    self._before.append((tale.name, turn))
+    self._before.append((node_tape.name, turn))
     self._turns += 1
     if turn.index == 0:
       self._checkers.born(turn.now_ns, life)
     if isinstance(turn, tape.Crash):
       raise _Crashed(turn.error)
-    self._count.take(tale.start.role, turn.event, turn.actions)
+    self._count.take(node_tape.start.role, turn.event, turn.actions)
     self._checkers.saw(life, turn.now_ns, turn.event, turn.actions)
     if last:
       ended = any(isinstance(action, actions.Exit) for action in turn.actions)
       self._checkers.died(turn.now_ns, life, not ended)
 
-  def _broken(self, tale: Tale | None, id_: str, sentence: str, detail: str) -> Broken:
-    name = 'all tapes together' if tale is None else tale.name
+  def _broken(self, node_tape: Tape | None, id_: str, sentence: str, detail: str) -> Broken:
+    name = 'all tapes together' if node_tape is None else node_tape.name
     began_ns = self._before[0][1].now_ns if self._before else 0
     before = tuple(_describe_turn(node, turn, began_ns) for node, turn in self._before)
     return Broken(id_, sentence, detail, name, before)
@@ -219,13 +225,15 @@ class _Crashed(Exception):
   """A machine raised in a turn."""
 
 
-def _numbered(tale: Tale, life: observers.Life, first: Any, turns: Iterator) -> Iterator[tuple]:
+def _numbered(
+  node_tape: Tape, life: observers.ObservedProcess, first: Any, turns: Iterator
+) -> Iterator[tuple]:
   """The turns of a tape; the last one is marked as such."""
   turn = first
   for following in turns:
-    yield tale, life, turn, False
+    yield node_tape, life, turn, False
     turn = following
-  yield tale, life, turn, True
+  yield node_tape, life, turn, True
 
 
 def _describe_turn(node: str, turn: tape.Record | tape.Crash, began_ns: int) -> str:

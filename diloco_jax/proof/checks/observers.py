@@ -12,7 +12,7 @@ from diloco_jax.protocol.tape import tape
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Life:
+class ObservedProcess:
   """One process; `number` grows in the order of the starts of a run and is never used again."""
 
   number: int
@@ -49,18 +49,20 @@ class LogNote:
 class Observer(Protocol):
   """Watches a run; all methods are called in the order of time."""
 
-  def born(self, now_ns: int, life: Life) -> None:
+  def born(self, now_ns: int, life: ObservedProcess) -> None:
     """A process starts."""
 
   def saw(
-    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
   ) -> None:
     """A machine handled an event and returned actions; they are not carried out yet."""
 
-  def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
+  def crashed(
+    self, life: ObservedProcess, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
     """A machine raised on an event and returned no actions."""
 
-  def died(self, now_ns: int, life: Life, killed: bool) -> None:
+  def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
     """A process ended: it was killed, or its machine asked for Exit."""
 
   def logged(self, now_ns: int, note: LogNote) -> None:
@@ -74,6 +76,6 @@ class Count(Observer):
     self.events = 0
 
   def saw(
-    self, life: Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
   ) -> None:
     self.events += 1

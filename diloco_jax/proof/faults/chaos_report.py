@@ -15,7 +15,7 @@ from diloco_jax.report import run_facts
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Episode:
+class FaultRun:
   """One fault as it was carried out. `found`: it found its victim."""
 
   kind: str
@@ -46,8 +46,8 @@ def within(times: list, began: float, ended: float) -> int:
   return bisect.bisect_right(times, ended) - bisect.bisect_left(times, began)
 
 
-def untouched(run: run_facts.RunFacts, episodes: list[Episode]) -> list[str]:
-  return [name for name in run.learners if all(episode.node != name for episode in episodes)]
+def untouched(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
+  return [name for name in run.learners if all(fault_run.node != name for fault_run in fault_runs)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -72,15 +72,15 @@ def balance(ledger: Mapping[str, Any]) -> int:
   return ledger['fragments'] * ledger['trained'] - settled
 
 
-def text(run: run_facts.RunFacts, episodes: list[Episode], healed_s: float) -> str:
+def text(run: run_facts.RunFacts, fault_runs: list[FaultRun], healed_s: float) -> str:
   """The run for a stranger: what was done to whom, and what the others made of it."""
   start_s = began_s(run) or 0.0
   lines = ['', 'What was done, in seconds since all learners had joined, and what happened then:']
-  others = untouched(run, episodes)
-  for episode in sorted(episodes, key=lambda episode: episode.began_s):
-    lines.append('  ' + _episode(run, episode, start_s, others))
+  others = untouched(run, fault_runs)
+  for fault_run in sorted(fault_runs, key=lambda fault_run: fault_run.began_s):
+    lines.append('  ' + _describe_fault_run(run, fault_run, start_s, others))
   lines.append('Learners that nothing was done to, from the first fault to the end of the last:')
-  first_s = min((episode.began_s for episode in episodes), default=start_s)
+  first_s = min((fault_run.began_s for fault_run in fault_runs), default=start_s)
   for name in others:
     found = pace(step_times(run, name), first_s, healed_s)
     lines.append(
@@ -90,23 +90,25 @@ def text(run: run_facts.RunFacts, episodes: list[Episode], healed_s: float) -> s
   return '\n'.join([*lines, *_books(run.ledger)])
 
 
-def _episode(run: run_facts.RunFacts, episode: Episode, start_s: float, others: list[str]) -> str:
+def _describe_fault_run(
+  run: run_facts.RunFacts, fault_run: FaultRun, start_s: float, others: list[str]
+) -> str:
   def at(at_s: float) -> str:
     return f'{at_s - start_s:6.1f}'
 
-  what = f'{episode.kind} {episode.node}'
-  if not episode.found:
-    return f'{at(episode.began_s)}         {what:18} found no process'
-  span = (episode.began_s, episode.ended_s)
+  what = f'{fault_run.kind} {fault_run.node}'
+  if not fault_run.found:
+    return f'{at(fault_run.began_s)}         {what:18} found no process'
+  span = (fault_run.began_s, fault_run.ended_s)
   steps = ', '.join(f'{name} {within(step_times(run, name), *span)}' for name in others)
   back = (
     'never took part again'
-    if episode.recovered_s is None
-    else (f'took part again at {at(episode.recovered_s).strip()}')
+    if fault_run.recovered_s is None
+    else (f'took part again at {at(fault_run.recovered_s).strip()}')
   )
   return (
     f'{at(span[0])} -{at(span[1])} {what:18} {within(run.merges_s, *span)} merges; '
-    f'steps: {steps}; {episode.node} {back}'
+    f'steps: {steps}; {fault_run.node} {back}'
   )
 
 
@@ -124,22 +126,22 @@ def _books(ledger: facts.Ledger | None) -> list[str]:
   return lines
 
 
-def complaints(run: run_facts.RunFacts, episodes: list[Episode]) -> list[str]:
+def complaints(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
   """What was promised and did not happen, in words: the others go on, victims come back, no token
   is unaccounted for."""
   found = []
-  for episode in episodes:
-    if not episode.found:
+  for fault_run in fault_runs:
+    if not fault_run.found:
       continue
-    what, span = f'{episode.kind} of {episode.node}', (episode.began_s, episode.ended_s)
+    what, span = f'{fault_run.kind} of {fault_run.node}', (fault_run.began_s, fault_run.ended_s)
     if not within(run.merges_s, *span):
       found.append(f'nothing was merged during the {what}')
     found += [
       f'{name} took no step during the {what}'
-      for name in untouched(run, episodes)
+      for name in untouched(run, fault_runs)
       if not within(step_times(run, name), *span)
     ]
-    if episode.recovered_s is None:
+    if fault_run.recovered_s is None:
       found.append(f'after the {what} it never took part again')
   ledger = run.ledger
   if ledger is None or ledger.unsettled or balance(dataclasses.asdict(ledger)):

@@ -39,7 +39,7 @@ class ChaosRun(conductor.Conductor):
 
   Attributes:
     run: its facts so far.
-    episodes: the faults as they were carried out.
+    fault runs: the faults as they were carried out.
     healed_s: from when on nothing was broken on purpose, and healed_ns: on the clock of the tapes.
   """
 
@@ -62,7 +62,7 @@ class ChaosRun(conductor.Conductor):
     self._others = [name for name in names if all(fault.node != name for fault in plan)]
     self._recorder = recorder
     self.run = run_facts.RunFacts(names, config.train.steps)
-    self.episodes: list[chaos_report.Episode] = []
+    self.fault_runs: list[chaos_report.FaultRun] = []
     self.healed_s, self.healed_ns = 0.0, 0
 
   async def carry_out(self) -> None:
@@ -95,8 +95,8 @@ class ChaosRun(conductor.Conductor):
 
   def verdict(self) -> tuple[str, bool]:
     """What happened and what the oracle says of it, in words; whether all was as promised."""
-    lines = [chaos_report.text(self.run, self.episodes, self.healed_s)]
-    complaints = chaos_report.complaints(self.run, self.episodes)
+    lines = [chaos_report.text(self.run, self.fault_runs, self.healed_s)]
+    complaints = chaos_report.complaints(self.run, self.fault_runs)
     try:
       verdict = conductor.judge(self.workdir, self.healed_ns)
     except (ValueError, tape.TapeError) as error:
@@ -121,28 +121,28 @@ class ChaosRun(conductor.Conductor):
       if fault.node == node:
         at_s = began_s + fault.at_ns / SECOND_NS
         await self.until(lambda at_s=at_s: self._now_s() >= at_s)
-        episode = chaos_report.Episode(
+        fault_run = chaos_report.FaultRun(
           kind=fault.kind, node=node, amount=fault.amount, began_s=self._now_s()
         )
-        self.episodes.append(episode)
-        episode.found = self._begin(fault)
-        if episode.found:
-          await self._one(fault, episode)
-        self._recorder.report(episode)
+        self.fault_runs.append(fault_run)
+        fault_run.found = self._begin(fault)
+        if fault_run.found:
+          await self._one(fault, fault_run)
+        self._recorder.report(fault_run)
 
-  async def _one(self, fault: plans.Fault, episode: chaos_report.Episode) -> None:
+  async def _one(self, fault: plans.Fault, fault_run: chaos_report.FaultRun) -> None:
     """A fault that has begun, until its victim has recovered from it."""
     node, victim = fault.node, self.run.learners[fault.node]
     self._listen('chaos', f'{node}: {fault.kind} begins')
-    await self.until(lambda: self._now_s() >= episode.began_s + fault.for_ns / SECOND_NS)
-    await self.until(lambda: self._shown(fault, episode.began_s), PATIENCE_S)
+    await self.until(lambda: self._now_s() >= fault_run.began_s + fault.for_ns / SECOND_NS)
+    await self.until(lambda: self._shown(fault, fault_run.began_s), PATIENCE_S)
     await self._undo(fault)
-    episode.ended_s = self._now_s()
+    fault_run.ended_s = self._now_s()
     self._listen('chaos', f'{node}: {fault.kind} is over')
     if fault.kind == 'replace':
-      await self.until(lambda: victim.lives[-1].ended, PATIENCE_S)
-    if await self.until(lambda: self._since(victim.merged_s, episode.ended_s), PATIENCE_S):
-      episode.recovered_s = next(t for t in victim.merged_s if t >= episode.ended_s)
+      await self.until(lambda: victim.processes[-1].ended, PATIENCE_S)
+    if await self.until(lambda: self._since(victim.merged_s, fault_run.ended_s), PATIENCE_S):
+      fault_run.recovered_s = next(t for t in victim.merged_s if t >= fault_run.ended_s)
 
   def _shown(self, fault: plans.Fault, began_s: float) -> bool:
     """The fault has had its effect, and the other learners have gone on meanwhile."""

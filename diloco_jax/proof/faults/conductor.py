@@ -37,14 +37,14 @@ SECONDS = 'seconds'  # folder of the disks of the stand-ins of frozen learners
 def judge(workdir: pathlib.Path, healed_ns: int | None = None) -> judge_tapes.Verdict:
   """The oracle's verdict on the tapes of all lives of a run; `healed_ns`: from when on nothing was
   broken on purpose (None: liveness is not asked for)."""
-  tales = []
+  node_tapes = []
   for folder in (workdir, *sorted((workdir / SECONDS).glob('*'))):
     for life in tapes.find(folder):
       reader = tapes.read(life)
       if reader.header is not None:
         name = life.name if folder == workdir else f'{life.name} (second)'
-        tales.append(judge_tapes.Tale(name, reader.header.start, reader))
-  return judge_tapes.judge(tales, healed_ns)
+        node_tapes.append(judge_tapes.Tape(name, reader.header.start, reader))
+  return judge_tapes.judge(node_tapes, healed_ns)
 
 
 @dataclasses.dataclass

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
-Batches = tuple[int, int, int]  # data stream, first batch, the one behind the last
+Batches = tuple[int, int, int]  # shard, first batch, the one behind the last
 HUGE, NAN = 'huge', 'poison'  # what a faulty host makes of a pseudo-gradient behind its encoder
 
 
@@ -38,7 +38,7 @@ def claim(holds: bool, sentence: str, *detail: Any) -> None:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
   """What a pseudo-gradient's bytes are: whose, which of its tokens they cover, and which batches it
-  really read: (stream, first, end). `exact`: its process has one incarnation only, so all tokens
+  really read: (shard, first, end). `exact`: its process has one incarnation only, so all tokens
   count. `spoiled`: HUGE or NAN, its host is faulty. `overflows`: an outer step with it is not finite,
   as sound as each payload may be."""
 
@@ -98,7 +98,7 @@ class Theta:
   """The syncer's arrays, and the books of what was really merged into them.
 
   `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
-  `batches` are those merged per (data stream, fragment), whoever read them; `finite`: nothing that
+  `batches` are those merged per (shard, fragment), whoever read them; `finite`: nothing that
   is not was merged.
   """
 
@@ -157,9 +157,9 @@ class Theta:
       'No token is merged twice.',
       grad,
     )
-    for stream, first, end in grad.reads:
+    for shard, first, end in grad.reads:
       _add(
-        self.batches.setdefault((stream, fragment), []),
+        self.batches.setdefault((shard, fragment), []),
         first,
         end,
         'No batch is merged twice.',

@@ -48,7 +48,7 @@ class Nemesis:
       begun = False
     if begun:
       self.done.append(fault)
-      self._note(self._world.now_ns, plans.words(fault))
+      self._note(self._world.now_ns, plans.describe(fault))
       self._world.engine.after(fault.for_ns, lambda: self._undo(fault))
 
   def _undo(self, fault: plans.Fault) -> None:

@@ -15,7 +15,7 @@ from diloco_jax.proof.sim import seeds as seeds_lib
 from diloco_jax.protocol import actions, events, messages
 
 CHUNK = 10
-KEPT = 50
+LINES_KEPT = 50
 
 
 @dataclasses.dataclass
@@ -26,14 +26,14 @@ class Summary:
   events: int = 0
   faults: int = 0
   failed: list[seeds_lib.Outcome] = dataclasses.field(default_factory=list)
-  marks: coverage_lib.Marks = dataclasses.field(default_factory=coverage_lib.Marks)
+  points: coverage_lib.Points = dataclasses.field(default_factory=coverage_lib.Points)
 
   def add(self, other: 'Summary') -> None:
     self.seeds += other.seeds
     self.events += other.events
     self.faults += other.faults
     self.failed += other.failed
-    self.marks.merge(other.marks)
+    self.points.merge(other.points)
 
 
 def run_chunk(seeds: Sequence[int]) -> Summary:
@@ -41,12 +41,12 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
   gc.disable()  # a world lives for milliseconds; its garbage is collected below
   summary = Summary()
   for seed in seeds:
-    outcome = seeds_lib.run_seed(seed, [summary.marks])
+    outcome = seeds_lib.run_seed(seed, [summary.points])
     summary.seeds += 1
     summary.events += outcome.events
     summary.faults += len(outcome.faults)
     for kind in outcome.faults:
-      summary.marks.fault(kind)
+      summary.points.fault(kind)
     if outcome.violation is not None:
       summary.failed.append(outcome)
   gc.enable()
@@ -74,14 +74,18 @@ class _Last(observers.Observer):
   """Keeps the last turns as text, without heartbeats that cause no more than an answer."""
 
   def __init__(self):
-    self.lines: collections.deque[str] = collections.deque(maxlen=KEPT)
+    self.lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
     self._peers: dict[int, str] = {}  # by session of the syncer: the learner
 
   def note(self, now_ns: int, text: str) -> None:
     self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     message = getattr(event, 'message', None)
     if type(message) is messages.Heartbeat and len(out) <= 1:
@@ -94,7 +98,7 @@ class _Last(observers.Observer):
     self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
 
   def crashed(
-    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
     self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
 

@@ -15,7 +15,7 @@ MS = engine_lib.MS
 SILENT = messages.Heartbeat | messages.Progress | messages.Adopted
 
 
-def words(action: Any) -> str:
+def describe(action: Any) -> str:
   """An action in one line, or '' if it is left out."""
   match action:
     case actions.Send(message=message) if not isinstance(message, SILENT):
@@ -31,13 +31,13 @@ def words(action: Any) -> str:
       return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
     case actions.Adopt(fragment=p, version=version, whole=whole):
       return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
-    case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
-      return f'reads data shard {stream} from batch {cursor}{", rewound" if rewind else ""}'
+    case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
+      return f'reads data shard {shard} from batch {cursor}{", rewound" if rewind else ""}'
     case actions.ReadMoments(transfer=transfer):
       return f'copies its moments for donation {transfer}'
     case actions.TakeMoments(transfer=transfer):
       return f'takes the moments of donation {transfer}'
-    case actions.Save(step=step, snapshot=number):
+    case actions.Save(clock=step, snapshot=number):
       return f'saves at {step}{"" if number is None else f" for snapshot {number}"}'
     case actions.WriteManifest(snapshot=number, parts=parts, missing=missing):
       return (
@@ -63,18 +63,18 @@ def _message(message: Any) -> str:
       return f'Join as process {nonce}'
     case messages.Offer(incarnation=incarnation):
       return f'Offer incarnation {incarnation}'
-    case messages.Confirm(incarnation=incarnation, step=step, held=held):
+    case messages.Confirm(incarnation=incarnation, clock=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
     case messages.Joined(
-      incarnation=incarnation, step=step, stream=v, cursor=cursor, due=due, donation=d
+      incarnation=incarnation, clock=step, shard=v, cursor=cursor, due=due, donation=d
     ):
       told = (
         f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
       return told + (f', donation {d}' if d else '')
-    case messages.Donate(transfer=transfer, step=step, versions=versions):
+    case messages.Donate(transfer=transfer, clock=step, versions=versions):
       return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
-    case messages.Donation(transfer=transfer, donor=donor, step=step):
+    case messages.Donation(transfer=transfer, donor=donor, clock=step):
       return f'Donation {transfer}: moments of {donor} at step {step}'
     case messages.NoDonation(transfer=transfer, reason=reason):
       return f'NoDonation {transfer}: {reason}'
@@ -114,23 +114,27 @@ class Story:
     """A line that is not an action of a machine."""
     self._tell(f'{now_ns // MS:6} {text}')
 
-  def born(self, now_ns: int, life: observers.Life) -> None:
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
     if life.start.role == 'syncer':
       self._peers.clear()
     else:
       self._nodes[life.start.identity.nonce] = life.start.node
 
-  def died(self, now_ns: int, life: observers.Life, killed: bool) -> None:
+  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
     pass
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     syncer = life.start.role == 'syncer'
     if syncer and isinstance(event, events.Received) and isinstance(event.message, messages.Join):
       self._peers[event.session] = self._nodes[event.message.nonce]
     for action in out:
-      text = words(action)
+      text = describe(action)
       if text:
         to = ''
         if syncer and isinstance(action, actions.Send | actions.Close):

@@ -3,7 +3,7 @@
 A process does to its machine what node/loop.py and the shell do in production: feeds it events,
 wakes it at its deadline, carries out its actions, and answers its work after a while. It believes
 nothing that its machine says: what was really trained, snapshot, merged and adopted is in arrays.py
-and here. Payload handles are tracked, so that a leak or a double drop is noticed.
+and here. Payload ids are tracked, so that a leak or a double drop is noticed.
 """
 
 import abc
@@ -32,9 +32,9 @@ class MachineCrash(Exception):
 
 
 class Process(abc.ABC):
-  """One machine with its inbox, wake timer, handles and work lane."""
+  """One machine with its event queue, wake timer, payload ids and work lane."""
 
-  def __init__(self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk):
+  def __init__(self, world: Any, name: str, life: observers.ObservedProcess, disk: disk_lib.Disk):
     self.world, self.name, self.life = world, name, life
     self.machine = life.start.make()
     self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
@@ -42,16 +42,16 @@ class Process(abc.ABC):
     self.contents: dict[int, Any] = {}
     self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
     self.save_ns = 5 * MS
-    self._handles = itertools.count(1)
+    self._payload_ids = itertools.count(1)
     self._held: list[Callable[[], None]] = []
     self._wake = 0
     self._unchecked = 0
     self._work_until = self._egress_until = 0
 
   def put(self, content: Any) -> int:
-    handle = next(self._handles)
-    self.contents[handle] = content
-    return handle
+    payload_id = next(self._payload_ids)
+    self.contents[payload_id] = content
+    return payload_id
 
   # --- Events and actions -------------------------------------------------------------------------
 
@@ -61,7 +61,7 @@ class Process(abc.ABC):
       self._held.append(lambda: self.post(event, content))
     elif self.alive:
       if content is not None:
-        event = dataclasses.replace(event, handle=self.put(content))
+        event = dataclasses.replace(event, payload_id=self.put(content))
       self._handle(event)
 
   def _handle(self, event: Any) -> None:
@@ -105,18 +105,18 @@ class Process(abc.ABC):
 
   def _perform(self, action: Any) -> None:
     match action:
-      case actions.Send(session=session, message=message, handle=handle):
-        content = None if handle is None else self.contents[handle]
+      case actions.Send(session=session, message=message, payload_id=payload_id):
+        content = None if payload_id is None else self.contents[payload_id]
         self.world.network.send(self, session, message, content)
       case actions.Close(session=session):
         self.world.network.close(self, session)
       case actions.Dial(session=session):
         self.world.network.dial(self, self.world.link(self.name), session)
-      case actions.Drop(handle=handle):
-        del self.contents[handle]
+      case actions.Drop(payload_id=payload_id):
+        del self.contents[payload_id]
       case actions.Exit():
         self.exit = action
-        arrays.claim(not self.contents, 'Every handle is dropped.', self.name, self.contents)
+        arrays.claim(not self.contents, 'Every payload id is dropped.', self.name, self.contents)
         self.world.end(self, killed=False)
       case actions.Report(fact=fact):
         self.reports[type(fact)] = fact
@@ -148,9 +148,9 @@ class Process(abc.ABC):
       for _ in stages:
         yield self.save_ns // 3
     except OSError as error:
-      return events.SaveDone(step=save.step, error=error.strerror)
+      return events.SaveDone(clock=save.clock, error=error.strerror)
     self.world.saved[digest] = self.disk
-    return events.SaveDone(step=save.step, checkpoint=number, record_sha256=digest)
+    return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
 
   # --- What happens to it -------------------------------------------------------------------------
 
@@ -174,10 +174,15 @@ class Learner(Process):
   """A learner's process."""
 
   def __init__(
-    self, world: Any, name: str, life: observers.Life, disk: disk_lib.Disk, island: hardware.Island
+    self,
+    world: Any,
+    name: str,
+    life: observers.ObservedProcess,
+    disk: disk_lib.Disk,
+    island: hardware.Island,
   ):
     super().__init__(world, name, life, disk)
-    identity, restored = life.start.identity, life.start.snapshot is not None
+    identity, restored = life.start.identity, life.start.state is not None
     self.learner, self.nonce = identity.learner, identity.nonce
     self.island = island
     self.nan: set[int] = set()  # fragments whose next snapshot holds a NaN
@@ -187,7 +192,7 @@ class Learner(Process):
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
     self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
-    self.at = (-1, 0)  # data stream and next batch
+    self.at = (-1, 0)  # shard and next batch
     self.moments = arrays.value('moments', self.nonce)
     self._training = False
     self._incarnation, self._exact = 0, True
@@ -204,9 +209,9 @@ class Learner(Process):
         self._encode(sync, fragment)
       case actions.Adopt():
         self._adopt(action)
-      case actions.UseStream(stream=stream, cursor=cursor, rewind=rewind):
+      case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
         self._boundary()
-        self.at = stream, cursor
+        self.at = shard, cursor
         if rewind:  # its parameters are the anchors
           self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
       case actions.ReadMoments(transfer=transfer):
@@ -215,7 +220,7 @@ class Learner(Process):
         self._take_moments(action)
       case actions.Save():
         self._boundary()
-        stages = self.save(action, action.books)
+        stages = self.save(action, action.machine_state)
         self.world.engine.after(0, lambda: self._save_on(stages))
 
   def _save_on(self, stages: Generator[int, None, events.SaveDone]) -> None:
@@ -238,21 +243,21 @@ class Learner(Process):
 
   def _read(self) -> None:
     """Takes the next batch."""
-    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
-    arrays.claim(stream >= 0, 'Who trains has a data stream.', self.name)
-    if (last[0], last[2]) == (stream, batch):
-      self.reads[-1] = (stream, last[1], batch + 1)
+    (shard, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    arrays.claim(shard >= 0, 'Who trains has a shard.', self.name)
+    if (last[0], last[2]) == (shard, batch):
+      self.reads[-1] = (shard, last[1], batch + 1)
     else:
-      self.reads.append((stream, batch, batch + 1))
-    self.at = stream, batch + 1
+      self.reads.append((shard, batch, batch + 1))
+    self.at = shard, batch + 1
 
   def _last_reads(self, steps: int) -> tuple[arrays.Batches, ...]:
     """What the last so many steps trained on."""
     found: list[arrays.Batches] = []
-    for stream, first, end in reversed(self.reads):
+    for shard, first, end in reversed(self.reads):
       if steps <= 0:
         break
-      found.append((stream, max(first, end - steps), end))
+      found.append((shard, max(first, end - steps), end))
       steps -= end - first
     return tuple(reversed(found))
 
@@ -290,7 +295,7 @@ class Learner(Process):
       events.Encoded(
         sync=sync,
         fragment=fragment,
-        handle=None,
+        payload_id=None,
         payload=content and PAYLOAD,
       ),
       content,
@@ -306,7 +311,7 @@ class Learner(Process):
 
   def _adopt(self, adopt: actions.Adopt) -> None:
     self._boundary()
-    published, fragment = self.contents.pop(adopt.handle), adopt.fragment
+    published, fragment = self.contents.pop(adopt.payload_id), adopt.fragment
     arrays.claim(adopt.whole == (published.base is None), 'A delta is no whole value.', adopt)
     held = self.values[fragment]
     fits = published.base in (None, held)
@@ -339,14 +344,14 @@ class Learner(Process):
     self._boundary()
     content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
     event = events.MomentsRead(
-      transfer=transfer, handle=None, payload=content and PAYLOAD, digest=self.moments
+      transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=self.moments
     )
     self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
 
   def _take_moments(self, take: actions.TakeMoments) -> None:
     self._boundary()
     arrays.claim(not self.steps, 'Moments are taken before the first step.', self.name)
-    moments = self.contents.pop(take.handle)
+    moments = self.contents.pop(take.payload_id)
     garbled = random_streams.chance(self.island.draw, self.island.garble)
     matched = moments.value == take.digest and not garbled
     if matched:
@@ -363,7 +368,7 @@ class Syncer(Process):
   def __init__(
     self,
     world: Any,
-    life: observers.Life,
+    life: observers.ObservedProcess,
     disk: disk_lib.Disk,
     journal: simulated_log_lib.Journal,
     theta: arrays.Theta,
@@ -430,7 +435,7 @@ class Syncer(Process):
       events.FragmentRead(
         fragment=p,
         version=theta.versions[p],
-        handle=0,
+        payload_id=0,
         digest=theta.values[p],
         payload=PAYLOAD,
       ),
@@ -440,7 +445,7 @@ class Syncer(Process):
   def _merge(self, merge: actions.Merge) -> Iterator[int]:
     """The outer step; MergeDone once it is committed."""
     p = merge.fragment
-    grads = [self.contents.pop(one.handle) for one in merge.participants]
+    grads = [self.contents.pop(one.payload_id) for one in merge.participants]
     yield self.merge_ns
     norms, refused = arrays.screened(merge.participants, grads)
     payloads = [dataclasses.replace(grad, overflows=self.not_finite).encode() for grad in grads]
@@ -449,7 +454,7 @@ class Syncer(Process):
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
-      handle=None,
+      payload_id=None,
       payload=None,
       digest=merged.digest,
       failed=merged.failed,
@@ -506,12 +511,12 @@ class Syncer(Process):
     yield 0  # whatever was decided with it is done before it can fail
     theta = self.theta
     arrays.claim(
-      save.books['versions'] == theta.versions,
+      save.machine_state['versions'] == theta.versions,
       'A checkpoint is of no half-done merge.',
-      save.books['versions'],
+      save.machine_state['versions'],
       theta.versions,
     )
-    state = {'snapshot': save.books, 'theta': theta.saved(), **self.journal.position}
+    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **self.journal.position}
     done = yield from self.save(save, state)
     self.post(done)
     if done.error:

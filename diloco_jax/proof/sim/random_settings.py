@@ -60,7 +60,7 @@ def _config(
   draw: random.Random,
   screen: random.Random,
   lease_ns: int,
-  spare_streams: int,
+  spare_shards: int,
   donor_wait_ns: int,
 ) -> config_lib.ProtocolConfig:
   learners = draw.randint(1, 5)
@@ -87,7 +87,7 @@ def _config(
     norm_factor=screen.choice([0, 10, 10]),
     norm_warmup=screen.choice([1, 1, 2, 8]),
     strikes=screen.choice([0, 1, 2, 3]),
-    streams=learners + spare_streams,
+    shards=learners + spare_shards,
   )
 
 
@@ -151,14 +151,14 @@ def _plan(seed: int, learners: int, until_ns: int) -> list[plans.Fault]:
 def draw(seed: int) -> Setting:
   """The setting of a seed."""
   lease_ns = random_streams.random_stream(seed, 'lease').choice(LEASES)
-  spare_streams = random_streams.random_stream(seed, 'streams').choice((0, 0, 1, 3))
+  spare_shards = random_streams.random_stream(seed, 'streams').choice((0, 0, 1, 3))
   donor = random_streams.random_stream(seed, 'donor')
   donor_wait_ns = donor.choice((0, SECOND // 2, 2 * SECOND, 8 * SECOND))
   config = _config(
     random_streams.random_stream(seed, 'config'),
     random_streams.random_stream(seed, 'screening'),
     lease_ns,
-    spare_streams,
+    spare_shards,
     donor_wait_ns,
   )
   snapshots = random_streams.random_stream(seed, 'snapshots')

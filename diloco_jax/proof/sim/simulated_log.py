@@ -1,6 +1,6 @@
 """What the syncer keeps on its disk, and the way back from it, as production has it.
 
-Checkpoints hold the machine's snapshot, Theta, and how far they reach in the log. The log is the
+Checkpoints hold the machine's state, Theta, and how far they reach in the log. The log is the
 production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
 
 A log that refuses to open is put right by the *operator*, as launch/restore.py does it: it is set
@@ -43,7 +43,7 @@ class Recovered(NamedTuple):
   """Where a syncer was; `snapshot` is None if it has never been anywhere."""
 
   journal: 'Journal'
-  snapshot: dict[str, Any] | None
+  machine_state: dict[str, Any] | None
   theta: arrays.Theta
 
 
@@ -64,8 +64,8 @@ def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
     records = journal.recover(theta, saved or {})
     if saved is None and not records:
       return Recovered(journal, None, theta)
-    snapshot = start.make().snapshot() if saved is None else saved['snapshot']
-    return Recovered(journal, recovery.recovered(load, snapshot, records), theta)
+    machine_state = start.make().state() if saved is None else saved['snapshot']
+    return Recovered(journal, recovery.replay_log(load, machine_state, records), theta)
   except UNREADABLE as error:
     raise NotRecovered(f'{type(error).__name__}: {error}') from error
 

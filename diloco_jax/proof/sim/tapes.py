@@ -31,7 +31,7 @@ class Tapes(observers.Observer):
     ends = ' '.join(writer.hash for _, writer in sorted(self._writers.items()))
     return hashlib.sha256(ends.encode()).hexdigest()[:16]
 
-  def born(self, now_ns: int, life: observers.Life) -> None:
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
     writer = self._writers[life.number] = tape.Writer(life.start, commit=self._commit)
     node = life.start.node.replace('*', '-second')
     self._lives[node] = self._lives.get(node, 0) + 1
@@ -40,16 +40,20 @@ class Tapes(observers.Observer):
     self._write(life, writer.header())
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     self._write(life, self._writers[life.number].turn(now_ns, event, out))
 
   def crashed(
-    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
     self._write(life, self._writers[life.number].crash(now_ns, event, error))
 
-  def _write(self, life: observers.Life, line: bytes) -> None:
+  def _write(self, life: observers.ObservedProcess, line: bytes) -> None:
     if self._folder is not None:
       with self._files[life.number].open('ab') as file:
         file.write(line)

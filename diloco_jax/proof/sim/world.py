@@ -122,11 +122,11 @@ class World:
     except disk_lib.Cut:
       self.logged('cut', text='while it began')
       return False
-    snapshot = found.snapshot and {
-      **found.snapshot,
+    machine_state = found.machine_state and {
+      **found.machine_state,
       syncer_machine.MANIFESTS: snapshots.numbers(disk),
     }
-    life = self._life(dataclasses.replace(start, snapshot=snapshot))
+    life = self._life(dataclasses.replace(start, state=machine_state))
     self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
     self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
     if found.journal.torn:
@@ -176,7 +176,7 @@ class World:
     nonce = next(self._nonces)
     key = f'{name}*' if second else name
     disk = self.disk(key)
-    snapshot = disk_lib.Checkpoints(disk).newest() if restored else None
+    machine_state = disk_lib.Checkpoints(disk).newest() if restored else None
     identity = learner_machine.Identity(
       learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce
     )
@@ -186,16 +186,16 @@ class World:
         node=key,
         config=self.config,
         identity=identity,
-        snapshot=snapshot,
-        digests=self.initial if snapshot is None else None,
+        state=machine_state,
+        digests=self.initial if machine_state is None else None,
       )
     )
     process = self.learners[key] = processes.Learner(self, key, life, disk, self.island(key))
     self._begin(process)
     return process
 
-  def _life(self, start: tape.Start) -> observers.Life:
-    life = observers.Life(next(self._lives), start)
+  def _life(self, start: tape.Start) -> observers.ObservedProcess:
+    life = observers.ObservedProcess(next(self._lives), start)
     for watcher in self._watchers:
       watcher.born(self.now_ns, life)
     return life
@@ -204,7 +204,11 @@ class World:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
   def saw(
-    self, life: observers.Life, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self,
+    life: observers.ObservedProcess,
+    now_ns: int,
+    event: events.Event,
+    out: Sequence[actions.Action],
   ) -> None:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)
@@ -225,7 +229,7 @@ class World:
       watcher.logged(self.now_ns, note)
 
   def crashed(
-    self, life: observers.Life, now_ns: int, event: events.Event, error: Exception
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
   ) -> None:
     for watcher in self._watchers:
       watcher.crashed(life, now_ns, event, error)

@@ -3,7 +3,7 @@
 All saves are ordinary checkpoints, taken at a step boundary. What the syncer asks for
 (syncer/checkpoints.py) makes one due; the save that follows is pinned by that snapshot, whatever
 made it due. A request that comes while a save runs waits for a later boundary; of several the
-newest counts. What was asked for on a stream is told on that stream or not at all.
+newest counts. What was asked for on a session is told on that session or not at all.
 """
 
 from typing import Any
@@ -17,13 +17,15 @@ ERROR_CHARS = 200  # of an error that cross the wire
 class Saving:
   """What is not saved yet, the snapshot that was asked for, and the save under way."""
 
-  def __init__(self, every: int, connection: connection_lib.Connection, out: action_list.Outbox):
+  def __init__(
+    self, every: int, connection: connection_lib.Connection, out: action_list.ActionList
+  ):
     """`every`: how many steps between two saves, 0: only the last one."""
     self._every = every
     self._connection = connection
     self._out = out
     self._saved_steps = 0
-    self._heard = 0  # the newest snapshot that was asked for on this stream
+    self._heard = 0  # the newest snapshot that was asked for on this session
     self._asked: messages.SnapshotNow | None = None  # not begun yet
     self._answers: tuple[int, int] | None = None  # session and snapshot of the save under way
     self.running = False
@@ -37,7 +39,7 @@ class Saving:
       self._heard, self._asked = request.snapshot, request
 
   def forget(self) -> None:
-    """The stream is gone."""
+    """The session is gone."""
     self._heard, self._asked, self._answers = 0, None, None
 
   def due(self, steps: int) -> bool:
@@ -47,21 +49,23 @@ class Saving:
   def unsaved(self, steps: int) -> bool:
     return steps > self._saved_steps
 
-  def begin(self, step: int, steps: int, books: dict[str, Any]) -> None:
+  def begin(self, clock: int, steps: int, books: dict[str, Any]) -> None:
     """At a boundary at which no save runs."""
     asked, self._asked = self._asked, None
     self.running, self._saved_steps = True, steps
     if asked is None:
-      self._out.do(actions.Save(step=step, books=books))
+      self._out.do(actions.Save(clock=clock, machine_state=books))
     else:
       self._answers = self._connection.session, asked.snapshot
-      self._out.do(actions.Save(step=step, books=books, snapshot=asked.snapshot, keep=asked.keep))
+      self._out.do(
+        actions.Save(clock=clock, machine_state=books, snapshot=asked.snapshot, keep=asked.keep)
+      )
 
   def saved(self, done: events.SaveDone) -> None:
     self.running = False
     if done.error:
       self._out.say(
-        f'checkpoint of step {done.step} failed: {done.error}. Training continues; the '
+        f'checkpoint of step {done.clock} failed: {done.error}. Training continues; the '
         'previous checkpoint is untouched.'
       )
     answers, self._answers = self._answers, None

@@ -6,8 +6,8 @@
 Training does not wait for it, so all that it may do is try again: with growing, jittered pauses, so
 that many learners who lost one syncer do not come back at the same moment. They grow by a quarter:
 who has been away for some time finds the syncer again at most about a quarter of it later. A syncer
-that has not been heard of for a lease is as good as gone: the stream is closed from this side. From
-its Confirm on a learner keeps its own lease alive with heartbeats.
+that has not been heard of for a lease is as good as gone: the session is closed from this side.
+From its Confirm on a learner keeps its own lease alive with heartbeats.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ from diloco_jax.protocol import config as config_lib
 
 CONNECTION_STATES = (
   ('away', 'dialing', 'the pause is over'),
-  ('dialing', 'joining', 'the stream is open: Join'),
+  ('dialing', 'joining', 'the session is open: Join'),
   ('joining', 'joined', 'Offer: Confirm, then Joined'),
-  ('dialing', 'away', 'no stream'),
-  ('joining', 'away', 'refused for now, or the stream closed'),
-  ('joined', 'away', 'the stream closed, or the syncer fell silent'),
+  ('dialing', 'away', 'no session'),
+  ('joining', 'away', 'refused for now, or the session closed'),
+  ('joined', 'away', 'the session closed, or the syncer fell silent'),
 )
 
 
@@ -39,10 +39,11 @@ class Identity:
 
 
 class Connection:
-  """The newest stream and its state. Sessions are counted; what comes from an older one is void."""
+  """The newest session and its state. Sessions are counted; what comes from an older one is
+  void."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.Outbox
+    self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.ActionList
   ):
     self._config = config
     self._identity = identity
@@ -64,8 +65,8 @@ class Connection:
   def _move(self, state: str) -> None:
     self.state = states.move(CONNECTION_STATES, self.state, state)
 
-  def send(self, message: messages.FromLearner, handle: int | None = None) -> None:
-    self._out.send(self.session, message, handle)
+  def send(self, message: messages.FromLearner, payload_id: int | None = None) -> None:
+    self._out.send(self.session, message, payload_id)
 
   def heard(self, now_ns: int) -> None:
     self._heard_ns = now_ns
@@ -135,7 +136,7 @@ class Connection:
     return False
 
   def disconnected(self, now_ns: int, reason: str) -> None:
-    """The stream is gone: back to the pause before the next attempt."""
+    """The session is gone: back to the pause before the next attempt."""
     joined = self.joined
     self._move('away')
     self._out.closing.discard(self.session)

@@ -12,10 +12,10 @@ Whose moments a new process trains with, and how a peer gets them: moments.py.
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
-At a step boundary, in this order: move to another data stream, adopt what has arrived, snapshot
-and encode what was pulled, save if it is time, start the next step. The clock `step` grows by one
-per inner step, and adopting what sync t published sets it to max(step, t), so unequal learners stay
-aligned.
+At a step boundary, in this order: move to another shard, adopt what has arrived, snapshot
+and encode what was pulled, save if it is time, start the next step. The clock grows by one
+per inner step, and adopting what sync t published sets it to max(clock, t), so unequal learners
+stay aligned.
 
 A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
 so a second one would count the same tokens again. A pull that comes before the learner has trained
@@ -82,17 +82,17 @@ class LearnerMachine:
     self._config = config
     self._schedule = schedule_lib.Schedule(config)
     self._identity = identity
-    self._out = action_list.Outbox()
+    self._out = action_list.ActionList()
     self._connection = connection_lib.Connection(config, identity, self._out)
     self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
     self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
     self._incarnation = 0
     # Where it reads, what it told of that, and where it is to go at the next boundary.
-    self._position: messages.Lease | None = None
-    self._claim: messages.Lease | None = None
-    self._lease: messages.Lease | None = None
+    self._position: messages.ShardPosition | None = None
+    self._claim: messages.ShardPosition | None = None
+    self._next_position: messages.ShardPosition | None = None
     self._training = 'waiting'
-    self.step = 0
+    self.clock = 0
     self.steps = 0
     self.tokens = 0
     held = (
@@ -105,16 +105,16 @@ class LearnerMachine:
     ]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
-    self._given: set[int] = set()  # syncs whose verdict on our share has not come on this stream
+    self._given: set[int] = set()  # syncs whose verdict on our share has not come on this session
     self._leave_ns = 0  # asked to end, it waits for them no longer than this
-    self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this stream
+    self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this session
     # Work under way, in the order in which it will be answered, with the session it began on: a
-    # stream may break and the same sync or version come again meanwhile.
+    # session may break and the same sync or version come again meanwhile.
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = False
-    self._told_step = -1  # the last one reported on this session
+    self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
     self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
     self._exited = False
@@ -126,7 +126,7 @@ class LearnerMachine:
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._no_more)
-      self._taker.expire(now_ns, self.step)
+      self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
     return self._out.take()
@@ -155,11 +155,13 @@ class LearnerMachine:
     match event:
       case events.StepDone():
         self._step_done(event)
-      case events.Received(session=session, handle=handle) if session != self._connection.session:
-        self._out.drop(handle)
-      case events.Received(message=message, handle=handle):
+      case events.Received(session=session, payload_id=payload_id) if (
+        session != self._connection.session
+      ):
+        self._out.drop(payload_id)
+      case events.Received(message=message, payload_id=payload_id):
         self._connection.heard(now_ns)
-        self._receive(now_ns, message, handle)
+        self._receive(now_ns, message, payload_id)
       case events.Connected(session=session):
         if session == self._connection.session:
           self._connection.connected(now_ns)
@@ -173,7 +175,7 @@ class LearnerMachine:
       case events.MomentsRead():
         self._giver.read(event)
       case events.MomentsTaken():
-        self._taker.taken(event, self.step)
+        self._taker.on_replaced(event, self.clock)
       case events.SaveDone():
         self._saving.saved(event)
         if self._refused:
@@ -189,15 +191,15 @@ class LearnerMachine:
   # --- Connection ---------------------------------------------------------------------------------
 
   def _disconnected(self, now_ns: int, reason: str) -> None:
-    """Nothing of the old stream is valid any more; training goes on."""
+    """Nothing of the old session is valid any more; training goes on."""
     joined = self._connection.joined
-    self._told_step = -1
+    self._told_clock = -1
     self._pulls.clear()
     self._pulled.clear()
     self._saving.forget()
     self._given.clear()
-    for _, handle in self._arrivals:
-      self._out.drop(handle)
+    for _, payload_id in self._arrivals:
+      self._out.drop(payload_id)
     self._arrivals.clear()
     self._giver.hung_up()
     self._taker.hung_up()
@@ -205,7 +207,7 @@ class LearnerMachine:
     if joined:
       self._report_state('disconnected', reason)
 
-  def _receive(self, now_ns: int, message: messages.Message, handle: int | None) -> None:
+  def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
     match message:
       case messages.Offer(incarnation=incarnation):
         self._confirm(now_ns, incarnation)
@@ -218,13 +220,13 @@ class LearnerMachine:
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
         self._pulls[fragment] = self._pulled[fragment] = sync
       case messages.Publish():
-        self._arrivals.append((message, handle))
+        self._arrivals.append((message, payload_id))
       case messages.Donate():
         self._giver.asked(message)
       case messages.Donation():
-        self._taker.arrived(message, handle)
+        self._taker.arrived(message, payload_id)
       case messages.NoDonation():
-        self._taker.none(message, self.step)
+        self._taker.none(message, self.clock)
       case messages.Settled():
         self._settled(message)
       case messages.SnapshotNow():
@@ -232,24 +234,24 @@ class LearnerMachine:
       case messages.Finish():
         self._ending = self._ending or 'done'
       case messages.Heartbeat() | messages.Joined() | messages.Pull():
-        pass  # the latter two: heard before on this stream
+        pass  # the latter two: heard before on this session
       case _:
         raise TypeError(f'not a message of a syncer: {message}')
 
   def _confirm(self, now_ns: int, incarnation: int) -> None:
     going_on = incarnation == self._incarnation
-    self._claim = (self._lease or self._position) if going_on else None
-    stream, cursor = self._claim or (None, 0)
+    self._claim = (self._next_position or self._position) if going_on else None
+    shard, cursor = self._claim or (None, 0)
     self._connection.confirm(
       now_ns,
       messages.Confirm(
         nonce=self._identity.nonce,
         incarnation=incarnation,
-        step=self.step,
+        clock=self.clock,
         steps=self.steps if going_on else 0,
         tokens=self.tokens if going_on else 0,
         held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
-        stream=stream,
+        shard=shard,
         cursor=cursor,
       ),
     )
@@ -258,17 +260,17 @@ class LearnerMachine:
     self._connection.welcomed()
     if joined.incarnation != self._incarnation:
       self._begin_life(joined)
-    if (joined.stream, joined.cursor) != self._claim:
-      self._lease = messages.Lease(joined.stream, joined.cursor)
-    self.step = max(self.step, joined.step)
+    if (joined.shard, joined.cursor) != self._claim:
+      self._next_position = messages.ShardPosition(joined.shard, joined.cursor)
+    self.clock = max(self.clock, joined.clock)
     self._due = set(joined.due)
     for fragment, anchor in enumerate(self._anchors):
-      self._renew(fragment, anchor, joined.step)
+      self._renew(fragment, anchor, joined.clock)
     self._taker.joined(now_ns, joined)
     self._report_state('joined')
 
   def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
-    """A new stream begins: what was sent before and is not merged will be asked for again."""
+    """A new session begins: what was sent before and is not merged will be asked for again."""
     anchor.contributed = 0
     due = self._schedule.due(fragment, clock)
     # Syncs may close out of order: of a fragment that is up to date, one after `clock` may be.
@@ -285,12 +287,12 @@ class LearnerMachine:
       anchor.steps = anchor.tokens = 0
 
   def _encoded(self, encoded: events.Encoded) -> None:
-    """The snapshot is bytes now; it is void if the stream changed meanwhile."""
+    """The capture is bytes now; it is void if the session changed meanwhile."""
     session, covers = self._encoding.popleft()
     assert (covers['sync'], covers['fragment']) == (encoded.sync, encoded.fragment), encoded
     if not self._connection.joined or session != self._connection.session:
-      self._out.drop(encoded.handle)
-    elif encoded.handle is None:
+      self._out.drop(encoded.payload_id)
+    elif encoded.payload_id is None:
       self._given.discard(encoded.sync)
       self._connection.send(
         messages.Decline(
@@ -302,8 +304,8 @@ class LearnerMachine:
       )
     else:
       message = messages.Contribution(**covers, payload=encoded.payload)
-      self._connection.send(message, encoded.handle)
-      self._out.drop(encoded.handle)
+      self._connection.send(message, encoded.payload_id)
+      self._out.drop(encoded.payload_id)
 
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
@@ -322,7 +324,7 @@ class LearnerMachine:
 
   def _step_done(self, done: events.StepDone) -> None:
     self._running = False
-    self.step += 1
+    self.clock += 1
     self.steps += 1
     self.tokens += done.tokens
     self._position = self._position._replace(cursor=self._position.cursor + 1)
@@ -330,34 +332,34 @@ class LearnerMachine:
 
   def _progress(self, step_ns: int) -> None:
     if self._connection.joined:
-      self._told_step = self.step
+      self._told_clock = self.clock
       self._connection.send(
         messages.Progress(
-          step=self.step,
+          clock=self.clock,
           steps=self.steps,
           tokens=self.tokens,
           step_ns=step_ns,
-          finished=self.step >= self._config.total_steps,
+          finished=self.clock >= self._config.total_steps,
         )
       )
 
   def _boundary(self, now_ns: int) -> None:
     """Between two steps: the only moment at which parameters are read or replaced."""
-    if self._lease is not None:
-      self._move(self._lease)
-    for publish, handle in self._arrivals:
-      self._adopt(publish, handle)
+    if self._next_position is not None:
+      self._move(self._next_position)
+    for publish, payload_id in self._arrivals:
+      self._adopt(publish, payload_id)
     self._arrivals.clear()
     if self._training == 'waiting' and not self._due:
       if not self._adopting:  # else the donation would age before the first step
-        self._taker.boundary(self.step)
+        self._taker.boundary(self.clock)
       if self._taker.way:
         self._train('training')
     trains = self._training in ('training', 'trained')
     self._giver.boundary(
-      trains and not self._ending, self.step, tuple(anchor.version for anchor in self._anchors)
+      trains and not self._ending, self.clock, tuple(anchor.version for anchor in self._anchors)
     )
-    if self._training == 'training' and self.step >= self._config.total_steps:
+    if self._training == 'training' and self.clock >= self._config.total_steps:
       self._train('trained')
       self._report_state('trained')
     for fragment, sync in list(self._pulls.items()):
@@ -369,17 +371,19 @@ class LearnerMachine:
       self._end(now_ns)
     elif self._may_step():
       self._running = True
-      self._out.do(actions.Step(step=self.step))
-    elif self._told_step != self.step:
+      self._out.do(actions.Step(clock=self.clock))
+    elif self._told_clock != self.clock:
       self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
 
-  def _move(self, lease: messages.Lease) -> None:
+  def _move(self, position: messages.ShardPosition) -> None:
     """Goes on reading elsewhere. What it has trained since its anchors is not its own to send any
     more: others read those batches, so it is undone."""
     self._out.do(
-      actions.UseStream(stream=lease.stream, cursor=lease.cursor, rewind=self._position is not None)
+      actions.UseShard(
+        shard=position.shard, cursor=position.cursor, rewind=self._position is not None
+      )
     )
-    self._position, self._lease = lease, None
+    self._position, self._next_position = position, None
     for anchor in self._anchors:
       anchor.steps, anchor.tokens = self.steps, self.tokens
 
@@ -387,15 +391,15 @@ class LearnerMachine:
     if self._training != 'training' or self._ending:
       return False
     lag = self._config.lag
-    return lag is None or self.step < min(a.next_due for a in self._anchors) + lag
+    return lag is None or self.clock < min(a.next_due for a in self._anchors) + lag
 
-  def _adopt(self, publish: messages.Publish, handle: int) -> None:
+  def _adopt(self, publish: messages.Publish, payload_id: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
     if fragment not in self._due and _heard(publish, anchor.version):
-      self._out.drop(handle)
+      self._out.drop(payload_id)
       return
     if publish.base_version is not None and publish.base_version != anchor.version:
-      self._out.drop(handle)
+      self._out.drop(payload_id)
       self._connection.send(
         messages.Adopted(
           fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
@@ -406,7 +410,7 @@ class LearnerMachine:
       actions.Adopt(
         fragment=fragment,
         version=publish.version,
-        handle=handle,
+        payload_id=payload_id,
         whole=publish.base_version is None,
       )
     )
@@ -415,7 +419,7 @@ class LearnerMachine:
         fragment=fragment,
         version=publish.version,
         sync=publish.sync,
-        step=self.step,
+        clock=self.clock,
         steps_between=self.steps - anchor.steps,
         whole=publish.base_version is None,
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
@@ -432,7 +436,7 @@ class LearnerMachine:
     self._adopting.append((self._connection.session, self._anchors[fragment]))
     if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
       del self._pulls[fragment]
-    self.step = max(self.step, publish.sync)
+    self.clock = max(self.clock, publish.sync)
     self._due.discard(fragment)
 
   def _adopt_done(self, done: events.AdoptDone) -> None:
@@ -440,7 +444,7 @@ class LearnerMachine:
     session, anchor = self._adopting.popleft()
     assert anchor.version == done.version, (anchor, done)
     anchor.sound = done.digest == anchor.digest
-    # What an old stream began is settled by the join since, but wrong bits must be told.
+    # What an old session began is settled by the join since, but wrong bits must be told.
     wrong = not anchor.sound and anchor is self._anchors[done.fragment]
     if self._connection.joined and (session == self._connection.session or wrong):
       self._tell_adopted(done.fragment, anchor)
@@ -456,7 +460,7 @@ class LearnerMachine:
     )
 
   def _answer(self, fragment: int, sync: int) -> None:
-    """Snapshots a pulled fragment, or says why not, or leaves the pull for a later boundary."""
+    """Captures a pulled fragment, or says why not, or leaves the pull for a later boundary."""
     anchor = self._anchors[fragment]
     if fragment in self._due or len(self._encoding) >= self._config.in_flight:
       return  # what is encoded now is held on the device: no more of it than syncs are open
@@ -487,13 +491,13 @@ class LearnerMachine:
   # --- Saving and ending --------------------------------------------------------------------------
 
   def _save(self) -> None:
-    self._saving.begin(self.step, self.steps, self.snapshot())
+    self._saving.begin(self.clock, self.steps, self.state())
 
   def _give_up(self) -> None:
     """Refused for good: ends at once, but not in the middle of a checkpoint."""
     if not self._saving.running:
-      for _, handle in self._arrivals:
-        self._out.drop(handle)
+      for _, payload_id in self._arrivals:
+        self._out.drop(payload_id)
       self._arrivals.clear()
       self._exit(42, self._refused)
 
@@ -510,7 +514,7 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    self._exit(0, f'{self._ending} at step {self.step}: {self.steps} steps, {self.tokens} tokens')
+    self._exit(0, f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens')
 
   def _exit(self, code: int, text: str) -> None:
     self._train('ended')
@@ -522,15 +526,15 @@ class LearnerMachine:
 
   def _report_state(self, state: str, reason: str = '') -> None:
     self._out.report(
-      facts.State(state=state, incarnation=self._incarnation, step=self.step, reason=reason)
+      facts.State(state=state, incarnation=self._incarnation, clock=self.clock, reason=reason)
     )
 
-  def snapshot(self) -> dict[str, Any]:
+  def state(self) -> dict[str, Any]:
     """What a checkpoint keeps of the protocol, as JSON types."""
     return {
       'learner': self._identity.learner,
       'incarnation': self._incarnation,
-      'step': self.step,
+      'clock': self.clock,
       'steps': self.steps,
       'tokens': self.tokens,
       'versions': [anchor.version for anchor in self._anchors],
@@ -538,7 +542,7 @@ class LearnerMachine:
 
   @classmethod
   def restore(
-    cls, config: config_lib.ProtocolConfig, identity: Identity, snapshot: dict[str, Any]
+    cls, config: config_lib.ProtocolConfig, identity: Identity, state: dict[str, Any]
   ) -> 'LearnerMachine':
     """A new process that comes back from a checkpoint: it takes the clock and every fragment from
     the syncer, and counts its steps and tokens anew (they belong to its own incarnation).
@@ -546,7 +550,7 @@ class LearnerMachine:
     The clock of the checkpoint may be ahead of the syncer's; with it, a lock-step learner would
     wait for a sync that waits for its first step.
     """
-    assert snapshot['learner'] == identity.learner, (snapshot['learner'], identity.learner)
+    assert state['learner'] == identity.learner, (state['learner'], identity.learner)
     return cls(config, identity, None)
 
   def check(self) -> None:

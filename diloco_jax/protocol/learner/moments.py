@@ -27,7 +27,7 @@ from diloco_jax.protocol.learner import connection as connection_lib
 
 Way = messages.Way
 
-FRESH = (
+FRESH_MOMENTS_WARNING = (
   'No peer could donate the moments of its inner optimizer, and there is no checkpoint here: they '
   'begin anew from the published fragments. Nothing that was merged is lost; expect a higher loss '
   'for some steps. A checkpoint folder that outlives the process avoids it.'
@@ -37,12 +37,14 @@ FRESH = (
 class Giver:
   """Answers the syncer's Donate."""
 
-  def __init__(self, learner: str, connection: connection_lib.Connection, out: action_list.Outbox):
+  def __init__(
+    self, learner: str, connection: connection_lib.Connection, out: action_list.ActionList
+  ):
     self._learner = learner
     self._connection = connection
     self._out = out
     self._asked: messages.Donate | None = None
-    self._newest = 0  # the newest transfer asked for on this stream
+    self._newest = 0  # the newest transfer asked for on this session
     self._reading: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
   def asked(self, donate: messages.Donate) -> None:
@@ -52,7 +54,7 @@ class Giver:
   def hung_up(self) -> None:
     self._asked, self._newest = None, 0
 
-  def boundary(self, trains: bool, step: int, versions: tuple[int, ...]) -> None:
+  def boundary(self, trains: bool, clock: int, versions: tuple[int, ...]) -> None:
     """Between two steps: gives what it was asked for, if it has seen the joiner's clock."""
     asked = self._asked
     if asked is None or self._reading:
@@ -60,29 +62,29 @@ class Giver:
     if not trains:
       self._asked = None
       self._connection.send(messages.NoDonation(transfer=asked.transfer, reason='not training'))
-    elif messages.dominates(step, versions, asked.step, asked.versions):
+    elif messages.dominates(clock, versions, asked.clock, asked.versions):
       self._asked = None
       covers = {
         'transfer': asked.transfer,
         'donor': self._learner,
-        'step': step,
+        'clock': clock,
         'versions': versions,
       }
       self._reading.append((self._connection.session, covers))
       self._out.do(actions.ReadMoments(transfer=asked.transfer))
 
   def read(self, read: events.MomentsRead) -> None:
-    """The snapshot is bytes now; it is void if the stream changed meanwhile."""
+    """The capture is bytes now; it is void if the session changed meanwhile."""
     session, covers = self._reading.popleft()
     assert covers['transfer'] == read.transfer, (covers, read)
     if not self._connection.joined or session != self._connection.session:
-      self._out.drop(read.handle)
-    elif read.handle is None:
+      self._out.drop(read.payload_id)
+    elif read.payload_id is None:
       self._connection.send(messages.NoDonation(transfer=read.transfer, reason='bad_value'))
     else:
       donation = messages.Donation(**covers, digest=read.digest, payload=read.payload)
-      self._connection.send(donation, read.handle)
-      self._out.drop(read.handle)
+      self._connection.send(donation, read.payload_id)
+      self._out.drop(read.payload_id)
 
 
 class Taker:
@@ -93,7 +95,7 @@ class Taker:
     config: config_lib.ProtocolConfig,
     restored: bool,
     connection: connection_lib.Connection,
-    out: action_list.Outbox,
+    out: action_list.ActionList,
   ):
     self._config = config
     self._restored = restored
@@ -101,17 +103,17 @@ class Taker:
     self._out = out
     self.way = ''
     self.deadline_ns: int | None = None  # when it waits no longer
-    self._promised = 0  # the transfer of this stream, until Recovered is said
+    self._promised = 0  # the transfer of this session, until Recovered is said
     self._arrived: tuple[messages.Donation, int] | None = None
     self._taking: messages.Donation | None = None
 
   def joined(self, now_ns: int, joined: messages.Joined) -> None:
-    """A stream says whether a donation is to come."""
+    """A session says whether a donation is to come."""
     self._promised = joined.donation
     if self.way:
       self._tell()
     elif not joined.donation and self._taking is None:
-      self._decide(self._own(joined.step), joined.step)
+      self._decide(self._own(joined.clock), joined.clock)
     elif self.deadline_ns is None and self._taking is None:
       self.deadline_ns = now_ns + self._config.donor_wait_ns + self._config.lease_ns
 
@@ -122,64 +124,66 @@ class Taker:
     return Way.FRAGMENTS if clock else Way.START
 
   def hung_up(self) -> None:
-    """The promise went with its stream; another may come before the deadline."""
+    """The promise went with its session; another may come before the deadline."""
     self._promised = 0
     self._forget()
 
-  def arrived(self, donation: messages.Donation, handle: int) -> None:
+  def arrived(self, donation: messages.Donation, payload_id: int) -> None:
     if donation.transfer == self._promised and self._waits:
-      self._arrived = donation, handle
+      self._arrived = donation, payload_id
     else:
-      self._out.drop(handle)  # said again, or too late
+      self._out.drop(payload_id)  # said again, or too late
 
   @property
   def _waits(self) -> bool:
     return not self.way and self._arrived is None and self._taking is None
 
-  def none(self, refused: messages.NoDonation, step: int) -> None:
+  def none(self, refused: messages.NoDonation, clock: int) -> None:
     if refused.transfer == self._promised and self._waits:
-      self._decide(self._own(step), step, refused.reason)
+      self._decide(self._own(clock), clock, refused.reason)
 
-  def expire(self, now_ns: int, step: int) -> None:
+  def expire(self, now_ns: int, clock: int) -> None:
     """The syncer has had time enough."""
     if self.deadline_ns is not None and now_ns >= self.deadline_ns and self._taking is None:
-      self._decide(self._own(step), step, 'the syncer sent none in time')
+      self._decide(self._own(clock), clock, 'the syncer sent none in time')
 
-  def boundary(self, step: int) -> None:
+  def boundary(self, clock: int) -> None:
     """Every due fragment is held, so the clock is known from which the first step will start."""
     if self._arrived is None:
       return
-    (donation, handle), self._arrived = self._arrived, None
-    late = step - donation.step
+    (donation, payload_id), self._arrived = self._arrived, None
+    late = clock - donation.clock
     if late > self._config.period:
-      self._out.drop(handle)
+      self._out.drop(payload_id)
       self._decide(
-        self._own(step),
-        step,
+        self._own(clock),
+        clock,
         f'that of {donation.donor} is {late} steps old, at most {self._config.period}',
       )
     else:
       self._taking, self.deadline_ns = donation, None
       self._out.do(
-        actions.TakeMoments(transfer=donation.transfer, handle=handle, digest=donation.digest)
+        actions.TakeMoments(
+          transfer=donation.transfer, payload_id=payload_id, digest=donation.digest
+        )
       )
 
-  def taken(self, taken: events.MomentsTaken, step: int) -> None:
+  def on_replaced(self, taken: events.MomentsTaken, clock: int) -> None:
     donation, self._taking = self._taking, None
     assert donation.transfer == taken.transfer, (donation, taken)
     if taken.matched:
-      self._decide(Way.DONOR, step, donor=donation.donor, donated=donation.step)
+      self._decide(Way.DONOR, clock, donor=donation.donor, donated=donation.clock)
     else:
-      self._decide(self._own(step), step, f'that of {donation.donor} is not as it was sent')
+      self._decide(self._own(clock), clock, f'that of {donation.donor} is not as it was sent')
 
   def _decide(
-    self, way: str, step: int, reason: str = '', donor: str = '', donated: int = 0
+    self, way: str, clock: int, reason: str = '', donor: str = '', donated: int = 0
   ) -> None:
     self.way, self.deadline_ns = way, None
     self._forget()
     if way != Way.START:
       self._out.report(
-        facts.Moments(by=way, step=step, donor=donor, donor_step=donated, reason=reason)
+        facts.Moments(by=way, clock=clock, donor=donor, donor_step=donated, reason=reason)
       )
     if way == Way.DONOR:
       self._out.say(f'recovered by: donor {donor}, moments of its step {donated}')
@@ -187,7 +191,7 @@ class Taker:
       why = f' (no donation: {reason})' if reason else ''
       self._out.say(f'recovered by: {way}{why}')
     if way == Way.FRAGMENTS and self._config.donor_wait_ns:
-      self._out.say(FRESH)
+      self._out.say(FRESH_MOMENTS_WARNING)
     self._tell()
 
   def _tell(self) -> None:

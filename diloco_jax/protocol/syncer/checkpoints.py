@@ -6,7 +6,7 @@ So a save that is due waits for the merges under way and lets no other begin bef
 *holds back*); a busy syncer would never be between two of them otherwise. One save runs at a time;
 the last one of a process is asked for after its books were closed, whatever was under way before.
 
-Learners leave for good once they hear Finish. So it waits for the *farewell*: the disk says that
+Learners leave for good once they hear Finish. So it waits for the *durable end*: the disk says that
 the run is over, and a syncer that begins there has only to say it again. A save that was asked for
 when every sync was over makes it so. If that save fails, the log will do, but only if the books of
 its last outer step know that no sync is to open any more: a sync that was cancelled leaves no
@@ -59,7 +59,7 @@ class Saving:
     self._closed = False  # it was asked for when every sync was over
     self._logged = False  # the newest outer step was decided when no other was to come
     self.running = False
-    self.farewell = False  # the disk says that the run is over
+    self.end_is_durable = False  # the disk says that the run is over
     self.again_ns = 0  # a save that failed is not tried again before
 
   @property
@@ -87,7 +87,7 @@ class Saving:
     """The save is finished; whether it was the last one."""
     self.running = False
     if self._closed and (self._logged or not failed):
-      self.farewell = True
+      self.end_is_durable = True
     if failed:
       self.again_ns = again_ns
     return self._last
@@ -110,7 +110,10 @@ class Snapshots:
   """When a snapshot of the run begins, which answers it waits for, what its manifest says."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, members: members_lib.Members, out: action_list.Outbox
+    self,
+    config: config_lib.ProtocolConfig,
+    members: members_lib.Members,
+    out: action_list.ActionList,
   ):
     self._every, self._wait_ns = config.snapshot_syncs, config.snapshot_wait_ns
     self._members = members
@@ -133,7 +136,7 @@ class Snapshots:
     return self._taking is None and (self._wanted or often) and bool(self._joined())
 
   def _joined(self) -> list[members_lib.Member]:
-    return [member for member in self._members.live() if member.sent]
+    return [member for member in self._members.live() if member.held_versions]
 
   @property
   def deadline_ns(self) -> int | None:
@@ -151,14 +154,14 @@ class Snapshots:
   def ask(self) -> None:
     self._wanted = True
 
-  def begin(self, now_ns: int, step: int, books: dict[str, Any]) -> None:
+  def begin(self, now_ns: int, clock: int, books: dict[str, Any]) -> None:
     """Between two outer steps, while no save runs: this is the moment of the snapshot."""
     self._wanted, self._outer_steps, self._last = False, 0, self._last + 1
     joined, keep = self._joined(), tuple(self._kept)
     self._taking = _Taking(
       self._last, now_ns + self._wait_ns, {member.learner: member.session for member in joined}
     )
-    self._out.do(actions.Save(step=step, books=books, snapshot=self._last, keep=keep))
+    self._out.do(actions.Save(clock=clock, machine_state=books, snapshot=self._last, keep=keep))
     for member in joined:
       self._out.send(member.session, messages.SnapshotNow(snapshot=self._last, keep=keep))
 
@@ -209,7 +212,7 @@ class Snapshots:
       self._out.do(
         actions.WriteManifest(
           snapshot=taking.snapshot,
-          step=taking.own.step,
+          clock=taking.own.clock,
           checkpoint=taking.own.checkpoint,
           record_sha256=taking.own.record_sha256,
           parts=tuple(part for _, part in sorted(taking.parts.items())),
@@ -232,7 +235,7 @@ class Snapshots:
     self._taking = None
     without = ''.join(f'; without {name}: {why}' for name, why in sorted(taking.missing.items()))
     self._out.say(
-      f'snapshot {number} of {len(taking.parts)} learners at sync {taking.own.step} '
+      f'snapshot {number} of {len(taking.parts)} learners at sync {taking.own.clock} '
       f'is complete{without}'
     )
     self._out.report(

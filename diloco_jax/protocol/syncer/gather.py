@@ -51,18 +51,18 @@ class Gather:
     """Takes a learner's payload out again; its handle, if it was there and is not being merged."""
     if self.merging or learner not in self.payloads:
       return None
-    _, handle = self.payloads.pop(learner)
+    _, payload_id = self.payloads.pop(learner)
     if len(self.payloads) < quorum:
       self.quorum_at_ns = None
-    return handle
+    return payload_id
 
   def abandon(self) -> list[int]:
-    """Takes all payloads out; their handles. Those being merged are the shell's already."""
+    """Takes all payloads out; their ids. Those being merged are the shell's already."""
     if self.merging:
       return []
-    handles = [handle for _, handle in self.payloads.values()]
+    payload_ids = [payload_id for _, payload_id in self.payloads.values()]
     self.payloads.clear()
-    return handles
+    return payload_ids
 
   def check(self, live: set[str], quorum: int) -> None:
     """Asserts that a merge has its quorum, and that only the live are waited for."""

@@ -7,7 +7,7 @@ reason why it has none, and is not waited for any more::
     waiting --Contribution that does not, Decline, gone--> answered without a payload
 
 A payload that counts is held until its sync merges or is cancelled. It is withdrawn if its
-learner's stream closes or its learner adopts another value of the fragment meanwhile: what it
+learner's session closes or its learner adopts another value of the fragment meanwhile: what it
 covers is then sent again, or overwritten. A payload that does not count is dropped at once; its
 tokens are discarded with the reason (verdicts.py), unless they can be sent again, and the learner
 is told.
@@ -39,11 +39,11 @@ class Gathering:
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
     published: published_lib.Published,
-    streams: shards_lib.Streams,
+    shards: shards_lib.Shards,
     screening: screening_lib.Screening,
-    out: action_list.Outbox,
+    out: action_list.ActionList,
   ):
-    self._streams = streams
+    self._shards = shards
     self._config = config
     self._members = members
     self._ledger = ledger
@@ -70,7 +70,7 @@ class Gathering:
       if not gather.merging:
         self.pull(gather, member)
 
-  def leave(self, learner: str) -> None:
+  def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
     for gather in self.open.values():
       gather.waiting.discard(learner)
@@ -79,7 +79,7 @@ class Gathering:
   # --- Answers ------------------------------------------------------------------------------------
 
   def contribution(
-    self, now_ns: int, member: members_lib.Member, message: messages.Contribution, handle: int
+    self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     gather = self.open.get(message.sync)
     reason = verdicts.judge(
@@ -90,13 +90,13 @@ class Gathering:
       self._ledger.of(member).cursors[message.fragment],
       self._config.max_staleness,
     )
-    if not reason and not self._streams.counts(member.learner, message):
+    if not reason and not self._shards.counts(member.learner, message):
       reason = Reason.DUPLICATE
     if reason:
-      self._turn_down(member, message, handle, reason)
+      self._reject(member, message, payload_id, reason)
       return
     gather.waiting.discard(member.learner)
-    gather.payloads[member.learner] = (message, handle)
+    gather.payloads[member.learner] = (message, payload_id)
     if len(gather.payloads) == self._config.quorum and gather.quorum_at_ns is None:
       self._quorum_reached(now_ns, gather)
 
@@ -106,11 +106,11 @@ class Gathering:
     times = [m.step_ns.value for m in self._members.by_session.values() if m.step_ns.samples]
     gather.grace_ns = self.grace.window_ns(self._config, min(times, default=0))
 
-  def _turn_down(
-    self, member: members_lib.Member, message: messages.Contribution, handle: int, reason: str
+  def _reject(
+    self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
   ) -> None:
     """Drops a payload that does not count, with its verdict."""
-    self._out.drop(handle)
+    self._out.drop(payload_id)
     if reason == verdicts.REPEATED:
       return
     fragment = message.fragment
@@ -119,7 +119,7 @@ class Gathering:
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
     version = self._published.fragments[fragment].version
-    if verdicts.needs_anchor(message, version, member.anchored.get(fragment, 0), reason):
+    if verdicts.needs_anchor(message, version, member.anchor_tokens.get(fragment, 0), reason):
       self._published.resend_whole(member, fragment)
 
   def decline(self, member: members_lib.Member, message: messages.Decline) -> None:
@@ -150,15 +150,15 @@ class Gathering:
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
     gather.participants = tuple(
-      self._participant(learner, message, handle) for learner, (message, handle) in payloads
+      self._participant(learner, message, payload_id) for learner, (message, payload_id) in payloads
     )
     contributions = ((learner, message) for learner, (message, _) in payloads)
-    self._streams.merge(gather.sync, gather.fragment, contributions)
+    self._shards.merge(gather.sync, gather.fragment, contributions)
     version = self._published.fragments[gather.fragment].version + 1
     self.grace.merge_began(gather.fragment, version, now_ns)
 
   def _participant(
-    self, learner: str, message: messages.Contribution, handle: int
+    self, learner: str, message: messages.Contribution, payload_id: int
   ) -> actions.Participant:
     member = self._members.by_id[learner]
     settled = self._ledger.of(member).settle(
@@ -168,7 +168,7 @@ class Gathering:
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,
-      handle=handle,
+      payload_id=payload_id,
       tokens=message.tokens_to - message.tokens_from,
       steps=message.steps,
       limit=self._screening.limit(message.fragment, message.steps),
@@ -177,7 +177,7 @@ class Gathering:
   def end(self, done: events.MergeDone) -> gather_lib.Gather:
     """The outer step of a sync has ended; the sync with it."""
     gather = self.open.pop(done.sync)
-    self._streams.end(done.sync, done.refused, made=not done.failed)
+    self._shards.end(done.sync, done.refused, made=not done.failed)
     if done.failed:
       self._fail(gather, done.failed)
     else:
@@ -201,8 +201,8 @@ class Gathering:
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
         self.settle(member, done.sync, done.fragment, end)
-      self._published.send_delta(member, publish, done.handle)
-    self._out.drop(done.handle)
+      self._published.send_delta(member, publish, done.payload_id)
+    self._out.drop(done.payload_id)
 
   def _fail(self, gather: gather_lib.Gather, why: str) -> None:
     """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
@@ -215,7 +215,7 @@ class Gathering:
     self.cancel(gather, why)
     for learner in sorted(gather.asked):
       member = self._members.by_id[learner]
-      if member.live and member.sent:
+      if member.live and member.held_versions:
         self._published.resend_whole(member, gather.fragment)
 
   def cancel(self, gather: gather_lib.Gather, why: str) -> None:
@@ -223,11 +223,11 @@ class Gathering:
 
     Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
     self.open.pop(gather.sync, None)
-    for handle in gather.abandon():
-      self._out.drop(handle)
+    for payload_id in gather.abandon():
+      self._out.drop(payload_id)
     gather.move('cancelled')
     for member in self._members.live():
-      if member.sent:
+      if member.held_versions:
         self.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
     self.cancelled += 1
     self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))

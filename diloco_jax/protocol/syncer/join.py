@@ -7,7 +7,7 @@ Joining takes two phases, because a Join may be old or repeated::
     offered --Confirm of what was offered, the id still free--> admitted: the id is its own
     admitted --the run has begun: Joined--> welcome, fragments are due to it
     welcome --every due fragment adopted--> caught up: it contributes and sets the pace
-    any of them --stream closed, lease over--> lost: it may come back (members.py)
+    any of them --session closed, lease over--> lost: it may come back (members.py)
     any of them --Leave--> left: its account is closed
     any of them --too many refused updates in a row--> quarantined: lost, and may not come back
 
@@ -22,7 +22,7 @@ What may not happen, and why:
 
 A new run begins with everybody who is expected, or `start_wait_ns` after the first was admitted,
 so that a quick starter does not train alone for the others to skip. Until then the admitted are in
-the *waiting room*; once the run has begun only those stay there for whom there is no data stream
+the *waiting room*; once the run has begun only those stay there for whom there is no shard
 (shards.py). A restored run has begun already.
 
 A learner that enters hears of the syncs after its clock of which no version came: in lock-step
@@ -55,7 +55,7 @@ Reason = messages.Reason
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-def unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
+def refuse_unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
   """Why this process can never take part, if so: it speaks or trains something else."""
   if join.protocol != messages.PROTOCOL_VERSION:
     side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
@@ -78,7 +78,7 @@ def unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
   return None
 
 
-def taken(
+def refuse_if_held(
   join: messages.Join, members: members_lib.Members, config: config_lib.ProtocolConfig, now_ns: int
 ) -> messages.Refused | None:
   """Why the id is not this process's to take, if so: it is fenced or in quarantine, or another one
@@ -132,9 +132,9 @@ class Membership:
     pace: pace_lib.Pace,
     published: published_lib.Published,
     gathering: gathering_lib.Gathering,
-    streams: shards_lib.Streams,
+    shards: shards_lib.Shards,
     relay: moments_relay_lib.Relay,
-    out: action_list.Outbox,
+    out: action_list.ActionList,
   ):
     self._config = config
     self._agreement = agreement
@@ -143,7 +143,7 @@ class Membership:
     self._pace = pace
     self._published = published
     self._gathering = gathering
-    self._streams = streams
+    self._shards = shards
     self._relay = relay
     self._out = out
     self._offered: dict[int, _Offered] = {}
@@ -151,7 +151,7 @@ class Membership:
     self._told_to_wait: set[int] = set()  # sessions
     self._start_ns: int | None = None
     self.started = False  # set for a run that goes on from a snapshot
-    self.brought_back: set[str] = set()  # with the run (recovery.BACK)
+    self.brought_back: set[str] = set()  # with the run (recovery.BROUGHT_BACK)
     self.repaired = 0  # adopted values that differed from what was published
 
   @property
@@ -165,7 +165,9 @@ class Membership:
     """Offers an incarnation, or says why not."""
     if session in self._members.by_session:
       return  # repeated by a member
-    refused = unfit(join, self._agreement) or taken(join, self._members, self._config, now_ns)
+    refused = refuse_unfit(join, self._agreement) or refuse_if_held(
+      join, self._members, self._config, now_ns
+    )
     if refused is not None:
       self._refuse(session, refused)
       return
@@ -184,19 +186,19 @@ class Membership:
     ):
       self._out.close(session, 'confirmed what was not offered')
       return
-    refused = self._passed(now_ns, offered)
+    refused = self._recheck_offer(now_ns, offered)
     if refused is not None:
       self._refuse(session, refused)
       return
     before = self._members.by_id.get(offered.join.learner)
-    if before is not None and before.live:  # the same process on a new stream
-      self._close(before, 'the process opened a new stream', 'replaced by a new stream')
+    if before is not None and before.live:  # the same process on a new session
+      self._close(before, 'the process opened a new session', 'replaced by a new session')
     self._admit(now_ns, session, offered.join, confirm)
 
-  def _passed(self, now_ns: int, offered: _Offered) -> messages.Refused | None:
+  def _recheck_offer(self, now_ns: int, offered: _Offered) -> messages.Refused | None:
     """Another process may have taken the id between Offer and Confirm."""
     join = offered.join
-    refused = taken(join, self._members, self._config, now_ns)
+    refused = refuse_if_held(join, self._members, self._config, now_ns)
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
@@ -216,11 +218,11 @@ class Membership:
     before = self._members.by_id.get(join.learner)
     if before is not None and before.nonce != join.nonce:
       self._ledger.of(before).close(Reason.LOST_WITH_PROCESS)
-      self._streams.give_back(join.learner)
+      self._shards.give_back(join.learner)
     member = self._members.bind(join.learner, join.nonce, confirm.incarnation, session, now_ns)
     member.host, member.pid = join.host, join.pid
-    member.step = max(member.step, confirm.step)
-    member.sent = []
+    member.clock = max(member.clock, confirm.clock)
+    member.held_versions = []
     account = self._ledger.of(member)
     account.closed = False  # a process that outlived the end of a run comes back to it
     account.train(confirm.steps, confirm.tokens)
@@ -244,8 +246,8 @@ class Membership:
   def _enter(
     self, now_ns: int, member: members_lib.Member, confirm: messages.Confirm, finished: bool
   ) -> None:
-    claim = None if confirm.stream is None else messages.Lease(confirm.stream, confirm.cursor)
-    lease = self._streams.lease(member.learner, claim, member.stream, self._live())
+    claim = None if confirm.shard is None else messages.ShardPosition(confirm.shard, confirm.cursor)
+    lease = self._shards.assign(member.learner, claim, member.shard, self._live())
     if lease is None:
       self._wait(member, confirm)
       return
@@ -259,15 +261,15 @@ class Membership:
     return {member.learner for member in self._members.by_session.values()}
 
   def _wait(self, member: members_lib.Member, confirm: messages.Confirm) -> None:
-    """Back to the waiting room: there is no data stream to read."""
+    """Back to the waiting room: there is no shard to read."""
     self._waiting_room[member.session] = confirm
-    if member.session not in self._told_to_wait and self._streams.all_read(self._live()):
+    if member.session not in self._told_to_wait and self._shards.all_read(self._live()):
       self._told_to_wait.add(member.session)
       self._report(member, 'waits')
       self._out.say(
-        f'{member.learner} waits: others read all {self._config.data_streams} data streams, and '
-        'text that two learners read would count twice. It enters once a stream is free; a run '
-        'with a larger data.streams takes more learners.'
+        f'{member.learner} waits: others read all {self._config.data_shards} shards, and '
+        'text that two learners read would count twice. It enters once a session is free; a run '
+        'with a larger data.shards takes more learners.'
       )
 
   def _welcome(
@@ -275,28 +277,28 @@ class Membership:
     now_ns: int,
     member: members_lib.Member,
     held: tuple[messages.Held, ...],
-    lease: messages.Lease,
+    lease: messages.ShardPosition,
     finished: bool,
   ) -> None:
-    member.stream = lease.stream
+    member.shard = lease.shard
     self._published.compare(member, held)
-    self._say_if_ahead(member, held)
+    self._warn_if_ahead(member, held)
     syncs = self._gathering.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
-    member.step = max(member.step, clock)  # as the learner itself will do
+    member.clock = max(member.clock, clock)  # as the learner itself will do
     due = tuple(sorted(member.due))
-    member.awaits = 0
+    member.awaited_transfer = 0
     if not finished and self._needs_moments(member):
-      member.awaits = self._relay.promise(now_ns, member, clock)
+      member.awaited_transfer = self._relay.promise(now_ns, member, clock)
     self._out.send(
       member.session,
       messages.Joined(
         incarnation=member.incarnation,
-        step=clock,
-        stream=lease.stream,
+        clock=clock,
+        shard=lease.shard,
         cursor=lease.cursor,
         due=due,
-        donation=member.awaits,
+        donation=member.awaited_transfer,
       ),
     )
     self._tell_cancelled(member, clock)
@@ -310,7 +312,7 @@ class Membership:
     self.brought_back.discard(member.learner)
     return self._ledger.of(member).trained == 0 and not back
 
-  def _say_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
+  def _warn_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
     """It saw what a restore, or a repair of the log, has gone back over."""
     for p, (own, here) in enumerate(zip(held, self._published.fragments)):
       if own.version > here.version:
@@ -336,7 +338,7 @@ class Membership:
 
   def progress(self, member: members_lib.Member, progress: messages.Progress) -> None:
     self._ledger.of(member).train(progress.steps, progress.tokens)
-    member.step = max(member.step, progress.step)
+    member.clock = max(member.clock, progress.clock)
     member.finished = member.finished or progress.finished
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
@@ -348,7 +350,7 @@ class Membership:
       return
     self._gathering.adopted(now_ns, member, adopted)
     self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
-    member.anchored[adopted.fragment] = adopted.tokens
+    member.anchor_tokens[adopted.fragment] = adopted.tokens
     self._published.adopted(member, adopted.fragment, adopted.version)
     if adopted.fragment in member.due:
       member.due.discard(adopted.fragment)
@@ -357,9 +359,9 @@ class Membership:
 
   def recovered(self, member: members_lib.Member, recovered: messages.Recovered) -> None:
     """A joiner has its moments, whichever way; said again it is no news."""
-    if recovered.transfer != member.awaits:
+    if recovered.transfer != member.awaited_transfer:
       return
-    member.awaits = 0
+    member.awaited_transfer = 0
     self._relay.done(recovered.transfer)
     self._report(member, 'recovered', by=recovered.way)
     if member.caught_up:
@@ -383,20 +385,20 @@ class Membership:
     member = self._members.release(session)
     if member is None:
       return
-    self._pace.leave(member.learner)
-    self._gathering.leave(member.learner)
-    self._relay.leave(member)
+    self._pace.drop_learner(member.learner)
+    self._gathering.drop_learner(member.learner)
+    self._relay.drop_learner(member)
     self._report(member, 'lost', reason=reason)
 
   def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:
     """It contributes no more; its account is closed."""
     self._close(member, f'left: {reason}', 'left')
     member.left = True
-    self._streams.give_back(member.learner)
+    self._shards.give_back(member.learner)
     self._ledger.of(member).close(Reason.END_OF_RUN if finished else Reason.LEFT)
 
   def expire(self, now_ns: int) -> None:
-    """Whose lease is over is lost; a frozen process that wakes comes back on a new stream."""
+    """Whose lease is over is lost; a frozen process that wakes comes back on a new session."""
     for member in self._members.expired(now_ns):
       self._close(member, 'lease expired', 'lease expired')
 
@@ -407,7 +409,7 @@ class Membership:
       self._close(member, 'quarantined', 'QUARANTINED')
 
   def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
-    """Loses a member whose stream is open still; `told` is what it hears."""
+    """Loses a member whose session is open still; `told` is what it hears."""
     session = member.session
     self.lose(session, reason)
     self._out.close(session, told)

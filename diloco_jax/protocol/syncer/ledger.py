@@ -140,7 +140,7 @@ class Ledger:
     for account in self.accounts.values():
       account.check()
 
-  def snapshot(self) -> list:
+  def state(self) -> list:
     return [
       [learner, incarnation, dataclasses.asdict(account)]
       for (learner, incarnation), account in sorted(self.accounts.items())

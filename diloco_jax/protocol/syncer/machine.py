@@ -16,7 +16,7 @@ What may not happen, and why:
 * Nothing a session says before Joined touches the run, and nothing a replaced process says ever.
 * The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows.
 
-A payload that was delivered but not merged when its learner's stream closed is dropped without a
+A payload that was delivered but not merged when its learner's session closed is dropped without a
 verdict: if the process comes back it sends those tokens again, if another takes its place or the
 run ends they are settled as lost.
 
@@ -32,7 +32,7 @@ theory of its own, and none calls back::
     checkpoints.py  when to save;  snapshots of the whole run
     screening.py    what is refused before a merge, and who is put into quarantine
     members.py      the book of learner ids;  ledger.py: the book of tokens
-    shards.py      who reads which data stream, and how far each is committed
+    shards.py      who reads which shard, and how far each is committed
 """
 
 import copy
@@ -56,7 +56,7 @@ from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
-SAFE = 'the older ones are untouched and every outer step since is in the log'
+OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
 TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
 MANIFESTS = 'manifests'
 
@@ -81,7 +81,7 @@ class SyncerMachine:
     """
     self._config = config
     self._schedule = schedule_lib.Schedule(config)
-    self._out = action_list.Outbox()
+    self._out = action_list.ActionList()
     self._members = members_lib.Members(config)
     self._ledger = ledger_lib.Ledger(config.fragments)
     self._pace = pace_lib.Pace(config, self._schedule, self._members)
@@ -90,14 +90,14 @@ class SyncerMachine:
       self._members,
       self._out,
     )
-    self._streams = shards_lib.Streams(config.data_streams, config.fragments)
+    self._shards = shards_lib.Shards(config.data_shards, config.fragments)
     self._screening = screening_lib.Screening(config, self._members, self._out)
     self._gathering = gathering_lib.Gathering(
       config,
       self._members,
       self._ledger,
       self._published,
-      self._streams,
+      self._shards,
       self._screening,
       self._out,
     )
@@ -110,7 +110,7 @@ class SyncerMachine:
       self._pace,
       self._published,
       self._gathering,
-      self._streams,
+      self._shards,
       self._relay,
       self._out,
     )
@@ -164,10 +164,10 @@ class SyncerMachine:
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
-      case events.Received(session=session, handle=handle) if session in self._out.closing:
-        self._out.drop(handle)  # it was under way, and speaks for nobody any more
-      case events.Received(session=session, message=message, handle=handle):
-        self._receive(now_ns, session, message, handle)
+      case events.Received(session=session, payload_id=payload_id) if session in self._out.closing:
+        self._out.drop(payload_id)  # it was under way, and speaks for nobody any more
+      case events.Received(session=session, message=message, payload_id=payload_id):
+        self._receive(now_ns, session, message, payload_id)
       case events.Disconnected(session=session, reason=reason):
         self._out.closing.discard(session)
         self._membership.lose(session, reason)
@@ -189,7 +189,7 @@ class SyncerMachine:
         raise TypeError(f'not an event of a syncer: {event}')
 
   def _receive(
-    self, now_ns: int, session: int, message: messages.Message, handle: int | None
+    self, now_ns: int, session: int, message: messages.Message, payload_id: int | None
   ) -> None:
     member = self._members.by_session.get(session)
     if member is not None:
@@ -204,16 +204,16 @@ class SyncerMachine:
       case _ if (
         member is None
         or self._exiting
-        or verdicts.impossible(message, bool(member.sent), self._config.fragments)
+        or verdicts.impossible(message, bool(member.held_versions), self._config.fragments)
       ):
         # It speaks for nobody (replaced, timed out, never joined), it makes no sense, or the books
         # are closed and what comes now is for the next syncer.
-        self._out.drop(handle)
+        self._out.drop(payload_id)
         self._out.close(session, 'not a member, or not a possible message')
       case messages.Progress():
         self._membership.progress(member, message)
       case messages.Contribution():
-        self._gathering.contribution(now_ns, member, message, handle)
+        self._gathering.contribution(now_ns, member, message, payload_id)
       case messages.Decline():
         self._gathering.decline(member, message)
         if message.reason == Reason.BAD_VALUE:
@@ -223,7 +223,7 @@ class SyncerMachine:
       case messages.SnapshotSaved():
         self._snapshots.answered(member, message)
       case messages.Donation():
-        self._relay.donation(member, message, handle)
+        self._relay.donation(member, message, payload_id)
       case messages.NoDonation():
         self._relay.refused(member, message)
       case messages.Recovered():
@@ -276,7 +276,7 @@ class SyncerMachine:
     if not periods or self._config.lag is None:
       return
     for member in self._members.live():
-      for fragment in range(self._config.fragments if member.sent else 0):
+      for fragment in range(self._config.fragments if member.held_versions else 0):
         due = self._schedule.last_due(fragment, self._pace.next - 1)
         self._gathering.settle(member, due, fragment, messages.CANCELLED)
 
@@ -299,7 +299,7 @@ class SyncerMachine:
         fragment=gather.fragment,
         version=base + 1,
         participants=gather.participants,
-        books=self.snapshot(),
+        machine_state=self.state(),
       )
     )
     gather.facts = {
@@ -321,7 +321,7 @@ class SyncerMachine:
     if not done.failed:
       self._saving.outer_step()
       self._snapshots.outer_step()
-    for member in self._screening.ended(now_ns, gather.participants, done):
+    for member in self._screening.after_merge(now_ns, gather.participants, done):
       self._membership.quarantine(member)
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
@@ -334,7 +334,7 @@ class SyncerMachine:
 
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
     """A learner's own encoder has refused its values."""
-    what = screening_lib.words(screening_lib.NOT_FINITE, [])
+    what = screening_lib.describe(screening_lib.NOT_FINITE, [])
     if self._screening.strike(now_ns, member, fragment, what):
       self._membership.quarantine(member)
 
@@ -368,7 +368,7 @@ class SyncerMachine:
   def _close_run(self, now_ns: int) -> None:
     """Learners leave once they hear that the run is over. So first the disk has to say it: a syncer
     that is killed behind this point begins as one that has only to tell it once more."""
-    if self._saving.farewell:
+    if self._saving.end_is_durable:
       self._finish(now_ns)
     elif not self._saving.running and now_ns >= self._saving.again_ns:
       self._save()
@@ -377,7 +377,7 @@ class SyncerMachine:
     self._finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
-      if member.sent:  # else it hears it when it is welcomed
+      if member.held_versions:  # else it hears it when it is welcomed
         self._out.send(member.session, messages.Finish())
 
   def _exit(self) -> None:
@@ -385,8 +385,8 @@ class SyncerMachine:
     self._exiting = True
     self._snapshots.abandon()
     for gather in self._gathering.open.values():
-      for handle in gather.abandon():
-        self._out.drop(handle)
+      for payload_id in gather.abandon():
+        self._out.drop(payload_id)
     self._report_ledger()
     if not self._saving.running:
       self._save()
@@ -405,13 +405,13 @@ class SyncerMachine:
   def _save_what_is_due(self, now_ns: int) -> None:
     if self._snapshot_due:
       self._saving.begin(closed=self._closed, last=False)
-      self._snapshots.begin(now_ns, self.clock, self.snapshot())
+      self._snapshots.begin(now_ns, self.clock, self.state())
     elif self._saving.due:
       self._save()
 
   def _save(self) -> None:
     self._saving.begin(closed=self._closed, last=self._exiting)
-    self._out.do(actions.Save(step=self.clock, books=self.snapshot()))
+    self._out.do(actions.Save(clock=self.clock, machine_state=self.state()))
 
   def _saved(self, now_ns: int, done: events.SaveDone) -> None:
     self._snapshots.saved(done)
@@ -426,7 +426,7 @@ class SyncerMachine:
     self._exited = True
     what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
     if done.error:
-      what += f'. Its last checkpoint failed: {done.error}; {SAFE}'
+      what += f'. Its last checkpoint failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}'
     self._out.do(
       actions.Exit(
         code=0,
@@ -441,10 +441,12 @@ class SyncerMachine:
     self._tell_ns = now_ns + TELL_AGAIN_NS
     wait = (
       ''
-      if self._saving.farewell or not self._closed
+      if self._saving.end_is_durable or not self._closed
       else (' Learners hear that the run is over once it can be written; it is tried again.')
     )
-    self._out.say(f'checkpoint of step {done.step} failed: {done.error}; {SAFE}.{wait}')
+    self._out.say(
+      f'checkpoint of step {done.clock} failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}.{wait}'
+    )
 
   # --- What others may see ------------------------------------------------------------------------
 
@@ -466,23 +468,23 @@ class SyncerMachine:
       'skipped': self._skipped,
     }
 
-  def snapshot(self) -> dict[str, Any]:
+  def state(self) -> dict[str, Any]:
     """Everything that outlives a restart, as JSON types; `merging` are the syncs whose outer steps
     are under way (recovery.py), `undecided` the other open ones."""
     syncs = self._gathering.open
     return {
       'merging': [sync for sync, gather in syncs.items() if gather.merging],
       'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
-      **self._published.snapshot(),
+      **self._published.state(),
       'next': self._pace.next,
       'opened': self._pace.opened,
       'counts': self._counts(),
       'finished': self._finished,
-      'members': self._members.snapshot(),
-      'ledger': self._ledger.snapshot(),
+      'members': self._members.state(),
+      'ledger': self._ledger.state(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
-      'data': self._streams.snapshot(),
-      recovery.BACK: sorted(self._membership.brought_back),
+      'data': self._shards.state(),
+      recovery.BROUGHT_BACK: sorted(self._membership.brought_back),
     }
 
   @classmethod
@@ -491,17 +493,17 @@ class SyncerMachine:
     config: config_lib.ProtocolConfig,
     agreement: str,
     payload_bytes: tuple[int, ...],
-    snapshot: dict[str, Any],
+    machine_state: dict[str, Any],
   ) -> 'SyncerMachine':
     """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
 
-    Beside what `snapshot()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
+    Beside what `state()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
     recovery.UNSAVED."""
-    machine = cls.load(config, agreement, payload_bytes, snapshot)
-    machine._pace.reopen(snapshot['undecided'])
-    machine._saving.farewell = machine._pace.over
-    machine._saving.resume(snapshot.get(recovery.UNSAVED, 0))
-    machine._snapshots.load(snapshot.get(MANIFESTS, ()))
+    machine = cls.load(config, agreement, payload_bytes, machine_state)
+    machine._pace.reopen(machine_state['undecided'])
+    machine._saving.end_is_durable = machine._pace.over
+    machine._saving.resume(machine_state.get(recovery.UNSAVED, 0))
+    machine._snapshots.load(machine_state.get(MANIFESTS, ()))
     machine._snapshots.resume(machine._gathering.synced)
     return machine
 
@@ -511,21 +513,21 @@ class SyncerMachine:
     config: config_lib.ProtocolConfig,
     agreement: str,
     payload_bytes: tuple[int, ...],
-    snapshot: dict[str, Any],
+    machine_state: dict[str, Any],
   ) -> 'SyncerMachine':
     """The machine of a snapshot, but for its open syncs: recovery.py ends those that were merging,
     `restore` lets it go on."""
-    snapshot = copy.deepcopy(snapshot)
-    machine = cls(config, agreement, tuple(snapshot['digests']), payload_bytes)
-    machine._published.load(snapshot)
-    machine._pace.load(snapshot['next'], snapshot['opened'])
-    machine._members.load(snapshot['members'])
-    machine._ledger.load(snapshot['ledger'])
-    machine._screening.windows = snapshot['norms']
-    machine._streams.load(snapshot['data'])
+    machine_state = copy.deepcopy(machine_state)
+    machine = cls(config, agreement, tuple(machine_state['digests']), payload_bytes)
+    machine._published.load(machine_state)
+    machine._pace.load(machine_state['next'], machine_state['opened'])
+    machine._members.load(machine_state['members'])
+    machine._ledger.load(machine_state['ledger'])
+    machine._screening.windows = machine_state['norms']
+    machine._shards.load(machine_state['data'])
     machine._membership.started = True
-    machine._membership.brought_back = set(snapshot[recovery.BACK])
-    counts = snapshot['counts']
+    machine._membership.brought_back = set(machine_state[recovery.BROUGHT_BACK])
+    counts = machine_state['counts']
     machine._gathering.synced = counts['synced']
     machine._gathering.cancelled = counts['cancelled']
     machine._membership.repaired, machine._skipped = counts['repaired'], counts['skipped']
@@ -538,7 +540,7 @@ class SyncerMachine:
       self._gathering,
       self._pace,
       self._ledger,
-      self._streams,
+      self._shards,
       self._screening,
       self._snapshots,
       self._relay,
@@ -547,5 +549,5 @@ class SyncerMachine:
     syncs = self._gathering.open.keys()
     assert all(sync < self._pace.next for sync in syncs), (syncs, self._pace.next)
     merged = sum(account.merged for account in self._ledger.accounts.values())
-    versions = self._published.snapshot()['versions']
+    versions = self._published.state()['versions']
     assert merged or not any(versions), versions

@@ -3,13 +3,13 @@
 A learner id names a place in the run; a *nonce* names one process; an *incarnation* counts the
 processes that have held the id. Only one holds it at a time::
 
-    absent --Confirm--> live --stream closed, lease over, Leave--> absent
+    absent --Confirm--> live --session closed, lease over, Leave--> absent
 
 Joining takes two phases (Join, Offer, Confirm, Joined), because a Join may be old or repeated: only
 a Confirm that names the offered incarnation takes the id, and repeating either with the holder's
 nonce changes nothing. While the holder is live, other processes are refused. A process that comes
-back with the nonce of the last holder (its stream broke, or it slept past its lease) goes on in the
-same incarnation; any other process starts the next one, and what the last one left unsettled is
+back with the nonce of the last holder (its session broke, or it slept past its lease) goes on in
+the same incarnation; any other process starts the next one, and what the last one left unsettled is
 lost with it. join.py tells how.
 """
 
@@ -36,22 +36,28 @@ class Member:
   # What the process said of itself (join.py).
   host: str = ''
   pid: int = 0
-  step: int = 0
+  clock: int = 0
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
-  anchored: dict[int, int] = dataclasses.field(default_factory=dict)  # tokens at its anchor of p
+  anchor_tokens: dict[int, int] = dataclasses.field(
+    default_factory=dict
+  )  # tokens at its anchor of p
   finished: bool = False
   left: bool = False  # it said goodbye
   # What it was given when it joined (join.py).
-  stream: int | None = None  # the data stream of its last lease
-  awaits: int = 0  # the donation that it has not told to be done with (moments_relay.py), 0: none
+  shard: int | None = None  # the shard of its last lease
+  awaited_transfer: int = (
+    0  # the donation that it has not told to be done with (moments_relay.py), 0: none
+  )
   # What it holds (published.py).
-  sent: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
+  held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
-  on_way: list[list[int]] = dataclasses.field(default_factory=list)  # sent, not told as adopted
-  behind: set[int] = dataclasses.field(default_factory=set)  # too many versions are on their way
+  versions_in_flight: list[list[int]] = dataclasses.field(
+    default_factory=list
+  )  # sent, not told as adopted
+  lagging: set[int] = dataclasses.field(default_factory=set)  # too many versions are on their way
   # Its updates that were refused (screening.py).
   strikes: int = 0  # in a row
-  worst: int = 0  # the most in a row in this life
+  max_strikes: int = 0  # the most in a row in this life
 
   @property
   def live(self) -> bool:
@@ -60,7 +66,7 @@ class Member:
   @property
   def caught_up(self) -> bool:
     """It trains, on published values only, so it may contribute and set the pace."""
-    return self.live and bool(self.sent) and not self.due and not self.awaits
+    return self.live and bool(self.held_versions) and not self.due and not self.awaited_transfer
 
 
 class Members:
@@ -94,7 +100,7 @@ class Members:
 
   def quarantined(self, member: Member) -> bool:
     """Whether the process that has the id is refused for good."""
-    return 0 < self._config.strikes <= member.worst
+    return 0 < self._config.strikes <= member.max_strikes
 
   def lease_left_ns(self, member: Member, now_ns: int) -> int:
     return max(0, member.heard_ns + self._config.lease_ns - now_ns)
@@ -107,9 +113,9 @@ class Members:
     if member.nonce != nonce:
       if member.nonce is not None:
         member.replaced.append(member.nonce)
-      member.step, member.finished, member.step_ns = 0, False, grace_lib.Average()
-      member.anchored.clear()
-      member.strikes = member.worst = 0
+      member.clock, member.finished, member.step_ns = 0, False, grace_lib.Average()
+      member.anchor_tokens.clear()
+      member.strikes = member.max_strikes = 0
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.heard_ns = session, now_ns
     self.by_session[session] = member
@@ -126,18 +132,18 @@ class Members:
     """Live members whose lease is over."""
     return [m for m in self.live() if self.lease_left_ns(m, now_ns) == 0]
 
-  def snapshot(self) -> list:
+  def state(self) -> list:
     fields = (
       'learner',
-      'stream',
+      'shard',
       'incarnation',
       'nonce',
       'host',
       'pid',
-      'step',
+      'clock',
       'left',
       'strikes',
-      'worst',
+      'max_strikes',
     )
     return [
       {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}

@@ -17,7 +17,7 @@ it is *able* once it has reached the clock given to the joiner. The syncer asks 
 the highest clock once the joiner holds its fragments, so that the donation does not age before. When
 half of the joiner's waiting time has passed since then, the syncer asks another able donor if there
 is one. A donor sends one donation at a time, even if the syncer has abandoned it, and at most
-UNDER_WAY donations are in transfer, because the syncer holds each one whole; further joiners wait
+MAX_RELAYS donations are in transfer, because the syncer holds each one whole; further joiners wait
 for their turn, in the order in which they joined.
 
 A transfer number belongs to one joiner on one session and is never used again, so the syncer drops a
@@ -32,19 +32,19 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published as published_lib
 
-UNDER_WAY = 2
+MAX_RELAYS = 2
 
 
 @dataclasses.dataclass(slots=True)
 class Transfer:
-  """One promise: `step` and `versions` are the vector clock given to the joiner; `donor` is the
+  """One promise: `clock` and `versions` are the vector clock given to the joiner; `donor` is the
   learner that was asked ('': none), and `patience_ns` the time at which another may be asked;
   `refused` are the learners that cannot donate."""
 
   number: int
   joiner: members_lib.Member
   session: int
-  step: int
+  clock: int
   versions: tuple[int, ...]
   deadline_ns: int
   donor: str = ''
@@ -60,7 +60,7 @@ class Relay:
     config: config_lib.ProtocolConfig,
     members: members_lib.Members,
     published: published_lib.Published,
-    out: action_list.Outbox,
+    out: action_list.ActionList,
   ):
     self._config = config
     self._members = members
@@ -128,23 +128,23 @@ class Relay:
     """The learners that can donate now."""
     return (
       []
-      if transfer.joiner.due or len(self._giving) >= UNDER_WAY
+      if transfer.joiner.due or len(self._giving) >= MAX_RELAYS
       else [
         member
         for member in self._might_give(transfer)
-        if member.step >= transfer.step and member.learner not in self._giving
+        if member.clock >= transfer.clock and member.learner not in self._giving
       ]
     )
 
   def _ask(self, now_ns: int, transfer: Transfer) -> None:
     able = self._able(transfer)
     if able:
-      donor = max(able, key=lambda member: member.step)  # of equals the first by id
+      donor = max(able, key=lambda member: member.clock)  # of equals the first by id
       transfer.donor, self._giving[donor.learner] = donor.learner, transfer.number
       transfer.patience_ns = now_ns + self._config.donor_wait_ns // 2
       self._out.send(
         donor.session,
-        messages.Donate(transfer=transfer.number, step=transfer.step, versions=transfer.versions),
+        messages.Donate(transfer=transfer.number, clock=transfer.clock, versions=transfer.versions),
       )
     elif not self._might_give(transfer):
       self._abandon(transfer, 'no learner can donate')
@@ -155,18 +155,20 @@ class Relay:
 
   # --- What the donor says ------------------------------------------------------------------------
 
-  def donation(self, member: members_lib.Member, donation: messages.Donation, handle: int) -> None:
+  def donation(
+    self, member: members_lib.Member, donation: messages.Donation, payload_id: int
+  ) -> None:
     """Relays a donation unchanged, if the joiner still waits for it."""
     transfer = self._answered(member, donation.transfer)
     if transfer is not None:
       if donation.donor == member.learner and messages.dominates(
-        donation.step, donation.versions, transfer.step, transfer.versions
+        donation.clock, donation.versions, transfer.clock, transfer.versions
       ):
         del self._transfers[transfer.number]
-        self._out.send(transfer.session, donation, handle)
+        self._out.send(transfer.session, donation, payload_id)
       else:
         self._release_donor(transfer, member.learner)
-    self._out.drop(handle)
+    self._out.drop(payload_id)
 
   def refused(self, member: members_lib.Member, refused: messages.NoDonation) -> None:
     transfer = self._answered(member, refused.transfer)
@@ -191,7 +193,7 @@ class Relay:
     """The joiner has its moments."""
     self._transfers.pop(number, None)
 
-  def leave(self, member: members_lib.Member) -> None:
+  def drop_learner(self, member: members_lib.Member) -> None:
     """A session has closed: ends its promise, and lets another donor serve its transfer."""
     self._giving.pop(member.learner, None)
     for transfer in list(self._transfers.values()):
@@ -203,5 +205,5 @@ class Relay:
   def check(self) -> None:
     for number, transfer in self._transfers.items():
       assert transfer.joiner.session == transfer.session, transfer
-      assert transfer.joiner.awaits == number, transfer
+      assert transfer.joiner.awaited_transfer == number, transfer
       assert not transfer.donor or self._giving[transfer.donor] == number, (transfer, self._giving)

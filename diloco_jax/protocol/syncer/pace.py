@@ -69,15 +69,15 @@ class Pace:
     self.contributors.add(member.learner)
     self.mark(member)
 
-  def leave(self, learner: str) -> None:
+  def drop_learner(self, learner: str) -> None:
     self.contributors.discard(learner)
     self._ready.discard(learner)
 
   def mark(self, member: members_lib.Member) -> None:
     """Updates the ready set after a report of a learner. A learner that has done its last step is
     ready for every closing sync."""
-    step = self._schedule.last if member.finished else member.step
-    if member.caught_up and step >= self.next:
+    clock = self._schedule.last if member.finished else member.clock
+    if member.caught_up and clock >= self.next:
       self._ready.add(member.learner)
 
   def last_due(self, fragment: int) -> int:
@@ -86,7 +86,7 @@ class Pace:
 
   def skip_overdue(self) -> int:
     """Skips the periods by which the next sync is late; returns their number."""
-    steps = [m.step for m in self._members.by_session.values() if m.caught_up]
+    steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
     late = kth_step(steps, self._config.quorum) - self.next
     periods = max(0, late // self._config.period)
     self.next += periods * self._config.period

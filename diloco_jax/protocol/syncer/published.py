@@ -4,16 +4,17 @@ The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger kno
 that holds a version holds it bit for bit, so the syncer sends a new one as a delta to the one
 before. To a learner whose version it does not know it sends the whole fragment::
 
-    member.sent[p] == v      the learner holds version v of p, or v is in flight to it
-    member.sent[p] is None   unknown (it joined with another value, its digest differed, or its
+    member.held_versions[p] == v      the learner holds version v of p, or v is in flight to it
+    member.held_versions[p] is None   unknown (it joined with another value, its digest differed, or its
                              anchor must be replaced): a whole fragment is being read for it
 
 The syncer reads a whole fragment once for all learners that need it, and sends the version that the
 fragment has when the read is answered; the same read serves a learner that joins before.
 
 A learner keeps received versions until its next step boundary, so they would pile up at a slow one.
-At most AHEAD versions of a fragment are in flight to a learner; then it is *behind*: the syncer
-sends it nothing more of the fragment until it has adopted one of them, and then the newest whole.
+At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a learner; then it is
+*lagging*: the syncer sends it nothing more of the fragment until it has adopted one of them, and
+then the newest whole.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ import dataclasses
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import members as members_lib
 
-AHEAD = 4
+MAX_VERSIONS_IN_FLIGHT = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,10 +36,10 @@ class Fragment:
 
 
 class Published:
-  """The published fragments. It owns `Member.sent` of all live members."""
+  """The published fragments. It owns `Member.held_versions` of all live members."""
 
   def __init__(
-    self, fragments: list[Fragment], members: members_lib.Members, out: action_list.Outbox
+    self, fragments: list[Fragment], members: members_lib.Members, out: action_list.ActionList
   ):
     self.fragments = fragments
     self._members = members
@@ -48,10 +49,12 @@ class Published:
   def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
     """A learner enters: every fragment that it does not hold as published is due to it."""
     ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
-    member.sent = [held.version if held == our else None for held, our in zip(learner_held, ours)]
-    member.due = {p for p, version in enumerate(member.sent) if version is None}
-    member.on_way = [[] for _ in self.fragments]
-    member.behind.clear()
+    member.held_versions = [
+      held.version if held == our else None for held, our in zip(learner_held, ours)
+    ]
+    member.due = {p for p, version in enumerate(member.held_versions) if version is None}
+    member.versions_in_flight = [[] for _ in self.fragments]
+    member.lagging.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
     """An outer step is done: the fragment gets its next version; returns its delta's message."""
@@ -60,32 +63,36 @@ class Published:
     fragment.digest, fragment.last_sync = done.digest, done.sync
     return self._announce(done.fragment, base, done.payload)
 
-  def send_delta(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
+  def send_delta(
+    self, member: members_lib.Member, publish: messages.Publish, payload_id: int
+  ) -> None:
     """Sends a new version to a learner that holds the one before and has room for it."""
     p = publish.fragment
-    if not member.sent or member.sent[p] != publish.base_version:
+    if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
-    if len(member.on_way[p]) >= AHEAD:
-      member.sent[p] = None
-      member.behind.add(p)
+    if len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
+      member.held_versions[p] = None
+      member.lagging.add(p)
     else:
-      self._send(member, publish, handle)
+      self._send(member, publish, payload_id)
 
-  def _send(self, member: members_lib.Member, publish: messages.Publish, handle: int) -> None:
-    self._out.send(member.session, publish, handle)
-    member.sent[publish.fragment] = publish.version
-    member.on_way[publish.fragment].append(publish.version)
+  def _send(self, member: members_lib.Member, publish: messages.Publish, payload_id: int) -> None:
+    self._out.send(member.session, publish, payload_id)
+    member.held_versions[publish.fragment] = publish.version
+    member.versions_in_flight[publish.fragment].append(publish.version)
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
     """The learner now holds this version; if it is behind, it gets the newest one whole."""
-    member.on_way[fragment] = [v for v in member.on_way[fragment] if v > version]
-    if fragment in member.behind:
+    member.versions_in_flight[fragment] = [
+      v for v in member.versions_in_flight[fragment] if v > version
+    ]
+    if fragment in member.lagging:
       self.resend_whole(member, fragment)
 
   def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
     """Sends the whole fragment to a learner with a wrong value, or in need of a fresh anchor."""
-    member.sent[fragment] = None
-    member.behind.discard(fragment)
+    member.held_versions[fragment] = None
+    member.lagging.discard(fragment)
     self.read(fragment)
 
   def read(self, fragment: int) -> None:
@@ -100,10 +107,10 @@ class Published:
     assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
     publish = self._announce(read.fragment, None, read.payload)
     for member in self._members.live():
-      wanted = member.sent and member.sent[read.fragment] is None
-      if wanted and read.fragment not in member.behind:
-        self._send(member, publish, read.handle)
-    self._out.drop(read.handle)
+      wanted = member.held_versions and member.held_versions[read.fragment] is None
+      if wanted and read.fragment not in member.lagging:
+        self._send(member, publish, read.payload_id)
+    self._out.drop(read.payload_id)
 
   def _announce(
     self, fragment: int, base: int | None, payload: messages.Payload
@@ -118,15 +125,15 @@ class Published:
       payload=payload,
     )
 
-  def snapshot(self) -> dict[str, list[int]]:
+  def state(self) -> dict[str, list[int]]:
     return {
       'versions': [fragment.version for fragment in self.fragments],
       'digests': [fragment.digest for fragment in self.fragments],
       'last_sync': [fragment.last_sync for fragment in self.fragments],
     }
 
-  def load(self, snapshot: dict[str, list[int]]) -> None:
+  def load(self, state: dict[str, list[int]]) -> None:
     """Restores the versions of a machine state; the digests are set already."""
-    rows = zip(self.fragments, snapshot['versions'], snapshot['last_sync'])
+    rows = zip(self.fragments, state['versions'], state['last_sync'])
     for fragment, version, last_sync in rows:
       fragment.version, fragment.last_sync = version, last_sync

@@ -1,7 +1,7 @@
 """From the last checkpoint and the log to where a syncer was.
 
 A record of the log is one outer step: the Merge that asked for it, with the *books*, the machine's
-snapshot when it was decided, and the MergeDone that answered it. Outer steps are decided and
+state when it was decided, and the MergeDone that answered it. Outer steps are decided and
 written down in one order, so the books of the last record know of everything that was settled
 before; what they cannot know yet is how the merges ended that were under way then, this one among
 them. The records tell::
@@ -23,8 +23,8 @@ from typing import Any, Protocol
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger
 
-UNSAVED = 'unsaved'  # of what `recovered` returns: how many outer steps no checkpoint holds
-BACK = 'back'  # learners that were brought back with the run and have not joined since
+UNSAVED = 'unsaved'  # of what `replay_log` returns: how many outer steps no checkpoint holds
+BROUGHT_BACK = 'back'  # learners that were brought back with the run and have not joined since
 
 Ended = tuple[actions.Merge, events.MergeDone]
 
@@ -34,39 +34,39 @@ class Machine(Protocol):
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None: ...
 
-  def snapshot(self) -> dict[str, Any]: ...
+  def state(self) -> dict[str, Any]: ...
 
 
-def recovered(
-  load: Callable[[dict[str, Any]], Machine], snapshot: dict[str, Any], records: Sequence[Ended]
+def replay_log(
+  load: Callable[[dict[str, Any]], Machine], machine_state: dict[str, Any], records: Sequence[Ended]
 ) -> dict[str, Any]:
-  """The snapshot of a syncer after the outer steps of all `records`, of which `snapshot` knew none.
+  """The machine state of a syncer after the outer steps of all `records`.
 
   Args:
-    load: the machine of a snapshot (SyncerMachine.load).
-    snapshot: of the newest checkpoint.
-    records: of the log behind it, in order.
+    load: makes the machine of a state (SyncerMachine.load).
+    machine_state: of the newest checkpoint; it includes none of the records.
+    records: of the log after it, in order.
   """
   if not records:
-    return {**snapshot, UNSAVED: 0}
+    return {**machine_state, UNSAVED: 0}
   ended: dict[int, Ended] = {}
   for merge, done in records:
     ended.pop(merge.sync, None)  # a closing sync may have been opened once more
     ended[merge.sync] = merge, done
-  books = records[-1][0].books
-  machine = load(books)
+  machine_state = records[-1][0].machine_state
+  machine = load(machine_state)
   for sync, (merge, done) in ended.items():  # in the order in which they ended
-    if sync in books['merging']:
+    if sync in machine_state['merging']:
       machine.ended(merge, done)
-  return {**machine.snapshot(), 'undecided': books['undecided'], UNSAVED: len(records)}
+  return {**machine.state(), 'undecided': machine_state['undecided'], UNSAVED: len(records)}
 
 
 def brought_back(
-  snapshot: dict[str, Any], gone: Collection[str], back: Collection[str]
+  machine_state: dict[str, Any], gone: Collection[str], back: Collection[str]
 ) -> dict[str, Any]:
-  """The snapshot of a syncer of a run that was brought back: learners that are `gone` have left,
+  """The machine state of a syncer of a run that was restored: learners that are `gone` have left,
   and those that came `back` with it have moments of their own."""
-  state = copy.deepcopy(snapshot)
+  state = copy.deepcopy(machine_state)
   for row in state['members']:
     row['left'] = row['left'] or row['learner'] in gone
   for row in state['ledger']:
@@ -75,5 +75,5 @@ def brought_back(
       account.close(messages.Reason.LEFT)
       row[2] = dataclasses.asdict(account)
   holders = state['data']['holders']
-  state['data']['holders'] = [[stream, who] for stream, who in holders if who not in gone]
-  return {**state, BACK: sorted(back)}
+  state['data']['holders'] = [[shard, who] for shard, who in holders if who not in gone]
+  return {**state, BROUGHT_BACK: sorted(back)}

@@ -13,7 +13,7 @@ fewer steps is allowed what is usual.
 
 Who is left out is told `bad_value`, its tokens are discarded, the others are merged without it. It
 gets a *strike*; a merged contribution takes its strikes back. With `strikes` of them in a row it is
-in *quarantine*: its stream is closed, and its process is refused for good. Another process under
+in *quarantine*: its session is closed, and its process is refused for good. Another process under
 the same id begins without strikes.
 
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
@@ -36,25 +36,25 @@ Window = list[list[int]]  # [norm, steps] of the last commits of a fragment
 # --- Norms ----------------------------------------------------------------------------------------
 
 
-def usual(pairs: Sequence[Sequence[int]]) -> list[int]:
+def medians(pairs: Sequence[Sequence[int]]) -> list[int]:
   """The medians of norms and of steps, each the upper one of two.
 
-  >>> usual([(9, 1), (5, 3), (7, 2)])
+  >>> medians([(9, 1), (5, 3), (7, 2)])
   [7, 2]
   """
   return [sorted(column)[len(pairs) // 2] for column in zip(*pairs)]
 
 
-def taken(window: Window, merged: Sequence[tuple[int, int]]) -> Window:
+def append_commit(window: Window, merged: Sequence[tuple[int, int]]) -> Window:
   """The window after a commit that merged these (norm, steps)."""
-  return [*window, usual(merged)][-WINDOW:]
+  return [*window, medians(merged)][-WINDOW:]
 
 
 def limit(window: Window, steps: int, config: config_lib.ProtocolConfig) -> int | None:
   """The largest norm allowed to a pseudo-gradient of `steps` steps; None: no limit."""
   if not config.norm_factor or len(window) < config.norm_warmup:
     return None
-  norm, usual_steps = usual(window)
+  norm, usual_steps = medians(window)
   if not norm:
     return None  # no parameter has moved yet: any norm would be above the limit
   return config.norm_factor * norm * max(steps, usual_steps) // usual_steps
@@ -65,15 +65,15 @@ def refused(norm: int, limit_: int | None) -> bool:
   return norm == NOT_FINITE or (limit_ is not None and norm > limit_)
 
 
-def words(norm: int, window: Window) -> str:
+def describe(norm: int, window: Window) -> str:
   """Describes what is wrong with a norm.
 
-  >>> words(60 * UNIT, [[2 * UNIT, 4]]), words(NOT_FINITE, [])
+  >>> describe(60 * UNIT, [[2 * UNIT, 4]]), describe(NOT_FINITE, [])
   ('norm 60, 30 times the median 2', 'NaN or Inf')
   """
   if norm == NOT_FINITE:
     return 'NaN or Inf'
-  median = usual(window)[0]
+  median = medians(window)[0]
   return f'norm {norm / UNIT:.3g}, {norm / median:.3g} times the median {median / UNIT:.3g}'
 
 
@@ -81,7 +81,10 @@ class Screening:
   """Keeps the norms of merged payloads, and the strikes of learners with refused ones."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, members: members_lib.Members, out: action_list.Outbox
+    self,
+    config: config_lib.ProtocolConfig,
+    members: members_lib.Members,
+    out: action_list.ActionList,
   ):
     self._config = config
     self._members = members
@@ -93,7 +96,7 @@ class Screening:
     """The largest norm allowed to a participant of the next outer step."""
     return limit(self.windows[fragment], steps, self._config)
 
-  def ended(
+  def after_merge(
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
@@ -102,7 +105,7 @@ class Screening:
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.learner in done.refused:
-        what = words(norm, self.windows[done.fragment])
+        what = describe(norm, self.windows[done.fragment])
         self._out.report(
           facts.Refused(
             sync=done.sync,
@@ -120,14 +123,14 @@ class Screening:
         if present:
           member.strikes = 0
     if merged:
-      self.windows[done.fragment] = taken(self.windows[done.fragment], merged)
+      self.windows[done.fragment] = append_commit(self.windows[done.fragment], merged)
     return quarantined
 
   def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
     """Adds a strike to a learner; returns whether that puts it into quarantine."""
     before = self._members.quarantined(member)
     member.strikes += 1
-    member.worst = max(member.worst, member.strikes)
+    member.max_strikes = max(member.max_strikes, member.strikes)
     now = self._members.quarantined(member)
     self._say(now_ns, member, fragment, what, last=now and not before)
     return now and not before
@@ -162,7 +165,7 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
   """The refusal of a process in quarantine, now and whenever it tries to join again."""
   return messages.Refused(
     code='QUARANTINED',
-    text=f'Learner "{member.learner}" is in quarantine: {member.worst} of its updates in a row '
+    text=f'Learner "{member.learner}" is in quarantine: {member.max_strikes} of its updates in a row '
     'were refused before merging (NaN, Inf, or a norm far above the median). The model contains '
     'none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '

@@ -9,9 +9,9 @@ one batch per step; a contribution of s steps that ends at cursor c has read [c 
 A batch is *committed* once a merge has covered it for any fragment. A new reader begins exactly at
 the committed cursor: it never reads merged batches again, and reads all others. It is "any", not
 "all": a batch that was merged for one fragment and is read again would count twice for that
-fragment. Cursors move when an outer step succeeds and are logged with it (`books`), so they are
-durable exactly with the merges. While an outer step is in progress its shards get no new reader,
-because their next cursor is not known yet.
+fragment. Cursors move when an outer step succeeds and are logged with it (`machine_state`), so they
+are durable exactly with the merges. While an outer step is in progress its shards get no new
+reader, because their next cursor is not known yet.
 
 A process that reconnects continues at its position if it claims it and still holds the shard: its
 steps since then are unsettled, not lost. A disconnected member keeps its shard until another learner
@@ -26,25 +26,29 @@ from typing import Any
 from diloco_jax.protocol import messages
 
 
-class Streams:
+class Shards:
   """The shards of a run: holders, and cursors per fragment."""
 
-  def __init__(self, streams: int, fragments: int):
-    self._streams, self._fragments = streams, fragments
+  def __init__(self, shards: int, fragments: int):
+    self._shards, self._fragments = shards, fragments
     self._holders: dict[int, str] = {}
     self._merged: dict[int, list[int]] = {}  # per fragment: the end of the merged batches
     # sync: (learner, shard, fragment, cursor) of its participants, applied if they are merged
     self._moves: dict[int, list[list[Any]]] = {}
 
-  def committed(self, stream: int) -> int:
+  def committed(self, shard: int) -> int:
     """The batch at which the next reader begins."""
-    return max(self._merged.get(stream, (0,)))
+    return max(self._merged.get(shard, (0,)))
 
   # --- Readers ------------------------------------------------------------------------------------
 
-  def lease(
-    self, learner: str, claim: messages.Lease | None, former: int | None, live: Collection[str]
-  ) -> messages.Lease | None:
+  def assign(
+    self,
+    learner: str,
+    claim: messages.ShardPosition | None,
+    former: int | None,
+    live: Collection[str],
+  ) -> messages.ShardPosition | None:
     """A shard for a learner that enters; None: all have a reader, or wait for an outer step to end.
 
     Args:
@@ -56,53 +60,53 @@ class Streams:
     if claim is not None and self._may_keep(learner, claim):
       return self._hold(learner, claim)
     self.give_back(learner)
-    unheld = [stream for stream in range(self._streams) if stream not in self._holders]
-    free = [stream for stream in unheld if not self._moving(stream)]
+    unheld = [shard for shard in range(self._shards) if shard not in self._holders]
+    free = [shard for shard in unheld if not self._moving(shard)]
     if former in free:
       return self._begin(learner, former)
     if not unheld:
       free = [
-        stream
-        for stream, holder in self._holders.items()
-        if holder not in live and not self._moving(stream)
+        shard
+        for shard, holder in self._holders.items()
+        if holder not in live and not self._moving(shard)
       ]
     return self._begin(learner, min(free, key=self._order)) if free else None
 
-  def _may_keep(self, learner: str, claim: messages.Lease) -> bool:
+  def _may_keep(self, learner: str, claim: messages.ShardPosition) -> bool:
     """Whether no other learner reads the shard, or has read it past the claimed position."""
-    if not claim.stream < self._streams:
+    if not claim.shard < self._shards:
       return False
-    holder = self._holders.get(claim.stream)
-    unknown = holder is None and not self._moving(claim.stream)
-    return claim.cursor >= self.committed(claim.stream) and (holder == learner or unknown)
+    holder = self._holders.get(claim.shard)
+    unknown = holder is None and not self._moving(claim.shard)
+    return claim.cursor >= self.committed(claim.shard) and (holder == learner or unknown)
 
-  def _order(self, stream: int) -> tuple[int, int]:
-    return self.committed(stream), stream
+  def _order(self, shard: int) -> tuple[int, int]:
+    return self.committed(shard), shard
 
-  def _begin(self, learner: str, stream: int) -> messages.Lease:
-    return self._hold(learner, messages.Lease(stream, self.committed(stream)))
+  def _begin(self, learner: str, shard: int) -> messages.ShardPosition:
+    return self._hold(learner, messages.ShardPosition(shard, self.committed(shard)))
 
-  def _hold(self, learner: str, lease: messages.Lease) -> messages.Lease:
+  def _hold(self, learner: str, position: messages.ShardPosition) -> messages.ShardPosition:
     self.give_back(learner)
-    self._holders[lease.stream] = learner
-    return lease
+    self._holders[position.shard] = learner
+    return position
 
   def give_back(self, learner: str) -> None:
     """Frees the shard of a learner."""
-    for stream in [stream for stream, holder in self._holders.items() if holder == learner]:
-      del self._holders[stream]
+    for shard in [shard for shard, holder in self._holders.items() if holder == learner]:
+      del self._holders[shard]
 
   def all_read(self, live: Collection[str]) -> bool:
     """Whether these learners read all shards."""
-    return len(self._holders) == self._streams and set(self._holders.values()) <= set(live)
+    return len(self._holders) == self._shards and set(self._holders.values()) <= set(live)
 
   # --- Cursors ------------------------------------------------------------------------------------
 
   def counts(self, learner: str, contribution: messages.Contribution) -> bool:
     """Whether the sender reads this shard, and none of the batches was merged for the fragment."""
-    stream, first = contribution.stream, contribution.cursor - contribution.steps
-    merged = self._merged.get(stream)
-    return self._holders.get(stream) == learner and (
+    shard, first = contribution.shard, contribution.cursor - contribution.steps
+    merged = self._merged.get(shard)
+    return self._holders.get(shard) == learner and (
       merged is None or first >= merged[contribution.fragment]
     )
 
@@ -110,36 +114,36 @@ class Streams:
     self, sync: int, fragment: int, payloads: Iterable[tuple[str, messages.Contribution]]
   ) -> None:
     """An outer step with these contributions begins: the cursors move if it succeeds."""
-    self._moves[sync] = [[name, one.stream, fragment, one.cursor] for name, one in payloads]
+    self._moves[sync] = [[name, one.shard, fragment, one.cursor] for name, one in payloads]
 
   def end(self, sync: int, refused: Collection[str], made: bool) -> None:
     """An outer step has ended; `made`: it succeeded, without the `refused` learners."""
-    for learner, stream, fragment, cursor in self._moves.pop(sync):
+    for learner, shard, fragment, cursor in self._moves.pop(sync):
       if made and learner not in refused:
-        self._merged.setdefault(stream, [0] * self._fragments)[fragment] = cursor
+        self._merged.setdefault(shard, [0] * self._fragments)[fragment] = cursor
 
-  def _moving(self, stream: int) -> bool:
-    return any(move[1] == stream for moves in self._moves.values() for move in moves)
+  def _moving(self, shard: int) -> bool:
+    return any(move[1] == shard for moves in self._moves.values() for move in moves)
 
   # --- Machine state ------------------------------------------------------------------------------
 
-  def snapshot(self) -> dict[str, Any]:
+  def state(self) -> dict[str, Any]:
     """As JSON types; `moves` are of the outer steps in progress."""
     return {
-      'holders': [[stream, holder] for stream, holder in sorted(self._holders.items())],
-      'merged': [[stream, list(cursors)] for stream, cursors in sorted(self._merged.items())],
+      'holders': [[shard, holder] for shard, holder in sorted(self._holders.items())],
+      'merged': [[shard, list(cursors)] for shard, cursors in sorted(self._merged.items())],
       'moves': [[sync, [list(move) for move in moves]] for sync, moves in self._moves.items()],
     }
 
-  def load(self, snapshot: dict[str, Any]) -> None:
-    self._holders = dict(snapshot['holders'])
-    self._merged = {stream: list(cursors) for stream, cursors in snapshot['merged']}
-    self._moves = dict(snapshot['moves'])
+  def load(self, state: dict[str, Any]) -> None:
+    self._holders = dict(state['holders'])
+    self._merged = {shard: list(cursors) for shard, cursors in state['merged']}
+    self._moves = dict(state['moves'])
 
   def check(self) -> None:
     """Asserts that no learner holds two shards, and that cursors are possible."""
     holders = list(self._holders.values())
     assert len(set(holders)) == len(holders), self._holders
-    assert all(stream < self._streams for stream in self._holders), self._holders
-    for stream, cursors in self._merged.items():
-      assert len(cursors) == self._fragments and min(cursors) >= 0, (stream, cursors)
+    assert all(shard < self._shards for shard in self._holders), self._holders
+    for shard, cursors in self._merged.items():
+      assert len(cursors) == self._fragments and min(cursors) >= 0, (shard, cursors)

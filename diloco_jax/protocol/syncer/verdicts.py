@@ -64,13 +64,15 @@ def judge(
   return Reason.DUPLICATE if message.tokens_from < cursor else ''
 
 
-def needs_anchor(message: messages.Contribution, version: int, anchored: int, reason: str) -> bool:
+def needs_anchor(
+  message: messages.Contribution, version: int, anchor_tokens: int, reason: str
+) -> bool:
   """Whether the syncer must send the fragment (now at `version`) after discarding a payload.
 
   A range that starts before the settled tokens, from an anchor that no publish is about to replace,
   would be refused again and again: only a fresh anchor helps. If the learner has since reported one
-  (at token count `anchored`: control overtakes payloads), another one would overwrite more."""
-  if message.tokens_from < anchored:
+  (at token count `anchor_tokens`: control overtakes payloads), another one would overwrite more."""
+  if message.tokens_from < anchor_tokens:
     return False
   if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):
     return message.version == version

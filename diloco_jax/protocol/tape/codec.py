@@ -17,7 +17,7 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-SHOWN = 240  # characters of a value in an error text
+SHOWN_CHARS = 240  # characters of a value in an error text
 
 
 class TapeError(Exception):
@@ -152,4 +152,4 @@ def _read_fields(cls: type, decoders: dict[str, _Decoder], data: dict, path: str
 def short(value: Any) -> str:
   """The text of a value for an error, cut if it is long."""
   text = value if isinstance(value, str) and value.startswith('{') else repr(value)
-  return text if len(text) <= SHOWN else f'{text[:SHOWN]}...'
+  return text if len(text) <= SHOWN_CHARS else f'{text[:SHOWN_CHARS]}...'

@@ -12,7 +12,7 @@ from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol.tape import codec, tape
 
 CONTEXT = 5  # turns that a divergence shows before it
-SHOWN = codec.SHOWN
+SHOWN_CHARS = codec.SHOWN_CHARS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ def _make(start: tape.Start) -> tape.Machine:
   try:
     return start.make()
   except Exception as error:
-    raise tape.TapeError(f'no machine can be made of the header: {tape.words(error)}') from error
+    raise tape.TapeError(f'no machine can be made of the header: {tape.describe(error)}') from error
 
 
 def _take(
@@ -138,7 +138,7 @@ def _answer(answer: tape.Record | tape.Crash | tuple | Exception) -> list[str]:
     case tape.Crash(error=error):
       return [f'raised {error}']
     case Exception():
-      return [f'raised {tape.words(answer)}']
+      return [f'raised {tape.describe(answer)}']
   return [tape.encode(action) for action in answer]
 
 
@@ -155,7 +155,7 @@ def _first_difference(a: str, b: str) -> int:
 
 
 def _cut(text: str, around: int = 0) -> str:
-  """At most `SHOWN` characters of a text, around a position."""
-  begin = max(0, around - SHOWN // 2) if len(text) > SHOWN else 0
-  end = begin + SHOWN
+  """At most `SHOWN_CHARS` characters of a text, around a position."""
+  begin = max(0, around - SHOWN_CHARS // 2) if len(text) > SHOWN_CHARS else 0
+  end = begin + SHOWN_CHARS
   return ('...' if begin else '') + text[begin:end] + ('...' if end < len(text) else '')

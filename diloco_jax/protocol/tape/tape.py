@@ -72,23 +72,23 @@ class Start:
   payload_bytes: tuple[int, ...] = ()
   digests: tuple[int, ...] | None = None
   identity: connection.Identity | None = None
-  snapshot: dict[str, Any] | None = None
+  state: dict[str, Any] | None = None
 
   def make(self) -> Machine:
     """A new machine. Raises ValueError for an unknown role."""
     match self.role:
-      case 'syncer' if self.snapshot is None:
+      case 'syncer' if self.state is None:
         return syncer_machine.SyncerMachine(
           self.config, self.agreement, self.digests, self.payload_bytes
         )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
-          self.config, self.agreement, self.payload_bytes, self.snapshot
+          self.config, self.agreement, self.payload_bytes, self.state
         )
-      case 'learner' if self.snapshot is None:
+      case 'learner' if self.state is None:
         return learner_machine.LearnerMachine(self.config, self.identity, self.digests)
       case 'learner':
-        return learner_machine.LearnerMachine.restore(self.config, self.identity, self.snapshot)
+        return learner_machine.LearnerMachine.restore(self.config, self.identity, self.state)
     raise ValueError(f'role is {self.role!r}, it must be "syncer" or "learner"')
 
 
@@ -183,7 +183,7 @@ class Writer:
 
   def crash(self, now_ns: int, event: events.Event, error: BaseException) -> bytes:
     """The last line: the event on which the machine raised."""
-    return self._line(Crash(self.index, now_ns, event, words(error)))
+    return self._line(Crash(self.index, now_ns, event, describe(error)))
 
   def _line(self, value: Line) -> bytes:
     body = encode(value)[:-1].encode()
@@ -191,7 +191,7 @@ class Writer:
     return body + b',"hash":"' + self.hash.encode() + b'"}\n'
 
 
-def words(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
   """The class and the text of an exception."""
   return f'{type(error).__name__}: {error}'
 

@@ -15,7 +15,7 @@ class CountedOnce(invariant.Invariant):
   def merge(self, book, now_ns, merge, event):
     gather = book.gathers[merge.sync]
     for one in merge.participants:
-      peer, message = gather.payloads[one.handle]
+      peer, message = gather.payloads[one.payload_id]
       true = book.true_range(peer, message)
       upto = book.lineage.merged_upto.get((peer.join.nonce, merge.fragment), 0)
       if true is not None and true[0] < upto:
@@ -39,9 +39,9 @@ class OneAnswer(invariant.Invariant):
 
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):
-    snapshot = book.handles.get(send.handle)
-    if snapshot is None or snapshot.session != send.session or not book.joined:
-      self.fail(book, send, snapshot)
+    capture = book.payload_ids.get(send.payload_id)
+    if capture is None or capture.session != send.session or not book.joined:
+      self.fail(book, send, capture)
 
   @invariant.on(LEARNER, messages.Decline)
   def decline(self, book, now_ns, send, event):
@@ -54,7 +54,7 @@ class OneAnswer(invariant.Invariant):
       case 'empty':
         holds = not trained and not anchor.contributed and not book.may_step
       case _:
-        holds = isinstance(event, events.Encoded) and event.handle is None
+        holds = isinstance(event, events.Encoded) and event.payload_id is None
     pulled = book.pulls.get(message.fragment) == message.sync or isinstance(event, events.Encoded)
     if not holds or not pulled or not book.joined:
       self.fail(book, message, anchor, f'{trained} steps since')
@@ -115,7 +115,7 @@ class DeltasFit(invariant.Invariant):
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      if holds and len(peer.on_way[done.fragment]) < published.AHEAD:
+      if holds and len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT:
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -128,12 +128,12 @@ class DeltasFit(invariant.Invariant):
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     newest = peer.sent.get(p, book.lineage.versions[p]) == book.lineage.versions[p]
-    if not newest and not peer.on_way[p] and p not in book.reads:
+    if not newest and not peer.versions_in_flight[p] and p not in book.reads:
       self.fail(event, f'it is left at {peer.sent}, the newest are {book.lineage.versions}')
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book, now_ns, adopt, event):
-    publish, held = book.handles[adopt.handle], book.anchors[adopt.fragment]
+    publish, held = book.payload_ids[adopt.payload_id], book.anchors[adopt.fragment]
     if adopt.whole != (publish.base_version is None) or adopt.version != publish.version:
       self.fail(adopt, publish)
     key = adopt.fragment, publish.version, publish.digest
@@ -164,7 +164,7 @@ class Quorum(invariant.Invariant):
     gather = book.gathers.get(merge.sync)
     if gather is None or gather.merging:
       self.fail(merge, 'this sync is not open')
-    if {one.handle for one in merge.participants} != gather.payloads.keys():
+    if {one.payload_id for one in merge.participants} != gather.payloads.keys():
       self.fail(merge, gather.payloads)
     silence_ns = self.config.lease_ns + self.config.heartbeat_ns
     for peer, _message in gather.payloads.values():

@@ -15,19 +15,19 @@ class BatchesOnce(invariant.Invariant):
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
-    gather, streams = book.gathers[merge.sync], set()
+    gather, shards = book.gathers[merge.sync], set()
     for one in merge.participants:
-      _, message = gather.payloads[one.handle]
-      merged = book.lineage.batches.get((message.stream, merge.fragment), 0)
+      _, message = gather.payloads[one.payload_id]
+      merged = book.lineage.batches.get((message.shard, merge.fragment), 0)
       if message.cursor - message.steps < merged:
         self.fail(one, message, f'merged up to batch {merged}')
-      if message.stream in streams:
-        self.fail(merge, f'two learners read data shard {message.stream}')
-      streams.add(message.stream)
+      if message.shard in shards:
+        self.fail(merge, f'two learners read data shard {message.shard}')
+      shards.add(message.shard)
 
   @invariant.on(SYNCER, actions.Save)
   def save(self, book, now_ns, save, event):
-    self._same(book, save.books['data'], [])
+    self._same(book, save.machine_state['data'], [])
 
   @invariant.on(SYNCER, facts.Merging)
   def books(self, book, now_ns, merging, event):
@@ -35,22 +35,20 @@ class BatchesOnce(invariant.Invariant):
       [
         sync,
         [
-          [participant.learner, stream, one.fragment, end]
-          for participant, (stream, _, end) in zip(
-            one.record.merge.participants, one.record.batches
-          )
+          [participant.learner, shard, one.fragment, end]
+          for participant, (shard, _, end) in zip(one.record.merge.participants, one.record.batches)
         ],
       ]
       for sync, one in book.gathers.items()
       if one.record is not None
     ]
     merge = book.gathers[merging.sync].merging
-    self._same(book, merge.books['data'], moves)
+    self._same(book, merge.machine_state['data'], moves)
 
   def _same(self, book, data, moves):
     said = {
-      (stream, p): cursor
-      for stream, cursors in data['merged']
+      (shard, p): cursor
+      for shard, cursors in data['merged']
       for p, cursor in enumerate(cursors)
       if cursor
     }
@@ -70,18 +68,18 @@ class LeasesJoin(invariant.Invariant):
   @invariant.on(SYNCER, messages.Joined)
   def joined(self, book, now_ns, send, event):
     peer, said = book.peers[send.session], send.message
-    committed = book.lineage.committed(said.stream)
+    committed = book.lineage.committed(said.shard)
     for other in book.members.values():
-      if other is not peer and other.joined and other.lease[0] == said.stream:
+      if other is not peer and other.joined and other.next_position[0] == said.shard:
         self.fail(send, f'{other.join.learner} reads this data shard')
-    if not said.stream < self.config.data_streams:
-      self.fail(send, f'there are {self.config.data_streams} data shards')
-    if (said.stream, said.cursor) == peer.claim and said.cursor >= committed:
+    if not said.shard < self.config.data_shards:
+      self.fail(send, f'there are {self.config.data_shards} data shards')
+    if (said.shard, said.cursor) == peer.claim and said.cursor >= committed:
       return
     if said.cursor != committed:
       self.fail(send, f'it claimed {peer.claim}, the committed cursor is {committed}')
     for gather in book.gathers.values():
-      if gather.record and any(stream == said.stream for stream, *_ in gather.record.batches):
+      if gather.record and any(shard == said.shard for shard, *_ in gather.record.batches):
         self.fail(send, f'the outer step of sync {gather.sync} may move its cursor')
 
 
@@ -94,23 +92,23 @@ class HonestReader(invariant.Invariant):
 
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):
-    said, snapshot = send.message, book.handles[send.handle]
-    if snapshot.reads != ((said.stream, said.cursor - said.steps, said.cursor),):
-      self.fail(book, said, f'it has read {snapshot.reads}')
+    said, capture = send.message, book.payload_ids[send.payload_id]
+    if capture.reads != ((said.shard, said.cursor - said.steps, said.cursor),):
+      self.fail(book, said, f'it has read {capture.reads}')
 
   @invariant.on(LEARNER, messages.Confirm)
   def confirm(self, book, now_ns, send, event):
     said = send.message
-    true = (book.lease or book.at) if said.incarnation == book.incarnation else None
-    if (said.stream, said.cursor) != (true or (None, 0)):
+    true = (book.next_position or book.at) if said.incarnation == book.incarnation else None
+    if (said.shard, said.cursor) != (true or (None, 0)):
       self.fail(book, said, f'it is at {true}')
 
-  @invariant.on(LEARNER, actions.UseStream)
+  @invariant.on(LEARNER, actions.UseShard)
   def uses(self, book, now_ns, use, event):
-    if book.running or (use.stream, use.cursor) != book.lease:
-      self.fail(book, use, f'it was given {book.lease}')
+    if book.running or (use.shard, use.cursor) != book.next_position:
+      self.fail(book, use, f'it was given {book.next_position}')
 
   @invariant.on(LEARNER, actions.Step, actions.Encode)
   def works(self, book, now_ns, work, event):
-    if book.lease is not None:
-      self.fail(book, work, f'it was given {book.lease}')
+    if book.next_position is not None:
+      self.fail(book, work, f'it was given {book.next_position}')

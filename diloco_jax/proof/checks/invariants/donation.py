@@ -23,7 +23,7 @@ class Donated(invariant.Invariant):
     self._reads: dict[int, list[tuple]] = {}  # by the process's number: copies in progress
     self._asked: dict[int, messages.Donate] = {}  # the newest
     self._now: dict[int, tuple] = {}  # the copy that was read in this turn
-    self._got: dict[int, dict[int, messages.Donation]] = {}  # donations by handle
+    self._got: dict[int, dict[int, messages.Donation]] = {}  # donations by payload id
 
   # --- Syncer -------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ class Donated(invariant.Invariant):
       return
     if message.donation in book.promises:
       self.fail(send, f'promised before: {book.promises[message.donation]}')
-    if not message.step or not self._others(book, peer):
+    if not message.clock or not self._others(book, peer):
       self.fail(send, 'no learner can donate')
 
   def _others(self, book, peer):
@@ -49,15 +49,15 @@ class Donated(invariant.Invariant):
     if promise.peer.due:
       self.fail(send, promise, 'the donation would age while fragments are due')
     busy = donation_book.giving(book)
-    if donor.session in busy or len(busy) >= moments_relay.UNDER_WAY:
+    if donor.session in busy or len(busy) >= moments_relay.MAX_RELAYS:
       self.fail(send, f'{book.asked} are asked')
     patient = now_ns < promise.asked_ns + self.config.donor_wait_ns // 2
     if promise.donor is not None and promise.donor.member and patient:
       self.fail(send, f'{promise.donor} was asked')
     holder = book.lineage.holders[donor.join.learner]
-    if not donor.caught_up or holder.step < promise.step:
+    if not donor.caught_up or holder.clock < promise.clock:
       self.fail(send, donor, holder, promise)
-    if (message.step, message.versions) != (promise.step, promise.versions):
+    if (message.clock, message.versions) != (promise.clock, promise.versions):
       self.fail(send, promise)
 
   @invariant.on(SYNCER, messages.Donation)
@@ -74,11 +74,11 @@ class Donated(invariant.Invariant):
       self.fail(what, promise)
     if (
       type(event) is not events.Received
-      or (event.message, event.handle) != (message, what.handle)
+      or (event.message, event.payload_id) != (message, what.payload_id)
       or message.donor != book.peer.join.learner
     ):
       self.fail(what, event)
-    if not messages.dominates(message.step, message.versions, promise.step, promise.versions):
+    if not messages.dominates(message.clock, message.versions, promise.clock, promise.versions):
       self.fail(what, promise)
 
   @invariant.on(SYNCER, messages.NoDonation)
@@ -102,10 +102,10 @@ class Donated(invariant.Invariant):
       self.fail(book, read, reads)
     asked, versions = self._asked[book.life.number], tuple(one.version for one in book.anchors)
     if read.transfer != asked.transfer or not messages.dominates(
-      book.step, versions, asked.step, asked.versions
+      book.clock, versions, asked.clock, asked.versions
     ):
-      self.fail(book, read, asked, book.step, versions)
-    reads.append((read.transfer, book.step, versions))
+      self.fail(book, read, asked, book.clock, versions)
+    reads.append((read.transfer, book.clock, versions))
 
   @invariant.on(LEARNER, events.MomentsRead)
   def read(self, book, now_ns, event, out):
@@ -116,13 +116,13 @@ class Donated(invariant.Invariant):
     message = what.message
     if type(what) is not actions.Send:
       if what.session == book.session:
-        self._got.setdefault(book.life.number, {})[what.handle] = message
+        self._got.setdefault(book.life.number, {})[what.payload_id] = message
       return
     true = self._now.get(book.life.number)
     if (
       type(event) is not events.MomentsRead
       or message.donor != book.learner
-      or (true != (message.transfer, message.step, message.versions))
+      or (true != (message.transfer, message.clock, message.versions))
       or (message.digest != event.digest)
     ):
       self.fail(book, message, true)
@@ -131,17 +131,19 @@ class Donated(invariant.Invariant):
 
   @invariant.on(LEARNER, actions.TakeMoments)
   def takes(self, book, now_ns, take, event):
-    message = self._got.get(book.life.number, {}).get(take.handle)
-    if message is None or message.transfer != take.transfer or book.awaits != take.transfer:
+    message = self._got.get(book.life.number, {}).get(take.payload_id)
+    if (
+      message is None or message.transfer != take.transfer or book.awaited_transfer != take.transfer
+    ):
       self.fail(book, take, message)
     if book.way or book.steps or book.running or book.due or message.digest != take.digest:
       self.fail(book, take, book.way, book.steps)
-    if book.step - message.step > self.config.period:
-      self.fail(book, take, f'the clock is {book.step}, that of the donation {message.step}')
+    if book.clock - message.clock > self.config.period:
+      self.fail(book, take, f'the clock is {book.clock}, that of the donation {message.clock}')
 
   @invariant.on(LEARNER, facts.Moments)
   def recovered(self, book, now_ns, moments, event):
-    way, restored = moments.by, book.life.start.snapshot is not None
+    way, restored = moments.by, book.life.start.state is not None
     taken = type(event) is events.MomentsTaken and event.matched
     if book.way or (way == Way.DONOR) != taken:
       self.fail(book, moments, event)
@@ -152,11 +154,11 @@ class Donated(invariant.Invariant):
 
   def _in_vain(self, book, now_ns, event) -> bool:
     """Whether there was no donation to be had."""
-    if not book.awaits or type(event) is events.MomentsTaken:
+    if not book.awaited_transfer or type(event) is events.MomentsTaken:
       return True
     late = book.deadline_ns is not None and now_ns >= book.deadline_ns
     return late or any(
-      book.step - message.step > self.config.period
+      book.clock - message.clock > self.config.period
       for message in self._got.get(book.life.number, {}).values()
     )
 
@@ -196,8 +198,8 @@ class DonationEnds(invariant.Invariant):
       holder = book.lineage.holders[peer.join.learner]
       if (
         peer.session not in busy
-        and len(busy) < moments_relay.UNDER_WAY
-        and (holder.step >= promise.step)
+        and len(busy) < moments_relay.MAX_RELAYS
+        and (holder.clock >= promise.clock)
       ):
         self.fail(number, promise, f'{peer} could donate')
 
@@ -207,5 +209,5 @@ class DonationEnds(invariant.Invariant):
       return
     if book.deadline_ns is not None and now_ns >= book.deadline_ns:
       self.fail(book, 'its waiting time is over')
-    if book.joined and not book.awaits:
+    if book.joined and not book.awaited_transfer:
       self.fail(book, 'there is nothing to wait for')

@@ -18,19 +18,21 @@ class CheckpointIsACut(invariant.Invariant):
   def save(self, book, now_ns, save, event):
     if book.merges:
       self.fail('an outer step is in progress')
-    self._same(save.books, book.lineage)
+    self._same(save.machine_state, book.lineage)
 
   @invariant.on(SYNCER, facts.Merging)
   def books(self, book, now_ns, merging, event):
     """The same holds for the machine state in a Merge, at the moment of its decision."""
     merge = book.gathers[merging.sync].merging
-    self._same(merge.books, book.lineage)
+    self._same(merge.machine_state, book.lineage)
     under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
-    if sorted(merge.books['merging']) != sorted(under_way):
-      self.fail(f'the outer steps in progress are {under_way}, not {merge.books["merging"]}')
+    if sorted(merge.machine_state['merging']) != sorted(under_way):
+      self.fail(
+        f'the outer steps in progress are {under_way}, not {merge.machine_state["merging"]}'
+      )
 
-  def _same(self, snapshot, lineage):
-    difference = lineage_book.difference(snapshot, lineage)
+  def _same(self, machine_state, lineage):
+    difference = lineage_book.difference(machine_state, lineage)
     if difference:
       self.fail(difference)
 

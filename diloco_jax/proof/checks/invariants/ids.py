@@ -45,7 +45,7 @@ class Incarnations(invariant.Invariant):
   def merge(self, book, now_ns, merge, event):
     gather = book.gathers[merge.sync]
     for one in merge.participants:
-      peer, _ = gather.payloads[one.handle]
+      peer, _ = gather.payloads[one.payload_id]
       holder = book.lineage.holders[one.learner]
       if (one.incarnation, peer.join.nonce) != (holder.incarnation, holder.nonce):
         self.fail(one, peer, holder)
@@ -84,7 +84,7 @@ class HolderStays(invariant.Invariant):
         return
       if type(event.message) is messages.Confirm and book.peer.join.nonce == peer.join.nonce:
         return
-    worst = book.lineage.holders[peer.join.learner].worst
+    worst = book.lineage.holders[peer.join.learner].max_strikes
     if 0 < self.config.strikes <= worst:
       return  # quarantined
     if now_ns - peer.heard_ns < self.config.lease_ns:
@@ -122,7 +122,7 @@ class RefusedWithReason(invariant.Invariant):
         true = (
           holder is not None
           and peer.join.nonce == holder.nonce
-          and (0 < self.config.strikes <= holder.worst)
+          and (0 < self.config.strikes <= holder.max_strikes)
         )
       case 'ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce

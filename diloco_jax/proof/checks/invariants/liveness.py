@@ -18,12 +18,12 @@ class NoStepWaits(invariant.Invariant):
   @invariant.on(LEARNER, actions.Step)
   def step(self, book, now_ns, step, event):
     if book.running or not book.may_step or book.ending:
-      self.fail(book, step, f'its clock is {book.step}, its limit {book.limit}')
+      self.fail(book, step, f'its clock is {book.clock}, its limit {book.limit}')
 
   @invariant.after(LEARNER, EVERY)
   def turn(self, book, now_ns, event, out):
     if not book.running and book.may_step and not book.ending and not book.exited:
-      self.fail(book, event, f'no step runs at {book.step}')
+      self.fail(book, event, f'no step runs at {book.clock}')
 
 
 class DecidedInTime(invariant.Invariant):
@@ -105,7 +105,7 @@ class MergesAgain(invariant.Invariant):
       self._before = self._clock(), list(book.lineage.versions)
 
   def _clock(self) -> int:
-    steps = [book.step for book in self.run.learners.values()]
+    steps = [book.clock for book in self.run.learners.values()]
     return max([self.run.syncer.lineage.opened, *steps])
 
   def finished(self, now_ns):
@@ -260,10 +260,10 @@ class QueuesDrain(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
-    if book.exited and (book.handles or book.merges or book.saving):
-      self.fail(book, book.handles, book.gathers)
+    if book.exited and (book.payload_ids or book.merges or book.saving):
+      self.fail(book, book.payload_ids, book.gathers)
 
   @invariant.after(LEARNER, EVERY)
   def learner(self, book, now_ns, event, out):
-    if book.exited and (book.handles or book.running or book.saving):
-      self.fail(book, book.handles)
+    if book.exited and (book.payload_ids or book.running or book.saving):
+      self.fail(book, book.payload_ids)

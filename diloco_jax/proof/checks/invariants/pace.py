@@ -46,7 +46,7 @@ class Pace(invariant.Invariant):
     ready = 0
     for peer in book.members.values():
       holder = book.lineage.holders[peer.join.learner]
-      ready += peer.caught_up and (holder.step >= sync or holder.done)
+      ready += peer.caught_up and (holder.clock >= sync or holder.done)
     if ready >= self.config.quorum:
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
 
@@ -54,7 +54,7 @@ class Pace(invariant.Invariant):
     ready = 0
     for peer in book.members.values():
       holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
-      step = holder.step if learner is None else max(holder.step, learner.step)
+      step = holder.clock if learner is None else max(holder.clock, learner.clock)
       ready += peer.caught_up and (step >= sync or step >= self.config.total_steps)
     if ready < self.config.quorum:
       self.fail(f'sync {sync}, {ready} learners are ready')

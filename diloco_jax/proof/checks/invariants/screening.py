@@ -53,7 +53,7 @@ class Quarantine(invariant.Invariant):
   )
 
   def _is_quarantined(self, book, peer):
-    worst = book.lineage.holders[peer.join.learner].worst
+    worst = book.lineage.holders[peer.join.learner].max_strikes
     return 0 < self.config.strikes <= worst
 
   def _check_members(self, book):

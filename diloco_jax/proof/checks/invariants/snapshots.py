@@ -93,7 +93,7 @@ class ManifestIsTrue(_Snapshots):
     if taking is None or write.snapshot != taking.number:
       self.fail(write, 'no such snapshot is being taken')
     own = taking.own
-    if own is None or own.error or _name(own) != _name(write) or own.step != write.step:
+    if own is None or own.error or _name(own) != _name(write) or own.clock != write.clock:
       self.fail(write, f'the syncer saved {own}')
     named, missing = {part.learner for part in write.parts}, dict(write.missing)
     if named & missing.keys() or named | missing.keys() != taking.asked.keys():
@@ -168,7 +168,8 @@ class PartsAreACut(invariant.Invariant):
   def begins(self, book, now_ns, save, event):
     if save.snapshot is not None:
       self.trained[book.life.number, save.snapshot] = {
-        (learner, incarnation): row['trained'] for learner, incarnation, row in save.books['ledger']
+        (learner, incarnation): row['trained']
+        for learner, incarnation, row in save.machine_state['ledger']
       }
 
   @invariant.on(SYNCER, actions.WriteManifest)
@@ -211,7 +212,7 @@ class PinsStay(invariant.Invariant):
     self._keeps(book, send.message)
 
   def _keeps(self, book, what):
-    before = (book.life.start.snapshot or {}).get(syncer_machine.MANIFESTS, ())
+    before = (book.life.start.state or {}).get(syncer_machine.MANIFESTS, ())
     newest = sorted({*before, *self.written.get(book.life.number, ())})[-KEPT:]
     if not set(newest) <= set(what.keep):
       self.fail(what, f'the newest manifests are {newest}')

@@ -16,8 +16,8 @@ class HonestLearner(invariant.Invariant):
 
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):
-    said, snapshot = send.message, book.handles[send.handle]
-    true = (snapshot.sync, snapshot.fragment, snapshot.version, snapshot.steps, *snapshot.told)
+    said, capture = send.message, book.payload_ids[send.payload_id]
+    true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.told)
     if true != (
       said.sync,
       said.fragment,
@@ -26,13 +26,13 @@ class HonestLearner(invariant.Invariant):
       said.tokens_from,
       said.tokens_to,
     ):
-      self.fail(book, said, snapshot)
+      self.fail(book, said, capture)
 
   @invariant.on(LEARNER, messages.Progress)
   def progress(self, book, now_ns, send, event):
     said = send.message
-    true = book.step, book.told_steps, book.told_tokens, book.step >= self.config.total_steps
-    if (said.step, said.steps, said.tokens, said.finished) != true:
+    true = book.clock, book.told_steps, book.told_tokens, book.clock >= self.config.total_steps
+    if (said.clock, said.steps, said.tokens, said.finished) != true:
       self.fail(book, said, true)
 
   @invariant.on(LEARNER, messages.Confirm)
@@ -41,15 +41,15 @@ class HonestLearner(invariant.Invariant):
     continues = said.incarnation == book.incarnation
     true = (book.told_steps, book.told_tokens) if continues else (0, 0)
     held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
-    if (said.steps, said.tokens) != true or said.step != book.step:
-      self.fail(book, said, true, book.step)
+    if (said.steps, said.tokens) != true or said.clock != book.clock:
+      self.fail(book, said, true, book.clock)
     if tuple((one.version, one.digest) for one in said.held) != held:
       self.fail(book, said, held)
 
   @invariant.on(LEARNER, actions.Step)
   def step(self, book, now_ns, step, event):
-    if step.step != book.step:
-      self.fail(book, step, f'its clock is {book.step}')
+    if step.clock != book.clock:
+      self.fail(book, step, f'its clock is {book.clock}')
 
 
 class HonestDigests(invariant.Invariant):
@@ -87,7 +87,7 @@ class TokensConserved(invariant.Invariant):
   def merge(self, book, now_ns, merge, event):
     gather = book.gathers[merge.sync]
     for one in merge.participants:
-      peer, said = gather.payloads[one.handle]
+      peer, said = gather.payloads[one.payload_id]
       true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps
       if (one.learner, one.tokens, one.steps) != true:
         self.fail(one, said)
@@ -204,7 +204,7 @@ class Verdicts(invariant.Invariant):
         age = lineage.versions[said.fragment] - message.version
         true = not 0 <= age <= self.config.max_staleness
       case Reason.DUPLICATE:
-        merged = lineage.batches.get((message.stream, said.fragment), 0)  # of its data shard
+        merged = lineage.batches.get((message.shard, said.fragment), 0)  # of its data shard
         true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
           message.cursor - message.steps < merged
         )
@@ -226,7 +226,7 @@ class Verdicts(invariant.Invariant):
   @invariant.after(SYNCER, messages.Contribution)
   def answered(self, book, now_ns, event, out):
     peer, message = book.peer, event.message
-    if event.handle in book.pending or not peer.joined or not peer.member or book.exiting:
+    if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
       return
     gather = book.gathers.get(message.sync)
     held = gather.payloads.values() if gather is not None else ()
@@ -267,7 +267,7 @@ class Finite(invariant.Invariant):
   @invariant.after(LEARNER, events.Encoded)
   def encoded(self, book, now_ns, event, out):
     """A learner declines a refused capture on the session that asked for it."""
-    if event.handle is None and book.joined and book.last_encoded.session == book.session:
+    if event.payload_id is None and book.joined and book.last_encoded.session == book.session:
       for action in out:
         if (
           type(action) is actions.Send
@@ -310,19 +310,22 @@ class Bounded(invariant.Invariant):
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
     message, peer = send.message, book.peers[send.session]
-    if message.base_version is not None and len(peer.on_way[message.fragment]) >= published.AHEAD:
-      self.fail(send, peer.on_way)
+    if (
+      message.base_version is not None
+      and len(peer.versions_in_flight[message.fragment]) >= published.MAX_VERSIONS_IN_FLIGHT
+    ):
+      self.fail(send, peer.versions_in_flight)
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
-    if len(book.handles) != len(book.pending):
-      self.fail(f'payloads {book.handles - book.pending.keys()} belong to no sync')
+    if len(book.payload_ids) != len(book.pending):
+      self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
     if len(book.gathers) > self.config.in_flight:
       self.fail(book.gathers)
 
   @invariant.after(SYNCER, messages.Contribution)
   def contribution(self, book, now_ns, event, out):
-    gather = book.pending.get(event.handle)
+    gather = book.pending.get(event.payload_id)
     if gather is not None and len(gather.payloads) > len(
       {peer.join.learner for peer, _ in gather.payloads.values()}
     ):
@@ -330,8 +333,8 @@ class Bounded(invariant.Invariant):
 
   @invariant.after(LEARNER, EVERY)
   def learner(self, book, now_ns, event, out):
-    if book.handles and not book.running:
-      self.fail(book, book.handles)
+    if book.payload_ids and not book.running:
+      self.fail(book, book.payload_ids)
 
   @invariant.on(LEARNER, actions.Encode)
   def encode(self, book, now_ns, encode, event):

@@ -38,7 +38,7 @@ class Diagrams:
     self._processes: dict[int, _Process] = collections.defaultdict(_Process)
 
   def moves(
-    self, life: observers.Life, event: events.Event, out: Sequence[actions.Action]
+    self, life: observers.ObservedProcess, event: events.Event, out: Sequence[actions.Action]
   ) -> Iterator[Move]:
     """The moves that a turn has made, drawn or not."""
     process = self._processes[life.number]

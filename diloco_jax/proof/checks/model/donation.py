@@ -18,7 +18,7 @@ class Promise:
   """One transfer: the joiner, the vector clock it was given, and the donor that was asked."""
 
   peer: Any
-  step: int
+  clock: int
   versions: tuple[int, ...]
   since_ns: int
   donor: Any = None
@@ -42,10 +42,10 @@ def giving(book) -> set[int]:
 def promises(book, now_ns: int, send: actions.Send, event: Any) -> None:
   message = send.message
   peer = book.peers[send.session]
-  peer.awaits = message.donation
+  peer.awaited_transfer = message.donation
   if message.donation:
     book.promises[message.donation] = Promise(
-      peer, message.step, tuple(book.lineage.versions), now_ns
+      peer, message.clock, tuple(book.lineage.versions), now_ns
     )
     book.waiting.add(message.donation)
 
@@ -65,7 +65,7 @@ def answer(book, now_ns: int, what: Any, other: Any) -> None:
     return
   message = what.message
   if type(message) is messages.Donation:
-    book.handles.add(what.handle)
+    book.payload_ids.add(what.payload_id)
   if book.asked.get(what.session) == message.transfer:
     del book.asked[what.session]
     promise = book.promises[message.transfer]
@@ -76,8 +76,14 @@ def answer(book, now_ns: int, what: Any, other: Any) -> None:
 
 def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
   peer, transfer = book.peer, event.message.transfer
-  if peer.joined and peer.member and not book.exiting and peer.awaits == transfer and transfer:
-    peer.awaits = 0
+  if (
+    peer.joined
+    and peer.member
+    and not book.exiting
+    and peer.awaited_transfer == transfer
+    and transfer
+  ):
+    peer.awaited_transfer = 0
     book.promises[transfer].open = False
 
 
@@ -97,24 +103,24 @@ def welcomed(book, now_ns: int, event: events.Received, out: Sequence) -> None:
   message = event.message
   if event.session != book.session or book.welcomed_on == event.session:
     return
-  book.welcomed_on, book.awaits = event.session, message.donation
+  book.welcomed_on, book.awaited_transfer = event.session, message.donation
   if message.donation and book.deadline_ns is None and not book.way:
     book.deadline_ns = now_ns + book.config.donor_wait_ns + book.config.lease_ns
-  if not (message.donation or message.step or book.life.start.snapshot or book.taking or book.way):
+  if not (message.donation or message.clock or book.life.start.state or book.taking or book.way):
     book.way = Way.START
   book.begin()
 
 
 def hung_up(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
   if gone.session == book.session:
-    book.awaits = 0
+    book.awaited_transfer = 0
 
 
 def heard(book, now_ns: int, what: Any, other: Any) -> None:
   """A Donation or NoDonation, received as a joiner or sent as a donor."""
   if type(what) is events.Received and what.session == book.session:
-    if type(what.message) is messages.NoDonation and what.message.transfer == book.awaits:
-      book.awaits = 0
+    if type(what.message) is messages.NoDonation and what.message.transfer == book.awaited_transfer:
+      book.awaited_transfer = 0
 
 
 def takes(book, now_ns: int, take: actions.TakeMoments, event: Any) -> None:

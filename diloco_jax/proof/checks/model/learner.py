@@ -46,13 +46,16 @@ class LearnerBook:
   incarnation began (a syncer that was rolled back may give a process a second incarnation)."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, schedule: schedule_lib.Schedule, life: observers.Life
+    self,
+    config: config_lib.ProtocolConfig,
+    schedule: schedule_lib.Schedule,
+    life: observers.ObservedProcess,
   ):
-    digests = life.start.digests if life.start.snapshot is None else None
+    digests = life.start.digests if life.start.state is None else None
     self.life, self.config, self.schedule = life, config, schedule
     self.learner, self.nonce = life.start.identity.learner, life.start.identity.nonce
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
-    self.step = self.incarnation = self.session = 0
+    self.clock = self.incarnation = self.session = 0
     self.joined = self.ever_joined = self.training = self.running = self.saving = False
     self.ending = self.finished = self.exited = False
     self.refused: messages.Refused | None = None
@@ -64,16 +67,16 @@ class LearnerBook:
     self.pulled_to: dict[int, int] = {}  # the newest, answered or not
     self.encoding: collections.deque[Snapshot] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
-    self.handles: dict[int, Any] = {}  # of a Publish or a Snapshot
+    self.payload_ids: dict[int, Any] = {}  # of a Publish or a Snapshot
     # How it obtained its moments (model/donation.py); '': it has not begun to train.
-    self.way, self.awaits, self.welcomed_on, self.taking = '', 0, 0, False
+    self.way, self.awaited_transfer, self.welcomed_on, self.taking = '', 0, 0, False
     self.deadline_ns: int | None = None
     self.last_encoded: Snapshot | None = None
     self.last_adopted: Anchor | None = None
     self.reads: list[Batches] = []  # all that it ever trained on, range after range
     self.at: Range | None = None  # data shard and next batch
     self.claim: Range | None = None  # the position that it reported
-    self.lease: Range | None = None  # where it is to read next
+    self.next_position: Range | None = None  # where it is to read next
     self.limit = 0
     self._set_limit()
 
@@ -99,9 +102,9 @@ class LearnerBook:
   @property
   def may_step(self) -> bool:
     """Whether the settings allow a step and the process was not asked to end."""
-    if not self.training or self.ending or self.step >= self.config.total_steps:
+    if not self.training or self.ending or self.clock >= self.config.total_steps:
       return False
-    return self.config.lag is None or self.step < self.limit
+    return self.config.lag is None or self.clock < self.limit
 
   def _set_limit(self) -> None:
     """Lock-step modes: the clock at which it waits."""
@@ -112,10 +115,10 @@ class LearnerBook:
   def last_reads(self, steps: int) -> tuple[Batches, ...]:
     """The batches of the last `steps` steps."""
     found: list[Batches] = []
-    for stream, first, end in reversed(self.reads):
+    for shard, first, end in reversed(self.reads):
       if steps <= 0:
         break
-      found.append((stream, max(first, end - steps), end))
+      found.append((shard, max(first, end - steps), end))
       steps -= end - first
     return tuple(reversed(found))
 
@@ -123,13 +126,13 @@ class LearnerBook:
 
   def step_done(self, now_ns: int, done: events.StepDone, out: Sequence) -> None:
     self.running = False
-    (stream, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
-    if (last[0], last[2]) == (stream, batch):
+    (shard, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
+    if (last[0], last[2]) == (shard, batch):
       self.reads.pop()
       batch = last[1]
-    self.reads.append((stream, batch, self.at[1] + 1))
-    self.at = stream, self.at[1] + 1
-    self.steps, self.step, self.tokens = self.steps + 1, self.step + 1, self.tokens + done.tokens
+    self.reads.append((shard, batch, self.at[1] + 1))
+    self.at = shard, self.at[1] + 1
+    self.steps, self.clock, self.tokens = self.steps + 1, self.clock + 1, self.tokens + done.tokens
 
   def hung_up(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
     if gone.session == self.session:
@@ -142,15 +145,15 @@ class LearnerBook:
     if event.session != self.session or self.joined:
       return  # of an old session, or a duplicate
     self.joined = self.ever_joined = True
-    if (message.stream, message.cursor) != self.claim:
-      self.lease = message.stream, message.cursor
+    if (message.shard, message.cursor) != self.claim:
+      self.next_position = message.shard, message.cursor
     if message.incarnation != self.incarnation:
       self.incarnation = message.incarnation
       self.base_tokens, self.base_steps = self.tokens, self.steps
-    self.step, self.due = max(self.step, message.step), set(message.due)
+    self.clock, self.due = max(self.clock, message.clock), set(message.due)
     for p, anchor in enumerate(self.anchors):
       anchor.contributed = 0
-      anchor.ended = message.step if p in self.due else max(anchor.ended, message.step)
+      anchor.ended = message.clock if p in self.due else max(anchor.ended, message.clock)
     self._set_limit()
     self.begin()
 
@@ -164,7 +167,7 @@ class LearnerBook:
       self.pulls[p] = self.pulled_to[p] = sync
 
   def published(self, now_ns: int, event: events.Received, out: Sequence) -> None:
-    self.handles[event.handle] = event.message
+    self.payload_ids[event.payload_id] = event.message
 
   def settled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     message = event.message
@@ -190,9 +193,9 @@ class LearnerBook:
       self.refused = event.message
 
   def encoded(self, now_ns: int, event: events.Encoded, out: Sequence) -> None:
-    snapshot = self.last_encoded = self.encoding.popleft()
-    if event.handle is not None:
-      self.handles[event.handle] = snapshot
+    capture = self.last_encoded = self.encoding.popleft()
+    if event.payload_id is not None:
+      self.payload_ids[event.payload_id] = capture
 
   def adopt_done(self, now_ns: int, done: events.AdoptDone, out: Sequence) -> None:
     anchor = self.last_adopted = self.adopting.popleft()
@@ -212,11 +215,11 @@ class LearnerBook:
     self.running = True
 
   def confirms(self, now_ns: int, send: actions.Send, event: Any) -> None:
-    stream, cursor = send.message.stream, send.message.cursor
-    self.claim = None if stream is None else (stream, cursor)
+    shard, cursor = send.message.shard, send.message.cursor
+    self.claim = None if shard is None else (shard, cursor)
 
-  def uses(self, now_ns: int, use: actions.UseStream, event: Any) -> None:
-    self.at, self.lease = (use.stream, use.cursor), None
+  def uses(self, now_ns: int, use: actions.UseShard, event: Any) -> None:
+    self.at, self.next_position = (use.shard, use.cursor), None
     for anchor in self.anchors if use.rewind else ():
       anchor.tokens, anchor.steps = self.tokens, self.steps
 
@@ -242,14 +245,14 @@ class LearnerBook:
       del self.pulls[send.message.fragment]
 
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
-    publish, p = self.handles.pop(adopt.handle), adopt.fragment
+    publish, p = self.payload_ids.pop(adopt.payload_id), adopt.fragment
     ended = max(self.anchors[p].ended, publish.sync)
     self.anchors[p] = Anchor(publish.version, publish.digest, self.tokens, self.steps, ended=ended)
     self.adopting.append(self.anchors[p])
     self._set_limit()
     if p in self.pulls and self.pulls[p] <= publish.sync:
       del self.pulls[p]
-    self.step = max(self.step, publish.sync)
+    self.clock = max(self.clock, publish.sync)
     self.due.discard(p)
     self.begin()
 
@@ -257,7 +260,7 @@ class LearnerBook:
     self.saving = True
 
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
-    self.handles.pop(drop.handle, None)
+    self.payload_ids.pop(drop.payload_id, None)
 
   def exits(self, now_ns: int, action: actions.Exit, event: Any) -> None:
     self.exited, self.running = True, False
@@ -281,7 +284,7 @@ LEARNER_ACTIONS: dict[type, Callable] = {
   actions.Dial: LearnerBook.dialled,
   actions.Step: LearnerBook.steps_on,
   actions.Encode: LearnerBook.encodes,
-  actions.UseStream: LearnerBook.uses,
+  actions.UseShard: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,
   actions.Save: LearnerBook.saves,
   actions.Drop: LearnerBook.drops,

@@ -17,7 +17,7 @@ from diloco_jax.protocol import actions, messages
 
 Reason = messages.Reason
 Range = tuple[int, int]
-KEPT = 16  # commits of a fragment whose norms are remembered
+NORMS_KEPT = 16  # commits of a fragment whose norms are remembered
 
 
 @dataclasses.dataclass(slots=True)
@@ -76,14 +76,14 @@ class Holder:
   incarnation: int
   left: bool = False
   replaced: tuple[int, ...] = ()
-  step: int = 0
+  clock: int = 0
   done: bool = False  # with its last step
   strikes: int = 0  # of its updates in a row that were refused
-  worst: int = 0  # the most of them
+  max_strikes: int = 0  # the most of them
 
-  def struck(self) -> None:
+  def add_strike(self) -> None:
     self.strikes += 1
-    self.worst = max(self.worst, self.strikes)
+    self.max_strikes = max(self.max_strikes, self.strikes)
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,9 +118,9 @@ class Lineage:
       batches=dict(self.batches),
     )
 
-  def committed(self, stream: int) -> int:
+  def committed(self, shard: int) -> int:
     """The first batch that no merge has covered for any fragment."""
-    return max((end for (of, _), end in self.batches.items() if of == stream), default=0)
+    return max((end for (of, _), end in self.batches.items() if of == shard), default=0)
 
   def account(self, learner: str, incarnation: int) -> Account:
     key = learner, incarnation
@@ -163,7 +163,7 @@ class Saved:
   """A checkpoint that a syncer asked for; `undecided` are its open syncs, `position` is the last
   record that it covers; `closed`: every sync was over; `verified`: it was written and read back."""
 
-  snapshot: dict[str, Any]
+  machine_state: dict[str, Any]
   lineage: Lineage
   undecided: tuple[int, ...]
   position: int
@@ -196,13 +196,13 @@ class Record:
     else:
       lineage.versions[p] += 1
       lineage.digests[p], lineage.last_sync[p] = self.digest, self.merge.sync
-    for one, (stream, _, end) in zip(self.merge.participants, self.batches):
+    for one, (shard, _, end) in zip(self.merge.participants, self.batches):
       if self.failed or one.learner in self.refused:
         account = lineage.account(one.learner, one.incarnation)
         account.merged -= one.tokens
         account.discard(one.tokens, Reason.BAD_VALUE)
       else:
-        lineage.batches[stream, p] = max(end, lineage.batches.get((stream, p), 0))
+        lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
     self._screen(lineage)
 
   def _screen(self, lineage: Lineage) -> None:
@@ -213,14 +213,14 @@ class Record:
       present = holder.incarnation == one.incarnation
       if one.learner in self.refused:
         if present:
-          holder.struck()
+          holder.add_strike()
       elif not self.failed:
         good.append((norm, one.steps))
         if present:
           holder.strikes = 0
     if good:
       p = self.merge.fragment
-      lineage.norms[p] = (*lineage.norms.get(p, ()), medians(good))[-KEPT:]
+      lineage.norms[p] = (*lineage.norms.get(p, ()), medians(good))[-NORMS_KEPT:]
 
 
 def medians(pairs: Sequence[Range]) -> Range:
@@ -229,40 +229,48 @@ def medians(pairs: Sequence[Range]) -> Range:
   return sorted(norms)[len(pairs) // 2], sorted(steps)[len(pairs) // 2]
 
 
-def difference(snapshot: dict[str, Any], lineage: Lineage) -> str:
+def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
   """Describes the first difference between a syncer's machine state and the truth; '' if none."""
   true: dict[str, Any] = {
     name: getattr(lineage, name) for name in ('versions', 'digests', 'last_sync', 'next', 'opened')
   }
-  said = {name: snapshot[name] for name in true}
+  said = {name: machine_state[name] for name in true}
   said['members'] = {
     row['learner']: (
       row['nonce'],
       row['incarnation'],
       row['left'],
-      row['step'],
+      row['clock'],
       tuple(row['replaced']),
       row['strikes'],
-      row['worst'],
+      row['max_strikes'],
     )
-    for row in snapshot['members']
+    for row in machine_state['members']
   }
   true['members'] = {
-    name: (one.nonce, one.incarnation, one.left, one.step, one.replaced, one.strikes, one.worst)
+    name: (
+      one.nonce,
+      one.incarnation,
+      one.left,
+      one.clock,
+      one.replaced,
+      one.strikes,
+      one.max_strikes,
+    )
     for name, one in lineage.holders.items()
   }
   said['ledger'] = {
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
-    for learner, incarnation, row in snapshot['ledger']
+    for learner, incarnation, row in machine_state['ledger']
   }
   true['ledger'] = {
     key: (one.trained, one.merged, one.cursors, one.discarded)
     for key, one in lineage.accounts.items()
   }
   counts = 'synced', 'cancelled', 'repaired'
-  said['counts'] = tuple(snapshot['counts'][name] for name in counts)
+  said['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
-  said['norms'] = [[tuple(pair) for pair in window] for window in snapshot['norms']]
+  said['norms'] = [[tuple(pair) for pair in window] for window in machine_state['norms']]
   true['norms'] = [list(lineage.norms.get(p, ())) for p in range(len(lineage.versions))]
   for name, value in true.items():
     if said[name] != value:

@@ -53,7 +53,7 @@ class Run:
     self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
-  def born(self, life: observers.Life) -> Book:
+  def born(self, life: observers.ObservedProcess) -> Book:
     """A new process. Raises NotTheirs if a syncer continues from a wrong state."""
     if life.start.role == 'learner':
       book = learner_book.LearnerBook(self.config, self.schedule, life)
@@ -102,15 +102,15 @@ class Run:
 
   def _found(self, start: Any) -> tuple[int, lineage_book.Lineage]:
     """The record after which a syncer continues, and what is true there."""
-    if start.snapshot is None:
+    if start.state is None:
       number, lineage = 0, self._first(start.digests)
     else:
-      found = (self._at(number, start.snapshot) for number in range(len(self.records), -1, -1))
+      found = (self._at(number, start.state) for number in range(len(self.records), -1, -1))
       number, lineage = next((one for one in found if one is not None), (None, None))
-    versions = [0] * self.config.fragments if number == 0 else start.snapshot['versions']
+    versions = [0] * self.config.fragments if number == 0 else start.state['versions']
     behind = any(now < spoken for now, spoken in zip(versions, self.spoken))
     if number is None:
-      raise NotTheirs(self._nearest(start.snapshot), behind and not self.repaired)
+      raise NotTheirs(self._nearest(start.state), behind and not self.repaired)
     first = self.told if self.durable is None else max(self.told, self.durable)
     if not self.repaired and (number < first or behind):
       raise NotTheirs(f'it continues after record {number}, {first} are durable', True)
@@ -118,47 +118,49 @@ class Run:
       raise NotTheirs(f'it continues after record {number}, {first} are durable', False)
     return number, lineage
 
-  def _at(self, number: int, snapshot: dict[str, Any]) -> tuple[int, lineage_book.Lineage] | None:
+  def _at(
+    self, number: int, machine_state: dict[str, Any]
+  ) -> tuple[int, lineage_book.Lineage] | None:
     """The record and the lineage, if a machine state is what is true after that record."""
     for saved in reversed(self.saved):
-      if saved.position == number and _same(saved.snapshot, snapshot):
-        return number, self._reopened(self._ended(saved), saved.undecided)
-    if not number or not self._knows(snapshot, self.records[number - 1]):
+      if saved.position == number and _same(saved.machine_state, machine_state):
+        return number, self._reopened(self._after_end(saved), saved.undecided)
+    if not number or not self._knows(machine_state, self.records[number - 1]):
       return None
-    twin = self._twin(number, snapshot)
-    if twin is not None and not lineage_book.difference(snapshot, twin):
+    twin = self._twin(number, machine_state)
+    if twin is not None and not lineage_book.difference(machine_state, twin):
       return number, self._reopened(twin, self.records[number - 1].undecided)
     return None
 
-  def _knows(self, snapshot: dict[str, Any], record: lineage_book.Record) -> bool:
+  def _knows(self, machine_state: dict[str, Any], record: lineage_book.Record) -> bool:
     """Whether a machine state knows all participants of the outer steps in progress at a record."""
-    members = {row['learner'] for row in snapshot['members']}
+    members = {row['learner'] for row in machine_state['members']}
     return all(
       one.learner in members
       for under_way in record.under_way
       for one in under_way.merge.participants
     )
 
-  def _twin(self, number: int, snapshot: dict[str, Any]) -> lineage_book.Lineage | None:
+  def _twin(self, number: int, machine_state: dict[str, Any]) -> lineage_book.Lineage | None:
     """What is true after a record for a syncer that decided nothing more."""
     record = self.records[number - 1]
-    twin = self._ended(record)
+    twin = self._after_end(record)
     for one in record.under_way:
       p = one.merge.fragment
       if one.digest is None:  # unknown: take it from the machine state
-        made = snapshot['versions'][p] == one.merge.version
-        one.digest, one.failed = snapshot['digests'][p], '' if made else 'unknown'
-        one.refused = _struck(one, twin, snapshot)
+        made = machine_state['versions'][p] == one.merge.version
+        one.digest, one.failed = machine_state['digests'][p], '' if made else 'unknown'
+        one.refused = _newly_struck(one, twin, machine_state)
       one.end(twin)
       if not one.norms:
-        _believe(one, twin, snapshot)
+        _believe(one, twin, machine_state)
     return twin
 
   def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
     """The sync that a syncer opens first if it starts there."""
     return min([behind.lineage.next, *self._closing(behind.undecided)])
 
-  def _ended(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
+  def _after_end(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
     """What is true once the process has ended, and its open syncs with it."""
     lineage = behind.lineage.copy()
     for sync in behind.undecided:
@@ -182,13 +184,13 @@ class Run:
   def _closing(self, syncs: Sequence[int]) -> list[int]:
     return [sync for sync in syncs if sync > self.config.total_steps]
 
-  def _nearest(self, snapshot: dict[str, Any]) -> str:
+  def _nearest(self, machine_state: dict[str, Any]) -> str:
     """Describes how a machine state differs from what is true after the last record."""
     if not self.records:
       return 'there is no record and no checkpoint'
-    if not self._knows(snapshot, self.records[-1]):
+    if not self._knows(machine_state, self.records[-1]):
       return 'it does not know learners whose outer step was in progress'
-    return lineage_book.difference(snapshot, self._twin(len(self.records), snapshot))
+    return lineage_book.difference(machine_state, self._twin(len(self.records), machine_state))
 
   def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
     zeros = [0] * self.config.fragments
@@ -197,11 +199,11 @@ class Run:
     )
 
 
-def _struck(
-  record: lineage_book.Record, before: lineage_book.Lineage, snapshot: dict[str, Any]
+def _newly_struck(
+  record: lineage_book.Record, before: lineage_book.Lineage, machine_state: dict[str, Any]
 ) -> tuple[str, ...]:
   """The learners refused in an outer step known only from a machine state: strikes went up."""
-  strikes = {row['learner']: row['strikes'] for row in snapshot['members']}
+  strikes = {row['learner']: row['strikes'] for row in machine_state['members']}
   return tuple(
     one.learner
     for one in record.merge.participants
@@ -210,18 +212,21 @@ def _struck(
 
 
 def _believe(
-  record: lineage_book.Record, after: lineage_book.Lineage, snapshot: dict[str, Any]
+  record: lineage_book.Record, after: lineage_book.Lineage, machine_state: dict[str, Any]
 ) -> None:
   """Takes strikes and norms after an outer step from the machine state, their only source."""
-  rows, p = {row['learner']: row for row in snapshot['members']}, record.merge.fragment
+  rows, p = {row['learner']: row for row in machine_state['members']}, record.merge.fragment
   for one in record.merge.participants:
     holder = after.holders[one.learner]
-    holder.strikes, holder.worst = rows[one.learner]['strikes'], rows[one.learner]['worst']
-  after.norms[p] = tuple(tuple(pair) for pair in snapshot['norms'][p])
+    holder.strikes, holder.max_strikes = (
+      rows[one.learner]['strikes'],
+      rows[one.learner]['max_strikes'],
+    )
+  after.norms[p] = tuple(tuple(pair) for pair in machine_state['norms'][p])
 
 
-def _same(saved: dict[str, Any], snapshot: dict[str, Any]) -> bool:
+def _same(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:
   """Whether two machine states are equal except for what belongs to the moment: `merging` (empty
   when a syncer starts or saves), the list of run snapshots, and the age of the state."""
   moment = {'merging': [], syncer_machine.MANIFESTS: [], recovery.UNSAVED: 0}
-  return {**saved, **moment} == {**snapshot, **moment}
+  return {**saved, **moment} == {**machine_state, **moment}

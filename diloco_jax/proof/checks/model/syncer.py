@@ -29,23 +29,25 @@ class Peer:
   joined: bool = False  # it was sent Joined
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
-  awaits: int = 0  # the donation that was promised to it, until it reports that it is done
+  awaited_transfer: int = (
+    0  # the donation that was promised to it, until it reports that it is done
+  )
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
-  on_way: dict[int, list[int]] = dataclasses.field(
+  versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
-  lease: Range | None = None  # the position that it was given
+  next_position: Range | None = None  # the position that it was given
 
   @property
   def caught_up(self) -> bool:
-    return self.joined and self.member and not self.due and not self.awaits
+    return self.joined and self.member and not self.due and not self.awaited_transfer
 
 
 @dataclasses.dataclass(slots=True)
 class Gather:
-  """One open sync: the learners it waits for, and its payloads by `handle`."""
+  """One open sync: the learners it waits for, and its payloads by `payload_id`."""
 
   sync: int
   fragment: int
@@ -101,14 +103,14 @@ class Window:
 class SyncerBook:
   """One syncer's process."""
 
-  def __init__(self, run: Any, life: observers.Life, lineage: lineage_book.Lineage):
+  def __init__(self, run: Any, life: observers.ObservedProcess, lineage: lineage_book.Lineage):
     self.run, self.life, self.lineage = run, life, lineage
     self.config, self.schedule = run.config, run.schedule
     self.peers: dict[int, Peer] = {}
     self.members: dict[str, Peer] = {}
     self.gathers: dict[int, Gather] = {}
-    self.pending: dict[int, Gather] = {}  # handle: the sync that holds it
-    self.handles: set[int] = set()
+    self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
+    self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
     self.promises: dict[int, Any] = {}  # by transfer (model/donation.py)
     self.waiting: set[int] = set()  # those that may still be open
@@ -120,7 +122,7 @@ class SyncerBook:
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
     self.first = lineage.next  # the sync that it opens first
-    self.farewell = self.over  # the disk shows that the run is over
+    self.end_is_durable = self.over  # the disk shows that the run is over
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -193,10 +195,10 @@ class SyncerBook:
       )
     elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
-    holder.left, holder.step = False, max(holder.step, confirm.step)
+    holder.left, holder.clock = False, max(holder.clock, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
     peer.held = confirm.held
-    peer.claim = None if confirm.stream is None else (confirm.stream, confirm.cursor)
+    peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
     self.account(peer).train(confirm.tokens)
 
@@ -205,7 +207,7 @@ class SyncerBook:
     if not self._counts(peer):
       return
     holder = self.lineage.holders[peer.join.learner]
-    holder.step, holder.done = max(holder.step, message.step), holder.done or message.finished
+    holder.clock, holder.done = max(holder.clock, message.clock), holder.done or message.finished
     self.longest_step_ns = max(self.longest_step_ns, message.step_ns)
     self.window.step(peer.join.nonce, message.step_ns)
     self.account(peer).train(message.tokens)
@@ -215,17 +217,17 @@ class SyncerBook:
 
   def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     """The payload is held unless the syncer drops it in this turn; Settled then has the verdict."""
-    handle, message, peer = event.handle, event.message, self.peer
-    self.handles.add(handle)
+    payload_id, message, peer = event.payload_id, event.message, self.peer
+    self.payload_ids.add(payload_id)
     if not self._counts(peer):
       return
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
-    if gather is None or any(type(a) is actions.Drop and a.handle == handle for a in out):
+    if gather is None or any(type(a) is actions.Drop and a.payload_id == payload_id for a in out):
       return
-    gather.payloads[handle] = peer, message
-    self.pending[handle] = gather
+    gather.payloads[payload_id] = peer, message
+    self.pending[payload_id] = gather
     if len(gather.payloads) == self.config.quorum and gather.quorum_ns is None:
       gather.quorum_ns = now_ns
       nonces = (member.join.nonce for member in self.members.values())
@@ -239,7 +241,7 @@ class SyncerBook:
       self.gathers[message.sync].waiting.discard(peer.join.learner)
     if message.reason == Reason.BAD_VALUE:
       self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
-      self.lineage.holders[peer.join.learner].struck()
+      self.lineage.holders[peer.join.learner].add_strike()
 
   def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -251,8 +253,10 @@ class SyncerBook:
       self.window.adopted(now_ns, message.fragment, message.version)
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
-      peer.on_way[message.fragment] = [
-        version for version in peer.on_way[message.fragment] if version > message.version
+      peer.versions_in_flight[message.fragment] = [
+        version
+        for version in peer.versions_in_flight[message.fragment]
+        if version > message.version
       ]
 
   def left(self, now_ns: int, event: events.Received, out: Sequence) -> None:
@@ -274,7 +278,7 @@ class SyncerBook:
     if done.failed:
       self.window.refused(done.fragment)
     else:
-      self.handles.add(done.handle)
+      self.payload_ids.add(done.payload_id)
       self.run.publish(done.fragment, done.digest)
 
   def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
@@ -286,7 +290,7 @@ class SyncerBook:
 
   def read(self, now_ns: int, event: events.FragmentRead, out: Sequence) -> None:
     self.reads.discard(event.fragment)
-    self.handles.add(event.handle)
+    self.payload_ids.add(event.payload_id)
 
   def stop(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
     self.stopping = True
@@ -296,7 +300,7 @@ class SyncerBook:
     saved.verified = not event.error
     records = self.run.records
     logged = bool(records) and self.run.goes_on_with(records[-1]) > self.schedule.last
-    self.farewell = self.farewell or (saved.closed and (saved.verified or logged))
+    self.end_is_durable = self.end_is_durable or (saved.closed and (saved.verified or logged))
 
   # --- Actions ------------------------------------------------------------------------------------
 
@@ -307,8 +311,8 @@ class SyncerBook:
     peer = self.peers[send.session]
     peer.joined, peer.due = True, set(send.message.due)
     holder = self.lineage.holders[peer.join.learner]
-    peer.lease = send.message.stream, send.message.cursor
-    holder.step = max(holder.step, send.message.step)
+    peer.next_position = send.message.shard, send.message.cursor
+    holder.clock = max(holder.clock, send.message.clock)
     for p, held in enumerate(peer.held):
       if p not in peer.due:
         peer.sent[p] = held.version
@@ -334,26 +338,26 @@ class SyncerBook:
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
-    peer.on_way[message.fragment].append(message.version)
+    peer.versions_in_flight[message.fragment].append(message.version)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
     gather.merging, self.merges = merge, self.merges + 1
     self.window.merges(now_ns, merge.fragment, merge.version)
-    gather.merged = tuple(gather.payloads[one.handle] for one in merge.participants)
+    gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
       told = message.tokens_from, message.tokens_to
       self.account(peer).settle(merge.fragment, told, '')
       true = self.true_range(peer, message)
       if true is not None:
         self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
-      del self.pending[one.handle]
-      self.handles.discard(one.handle)
+      del self.pending[one.payload_id]
+      self.payload_ids.discard(one.payload_id)
     gather.payloads.clear()
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
-      (said.stream, said.cursor - said.steps, said.cursor) for _, said in gather.merged
+      (said.shard, said.cursor - said.steps, said.cursor) for _, said in gather.merged
     )
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
     record.number = len(self.run.records) + 1
@@ -373,11 +377,11 @@ class SyncerBook:
     self.reads.add(read.fragment)
 
   def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
-    handle = drop.handle
-    self.handles.discard(handle)
-    gather = self.pending.pop(handle, None)
+    payload_id = drop.payload_id
+    self.payload_ids.discard(payload_id)
+    gather = self.pending.pop(payload_id, None)
     if gather is not None:
-      del gather.payloads[handle]
+      del gather.payloads[payload_id]
       if len(gather.payloads) < self.config.quorum:
         gather.quorum_ns = None
 
@@ -388,7 +392,11 @@ class SyncerBook:
 
   def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
     saved = lineage_book.Saved(
-      save.books, self.lineage.copy(), self._undecided(), len(self.run.records), self._closed
+      save.machine_state,
+      self.lineage.copy(),
+      self._undecided(),
+      len(self.run.records),
+      self._closed,
     )
     self.saving.append(saved)
     self.run.saved.append(saved)
@@ -409,7 +417,7 @@ class SyncerBook:
   @property
   def _finishes(self) -> bool:
     """The syncer may tell learners now that the run is over."""
-    return self._closed and self.farewell and not self.stopping
+    return self._closed and self.end_is_durable and not self.stopping
 
   @property
   def _closed(self) -> bool:

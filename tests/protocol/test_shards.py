@@ -20,26 +20,26 @@ from tests.protocol.single import (
 )
 
 MS = engine.MS
-Lease = messages.Lease
-TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'streams': 2}
+ShardPosition = messages.ShardPosition
+TWO = {'learners': 2, 'fragments': 1, 'period': 2, 'overlap': 1, 'quorum': 1, 'shards': 2}
 
 
-def books(count: int = 3, **committed: int) -> shards.Streams:
+def books(count: int = 3, **committed: int) -> shards.Shards:
   """Shards of which some are committed (v0=5: shard 0, its first five batches) for fragment 0."""
-  made = shards.Streams(count, fragments=2)
+  made = shards.Shards(count, fragments=2)
   for name, cursor in committed.items():
     move(made, int(name[1:]), cursor)
   return made
 
 
-def said(stream: int, cursor: int, fragment: int = 0, steps: int = 1) -> messages.Contribution:
+def said(shard: int, cursor: int, fragment: int = 0, steps: int = 1) -> messages.Contribution:
   return dataclasses.replace(
-    contribution(stream=stream), cursor=cursor, fragment=fragment, steps=steps
+    contribution(shard=shard), cursor=cursor, fragment=fragment, steps=steps
   )
 
 
-def move(made: shards.Streams, stream: int, cursor: int, fragment: int = 0) -> None:
-  made.merge(99, fragment, [('l0', said(stream, cursor, fragment))])
+def move(made: shards.Shards, shard: int, cursor: int, fragment: int = 0) -> None:
+  made.merge(99, fragment, [('l0', said(shard, cursor, fragment))])
   made.end(99, (), made=True)
 
 
@@ -48,68 +48,70 @@ def move(made: shards.Streams, stream: int, cursor: int, fragment: int = 0) -> N
 
 def test_the_free_shard_that_is_committed_least_is_assigned_first():
   made = books(v0=5, v1=3, v2=3)
-  assert made.lease('l0', None, None, {'l0'}) == Lease(1, 3)
-  assert made.lease('l1', None, None, {'l0', 'l1'}) == Lease(2, 3)
+  assert made.assign('l0', None, None, {'l0'}) == ShardPosition(1, 3)
+  assert made.assign('l1', None, None, {'l0', 'l1'}) == ShardPosition(2, 3)
   made.check()
 
 
 def test_an_id_gets_its_own_shard_again_at_the_committed_cursor():
   made = books(v0=5)
-  made.lease('l0', None, 0, {'l0'})
+  made.assign('l0', None, 0, {'l0'})
   move(made, 0, 8)
-  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 8)
+  assert made.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 8)
 
 
 def test_a_process_that_reconnects_continues_at_its_position():
   made = books()
-  made.lease('l0', None, None, {'l0'})
-  assert made.lease('l0', Lease(0, 7), 0, {'l0'}) == Lease(0, 7)
+  made.assign('l0', None, None, {'l0'})
+  assert made.assign('l0', ShardPosition(0, 7), 0, {'l0'}) == ShardPosition(0, 7)
 
 
 def test_a_restarted_syncer_accepts_a_claim_on_an_unheld_shard():
-  assert books(v2=5).lease('l0', Lease(2, 7), None, {'l0'}) == Lease(2, 7)
+  assert books(v2=5).assign('l0', ShardPosition(2, 7), None, {'l0'}) == ShardPosition(2, 7)
 
 
 @pytest.mark.parametrize(
   'claim',
-  [Lease(2, 4), Lease(1, 9), Lease(3, 9)],
-  ids=['merged further since', 'read by another', 'there is no such stream'],
+  [ShardPosition(2, 4), ShardPosition(1, 9), ShardPosition(3, 9)],
+  ids=['merged further since', 'read by another', 'there is no such shard'],
 )
 def test_a_claim_that_does_not_hold_is_not_kept(claim):
   made = books(v2=5)
-  made.lease('l1', Lease(1, 0), None, {'l1'})
-  assert made.lease('l0', claim, None, {'l0', 'l1'}) == Lease(0, 0)
+  made.assign('l1', ShardPosition(1, 0), None, {'l1'})
+  assert made.assign('l0', claim, None, {'l0', 'l1'}) == ShardPosition(0, 0)
 
 
 def test_a_disconnected_learner_keeps_its_shard_while_others_are_free():
   made = books(2)
-  made.lease('l0', None, None, {'l0'})
-  assert made.lease('l1', None, None, {'l1'}) == Lease(1, 0)
+  made.assign('l0', None, None, {'l0'})
+  assert made.assign('l1', None, None, {'l1'}) == ShardPosition(1, 0)
   move(made, 1, 4)
-  assert made.lease('l2', None, None, {'l2'}) == Lease(
+  assert made.assign('l2', None, None, {'l2'}) == ShardPosition(
     0, 0
   )  # of the two disconnected ones, the least read
-  assert made.lease('l3', None, None, {'l1', 'l2', 'l3'}) is None
+  assert made.assign('l3', None, None, {'l1', 'l2', 'l3'}) is None
   assert made.all_read({'l1', 'l2', 'l3'})
 
 
 def test_a_shard_whose_cursor_may_move_gets_no_new_reader():
   made = books(1)
-  made.lease('l0', None, None, {'l0'})
+  made.assign('l0', None, None, {'l0'})
   made.merge(4, 0, [('l0', said(0, 6))])
-  assert made.lease('l0', Lease(0, 7), 0, {'l0'}) == Lease(0, 7)  # the same process
+  assert made.assign('l0', ShardPosition(0, 7), 0, {'l0'}) == ShardPosition(
+    0, 7
+  )  # the same process
   made.give_back('l0')
-  assert made.lease('l0', None, 0, {'l0'}) is None
+  assert made.assign('l0', None, 0, {'l0'}) is None
   assert not made.all_read({'l0'})
   made.end(4, (), made=True)
-  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 6)
+  assert made.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 6)
 
 
 def test_the_cursor_of_a_refused_outer_step_does_not_move():
   made = books(1)
   made.merge(4, 0, [('l0', said(0, 6))])
   made.end(4, (), made=False)
-  assert made.lease('l0', None, 0, {'l0'}) == Lease(0, 0)
+  assert made.assign('l0', None, 0, {'l0'}) == ShardPosition(0, 0)
 
 
 def test_the_cursor_of_a_refused_participant_does_not_move():
@@ -124,11 +126,11 @@ def test_the_cursor_of_a_refused_participant_does_not_move():
 
 def test_a_batch_counts_once_for_each_fragment():
   made = books(v0=5)
-  made.lease('l0', Lease(0, 9), None, {'l0'})
+  made.assign('l0', ShardPosition(0, 9), None, {'l0'})
   assert made.counts('l0', said(0, 9, fragment=0, steps=4))
   assert not made.counts('l0', said(0, 9, fragment=0, steps=5))
   assert made.counts('l0', said(0, 9, fragment=1, steps=5))
-  assert not made.counts('l1', said(0, 9, fragment=1, steps=1)), 'it is not its stream'
+  assert not made.counts('l1', said(0, 9, fragment=1, steps=1)), 'it is not its shard'
 
 
 @pytest.mark.parametrize(
@@ -137,17 +139,17 @@ def test_a_batch_counts_once_for_each_fragment():
 def test_an_outer_step_under_way_ends_after_a_restart_too(made, merged):
   before = books(2, v1=3)
   before.merge(4, 1, [('l0', said(0, 6))])
-  after = shards.Streams(2, 2)
-  after.load(before.snapshot())
+  after = shards.Shards(2, 2)
+  after.load(before.state())
   after.end(4, (), made)
-  assert after.snapshot()['merged'] == merged and after.snapshot()['moves'] == []
+  assert after.state()['merged'] == merged and after.state()['moves'] == []
 
 
 def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   """Its tokens are new, its batches are not: a syncer that lost the readers may pull both."""
   machine, session = joined()
   machine.handle(2, received(session, progress(2)))
-  machine.handle(3, received(session, contribution(), handle=1))
+  machine.handle(3, received(session, contribution(), payload_id=1))
   machine.handle(4, merge_done(2))
   machine.handle(
     5, received(session, messages.Adopted(fragment=0, version=1, tokens=20, matched=True))
@@ -156,10 +158,10 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   again = dataclasses.replace(
     contribution(sync=4, tokens_from=20, tokens_to=40), version=1, cursor=3
   )
-  out = machine.handle(7, received(session, again, handle=2))
-  assert actions.Drop(handle=2) in out
+  out = machine.handle(7, received(session, again, payload_id=2))
+  assert actions.Drop(payload_id=2) in out
   assert 'duplicate' in [one.message.reason for one in out if isinstance(one, actions.Send)]
-  assert machine.snapshot()['data']['merged'] == [[0, [2]]]
+  assert machine.state()['data']['merged'] == [[0, [2]]]
   machine.check()
 
 
@@ -175,19 +177,19 @@ def test_a_learner_that_is_given_another_shard_undoes_its_steps():
   machine.handle(5000 * MS, events.Connected(session=2))
   out = machine.handle(5000 * MS, received(2, messages.Offer(incarnation=1)))
   told = [one.message for one in out if isinstance(one, actions.Send)]
-  assert (told[0].stream, told[0].cursor) == (0, 1)
+  assert (told[0].shard, told[0].cursor) == (0, 1)
   out = machine.handle(
-    5001 * MS, received(2, messages.Joined(incarnation=1, step=0, stream=5, cursor=30, due=()))
+    5001 * MS, received(2, messages.Joined(incarnation=1, clock=0, shard=5, cursor=30, due=()))
   )
-  assert not any(isinstance(one, actions.UseStream) for one in out), 'a step runs'
+  assert not any(isinstance(one, actions.UseShard) for one in out), 'a step runs'
   machine.handle(5002 * MS, received(2, messages.Pull(sync=2, fragment=0)))
   out = train(machine, 5010)
-  assert actions.UseStream(stream=5, cursor=30, rewind=True) in out
+  assert actions.UseShard(shard=5, cursor=30, rewind=True) in out
   assert not any(isinstance(one, actions.Encode) for one in out), 'there is nothing to give'
   out = train(machine, 5020)
   assert any(isinstance(one, actions.Encode) for one in out)
   _, covers = machine._encoding[0]
-  assert (covers['stream'], covers['cursor'], covers['steps']) == (5, 31, 1)
+  assert (covers['shard'], covers['cursor'], covers['steps']) == (5, 31, 1)
   assert (covers['tokens_from'], covers['tokens_to']) == (20, 30)
 
 
@@ -200,11 +202,11 @@ def test_a_learner_without_a_free_shard_waits_for_one():
   seen.start('l2').run(1000)
   assert len(seen.sent(messages.Joined)) == 2
   ((_, _, line),) = [one for one in seen.of(actions.Say) if 'l2 waits' in one[2].text]
-  assert 'others read all 2 data streams' in line.text and 'data.streams' in line.text
+  assert 'others read all 2 shards' in line.text and 'data.shards' in line.text
   seen.world.learners['l0'].stop('preempted')
   seen.run(2000)
   entered = seen.sent(messages.Joined)[-1][1]
-  assert entered.stream == 0 and entered.cursor > 0
+  assert entered.shard == 0 and entered.cursor > 0
   assert any(name == 'l2' for _, name, _ in seen.of(actions.Step))
 
 
@@ -215,12 +217,12 @@ def test_a_disconnected_member_loses_its_shard_and_gets_another():
   seen.world.link('l1').cut.update(('up', 'down'))
   seen.run(2000)
   seen.start('l2').run(2500)
-  assert seen.sent(messages.Joined)[-1][1].stream == 1
+  assert seen.sent(messages.Joined)[-1][1].shard == 1
   seen.world.learners['l0'].stop('preempted')
   seen.run(3000)
   seen.world.network.heal(seen.world.link('l1'))
   seen.run(6000)
   (moved,) = [
-    action for _, name, action in seen.of(actions.UseStream) if name == 'l1' and action.rewind
+    action for _, name, action in seen.of(actions.UseShard) if name == 'l1' and action.rewind
   ]
-  assert moved.stream == 0 and moved.cursor > 0
+  assert moved.shard == 0 and moved.cursor > 0
