@@ -75,7 +75,7 @@ def _run(tmp_path_factory) -> Run:
   rows, fault_runs = records.TailAll(workdir).read(), {}
   run = run_facts.RunFacts(LEARNERS, total_steps=1_000_000).take(rows)
   for _, row in rows:
-    if row['name'] == 'fault run':
+    if row['name'] == 'faultrun':
       fields = [field.name for field in dataclasses.fields(chaos_report.FaultRun)]
       fault_runs[row['kind']] = chaos_report.FaultRun(**{name: row[name] for name in fields})
   return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], fault_runs)

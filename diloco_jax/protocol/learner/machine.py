@@ -23,12 +23,12 @@ on the fragment waits for the next boundary, and is declined if no step may come
 """
 
 import collections
-import dataclasses
 from typing import Any
 
 from diloco_jax.protocol import action_list, actions, events, facts, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
 from diloco_jax.protocol.learner import connection as connection_lib
 from diloco_jax.protocol.learner import moments as moments_lib
@@ -42,20 +42,6 @@ TRAINING_STATES = (
 )
 
 Identity = connection_lib.Identity
-UNKNOWN = messages.Held(version=-1, digest=0)
-
-
-@dataclasses.dataclass(slots=True)
-class _Anchor:
-  """The published value of one fragment as this learner holds it, and its counts when adopted."""
-
-  version: int
-  digest: int
-  steps: int = 0
-  tokens: int = 0
-  contributed: int = 0  # the sync that this learner's payload went to, 0: none yet
-  sound: bool = True  # False: the bits adopted are not those that were published
-  next_due: int = 0  # the sync this learner waits for in lock-step modes
 
 
 def _heard(publish: messages.Publish, version: int) -> bool:
@@ -96,12 +82,13 @@ class LearnerMachine:
     self.steps = 0
     self.tokens = 0
     held = (
-      [UNKNOWN] * config.fragments
+      [anchor_lib.UNKNOWN] * config.fragments
       if digests is None
       else [messages.Held(version=0, digest=digest) for digest in digests]
     )
     self._anchors = [
-      _Anchor(h.version, h.digest, next_due=self._schedule.offsets[p]) for p, h in enumerate(held)
+      anchor_lib.Anchor(h.version, h.digest, next_due=self._schedule.offsets[p])
+      for p, h in enumerate(held)
     ]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
@@ -111,7 +98,7 @@ class LearnerMachine:
     # Work under way, in the order in which it will be answered, with the session it began on: a
     # session may break and the same sync or version come again meanwhile.
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
-    self._adopting: collections.deque[tuple[int, _Anchor]] = collections.deque()
+    self._adopting: collections.deque[tuple[int, anchor_lib.Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
     self._running = False
     self._told_clock = -1  # the last one reported on this session
@@ -269,7 +256,7 @@ class LearnerMachine:
     self._taker.joined(now_ns, joined)
     self._report_state('joined')
 
-  def _renew(self, fragment: int, anchor: _Anchor, clock: int) -> None:
+  def _renew(self, fragment: int, anchor: anchor_lib.Anchor, clock: int) -> None:
     """A new session begins: what was sent before and is not merged will be asked for again."""
     anchor.contributed = 0
     due = self._schedule.due(fragment, clock)
@@ -426,7 +413,7 @@ class LearnerMachine:
       )
     )
     self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
-    self._anchors[fragment] = _Anchor(
+    self._anchors[fragment] = anchor_lib.Anchor(
       publish.version,
       publish.digest,
       steps=self.steps,
@@ -449,7 +436,7 @@ class LearnerMachine:
     if self._connection.joined and (session == self._connection.session or wrong):
       self._tell_adopted(done.fragment, anchor)
 
-  def _tell_adopted(self, fragment: int, anchor: _Anchor) -> None:
+  def _tell_adopted(self, fragment: int, anchor: anchor_lib.Anchor) -> None:
     self._connection.send(
       messages.Adopted(
         fragment=fragment,
