@@ -161,7 +161,7 @@ def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
   fault_run = run.fault_runs['replace']
   zombie = fault_run.node
   ended_ns = run.began_ns + fault_run.ended_s * 1e9
-  assert [life.ended for life in run.facts.learners[zombie].lives] == ['refused']
+  assert [life.ended for life in run.facts.learners[zombie].processes] == ['refused']
   assert {
     incarnation
     for at_s, incarnation in run.facts.learners[zombie].joined
