@@ -1448,7 +1448,7 @@ def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
       session, covers = self._giver._reading[0]
-      self._giver._reading[0] = session, {**covers, 'step': self.clock}
+      self._giver._reading[0] = session, {**covers, 'clock': self.clock}
     original(self, now_ns, event)
 
   return _dispatch

@@ -100,7 +100,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
 )
 
 
-class Checkers:
+class Checkers(observers.Observer):
   """All invariants of one run (see the top of this file)."""
 
   def __init__(self, config: config_lib.ProtocolConfig):
