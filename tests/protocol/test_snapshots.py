@@ -79,7 +79,7 @@ def test_a_snapshot_begins_periodically_or_on_request(syncer):
 
 
 def test_the_snapshot_period_survives_a_restart(syncer):
-  syncer.snapshots.resume(CONFIG.snapshot_syncs * 7 + 1)
+  syncer.snapshots.resume([], CONFIG.snapshot_syncs * 7 + 1)
   assert not syncer.snapshots.due
   for _ in range(CONFIG.snapshot_syncs - 1):
     syncer.snapshots.outer_step()
@@ -127,7 +127,7 @@ def test_a_snapshot_waits_no_longer_than_the_settings_allow(syncer):
 
 
 def test_snapshot_numbers_increase_and_two_are_kept(syncer):
-  syncer.snapshots.load([3, 4, 7])
+  syncer.snapshots.resume([3, 4, 7], 0)
   for number, keep in ((8, (4, 7)), (9, (7, 8)), (10, (8, 9))):
     own, *asked = syncer.begin()
     assert (own.snapshot, own.keep) == (number, keep)
