@@ -53,15 +53,13 @@ class Saving:
     """Begins a save, at a boundary at which no save runs."""
     asked, self._asked = self._asked, None
     self.running, self._saved_steps = True, steps
-    if asked is None:
-      self._out.do(actions.Save(clock=clock, machine_state=machine_state))
-    else:
-      self._answers = self._connection.session, asked.snapshot
-      self._out.do(
-        actions.Save(
-          clock=clock, machine_state=machine_state, snapshot=asked.snapshot, keep=asked.keep
-        )
-      )
+    snapshot, keep = None, ()
+    if asked is not None:
+      snapshot, keep = asked.snapshot, asked.keep
+      self._answers = self._connection.session, snapshot
+    self._out.do(
+      actions.Save(clock=clock, machine_state=machine_state, snapshot=snapshot, keep=keep)
+    )
 
   def saved(self, done: events.SaveDone) -> None:
     self.running = False

@@ -18,7 +18,7 @@ their totals, and the syncer settles those tokens again.
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger
@@ -29,16 +29,8 @@ BROUGHT_BACK = 'back'  # learners that were restored with the run and have not j
 Ended = tuple[actions.Merge, events.MergeDone]
 
 
-class Machine(Protocol):
-  """The part of SyncerMachine that recovery uses."""
-
-  def ended(self, merge: actions.Merge, done: events.MergeDone) -> None: ...
-
-  def state(self) -> dict[str, Any]: ...
-
-
 def replay_log(
-  load: Callable[[dict[str, Any]], Machine], machine_state: dict[str, Any], records: Sequence[Ended]
+  load: Callable[[dict[str, Any]], Any], machine_state: dict[str, Any], records: Sequence[Ended]
 ) -> dict[str, Any]:
   """The machine state of a syncer after the outer steps of all `records`.
 
