@@ -86,7 +86,7 @@ def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[
         name: {'incarnation': 1, **_pin(folder, number, step + 5, seed, {})}
         for seed, (name, folder) in enumerate(islands.items(), 10 * number)
       },
-      'missing': {'l2': 'it was gone before it had saved'},
+      'missing': {'l2': 'it disconnected before it had saved'},
     },
   )
 

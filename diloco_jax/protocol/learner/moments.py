@@ -29,9 +29,9 @@ from diloco_jax.protocol.learner import connection as connection_lib
 Way = messages.Way
 
 FRESH_MOMENTS_WARNING = (
-  'No peer could donate the moments of its inner optimizer, and there is no checkpoint here: they '
-  'begin anew from the published fragments. Nothing that was merged is lost; expect a higher loss '
-  'for some steps. A checkpoint folder that outlives the process avoids it.'
+  'No peer could donate the moments of its inner optimizer, and this learner has no checkpoint: it '
+  'begins with fresh moments from the published fragments. No merged update is lost; expect a '
+  'higher loss for some steps. A checkpoint folder that outlives the process avoids this.'
 )
 
 

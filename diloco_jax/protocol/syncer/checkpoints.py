@@ -200,7 +200,7 @@ class Snapshots:
       return
     for learner, session in list(taking.awaited.items()):
       if session not in self._members.by_session:
-        taking.missing[learner] = 'it was gone before it had saved'
+        taking.missing[learner] = 'it disconnected before it had saved'
       elif now_ns >= taking.deadline_ns:
         taking.missing[learner] = f'no answer in {self._wait_ns // config_lib.SECOND_NS} s'
       else:
@@ -253,7 +253,7 @@ class Snapshots:
   def _abandon_taking(self, why: str) -> None:
     number, self._taking = self._taking.snapshot, None
     self._out.say(
-      f'snapshot {number} is given up: {why}. Training goes on; older snapshots are untouched.'
+      f'snapshot {number} is abandoned: {why}. Training continues; older snapshots are untouched.'
     )
     self._out.report(facts.Snapshot(number=number, error=why))
 

@@ -86,9 +86,9 @@ def refuse_if_held(
   if members.replaced(join.learner, join.nonce):
     return messages.Refused(
       code='FENCED',
-      text=f'Another process has taken learner id "{join.learner}" since; this one was fenced and '
-      'nothing it sends is merged. What was merged of its work is safe. Give it another '
-      '--learner_id, or stop the other.',
+      text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
+      'that it sends is merged. Its merged updates are safe. Give it another --learner_id, or stop '
+      'the other process.',
       retry_ns=None,
     )
   member = members.by_id.get(join.learner)
@@ -102,8 +102,8 @@ def refuse_if_held(
   return messages.Refused(
     code='ID_IN_USE',
     text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
-    f'{heard_s:.1f} s ago, and goes on undisturbed. Use another --learner_id, or stop the other '
-    f'and wait {lease_s:g} s.',
+    f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
+    f'process and wait {lease_s:g} s.',
     retry_ns=members.lease_left_ns(holder, now_ns) + config.heartbeat_ns,
   )
 
@@ -202,7 +202,7 @@ class Membership:
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
-        text='Another process took this id meanwhile.',
+        text='Another process took this id after the offer.',
         retry_ns=self._config.heartbeat_ns,
       )
     return refused
@@ -319,8 +319,8 @@ class Membership:
       if own.version > here.version:
         self._out.say(
           f'{member.learner} holds version {own.version} of fragment {p}, this run is at '
-          f'{here.version}: it saw what a restore or a repair has gone back over. It is sent the '
-          'fragments as they are here, and nothing of its own counts that was trained before.'
+          f'{here.version}: a restore or a repair has undone the versions between. The learner is '
+          'sent the fragments of this run, and its tokens from before do not count.'
         )
         return
 

@@ -54,18 +54,18 @@ def replay_log(
 
 
 def brought_back(
-  machine_state: dict[str, Any], gone: Collection[str], back: Collection[str]
+  machine_state: dict[str, Any], left: Collection[str], restored: Collection[str]
 ) -> dict[str, Any]:
-  """The machine state of the syncer of a restored run: the learners `gone` have left, the learners
-  `back` were restored with moments of their own."""
+  """The machine state of the syncer of a restored run: some learners have `left`, others are
+  `restored` with moments of their own."""
   state = copy.deepcopy(machine_state)
   for row in state['members']:
-    row['left'] = row['left'] or row['learner'] in gone
+    row['left'] = row['left'] or row['learner'] in left
   for row in state['ledger']:
-    if row[0] in gone:
+    if row[0] in left:
       account = ledger.Account(**row[2])
       account.close(messages.Reason.LEFT)
       row[2] = dataclasses.asdict(account)
   holders = state['data']['holders']
-  state['data']['holders'] = [row for row in holders if row[1] not in gone]
-  return {**state, BROUGHT_BACK: sorted(back)}
+  state['data']['holders'] = [row for row in holders if row[1] not in left]
+  return {**state, BROUGHT_BACK: sorted(restored)}
