@@ -3,8 +3,8 @@
 **Checkpoints.** The syncer saves every so many outer steps, when every sync is over, and at its
 end. Theta and the ledger of a checkpoint must include the same outer steps. So a due save waits for
 the merges in progress, and no other merge begins before it; otherwise a busy syncer would never be
-between two merges. One save runs at a time. The syncer asks for the last save of a process after it
-has closed the ledger, even if another save is still running.
+between two merges. One save runs at a time. The last save of a process begins after the syncer has
+closed the ledger; a save that was in progress then is not the last one.
 
 Learners leave for good when they receive Finish. So the syncer sends Finish only after the *durable
 end*: the disk says that the run is over, so that a restarted syncer only sends Finish again. A save
