@@ -118,7 +118,7 @@ class SyncerMachine:
     self._snapshots = checkpoints_lib.Snapshots(config, self._members, self._out)
     self._skipped = 0
     self._stopping = ''
-    self._finished = False  # Finish is sent
+    self.finished = False  # Finish is sent: learners know that the run is over
     self._exiting = False
     self._exited = False
     self._linger_ns: int | None = None
@@ -151,11 +151,6 @@ class SyncerMachine:
     if not self._save_waits:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
-
-  @property
-  def finished(self) -> bool:
-    """Whether the learners have been told that the run is over."""
-    return self._finished
 
   @property
   def clock(self) -> int:
@@ -231,13 +226,13 @@ class SyncerMachine:
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
-        self._membership.leave(member, reason, self._finished)
+        self._membership.leave(member, reason, self.finished)
       case _:
         raise TypeError(f'not a message of a learner: {message}')
 
   def _advance(self, now_ns: int) -> None:
     """Takes every decision that the time and the state allow, whichever event came."""
-    self._membership.welcome(now_ns, self._finished)
+    self._membership.welcome(now_ns, self.finished)
     self._relay.advance(now_ns)
     if not self._save_waits:
       self._save_what_is_due(now_ns)
@@ -351,11 +346,11 @@ class SyncerMachine:
     """Ends the process once every fragment is closed, or the syncer was asked to stop."""
     if self._gathering.merging:
       return
-    if self._closed and not self._finished and not self._stopping:
+    if self._closed and not self.finished and not self._stopping:
       self._close_run(now_ns)
     # A disconnected learner that has not left gets one lease to reconnect and receive Finish.
     all_left = all(member.left for member in self._members.by_id.values())
-    over = self._finished and bool(all_left or self._stopping or now_ns >= self._linger_ns)
+    over = self.finished and bool(all_left or self._stopping or now_ns >= self._linger_ns)
     if over:
       self._ledger.close_all(Reason.END_OF_RUN)
     if over or self._stopping:
@@ -375,7 +370,7 @@ class SyncerMachine:
       self._save()
 
   def _finish(self, now_ns: int) -> None:
-    self._finished = True
+    self.finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
       if member.held_versions:  # else the member receives it after its Joined
@@ -401,7 +396,7 @@ class SyncerMachine:
   @property
   def _snapshot_due(self) -> bool:
     """Whether to take a run snapshot now; none is taken of a run that is over."""
-    free = not (self._saving.running or self._stopping or self._finished)
+    free = not (self._saving.running or self._stopping or self.finished)
     return free and self._snapshots.due
 
   def _save_what_is_due(self, now_ns: int) -> None:
@@ -426,7 +421,7 @@ class SyncerMachine:
       self._save()
       return
     self._exited = True
-    what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
+    what = 'every fragment is closed' if self.finished else f'stopped: {self._stopping}'
     if done.error:
       what += f'. Its last checkpoint failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}'
     self._out.do(
@@ -481,7 +476,7 @@ class SyncerMachine:
       'next': self._pace.next,
       'opened': self._pace.opened,
       'counts': self._counts(),
-      'finished': self._finished,
+      'finished': self.finished,
       'members': self._members.state(),
       'ledger': self._ledger.state(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
