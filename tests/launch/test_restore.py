@@ -86,7 +86,7 @@ def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[
         name: {'incarnation': 1, **_pin(folder, number, step + 5, seed, {})}
         for seed, (name, folder) in enumerate(islands.items(), 10 * number)
       },
-      'missing': {'l2': 'it was gone before it had saved'},
+      'missing': {'l2': 'it disconnected before it had saved'},
     },
   )
 
@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir)
   assert all(data in after for data in before.values())
   assert (workdir / 'aside-1' / 'tapes' / 'l0.1.0.jsonl').exists()
   assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '999').exists()
-  assert any(re.search('l2 starts from the fragments.*it was gone', line) for line in said), said
+  assert any(re.search('l2 starts from.*it disconnected', line) for line in said), said
 
 
 def test_its_log_begins_behind_the_snapshot(config, agreement, workdir):
