@@ -268,14 +268,10 @@ def _run_processes(
     tick=display.tick,
   )
   try:
-    return asyncio.run(_in_loop(supervisor))
+    return asyncio.run(supervisor.run())
   finally:
     display.close()
     recorder.close()
-
-
-async def _in_loop(supervisor: supervisor_lib.Supervisor) -> supervisor_lib.Outcome:
-  return await supervisor.run()
 
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, str, bool]:
