@@ -189,9 +189,7 @@ def recover(
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
   if brought_back and machine_state.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    machine_state = recovery.brought_back(
-      machine_state, brought_back['gone'], brought_back.get('back', ())
-    )
+    machine_state = recovery.brought_back(machine_state, brought_back['gone'], brought_back['back'])
   load = functools.partial(
     syncer_machine.SyncerMachine.load,
     assembled.protocol,
