@@ -21,7 +21,6 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import threading
@@ -33,6 +32,8 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
+
+from diloco_jax.storage import manifests
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 _UNREADABLE = 0  # no snapshot has this number
@@ -145,7 +146,7 @@ class Checkpoints:
     record = json.loads(
       json.dumps(record)
     )  # other values than JSON fail here, not in the background
-    sha256 = _sha256(record)
+    sha256 = manifests.sha256(record)
     self._wait_or_warn()
     number = max([int(step), *(saved + 1 for saved in self.numbers)])
     if snapshot is not None:
@@ -215,7 +216,7 @@ class Checkpoints:
     try:
       with _ONE_OPERATION:
         record = self._record(number)
-        if record_sha256 not in ('', _sha256(record)):
+        if record_sha256 not in ('', manifests.sha256(record)):
           raise ValueError('its record is of another checkpoint')
         arrays = self._checkpointer.load_checkpointables(number, self._abstract_of(number))
         _require_same_shapes(record['shapes'], _shapes(arrays))
@@ -305,7 +306,7 @@ class Checkpoints:
   def _record(self, number: int) -> dict[str, Any]:
     """Reads the record. Raises ValueError if it is not the saved one, and any error of Orbax."""
     record = self._checkpointer.load_checkpointables(number, {'record': None})['record']
-    if record.pop('sha256') != _sha256(record):
+    if record.pop('sha256') != manifests.sha256(record):
       raise ValueError('its record is not the one that was saved')
     return record
 
@@ -426,12 +427,6 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
     index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
     stride *= leaf.shape[axis]
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
-
-
-def _sha256(record: dict[str, Any]) -> str:
-  """Hashes a record, which holds a digest of every leaf and so stands for the checkpoint."""
-  text = json.dumps(record, sort_keys=True, separators=(',', ':'))
-  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:

@@ -55,7 +55,7 @@ def read(workdir: pathlib.Path, number: int) -> dict[str, Any]:
     digest = manifest.pop('digest')
   except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
     raise Unfit(f'its manifest {path} does not read back: {error}') from None
-  if digest != _digest(manifest) or manifest.get('snapshot') != number:
+  if digest != sha256(manifest) or manifest.get('snapshot') != number:
     raise Unfit(f'its manifest {path} is not what was written')
   if manifest['format'] != FORMAT:
     raise Unfit(f'its manifest {path} has format {manifest["format"]}, this release reads {FORMAT}')
@@ -66,7 +66,7 @@ def write(workdir: pathlib.Path, manifest: dict[str, Any]) -> None:
   """Writes the manifest of a snapshot, durable on return. Raises OSError, DirectoryError."""
   manifest = {'format': FORMAT, **manifest}
   write_durably(
-    workdir / FOLDER, f'{manifest["snapshot"]}{_SUFFIX}', {**manifest, 'digest': _digest(manifest)}
+    workdir / FOLDER, f'{manifest["snapshot"]}{_SUFFIX}', {**manifest, 'digest': sha256(manifest)}
   )
 
 
@@ -106,6 +106,7 @@ def require_no_restore(workdir: pathlib.Path) -> None:
     )
 
 
-def _digest(manifest: dict[str, Any]) -> str:
-  text = json.dumps(manifest, sort_keys=True, separators=(',', ':'))
+def sha256(values: dict[str, Any]) -> str:
+  """The SHA-256 of a manifest or of a checkpoint's record, as hex digits."""
+  text = json.dumps(values, sort_keys=True, separators=(',', ':'))
   return hashlib.sha256(text.encode()).hexdigest()
