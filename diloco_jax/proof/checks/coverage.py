@@ -32,7 +32,7 @@ SNAPSHOTS = ('of all', 'incomplete', 'abandoned')
 DONATIONS = {
   messages.Donate: 'asked',
   messages.Donation: 'relayed',
-  messages.NoDonation: 'given up',
+  messages.NoDonation: 'abandoned',
 }
 WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
@@ -187,8 +187,8 @@ class Points(observers.Observer):
       case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
       case facts.Snapshot():
-        whole = 'without somebody' if fact.missing else 'of all'
-        self.counts[f'snapshot {"given up" if fact.error else whole}'] += 1
+        whole = 'incomplete' if fact.missing else 'of all'
+        self.counts[f'snapshot {"abandoned" if fact.error else whole}'] += 1
       case facts.Ledger():
         for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1

@@ -41,7 +41,9 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
   gc.disable()  # a world lives for milliseconds; its garbage is collected below
   summary = Summary()
   for seed in seeds:
-    outcome = seeds_lib.run_seed(seed, [summary.points])
+    points = coverage_lib.Points()
+    outcome = seeds_lib.run_seed(seed, [points])
+    summary.points.merge(points)
     summary.seeds += 1
     summary.events += outcome.events
     summary.faults += len(outcome.faults)

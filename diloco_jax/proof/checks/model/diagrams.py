@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from diloco_jax.proof.checks import observers
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import gather
@@ -58,8 +58,8 @@ class Diagrams:
           yield from _sync(syncs, sync, 'gathering')
         case actions.Merge(sync=sync):
           yield from _sync(syncs, sync, 'merging')
-        case actions.Report(name='cancelled', values=values):
-          yield from _sync(syncs, values['sync'], 'cancelled')
+        case actions.Report(fact=facts.Cancelled(sync=sync)):
+          yield from _sync(syncs, sync, 'cancelled')
 
   def _learner(
     self, process: _Process, event: events.Event, out: Sequence[actions.Action]
@@ -79,7 +79,7 @@ class Diagrams:
           yield from _connection(process, 'joining')
         case actions.Step() if process.training != 'training':
           yield from _training(process, 'training')
-        case actions.Report(name='state', values={'state': 'trained'}):
+        case actions.Report(fact=facts.State(state='trained')):
           if process.training == 'waiting':  # its clock is at T before its first step
             yield from _training(process, 'training')
           yield from _training(process, 'trained')
