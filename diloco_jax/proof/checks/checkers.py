@@ -18,7 +18,7 @@ raises `Violation` with its id, its sentence and the contradicting values. A tur
 any number of learners: checks over all learners run once per sync, once per heartbeat or at the end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from diloco_jax.proof.checks import observers
@@ -99,6 +99,12 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   states.AsDrawn,
 )
 
+# The updates of the model, by kind of record.
+MODEL_UPDATES = {
+  LEARNER: (learner_book.LEARNER_UPDATES, donation_book.LEARNER_UPDATES),
+  SYNCER: (syncer_book.SYNCER_UPDATES, donation_book.SYNCER_UPDATES),
+}
+
 
 class Checkers:
   """All invariants of one run (see the top of this file)."""
@@ -121,26 +127,7 @@ class Checkers:
           self._on[role][kind] = (*self._on[role].get(kind, ()), method)
         for role, kind in getattr(method, '_after', ()):
           self._after[role][kind] = (*self._after[role].get(kind, ()), method)
-    for role, tables in (
-      (
-        LEARNER,
-        (
-          learner_book.LEARNER_EVENTS,
-          learner_book.LEARNER_ACTIONS,
-          donation_book.LEARNER_EVENTS,
-          donation_book.LEARNER_ACTIONS,
-        ),
-      ),
-      (
-        SYNCER,
-        (
-          syncer_book.SYNCER_EVENTS,
-          syncer_book.SYNCER_ACTIONS,
-          donation_book.SYNCER_EVENTS,
-          donation_book.SYNCER_ACTIONS,
-        ),
-      ),
-    ):
+    for role, tables in MODEL_UPDATES.items():
       for kind, update in (pair for table in tables for pair in table.items()):
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)
       every = self._after[role].pop(invariant.EVERY, ())
@@ -158,7 +145,7 @@ class Checkers:
       self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     book, role = self.run.books[life.number], life.start.role
     table, kind = self._on[role], type(event)

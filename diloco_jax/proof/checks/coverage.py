@@ -11,7 +11,7 @@ Points are an observer (observers.py) of one seed; `merge` adds up those of many
 
 import collections
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.proof import plans
@@ -127,11 +127,7 @@ class Points(observers.Observer):
       self._durable = note.number
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     kind = type(event)
     self._types[kind] += 1
@@ -144,7 +140,7 @@ class Points(observers.Observer):
     else:
       self._learner(out)
 
-  def _syncer(self, process: int, event: events.Event, out: Sequence[actions.Action]) -> None:
+  def _syncer(self, process: int, event: events.Event, out: observers.Actions) -> None:
     if type(event) is events.Received and type(event.message) is messages.Confirm:
       self._claims[process, event.session] = event.message.shard, event.message.cursor
     for action in out:
@@ -195,7 +191,7 @@ class Points(observers.Observer):
         self.counts['syncs skipped'] += fact.skipped
         self.counts['fragment repaired'] += fact.repaired
 
-  def _learner(self, out: Sequence[actions.Action]) -> None:
+  def _learner(self, out: observers.Actions) -> None:
     for action in out:
       kind = type(action)
       self._types[kind] += 1

@@ -17,8 +17,8 @@ from diloco_jax.proof.sim import arrays, hardware, processes, simulated_log, sna
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import network as network_lib
-from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape
@@ -204,11 +204,7 @@ class World:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)

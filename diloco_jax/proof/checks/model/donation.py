@@ -87,8 +87,8 @@ def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
     book.promises[transfer].open = False
 
 
-SYNCER_EVENTS: dict[type, Callable] = {messages.Recovered: recovered}
-SYNCER_ACTIONS: dict[Any, Callable] = {
+SYNCER_UPDATES: dict[type, Callable] = {
+  messages.Recovered: recovered,
   messages.Joined: promises,
   messages.Donate: asks,
   messages.Donation: answer,
@@ -136,11 +136,12 @@ def decides(book, now_ns: int, moments: facts.Moments, event: Any) -> None:
   book.begin()
 
 
-LEARNER_EVENTS: dict[type, Callable] = {
+LEARNER_UPDATES: dict[type, Callable] = {
   messages.Joined: welcomed,
   events.Disconnected: hung_up,
   events.MomentsTaken: taken,
   messages.Donation: heard,
   messages.NoDonation: heard,
+  actions.TakeMoments: takes,
+  facts.Moments: decides,
 }
-LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, facts.Moments: decides}

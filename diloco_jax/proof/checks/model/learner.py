@@ -266,7 +266,7 @@ class LearnerBook:
     self.exited, self.running = True, False
 
 
-LEARNER_EVENTS: dict[type, Callable] = {
+LEARNER_UPDATES: dict[type, Callable] = {
   events.StepDone: LearnerBook.step_done,
   events.Disconnected: LearnerBook.hung_up,
   events.Encoded: LearnerBook.encoded,
@@ -279,8 +279,6 @@ LEARNER_EVENTS: dict[type, Callable] = {
   messages.Settled: LearnerBook.settled,
   messages.Refused: LearnerBook.turned_away,
   messages.Finish: LearnerBook.over,
-}
-LEARNER_ACTIONS: dict[type, Callable] = {
   actions.Dial: LearnerBook.dialled,
   actions.Step: LearnerBook.steps_on,
   actions.Encode: LearnerBook.encodes,

@@ -433,7 +433,7 @@ class SyncerBook:
     self.exiting = self.stopping or self.can_end(now_ns)
 
 
-SYNCER_EVENTS: dict[type, Callable] = {
+SYNCER_UPDATES: dict[type, Callable] = {
   events.Connected: SyncerBook.connected,
   events.Disconnected: SyncerBook.hung_up,
   events.MergeDone: SyncerBook.merge_done,
@@ -447,8 +447,6 @@ SYNCER_EVENTS: dict[type, Callable] = {
   messages.Decline: SyncerBook.declined,
   messages.Adopted: SyncerBook.adopted,
   messages.Leave: SyncerBook.left,
-}
-SYNCER_ACTIONS: dict[Any, Callable] = {
   actions.Merge: SyncerBook.merge,
   actions.Drop: SyncerBook.drops,
   actions.Close: SyncerBook.closes,
