@@ -20,6 +20,16 @@ def canonical(values: np.ndarray) -> np.ndarray:
   return np.where(np.abs(values) < _TINY, np.float32(0), values)
 
 
+def digest(values_N: np.ndarray) -> np.ndarray:
+  """The digest of numerics/digest.py."""
+  bits = np.ascontiguousarray(values_N, np.float32).view(np.uint32)
+  i = np.arange(bits.size, dtype=np.uint32)
+  mixed = bits + np.uint32(0x9E3779B9) * (i + 1)
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+    mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+  return np.stack([np.sum(bits * (2 * i + 1), dtype=np.uint32), np.sum(mixed, dtype=np.uint32)])
+
+
 def _encode_float32(values: np.ndarray) -> tuple[np.ndarray, bool]:
   return canonical(values).astype('<f4').view(np.uint8), bool(np.isfinite(values).all())
 
