@@ -70,7 +70,7 @@ class Verdict:
 
   def text(self) -> str:
     """For people, all invariants line by line."""
-    lines = [f'The oracle read {self.turns} turns on {self.tapes} tapes.']
+    lines = [f'The judge read {self.turns} turns on {self.tapes} tapes.']
     lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
     if self.broken is None:
       lines.append(f'All {len(self.held)} invariants held.')
