@@ -1,9 +1,10 @@
-"""What must hold in every run, whatever is delayed, repeated, cut, frozen or killed.
+"""The invariants of every run, with delayed, repeated and lost messages, frozen and killed
+processes.
 
 Each invariant is a class (invariants/) with an id, the sentence that it enforces, and the records
-that it checks. It sees each record before the model (model/) is updated with it, and each turn after
-the update, and it never asks a machine. So the same checkers watch the simulated world live and read
-the tapes of real processes afterwards::
+that it checks. It sees each record before the model (model/) is updated with it, and each turn
+after the update, and it never asks a machine. So the same checkers watch the simulated world live
+and read the tapes of real processes afterwards::
 
     checkers = Checkers(config)
     checkers.born(now_ns, life)                       # a process begins
@@ -14,8 +15,9 @@ the tapes of real processes afterwards::
     checkers.finished(now_ns)                         # the run is over: end-of-run statements
 
 The ids I1 ... are those of safety, P1 ... of pace and L1 ... of liveness. A run that breaks one
-raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same with
-any number of learners: checks over all learners run once per sync, once per heartbeat or at the end.
+raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same
+with any number of learners: checks over all learners run once per sync, once per heartbeat or at
+the end.
 """
 
 from collections.abc import Callable, Iterable
@@ -120,7 +122,8 @@ class Checkers:
     self._register()
 
   def _register(self) -> None:
-    """Fills the tables from kinds to the methods that check them; updates of the model come last."""
+    """Fills the tables from kinds to the methods that check them; updates of the model come
+    last."""
     for one in self.invariants.values():
       for method in (getattr(one, name) for name in dir(one)):
         for role, kind in getattr(method, '_on', ()):
@@ -138,7 +141,7 @@ class Checkers:
   def born(self, now_ns: int, life: ObservedProcess) -> None:
     try:
       book = self.run.born(life)
-    except run_book.NotTheirs as error:
+    except run_book.WrongState as error:
       self.invariants[durability.NothingSpokenIsLost].born(error)
       self.invariants[durability.RecoveredState].born(error)
     if life.start.role == LEARNER:
@@ -152,7 +155,7 @@ class Checkers:
     if kind is events.Received:
       kind = type(event.message)
       if role == SYNCER:
-        book.hears(now_ns, event.session)
+        book.receives(now_ns, event.session)
     for look in table.get(kind, ()):
       look(book, now_ns, event, out)
     for action in out:

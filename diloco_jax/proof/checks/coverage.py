@@ -1,5 +1,4 @@
-"""Coverage points: which situations were reached, so that a clean result of many seeds means
-something.
+"""Coverage points: the situations that seeds reached. Without them many clean seeds prove little.
 
 A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
 required points follow from the protocol's own tables: every event, action and message, every reason
@@ -23,7 +22,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
-# The first word of the reason.
+# The first word of each reason.
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
@@ -74,7 +73,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
 
 
 class Points(observers.Observer):
-  """What one seed, or many seeds, reached: `counts` by point."""
+  """The points that one seed, or many seeds, reached: `counts` by point."""
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()

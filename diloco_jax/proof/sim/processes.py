@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco_jax.proof import random_streams
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.sim import arrays, hardware, network, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
@@ -243,23 +244,10 @@ class Learner(Process):
 
   def _read(self) -> None:
     """Takes the next batch."""
-    (shard, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
-    arrays.claim(shard >= 0, 'Who trains has a shard.', self.name)
-    if (last[0], last[2]) == (shard, batch):
-      self.reads[-1] = (shard, last[1], batch + 1)
-    else:
-      self.reads.append((shard, batch, batch + 1))
+    shard, batch = self.at
+    arrays.claim(shard >= 0, 'A learner that trains has a data shard.', self.name)
+    learner_book.add_batch(self.reads, shard, batch)
     self.at = shard, batch + 1
-
-  def _last_reads(self, steps: int) -> tuple[arrays.Batches, ...]:
-    """What the last so many steps trained on."""
-    found: list[arrays.Batches] = []
-    for shard, first, end in reversed(self.reads):
-      if steps <= 0:
-        break
-      found.append((shard, max(first, end - steps), end))
-      steps -= end - first
-    return tuple(reversed(found))
 
   def _boundary(self) -> None:
     arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
@@ -286,7 +274,7 @@ class Learner(Process):
         self.tokens,
         self.steps - steps,
         self._exact,
-        self._last_reads(self.steps - steps),
+        learner_book.last_batches(self.reads, self.steps - steps),
         self._spoils(fragment),
       )
     self.nan.discard(fragment)

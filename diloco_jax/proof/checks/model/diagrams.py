@@ -1,4 +1,5 @@
-"""The state of every process and every sync on the diagrams of docs/protocol.md, from the records."""
+"""The state of every process and every sync on the diagrams of docs/protocol.md, from the
+records."""
 
 from collections.abc import Iterator
 
