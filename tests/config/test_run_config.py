@@ -94,7 +94,7 @@ def test_variants_share_nothing():
     ('model.num_kv_heads', 3, 'num_kv_heads'),
   ],
 )
-def test_what_cannot_work_is_refused_with_both_values(name, value, words):
+def test_a_wrong_setting_is_refused_with_both_values(name, value, words):
   config = stdlib_lm.get_config('cpu')
   part, field = name.split('.')
   setattr(getattr(config, part), field, value)
@@ -104,14 +104,14 @@ def test_what_cannot_work_is_refused_with_both_values(name, value, words):
   assert '\n' not in str(caught.value)
 
 
-def test_a_victim_that_is_not_there_is_refused():
+def test_an_unknown_victim_is_refused():
   config = stdlib_lm.get_config('cpu')
   config.chaos.kills[0].victim = 'l9'
   with pytest.raises(ValueError, match=r"chaos.kills\[0\].victim is 'l9'; use one of: l0, l1"):
     config.validate()
 
 
-def test_the_agreement_is_what_must_be_shared():
+def test_the_agreement_has_what_learners_and_syncer_must_share():
   config = stdlib_lm.get_config('cpu')
   agreement = config.agreement()
   assert agreement['sync.quorum'] == 1

@@ -103,7 +103,7 @@ def test_the_numpy_twins_follow_the_published_value():
 
 
 @pytest.mark.parametrize('name', ['int8', 'int4'])
-def test_what_the_codec_loses_stays_in_the_master_and_comes_later(name):
+def test_error_feedback_keeps_the_codecs_error_in_the_master(name):
   """Error feedback: with no further outer gradients, published converges to the master."""
   codec, outer_opt, master_N, published_N, state = _start(0, name, momentum=0)
   n = _layout().size(0)

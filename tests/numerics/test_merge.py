@@ -85,7 +85,7 @@ def test_absent_learners_change_no_bit_of_a_large_tensor_either():
 
 
 @rules
-def test_a_lone_learner_is_taken_as_it_is(rule):
+def test_a_lone_learner_merges_to_its_own_delta(rule):
   deltas = _deltas(1)
   merged, _ = rule.merge(deltas, _weights(1), rule.init(_params()))
   jax.tree.map(lambda x, d: np.testing.assert_allclose(x, d[0], rtol=1e-6), merged, deltas)
@@ -118,7 +118,7 @@ def test_the_scale_of_the_deltas_is_the_scale_of_the_result(rule):
 
 
 @rules
-def test_nobody_and_nothing_merge_to_zero(rule):
+def test_absent_learners_and_zero_deltas_merge_to_zero(rule):
   state = rule.init(_params())
   nothing = {k: np.zeros_like(x) for k, x in _deltas(3).items()}
   for deltas, weights in [(_deltas(3), np.zeros(3, np.float32)), (nothing, _weights(3))]:

@@ -45,7 +45,7 @@ def _assembled() -> build.Assembly:
   return build.assemble(config)
 
 
-def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
+def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
   """As if it had been absent; and the same again from the record."""
   size = assembled.layout.size(0)
 
@@ -114,7 +114,7 @@ def _run(tmp_path_factory) -> conductor.Run:
   return run
 
 
-def test_each_ends_with_42_and_is_not_started_again(run):
+def test_a_quarantined_learner_exits_with_42_and_is_not_restarted(run):
   for name in SPOILED:
     codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
     assert codes == [42], '\n'.join(run.said)
@@ -122,7 +122,7 @@ def test_each_ends_with_42_and_is_not_started_again(run):
     assert f'Learner "{name}" is in quarantine' in run.outcome.statuses[name].last_error
 
 
-def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
+def test_the_console_names_the_bad_payload_and_its_host(run):
   host = socket.gethostname()
   for name, what in (('l1', 'NaN or Inf'), ('l2', 'times the median')):
     lines = [line for line in run.said if f'Learner {name} on {host} sent' in line]
@@ -130,7 +130,7 @@ def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
     assert all('Check that host for faulty hardware.' in line for line in lines)
 
 
-def test_nothing_of_it_is_in_the_model_and_the_model_is_finite(run):
+def test_refused_payloads_are_not_in_the_model(run):
   refused = run.of('syncer', 'refused')
   for name, why in (('l1', 'NaN'), ('l2', 'norm')):
     assert [one['why'].split()[0] for one in refused if one['learner'] == name][-3:] == [why] * 3
@@ -141,7 +141,7 @@ def test_nothing_of_it_is_in_the_model_and_the_model_is_finite(run):
   assert losses[-1] <= losses[0], losses
 
 
-def test_the_other_one_trains_on_and_its_share_is_merged(run):
+def test_the_honest_learner_continues_and_is_merged(run):
   out_ns = max(fact['t_ns'] for fact in run.of('supervisor', 'exit') if fact['child'] in SPOILED)
   steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
   assert chaos_report.within(steps, out_ns, steps[-1]) >= 8
@@ -150,7 +150,7 @@ def test_the_other_one_trains_on_and_its_share_is_merged(run):
   assert run.outcome.statuses['l0'].state == 'done' and run.outcome.code == 0
 
 
-def test_the_books_add_up(run):
+def test_the_ledger_adds_up(run):
   """What those in quarantine left unsettled is that of a dead process: lost once another takes its
   place, or the run ends; this one was stopped before."""
   ledger = run.of('syncer', 'ledger')[-1]
@@ -162,5 +162,5 @@ def test_the_books_add_up(run):
   )
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   promises.check(run)

@@ -81,14 +81,14 @@ def _run(tmp_path_factory) -> Run:
   return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], fault_runs)
 
 
-def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
+def test_the_run_succeeds_and_every_invariant_holds(run):
   assert run.code == 0, run.output
   assert 'VIOLATION' not in run.output and 'NOT AS PROMISED' not in run.output
   assert '-> nothing' not in run.output
 
 
 @pytest.mark.parametrize('kind', PLAN)
-def test_meanwhile_the_others_step_and_merge_and_afterwards_the_victim_too(run, kind):
+def test_untouched_learners_continue_and_the_victim_recovers(run, kind):
   fault_run = run.fault_runs[kind]
   assert fault_run.found and fault_run.node == VICTIMS[kind]
   span = (fault_run.began_s, fault_run.ended_s)
@@ -123,16 +123,16 @@ def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   assert reason in reasons[0], reasons
 
 
-def test_a_thawed_process_goes_on_in_its_incarnation(run):
+def test_a_thawed_process_keeps_its_incarnation(run):
   assert _incarnations(run, 'freeze') == {1}
 
 
-def test_a_broken_session_does_not_cost_the_incarnation(run):
+def test_a_broken_session_keeps_the_incarnation(run):
   assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
   assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
 
 
-def test_a_killed_process_comes_back_in_the_next_incarnation(run):
+def test_a_restarted_process_has_the_next_incarnation(run):
   assert _incarnations(run, 'kill') == {2}
 
 
@@ -156,7 +156,7 @@ def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
   ]
 
 
-def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
+def test_a_replaced_process_is_fenced_and_never_merged(run):
   """It was frozen, another process took its id, it was thawed: it ends with 42."""
   fault_run = run.fault_runs['replace']
   zombie = fault_run.node
@@ -173,7 +173,7 @@ def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
         assert all(one.incarnation == 2 for one in action.participants if one.learner == zombie)
 
 
-def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
+def test_the_ledger_agrees_with_the_learners_tapes(run):
   ledger = run.facts.ledger
   assert ledger.unsettled == 0 and chaos_report.balance(dataclasses.asdict(ledger)) == 0
   assert ledger.merged > 0
@@ -190,7 +190,7 @@ def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
   assert all(books[name] <= trained[name] for name in LEARNERS)  # what died untold, died
 
 
-def test_every_machine_takes_its_turns_again(run):
+def test_every_tape_replays(run):
   for _, life in run.lives():
     assert tapes.replay(life).identical, life.name
 
@@ -282,13 +282,13 @@ def _newer(merge):
     (_report(facts.Ledger, lambda fact: dataclasses.replace(fact, merged=fact.merged + 1)), 'I7'),
   ],
 )
-def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):
+def test_the_judge_refuses_an_edited_tape(run, edit, invariant):
   verdict = judge_tapes.judge(_node_tapes(run, edit))
   assert (verdict.broken.id if verdict.broken else None) == invariant, verdict.text()
   if invariant:
     assert len(verdict.broken.before) > 1 and verdict.broken.sentence in verdict.text()
 
 
-def test_the_oracle_refuses_a_run_without_tapes():
+def test_the_judge_refuses_a_run_without_tapes():
   with pytest.raises(ValueError, match='no tapes'):
     judge_tapes.judge([])

@@ -117,32 +117,32 @@ def returns(run: Run, *places: str) -> list[Return]:
   return [one for one in run.returns if set(one.places) == set(places)]
 
 
-def test_the_run_ends_well_with_everybody_back(run):
+def test_the_run_succeeds_and_every_learner_recovers(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
   assert len(run.returns) == 6
 
 
-def test_two_who_come_back_to_one_donor_both_have_a_donors_moments(run):
+def test_one_donor_serves_two_joiners(run):
   both = returns(run)
   assert {one.learner for one in both} == {'l1', 'l2'}
   assert {one.recovered['by'] for one in both} == {'donor'}
 
 
 @pytest.mark.parametrize('percent', [10, 50])
-def test_a_donor_that_dies_on_the_way_is_replaced_by_the_next(run, percent):
+def test_another_donor_replaces_a_killed_donor(run, percent):
   (back,) = returns(run, f'donation.sent_{percent}')
   [donor] = set(back.deaths) - {'l2'}
   assert back.recovered['by'] == 'donor'
   assert back.recovered['donor'] not in (donor, 'l2')
 
 
-def test_a_joiner_that_dies_on_the_way_again_and_again_gets_them_in_its_last_life(run):
+def test_a_joiner_killed_repeatedly_gets_moments_in_the_end(run):
   (back,) = returns(run, *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS))
   assert back.deaths == ['l2'] * 4
   assert back.recovered['by'] == 'donor'
 
 
-def test_when_all_donors_are_dead_the_joiner_trains_with_what_it_has(run):
+def test_without_donors_the_joiner_trains_with_its_own_moments(run):
   (back,) = returns(run, 'donation.sent_90')
   assert sorted(back.deaths) == ['l0', 'l1', 'l2']
   assert back.recovered['by'] in ('checkpoint', 'fragments')
@@ -150,7 +150,7 @@ def test_when_all_donors_are_dead_the_joiner_trains_with_what_it_has(run):
   assert any(f'recovered by: {back.recovered["by"]}' in line for line in run.said)
 
 
-def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
+def test_the_syncer_records_how_each_joiner_got_its_moments(run):
   told = [
     (fact['learner'], fact['by'])
     for fact in run.of('syncer', 'member')
@@ -160,6 +160,6 @@ def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
     assert (back.learner, back.recovered['by']) in told
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   promises.check(run)
   assert run.of('syncer', 'ledger')[-1]['unsettled'] == 0

@@ -37,7 +37,7 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(day):
   assert day.asked_ns['l1'] < left['t_ns'] < end['t_ns']
 
 
-def test_what_it_gave_is_merged_before_it_leaves(day):
+def test_its_contributions_have_verdicts_before_it_leaves(day):
   """Everything it was asked for has its verdict; its steps and tokens are known to the last one."""
   left_ns = next(
     fact['t_ns']
@@ -52,7 +52,7 @@ def test_what_it_gave_is_merged_before_it_leaves(day):
   assert fragments * row['tokens'] == row['merged'] + row['discarded']
 
 
-def test_it_comes_back_from_what_it_saved(day):
+def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
   end = day.end('l1')
   lives = {
     fact['incarnation']
@@ -67,14 +67,14 @@ def test_it_comes_back_from_what_it_saved(day):
   )
 
 
-def test_nobody_waits_for_who_has_left(day):
+def test_open_syncs_continue_without_a_learner_that_left(day):
   """Syncs that were open for it go on without it, and others follow at once."""
   end = day.end('l1')
   following = [fact for fact in day.of('syncer', 'synced') if fact['t_ns'] > end['t_ns']]
   assert following[0]['participants'] == ['l0']
 
 
-def test_a_rolling_restart_of_the_syncer_loses_nothing_and_stops_nobody(day):
+def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):
   asked_ns, end, back = day.asked_ns['syncer'], day.end('syncer'), day.of('syncer', 'recovered')[0]
   assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
   assert back['replayed'] == 0  # it was saved
@@ -133,7 +133,7 @@ def _wait_for(process: subprocess.Popen, text: str) -> str:
   raise AssertionError(f'{text!r} never came')
 
 
-def test_who_does_not_end_in_its_time_leaves_anyway():
+def test_a_process_that_does_not_end_in_time_is_ended():
   process = _start(sys.executable, '-c', STUBBORN)
   _wait_for(process, 'ready')
   process.send_signal(signal.SIGTERM)

@@ -39,7 +39,7 @@ def test_a_stopped_process_has_paused():
   assert gap.pause and gap.gap_ns > 1000 * MS, gap
 
 
-def test_who_waits_for_a_cpu_has_not_paused():
+def test_waiting_for_a_cpu_is_no_pause():
   pulse = pulse_lib.Pulse()
   pulse._times[1] = [0, 500 * MS, 1000 * MS]
   pulse._waited[1] = [0, 480 * MS, 900 * MS]

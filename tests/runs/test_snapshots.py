@@ -144,7 +144,7 @@ def test_the_first_half_took_whole_snapshots(story):
     assert manifest['step'] >= 4
 
 
-def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
+def test_restore_skips_a_damaged_snapshot_with_one_line(story):
   pinned = story.before[story.damaged]['syncer']['checkpoint']
   lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
   assert len(lines) == 1 and re.match(
@@ -156,7 +156,7 @@ def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
   assert (aside / 'syncer' / 'ckpt' / str(pinned)).is_dir()
 
 
-def test_the_syncer_goes_on_where_its_part_was(story):
+def test_the_syncer_continues_from_its_part(story):
   (recovered,) = story.of('syncer', 'recovered')
   assert (recovered['sync'], recovered['replayed']) == (story.taken['step'], 0)
   assert sum(recovered['versions']) == recovered['log']  # no outer step was refused
@@ -169,7 +169,7 @@ def test_the_syncer_goes_on_where_its_part_was(story):
     assert found == list(range(first, first + len(found)))
 
 
-def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
+def test_learners_continue_from_their_parts_on_another_mesh(story):
   for learner in ('l0', 'l1'):
     part = story.taken['learners'].get(learner)
     if part is None:
@@ -180,7 +180,7 @@ def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
   assert story.taken['learners'], 'nobody was in the snapshot'
 
 
-def test_who_has_no_place_any_more_has_left(story):
+def test_a_learner_without_a_place_has_left(story):
   assert 'l2 has no place any more' in story.said
   assert not story.of('l2', 'step')
 

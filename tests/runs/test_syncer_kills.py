@@ -254,7 +254,7 @@ def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> 
 # --- Nothing is lost ------------------------------------------------------------------------------
 
 
-def test_every_life_ends_as_planned_and_the_run_ends_well(run):
+def test_every_process_ends_as_planned_and_the_run_succeeds(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
   assert len(run.deaths('syncer')) == len(run.plan) + len(run.site_ns)
   assert len(run.deaths('l1')) == run.learner_kills + len(run.site_ns)
@@ -262,12 +262,12 @@ def test_every_life_ends_as_planned_and_the_run_ends_well(run):
   assert {status.state for status in run.outcome.statuses.values()} == {'done'}
 
 
-def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
+def test_no_version_that_a_learner_has_adopted_is_lost(run):
   assert run.lost_versions() == [0] * (len(run.plan) + len(run.site_ns))
   assert any(fact['version'] > 0 for fact in run.of('l0', 'adopted'))
 
 
-def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
+def test_a_version_has_the_same_bits_in_every_process(run):
   """In every life of every process: what was published, what was recovered."""
   digests: dict[tuple[int, int], set[int]] = {}
   for life in run.tapes():
@@ -284,7 +284,7 @@ def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
   assert {key: found for key, found in digests.items() if len(found) > 1} == {}
 
 
-def test_no_outer_step_is_made_twice_and_none_is_left_out(run):
+def test_no_outer_step_is_repeated_or_skipped(run):
   """Of one fragment the published versions follow one another through all lives. The record of one
   whose syncer was killed between commit and publication is missing, and comes with the recovery."""
   last = {}
@@ -296,7 +296,7 @@ def test_no_outer_step_is_made_twice_and_none_is_left_out(run):
       last[fact['fragment']] = fact['version']
 
 
-def test_the_books_add_up(run):
+def test_the_ledger_adds_up(run):
   """Of a process that was killed no more is known than it has told."""
   ledger = run.of('syncer', 'ledger')[-1]
   assert ledger['unsettled'] == 0
@@ -315,7 +315,7 @@ def test_the_books_add_up(run):
     assert 0 < ledger['learners'][name]['tokens'] <= sum(trained.values())
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   verdict = promises.check(run)
   lives = [life for life in run.tapes() if life.node == 'syncer']
   assert len(lives) == len(run.plan) + len(run.site_ns) + 1
@@ -323,11 +323,11 @@ def test_it_keeps_what_every_run_promises(run):
   assert min(looks[name] for name in ('I2', 'I3', 'I4', 'I7', 'I12', 'I16')) > 10, looks
 
 
-def test_every_batch_that_is_committed_counts_once_and_was_read(run):
+def test_every_committed_batch_was_read_and_counts_once(run):
   batches.check(run, batches.keep(run))
 
 
-def test_the_log_was_cut_and_both_checkpoints_are_there(run):
+def test_the_log_was_compacted_and_both_checkpoints_exist(run):
   folder = run.workdir / 'syncer'
   assert len([path for path in (folder / 'ckpt').iterdir() if path.name.isdigit()]) == 2
   oldest = min(int(path.stem) for path in (folder / 'wal').glob('*.wal'))
@@ -337,7 +337,7 @@ def test_the_log_was_cut_and_both_checkpoints_are_there(run):
 # --- Nobody pauses --------------------------------------------------------------------------------
 
 
-def test_training_goes_on_after_every_kill(run):
+def test_training_continues_after_every_kill(run):
   """Every life of the syncer that was not killed in its first outer step has committed one."""
   recovered = [0, *(sum(fact['versions']) for fact in run.of('syncer', 'recovered'))]
   for place, before, after in zip((*run.plan, *[ANY] * len(run.site_ns)), recovered, recovered[1:]):
@@ -348,7 +348,7 @@ def test_training_goes_on_after_every_kill(run):
     assert any('l1' in participants for participants in following)
 
 
-def test_learners_step_while_there_is_no_syncer(run):
+def test_learners_step_without_a_syncer(run):
   back = [fact['t_ns'] for fact in run.of('syncer', 'recovered')]
   alone = [
     death_ns
@@ -362,7 +362,7 @@ def test_learners_step_while_there_is_no_syncer(run):
     assert chaos_report.within(steps, death_ns, back_ns) >= 1, death_ns
 
 
-def test_the_steps_of_who_survives_never_pause(run):
+def test_a_surviving_learner_never_pauses(run):
   """l0, from each death of another to its return. The machine itself may stand still once in a
   while, and only a part of that can be told (pulse.py); what a death causes, it causes again and
   again. So the figure is printed, and there may be a pause in a tenth of the deaths, or three."""
@@ -373,7 +373,7 @@ def test_the_steps_of_who_survives_never_pause(run):
   assert len(pauses) <= max(3, len(longest) // 10), pauses
 
 
-def test_a_pause_would_have_been_noticed(run):
+def test_a_pause_is_noticed(run):
   """l0 was stopped from outside at the very end."""
   pid, born_ns, _ = run.lives('l0')[-1]
   steps = [fact['t_ns'] for fact in run.of('l0', 'step') if fact['t_ns'] >= born_ns]

@@ -266,7 +266,7 @@ def merge_with(participants: int) -> actions.Merge:
 
 
 @pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
-def test_a_record_comes_back_as_it_was(sizes):
+def test_a_record_decodes_to_its_outer_step(sizes):
   given = [os.urandom(size) for size in sizes]
   merge = merge_with(len(sizes))
   done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
@@ -289,7 +289,7 @@ def test_a_record_of_another_length_is_refused(damage):
 # --- Recovery -------------------------------------------------------------------------------------
 
 
-def test_theta_comes_back_bit_for_bit_wherever_the_syncer_was_killed(rig, expected, assembled):
+def test_theta_recovers_bit_for_bit_after_any_kill(rig, expected, assembled):
   """A life per outer step, two saves on the way, and one refused outer step."""
   for sync in range(1, SYNCS + 1):
     life = rig()
@@ -319,7 +319,7 @@ def test_the_refused_outer_step_has_settled_its_tokens(rig):
   assert ledger['l2']['merged'] == REFUSED * 1000 and not ledger['l2']['discarded']  # took no part
 
 
-def test_the_log_reaches_back_to_the_older_checkpoint_and_not_beyond(rig, expected, tmp_path):
+def test_the_log_begins_at_the_older_checkpoint(rig, expected, tmp_path):
   life = rig()
   firsts = []
   for sync in range(1, SYNCS + 1):
@@ -353,7 +353,7 @@ def said(rig: Rig) -> list[str]:
   return lines
 
 
-def test_a_save_never_takes_the_place_of_another(rig):
+def test_a_save_never_replaces_another(rig):
   life = rig()
   life.merge(1)
   for _ in range(3):
@@ -362,7 +362,7 @@ def test_a_save_never_takes_the_place_of_another(rig):
   assert life.checkpoints.numbers == [2, 3]
 
 
-def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
+def test_a_torn_tail_is_cut_and_reported(rig, expected, tmp_path):
   life = rig()
   for sync in (1, 2):
     life.merge(sync)
@@ -375,7 +375,7 @@ def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
   assert any('ended in an unfinished record' in line for line in said(again))
 
 
-def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tmp_path, assembled):
+def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_path, assembled):
   life = rig()
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
@@ -444,7 +444,7 @@ def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   assert bits(rig().theta) == expected[3]
 
 
-def test_a_crash_on_a_full_disk_loses_what_nobody_has_seen(rig, expected):
+def test_a_crash_on_a_full_disk_loses_only_unpublished_outer_steps(rig, expected):
   life = rig()
   life.merge(1)
   said(life)
