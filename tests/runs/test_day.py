@@ -1,4 +1,4 @@
-"""A run whose processes are ended in every way: it goes on, and keeps what every run keeps."""
+"""A run whose processes end in every way: it continues, and keeps every promise."""
 
 import signal
 
@@ -18,7 +18,7 @@ def test_the_standby_takes_over(day):
 
 
 def test_a_recovered_syncer_has_every_adopted_version(day):
-  """No version that a learner has seen is missing."""
+  """No version that a learner has adopted is missing."""
   assert day.lost_versions() == [0] * 3
 
 

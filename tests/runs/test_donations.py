@@ -1,10 +1,9 @@
-"""Learners that come back to a run of real processes, and what they get their moments from.
+"""Learners that rejoin a run of real processes, and the source of their moments.
 
-One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
-everybody is killed when 10, 50 or 90 % of the moments are on their way (faulty_learner.py: the
-place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
-goes, l2 trains again, and says which way it took. The tests read what the processes have written
-down, and the oracle reads all tapes.
+One run serves all tests. l2 is killed repeatedly and rejoins, while its donor, l2 itself, or all
+learners are killed when 10, 50 or 90 % of the moments have been sent (faulty_learner.py kills at
+that chunk, not at a time; donors pace the chunks). In every case l2 trains again, and reports the
+source of its moments. The tests read the records of the processes, and the judge reads their tapes.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ OVERRIDES = {  # 13 MiB of moments: 13 chunks; H is long, so that a slow donatio
 
 @dataclasses.dataclass
 class Return:
-  """One learner's return: who died meanwhile, and how it recovered."""
+  """One rejoin of a learner: the deaths meanwhile, and how it recovered."""
 
   places: tuple[str, ...]
   learner: str
@@ -44,7 +43,7 @@ class Return:
 
 @dataclasses.dataclass
 class Run(conductor.Run):
-  """And who came back how."""
+  """Also has every rejoin."""
 
   returns: list[Return]
 
@@ -71,22 +70,20 @@ class Conductor(conductor.Conductor):
     ]
 
   async def carry_out(self) -> None:
-    await self.until(lambda: self.since('syncer', 'outer'))  # the run is under way
+    await self.until(lambda: self.since('syncer', 'outer'))  # the run has begun
     for percent in (10, 50):
-      await self.comes_back(['l2'], f'donation.sent_{percent}')
-    await self.comes_back(['l2'], 'donation.sent_90', 'donation.sent_90')
-    await self.comes_back(
-      ['l2'], *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS)
-    )
-    await self.comes_back(['l1', 'l2'])
+      await self.rejoin(['l2'], f'donation.sent_{percent}')
+    await self.rejoin(['l2'], 'donation.sent_90', 'donation.sent_90')
+    await self.rejoin(['l2'], *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS))
+    await self.rejoin(['l1', 'l2'])
     self.supervisor.retire()
 
   async def steps(self, learners, at: int) -> None:
-    """Each of them has taken a few steps since, beyond its first and its compilation."""
+    """Waits until each learner has taken a few steps since, not only its first, which compiles."""
     await self.until(lambda: all(len(self.since(one, 'step', at)) >= 10 for one in learners))
 
-  async def comes_back(self, learners: list[str], *places: str) -> None:
-    """Kills learners, with such places armed; until all who died are back and train."""
+  async def rejoin(self, learners: list[str], *places: str) -> None:
+    """Kills learners, with these places armed; waits until all dead learners train again."""
     self.look()
     at = len(self.facts)
     for number, place in enumerate(places):

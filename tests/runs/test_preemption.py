@@ -1,7 +1,7 @@
-"""SIGTERM, the polite way to end: a learner pushes, saves, leaves; a syncer saves and is back.
+"""SIGTERM: a learner pushes, saves and leaves; a syncer saves, and the next one continues.
 
-A day of tests/runs/day.py serves the first tests: l1 is preempted and comes back, then the syncer is
-restarted under load. Then single processes: a full disk, one that does not end in its time, a
+The run of tests/runs/day.py serves the first tests: l1 is preempted and rejoins, then the syncer is
+restarted under load. Then single processes: a full disk, a process that does not end in time, a
 second SIGTERM.
 """
 
@@ -20,7 +20,7 @@ from tests.runs import conductor
 from tests.runs import day as day_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NOTICE_S = 10.0  # what a preempted process has at most
+NOTICE_S = 10.0  # a preempted process ends within this time
 
 
 def test_a_preempted_learner_leaves_in_order_and_in_time(day):
@@ -38,7 +38,8 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(day):
 
 
 def test_its_contributions_have_verdicts_before_it_leaves(day):
-  """Everything it was asked for has its verdict; its steps and tokens are known to the last one."""
+  """Every pulled contribution has its verdict; the ledger has its steps and tokens to the last
+  one."""
   left_ns = next(
     fact['t_ns']
     for fact in day.of('syncer', 'member')
@@ -68,7 +69,7 @@ def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
 
 
 def test_open_syncs_continue_without_a_learner_that_left(day):
-  """Syncs that were open for it go on without it, and others follow at once."""
+  """Open syncs that had asked it continue without it, and the next ones open at once."""
   end = day.end('l1')
   following = [fact for fact in day.of('syncer', 'synced') if fact['t_ns'] > end['t_ns']]
   assert following[0]['participants'] == ['l0']
@@ -153,7 +154,7 @@ def test_a_second_sigterm_ends_it_at_once():
 
 
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
-  """An outer step waits for space for ever; files may have 32 KiB, which stands in for the disk."""
+  """An outer step waits for space for ever; a limit of 32 KiB per file simulates the full disk."""
   common = [
     *conductor.flags(day_lib.OVERRIDES),
     f'--workdir={tmp_path}',

@@ -1,4 +1,4 @@
-"""Real processes: Ctrl-C and resume, refusals, a syncer that stands by."""
+"""Real processes: Ctrl-C and resume, refusals, a standby syncer."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def _environment() -> dict[str, str]:
 
 
 class Program:
-  """A process of ours, its output line by line."""
+  """A process, and its output line by line."""
 
   def __init__(self, module: str, *flags: str):
     self.process = subprocess.Popen(
@@ -66,7 +66,7 @@ class Program:
     return line
 
   def wait_for(self, text: str) -> str:
-    """The first line from here on that holds `text`."""
+    """The next line that contains `text`."""
     while (line := self._next()) is not None:
       if text in line:
         return line
@@ -174,8 +174,8 @@ def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, module, flags, 
 
 
 def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path):
-  """Another model, a second process with one id, its port or its folder taken: each is told, none
-  disturbs."""
+  """Another model, a second process with one id, a port or a folder in use: each is refused, and
+  the run continues."""
   run = (
     CONFIG,
     '--config.train.steps=1000000',
@@ -226,7 +226,7 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
 
 
 def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path):
-  """A signal that is meant for the one that has the run does not end it, either."""
+  """A signal for the active syncer does not end the standby either."""
   folder = tmp_path / 'run'
   unwanted, wanted = (
     start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2)

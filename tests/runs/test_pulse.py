@@ -1,4 +1,4 @@
-"""A process that is stopped has paused; one that waits for a CPU has not."""
+"""A stopped process has paused; a process that waits for a CPU has not."""
 
 import signal
 import subprocess
@@ -46,4 +46,4 @@ def test_waiting_for_a_cpu_is_no_pause():
   steps = [0, 10 * MS, 20 * MS, 1000 * MS]
   gap = pulse.longest(1, steps)
   assert (gap.gap_ns, gap.wall_ns, gap.pause) == (80 * MS, 980 * MS, False)
-  assert pulse_lib.Pulse().longest(1, steps).pause  # nobody told of any waiting
+  assert pulse_lib.Pulse().longest(1, steps).pause  # no sample of waiting

@@ -1,8 +1,8 @@
-"""Real processes, all killed, and brought back to a snapshot with other learners and meshes.
+"""Real processes, all killed, then restored from a run snapshot with other learners and meshes.
 
-One story serves all tests: `tiny` with three learners of two devices takes snapshots; everything is
-killed at once; a bit of the newest snapshot flips; `--restore=latest` goes on with two learners of
-one device, from the snapshot before, until somebody asks for another one and has it.
+One run serves all tests: `tiny` with three learners of two devices takes run snapshots; all
+processes are killed at once; a bit of the newest snapshot flips; `--restore=latest` continues with
+two learners of one device, from the snapshot before, until the test requests another one.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass
 class Story:
-  """What is left: the manifests of before, the one that was damaged, and what was said and done."""
+  """The manifests before the kill, the damaged one, and the output and facts after the restore."""
 
   workdir: pathlib.Path
   before: dict[int, dict]
@@ -50,7 +50,7 @@ class Story:
 
   @property
   def taken(self) -> dict:
-    """The manifest that the run went on from."""
+    """The manifest from which the run continued."""
     return self.before[sorted(self.before)[-2]]
 
   def of(self, process: str, name: str) -> list[dict]:
@@ -177,7 +177,7 @@ def test_learners_continue_from_their_parts_on_another_mesh(story):
     else:
       assert f'{learner} goes on from its checkpoint at clock {part["checkpoint"]}' in story.said
     assert story.of(learner, 'step'), story.said
-  assert story.taken['learners'], 'nobody was in the snapshot'
+  assert story.taken['learners'], 'the snapshot has no learner'
 
 
 def test_a_learner_without_a_place_has_left(story):
@@ -196,6 +196,6 @@ def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
   assert ledger['trained'] * ledger['fragments'] == (
     ledger['merged'] + discarded + ledger['unsettled']
   )
-  gone = ledger['learners'].get('l2')  # closed: nothing of it is unsettled
-  assert gone is None or gone['tokens'] * ledger['fragments'] == gone['merged'] + gone['discarded']
+  row = ledger['learners'].get('l2')  # closed: none of its tokens is unsettled
+  assert row is None or row['tokens'] * ledger['fragments'] == row['merged'] + row['discarded']
   assert json.loads((story.workdir / 'config.json').read_text())['sync']['learners'] == 2
