@@ -1,4 +1,4 @@
-"""From a config to what both sides compute with: registries are all that a new rule has to enter."""
+"""From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Configs: what cannot work is refused in one line, overrides arrive, JSON brings it back."""
+"""Configs: wrong settings are refused in one line, overrides apply, JSON restores a config."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_every_setting_has_a_doc_bounds_that_hold_and_a_place_in_the_config(fiel
 
 
 def test_the_modes_are_settings_of_one_machine():
-  """Paper section 8 and its predecessors: K, P, tau and max_lag tell them apart."""
+  """Paper section 8 and its predecessors differ in K, P, tau and max_lag."""
   modes = {name: stdlib_lm.get_config(name).sync for name in ('decoupled', 'streaming', 'diloco')}
   assert [(s.quorum, s.max_lag) for s in modes.values()] == [(1, None), (4, 2), (4, 0)]
   assert (modes['diloco'].fragments, modes['diloco'].overlap) == (1, 0)

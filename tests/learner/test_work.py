@@ -1,4 +1,4 @@
-"""The work of a learner on a real island: where it reads, and what is undone when it moves."""
+"""The work of a learner on a real island: where it reads, and what it undoes when it moves."""
 
 import contextlib
 

@@ -1,8 +1,8 @@
-"""The numpy twin of numerics/codecs.py: the byte format that is specified there, read once more.
+"""The numpy twins of numerics/codecs.py and digest.py: a second implementation of their formats.
 
-Where codecs.py works on exponent bits, this file says the same with frexp and ldexp, so that the
-test of equal bytes compares two readings of the specification and not one with itself. A new codec
-has its twin here, in TWINS.
+Where codecs.py works on exponent bits, this file uses frexp and ldexp, so that the test of equal
+bytes compares two readings of the specification and not one with itself. A new codec has its twin
+in TWINS.
 """
 
 import functools

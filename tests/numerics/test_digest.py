@@ -1,4 +1,4 @@
-"""The digest: equal on both twins, different for anything that differs."""
+"""The digest: equal on both twins, different for different values."""
 
 import jax
 import jax.numpy as jnp

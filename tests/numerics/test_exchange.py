@@ -1,4 +1,4 @@
-"""One fragment there and back: learner and syncer hold the same bits, and nothing is lost."""
+"""The exchange of one fragment: learner and syncer hold the same bits, and nothing is lost."""
 
 import functools
 
@@ -159,14 +159,14 @@ def test_padding_stays_zero():
     assert not np.asarray(values)[padding].any()
 
 
-@pytest.mark.parametrize('case', ['nan payload', 'nobody', 'too large'])
+@pytest.mark.parametrize('case', ['nan payload', 'no weight', 'too large'])
 def test_a_bad_outer_step_leaves_everything_as_it_was(case):
   """One NaN of one learner must not poison the model: not ok, and the old state, bit for bit."""
   codec, outer_opt, master_N, published_N, state = _start(0, 'float32', lr=3.0)
   n, weights = published_N.size, jnp.ones(2)
-  values = {'nan payload': [0.1, np.nan], 'nobody': [0.1, 0.1], 'too large': [3e38, 3e38]}[case]
+  values = {'nan payload': [0.1, np.nan], 'no weight': [0.1, 0.1], 'too large': [3e38, 3e38]}[case]
   payloads = np.stack([np.full(n, v, '<f4').view(np.uint8) for v in values])
-  if case == 'nobody':
+  if case == 'no weight':
     weights = jnp.zeros(2)
   result = _outer_step(
     _layout(), 0, outer_opt, codec, codec, master_N, published_N, state, payloads, weights
@@ -228,7 +228,7 @@ def test_adopt_refuses_a_bad_alpha_or_anchor():
 
 
 def test_a_published_value_can_be_sent_whole_without_loss():
-  """What a learner of another version gets: the float32 codec keeps canonical values exactly."""
+  """A learner of another version gets the value whole: float32 keeps canonical values exactly."""
   values = codecs.canonical(jnp.float32([1e-40, -0.0, 1e-30, -3.5] * 8))
   codec = codecs.get('float32')
   data, _ = codec.encode(values)

@@ -1,4 +1,4 @@
-"""One battery for every merge rule and every outer optimizer, then what each one promises alone."""
+"""One battery for every merge rule and every outer optimizer, then the properties of each one."""
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +233,7 @@ class TestEveryOuterOptimizer:
     assert jax.tree.structure(state.tx) == jax.tree.structure(tx_state)
 
   def test_it_descends_a_parabola_when_learners_do(self, rule, tx):
-    """Learners go towards 0 by a tenth each; so must the outer parameters (the sign)."""
+    """Learners move towards 0 by a tenth each; so must the outer parameters (the sign)."""
     outer_opt, params = outer.outer_optimizer(rule, tx), _params()
     size = lambda tree: float(optax.tree.norm(tree))
     start, state = size(params), outer_opt.init(params)

@@ -1,4 +1,4 @@
-"""The norm of a payload: right for every codec and size, and what a flipped bit does to it.
+"""The norm of a payload: right for every codec and size, also after a flipped bit.
 
 A flipped bit of one parameter shows in the pseudo-gradient anchor - local as a displacement of that
 parameter. With a limit of ten times the usual norm, exactly the displacements beyond it are caught:

@@ -1,4 +1,4 @@
-"""Specs of a config: what they stand for, and what is wrong with those that stand for nothing."""
+"""Specs of a config: valid ones are parsed, wrong ones are refused with the valid choices."""
 
 import numpy as np
 import pytest

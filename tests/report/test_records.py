@@ -1,4 +1,4 @@
-"""Records survive kills, torn lines and full disks, and the view follows them."""
+"""Records survive kills, torn lines and full disks, and the fold follows them."""
 
 import dataclasses
 import json
@@ -97,15 +97,15 @@ def test_curves_and_log_lines(tmp_path, capsys):
 def test_every_fact_is_read_from_its_line(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None}
-  said = []
+  reported = []
   for kind in typing.get_args(facts.Fact):
     hints = typing.get_type_hints(kind)
-    said.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
-    recorder.report(said[-1])
+    reported.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
+    recorder.report(reported[-1])
   recorder.close()
   rows = records.Tail(tmp_path / 'records' / 'l0.jsonl').read()
-  assert [facts.parse(row) for row in rows] == said
-  assert len({row['name'] for row in rows}) == len(said)
+  assert [facts.parse(row) for row in rows] == reported
+  assert len({row['name'] for row in rows}) == len(reported)
 
 
 def test_rows_that_are_no_facts_are_skipped():
@@ -138,7 +138,7 @@ def test_the_fold_follows_a_process():
     ('l0', adopted),
     ('syncer', synced),
     ('syncer', facts.Eval(step=40, loss=2.5)),
-    ('somebody', dataclasses.replace(last, step=99)),
+    ('unknown', dataclasses.replace(last, step=99)),
   ):
     run.take([(process, row(1.0, fact))])
   learner = run.learners['l0']

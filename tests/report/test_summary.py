@@ -1,4 +1,5 @@
-"""The report says what the records say: sums that add up, lives with their gaps, a picture."""
+"""The report agrees with the records: sums add up, processes have their gaps, the picture
+exists."""
 
 import dataclasses
 import io
@@ -137,7 +138,7 @@ def test_downtime_lasts_until_the_next_step(config, run):
 
 
 def test_a_resumed_run_shows_its_processes_in_order():
-  """The first supervisor was killed, so nobody wrote down how its children ended."""
+  """The first supervisor was killed, so the records lack the exits of its children."""
   run = run_facts.RunFacts(['l0'], 10).take(
     [
       ('supervisor', child(1, 'l0', 'starting')),

@@ -1,4 +1,4 @@
-"""Replay of arrays: a run is made again from its log, and whatever does not come out is said."""
+"""Rebuilds the arrays of a run from its log, and reports every difference."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def _whole(tmp_path_factory, config):
 
 @pytest.fixture(name='copy')
 def _copy(tmp_path, run):
-  """A run to spoil."""
+  """A copy of the run, to damage."""
   return shutil.copytree(run, tmp_path / 'copy')
 
 
@@ -81,7 +81,7 @@ def test_another_value_on_the_tape_is_a_difference(copy):
 
 
 def test_a_version_missing_in_the_log_is_a_difference(copy, config):
-  """Its newest record is left out of the log: what the tape saw was lost."""
+  """The log lacks its newest record: a version on the tape was lost."""
   _rewrite(copy, config, lambda payloads: payloads[:-1])
   with pytest.raises(rebuild.Differs, match='is on the tape but not in the log'):
     rebuild.rebuild(copy)
@@ -100,7 +100,7 @@ def test_a_changed_payload_is_noticed(copy, config):
 
 
 def _rewrite(folder, config: run_config.Config, change) -> None:
-  """Another log of the same run, whole in itself."""
+  """Another log of the same run, without damage."""
   place, run = folder / 'syncer' / 'wal', outer_log.run_of(build.assemble(config).agreement)
   before = [bytes(one.payload) for one in wal.read_log(files_lib.Files(place), run).records()]
   shutil.rmtree(place)
