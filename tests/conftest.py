@@ -1,11 +1,12 @@
 """The settings under which every test runs: eight emulated devices, and no silent conversions.
 
 Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
-a broadcast nobody wrote into an error. Asynchronous dispatch is off because free-running emulated
+an implicit broadcast into an error. Asynchronous dispatch is off because free-running emulated
 devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache.
 
 How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
-its fixtures do, and all files that start real runs share one worker, so that one run goes at a time.
+its fixtures do, and all files that start real runs share one worker, so that one run goes at a
+time.
 """
 
 import os
@@ -36,7 +37,7 @@ flags.FLAGS.mark_as_parsed()  # grain reads absl flags
 
 
 class Counts(NamedTuple):
-  """How often the tests do what may be done any number of times."""
+  """How many times the tests repeat an experiment."""
 
   full: bool
   seeds: int
@@ -94,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _place(item: pytest.Item) -> int:
-  """Where the longest files come first."""
+  """The sort key of a test: the longest files come first."""
   file = item.location[0]
   places = (n for n, start in enumerate(_LONGEST_FIRST) if file.startswith(start))
   return next(places, len(_LONGEST_FIRST))

@@ -1,4 +1,4 @@
-"""Other Pythons on this machine: the machines must decide the same on all of them."""
+"""Other Pythons on this machine: the protocol must decide the same on all of them."""
 
 import functools
 import os
@@ -21,12 +21,12 @@ def _candidates() -> list[str]:
 
 
 def _environment(**more: str) -> dict[str, str]:
-  """This one without what it tells Python."""
+  """The environment without the variables of Python."""
   return {name: value for name, value in os.environ.items() if not name.startswith('PYTHON')} | more
 
 
 def _version(python: str) -> tuple[int, int] | None:
-  """None for one that does not start (a shim of what is not installed)."""
+  """None for a Python that does not start (a shim of a version that is not installed)."""
   try:
     done = subprocess.run(
       [python, '-S', '-c', 'import sys; print(*sys.version_info[:2])'],

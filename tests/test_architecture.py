@@ -1,4 +1,4 @@
-"""docs/architecture.md says what is there: it is drawn from the code, and what it names exists."""
+"""docs/architecture.md agrees with the code: it is drawn from it, and every name in it exists."""
 
 import importlib.util
 import pathlib

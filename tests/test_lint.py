@@ -1,4 +1,4 @@
-"""ruff finds nothing, in the code and in its form."""
+"""ruff check and ruff format find nothing."""
 
 import pathlib
 import subprocess

@@ -1,4 +1,4 @@
-"""What the README tells a newcomer to type works as it stands there."""
+"""The commands of the README work as written."""
 
 import json
 import os
@@ -12,8 +12,8 @@ README = (ROOT / 'README.md').read_text()
 
 
 def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
-  """Single-controller mode: the islands of one process train and are merged, and end in order. Here
-  with fewer steps than the reader takes."""
+  """Single-controller mode: the islands of one process train, are merged, and end in order. With
+  fewer steps than in the README."""
   (cell,) = re.findall(r'```python\n(.*?)```', README, re.S)
   cell, replaced = re.subn(r'train\.steps = \d+', 'train.steps = 24', cell)
   assert replaced == 1
@@ -36,7 +36,7 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
   }
   assert set(facts) == {'syncer', 'l0', 'l1', 'l2'}
   ledger = [fact for fact in facts['syncer'] if fact['name'] == 'ledger'][-1]
-  # With K = 1 nobody waits, so how much of each learner is merged is the scheduler's affair.
+  # With K = 1 no sync waits, so the share of each learner depends on the scheduler.
   assert ledger['merged'] > 0 and all(row['tokens'] > 0 for row in ledger['learners'].values())
   assert ledger['trained'] * ledger['fragments'] == (
     ledger['merged'] + sum(ledger['discarded'].values())

@@ -1,7 +1,7 @@
-"""Codecs: how a flat fragment becomes bytes. This docstring is the byte format.
+"""Codecs turn a flat fragment into bytes. This docstring is the byte format.
 
-The values are v[0..n), float32, n a multiple of 32. All numbers are little endian. Nothing frames
-the bytes: name and n travel in the message's header, so a payload of any other length is an error.
+The values are v[0..n), float32, n a multiple of 32. All numbers are little endian. The bytes have
+no frame: the message's header has name and n, so a payload of any other length is an error.
 
   float32    4n bytes: the IEEE bits of each value.
   bfloat16   2n bytes: the upper 16 of the 32 bits, rounded to nearest, ties to even.
@@ -23,18 +23,19 @@ rint rounds ties to even. Hence |v' - v| <= 2^(E - 127 - f), half of that where 
 A block whose E would be <= f + 1 (max|v| < 2^-119 for int8, 2^-123 for int4) has E = 0 and q = 0.
 A decoder reads any E <= f + 1 as zeros and E = 255 as NaN; no encoder writes 1..f+1, 255 or q < -Q.
 
-Why this way. A product with a power of two is exact as long as nothing is subnormal, and the bound
+Reasons. A product with a power of two is exact as long as nothing is subnormal, and the bound
 f + 1 guarantees that (a subnormal v beside a normal E rounds to q = 0 whether or not the machine
-flushes it). So XLA on any backend and numpy give the same bytes and the same values, and whether a
-compiler fuses `anchor + q * scale` into a multiply-add cannot matter: all holders of a published
-value hold the same bits. (Scales of max/127 differed between XLA and numpy in 5 % of the blocks.)
+flushes it). So XLA on any backend and numpy give the same bytes and the same values, and it does
+not matter whether a compiler fuses `anchor + q * scale` into a multiply-add: learners and syncer
+hold the same bits of a published value. (Scales of max/127 differed between XLA and numpy in 5 % of
+the blocks.)
 
 The encoder also returns `ok`: false iff a value is NaN or Inf, or, for bfloat16, would round to
 Inf (|v| >= 2^128 - 2^119). The bytes are then unspecified and must not be sent.
 
-A new codec is a record in CODECS. What it cannot be: the size of a payload follows from n alone
-(the syncer stacks the payloads of a fragment), and the encoder has no state, so top-k, or signs
-with the error fed back on the learner, do not fit.
+A new codec is a record in CODECS, with two limits: the size of a payload follows from n alone (the
+syncer stacks the payloads of a fragment), and the encoder has no state. So top-k does not fit, nor
+do signs with error feedback on the learner.
 """
 
 import functools
@@ -85,8 +86,9 @@ def get(name: str) -> Codec:
 def canonical(values: jax.Array) -> jax.Array:
   """Float32 values with every zero and subnormal replaced by +0.
 
-  Some backends flush subnormals and some do not; a published value is canonical so that all hold
-  the same bits. The test is on the bits, because a flushing backend sees no difference.
+  Some backends flush subnormals and some do not; a published value is canonical so that learners
+  and syncer hold the same bits. The test is on the bits, because a flushing backend sees no
+  difference.
   """
   bits = _bits(values)
   return jnp.where(bits & 0x7FFFFFFF < 0x00800000, jnp.float32(0), values)
@@ -172,7 +174,7 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 def _checked(
   name: str, bytes_per_block: int, encode: Callable[..., Any], decode: Callable[..., Any]
 ) -> Codec:
-  """A codec that refuses what is not of the right size."""
+  """A codec that refuses arrays of the wrong size."""
 
   def size(n: int) -> int:
     if n % BLOCK or n < 0:

@@ -1,4 +1,4 @@
-"""Digest: 64 bits by which learner and syncer see that they hold the same published value.
+"""Digest: 64 bits that show whether learner and syncer hold the same published value.
 
 For a vector v of n float32 values with bit patterns b_i, all arithmetic modulo 2^32:
 
@@ -7,8 +7,8 @@ For a vector v of n float32 values with bit patterns b_i, all arithmetic modulo 
 
 with mix the finalizer of MurmurHash3 (a bijection). Both terms are bijections of b_i, so changing
 one value always changes both words; the position enters both, so a swap changes them too. Integer
-sums do not depend on their order: any sharding, backend or loop gives the same numbers. It guards
-against mistakes and faults, not against an adversary.
+sums do not depend on their order: any sharding, backend or loop gives the same numbers. The digest
+guards against mistakes and faults, not against an adversary.
 """
 
 import jax
@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 _GOLDEN = 0x9E3779B9
-_MIX_1, _MIX_2 = 0x85EBCA6B, 0xC2B2AE35
 
 
 def digest(values_N: jax.Array) -> jax.Array:
@@ -33,20 +32,9 @@ def digest(values_N: jax.Array) -> jax.Array:
   return jnp.stack(jax.lax.reduce(terms, (jnp.uint32(0), jnp.uint32(0)), add, (0,)))
 
 
-def digest_numpy(values_N: np.ndarray) -> np.ndarray:
-  """The twin of `digest` in numpy: the same numbers."""
-  bits = np.ascontiguousarray(values_N, np.float32).view(np.uint32)
-  i = np.arange(bits.size, dtype=np.uint32)
-  linear = np.sum(bits * (2 * i + 1), dtype=np.uint32)
-  mixed = np.sum(_mix(bits + np.uint32(_GOLDEN) * (i + 1)), dtype=np.uint32)
-  return np.stack([linear, mixed])
-
-
-def _mix(h):  # jax or numpy uint32
-  h = h ^ (h >> 16)
-  h = h * h.dtype.type(_MIX_1)
-  h = h ^ (h >> 13)
-  h = h * h.dtype.type(_MIX_2)
+def _mix(h: jax.Array) -> jax.Array:
+  h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
+  h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
   return h ^ (h >> 16)
 
 

@@ -1,22 +1,22 @@
-"""What learner and syncer run when fragment p is exchanged: pure functions to be jitted whole.
+"""The exchange of fragment p: pure functions that learner and syncer jit whole.
 
 One sync of fragment p, with A_v the value published as version v (learners hold it as their anchor,
 bit for bit), Theta the syncer's float32 master, C and D a codec's encode and decode:
 
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
-  syncer      ||D_up(bytes_m)||, to leave out who is beyond all measure             payload_norm
+  syncer      ||D_up(bytes_m)||, to reject outliers                                 payload_norm
               Theta'  = Theta - OuterOpt(Merge({D_up(bytes_m)}, w))
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   A_{v+1} = A_v + D_down(bytes)                                     apply_delta
               theta_m <- (1 - alpha) A_{v+1} + alpha theta_m                    adopt
 
-Error feedback downward: what the codec loses, e = Theta' - A_{v+1}, stays in the master and is part
-of the next delta, Theta'' - A_{v+1} = (Theta'' - Theta') + e, so rounding errors do not pile up.
-Every learner of version v computes the same A_{v+1} from the same bytes, because the decoded values
-are exact (see codecs.py), one addition is rounded alike everywhere, and the result is made
-canonical (no subnormals, no -0). The digest proves it. A learner of another version gets A_{v+1}
-whole: the float32 codec is lossless for canonical values.
+Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the master and is part of
+the next delta, Theta'' - A_{v+1} = (Theta'' - Theta') + e, so rounding errors do not pile up.
+Every learner that holds version v computes the same A_{v+1} from the same bytes: the decoded values
+are exact (see codecs.py), every backend rounds one addition alike, and `apply_delta` makes the
+result canonical (no subnormals, no -0). The digest verifies it. A learner that holds another
+version gets A_{v+1} whole: the float32 codec is lossless for canonical values.
 
 Give `layout`, `p`, the codecs, `outer` and `alpha` to jax.jit as static arguments. Only bytes,
 flags and digests need to cross to the host.
@@ -36,16 +36,16 @@ PyTree = Any
 
 
 class OuterResult(NamedTuple):
-  """What an outer step leaves behind.
+  """The result of an outer step.
 
   Attributes:
     master_N: the new float32 master, Theta'.
     published_N: the new published value, A_{v+1}.
     opt_state: the new state of the outer optimizer.
-    delta_bytes: uint8, what takes a holder of A_v to A_{v+1}.
+    delta_bytes: uint8, the encoded delta from A_v to A_{v+1}.
     digest: uint32[2] of published_N.
-    ok: false if nobody had a weight or anything was not finite. Then the three states above are
-      returned as they came in (donated buffers lose nothing) and delta_bytes must not be sent.
+    ok: false if all weights are 0 or a value is not finite. Then the three states above are the
+      arguments (donated buffers lose nothing) and delta_bytes must not be sent.
     norm: the norm of the merged outer gradient of the fragment.
   """
 
@@ -61,7 +61,7 @@ class OuterResult(NamedTuple):
 def pseudo_gradient(
   layout: fragments.Layout, p: int, codec: codecs.Codec, params_tree: PyTree, anchor_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Learner: (the encoded pseudo-gradient of fragment p, ok). Not to be sent unless ok."""
+  """Learner: (the encoded pseudo-gradient of fragment p, ok). Send it only if ok."""
   return codec.encode(anchor_N - fragments.gather(layout, p, params_tree))
 
 
@@ -83,7 +83,7 @@ def adopt(
 ) -> tuple[PyTree, jax.Array]:
   """Learner: (parameters with fragment p adopted, the new anchor).
 
-  theta <- (1 - alpha) published + alpha theta. The paper overwrites (alpha = 0), which was better
+  theta <- (1 - alpha) published + alpha theta. The paper overwrites (alpha = 0), which is better
   than mixing for many learners; Streaming DiLoCo mixes. The old anchor is an argument so that its
   buffer can be donated to the new one.
   """
@@ -109,9 +109,9 @@ def init_outer(
 
 def payload_norm(codec: codecs.Codec, n: int, data: jax.Array) -> jax.Array:
   """Syncer: the norm of an encoded pseudo-gradient of n values, float32[]. It is not finite if one
-  of the values is not, or if their squares do not fit in float32.
+  of the values is not, or if their squares overflow float32.
 
-  Squares are summed block by block, so that no addend is lost against a long sum.
+  It sums squares block by block, so that a long sum does not absorb small addends.
   """
   squares_BxK = jnp.square(codec.decode(data, n)).reshape(-1, codecs.BLOCK)
   return jnp.sqrt(jnp.sum(jnp.sum(squares_BxK, axis=1)))

@@ -1,28 +1,28 @@
-"""Fragments: the P parts of the parameters that are synchronised one at a time.
+"""Fragments: the P parts of the parameters; a sync exchanges one of them.
 
-A layout says which rows of which leaf belong to which fragment. It is a value: made once from the
-shapes of the tree, the same on every learner (compare `digest()` at the handshake), hashable, so it
-can be a static argument of `jax.jit`.
+A layout maps the rows of every leaf to fragments. It follows from the shapes of the tree, so it is
+the same on every learner (the handshake compares `digest()`), and it is hashable, so it can be a
+static argument of `jax.jit`.
 
 A fragment travels as one flat float32 vector of N_p values: its pieces in tree order, each padded
 with zeros to a multiple of 32. So a block of the codec never spans two tensors, and a tensor of
-tiny values does not share a scale with one of large values.
+small values does not share a scale with one of large values.
 
 Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoCo for the third):
 
   balanced   tensors sorted by size, the largest first, each into the fragment that is smallest so
-             far (the LPT rule). Whole tensors as long as that keeps every fragment within 4/3 of
-             the mean; where it does not (LPT promises 4/3 of the *optimum*, and one big embedding
-             makes the optimum itself bad), tensors are cut by rows: first those larger than a
-             fair share into parts of at most one share, then of a half, a third ... of it. With
-             parts of at most a third of the mean m, the fragment that took its last part x while
-             it was the smallest ends at <= m + x <= 4/3 m, so the search ends unless single rows
-             are too large. Then the peak bandwidth is within 4/3 of an ideally even one.
-  layer      neighbouring layers together, the same number of layers (+-1) in each fragment.
+             far (the LPT rule). Tensors stay whole if that keeps every fragment within 4/3 of the
+             mean; if not (LPT promises 4/3 of the *optimum*, and one big embedding makes the
+             optimum itself bad), they are cut by rows: first those larger than a fair share into
+             parts of at most one share, then of a half, a third ... of it. With parts of at most a
+             third of the mean m, the fragment that took its last part x while it was the smallest
+             has at most m + x <= 4/3 m, so the search ends unless single rows are too large. So
+             the peak bandwidth is within 4/3 of an ideally even one.
+  layer      consecutive layers, the same number of layers (+-1) in each fragment.
   strided    layer i in fragment i mod P.
 
-The last two read the order of layers from the integers in the paths: embeddings are layer 0, then
-the numbered layers, then everything else as the last layer.
+The last two take the order of layers from the integers in the paths: embeddings are the first
+layer, then come the numbered layers, and all other leaves are the last layer.
 """
 
 import dataclasses
@@ -36,10 +36,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-BLOCK = 32  # values that share a scale in the integer codecs; pieces are padded to it
+BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
 KINDS = ('balanced', 'layer', 'strided')
 
-_FINEST_CUT = 12  # parts per fair share at which the search for a balanced layout gives up
+_FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
 _ANY_INDEX = re.compile(r"\['?(\d+)'?\]")
 
@@ -75,7 +75,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-  """Which pieces belong to which fragment; equal layouts are equal values with equal digests."""
+  """The pieces of each fragment; equal layouts have equal digests."""
 
   fragments: tuple[tuple[Piece, ...], ...]
   kind: str = 'balanced'
@@ -93,7 +93,7 @@ class Layout:
     return sum(piece.size for piece in self.fragments[p])
 
   def digest(self) -> str:
-    """Hex sha256 over kind, paths, rows, shapes and labels: what both sides must agree on."""
+    """Hex sha256 over kind, paths, rows, shapes and labels; learner and syncer must agree on it."""
     rows = [[dataclasses.astuple(piece) for piece in f] for f in self.fragments]
     return hashlib.sha256(json.dumps([self.kind, rows]).encode()).hexdigest()
 
@@ -103,7 +103,7 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
 
   Args:
     kind: one of KINDS, see the top of this file.
-    tree: the parameters; only paths, shapes and dtypes are read.
+    tree: the parameters; only paths, shapes and dtypes matter.
     num_fragments: P.
     label: path -> the label by which merge rules are chosen (see merge.by_label).
 
@@ -132,17 +132,17 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
 
 def gather(layout: Layout, p: int, tree: PyTree) -> jax.Array:
   """Fragment p of `tree` as one flat vector float32[N_p], zeros in the padding."""
-  leaves = _by_path(tree)
+  leaves = by_path(tree)
   return join(layout, p, {piece.key: _rows(leaves, piece) for piece in layout.fragments[p]})
 
 
 def scatter(layout: Layout, p: int, tree: PyTree, flat_N: jax.Array) -> PyTree:
   """`tree` with fragment p replaced by `flat_N` (cast to each leaf's dtype); the rest untouched."""
   pieces = split(layout, p, flat_N)
-  leaves = _by_path(tree)
+  leaves = by_path(tree)
   for piece in layout.fragments[p]:
     leaf = leaves[piece.path]
-    _rows(leaves, piece)  # the check of the shape
+    _rows(leaves, piece)  # checks the shape
     value = pieces[piece.key].astype(leaf.dtype)
     whole = leaf.shape == piece.shape
     leaves[piece.path] = value if whole else leaf.at[piece.start : piece.stop].set(value)
@@ -187,7 +187,8 @@ def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
 # --- reading the tree --------------------------------------------------------------------------
 
 
-def _by_path(tree: PyTree) -> dict[str, Any]:
+def by_path(tree: PyTree) -> dict[str, Any]:
+  """The leaves by path (jax.tree_util.keystr), in tree order."""
   flat, _ = jax.tree_util.tree_flatten_with_path(tree)
   return {jax.tree_util.keystr(path): leaf for path, leaf in flat}
 
@@ -195,7 +196,7 @@ def _by_path(tree: PyTree) -> dict[str, Any]:
 def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:
   """Every leaf as one whole piece, in tree order."""
   whole = []
-  for path, leaf in _by_path(tree).items():
+  for path, leaf in by_path(tree).items():
     shape = tuple(leaf.shape)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       raise ValueError(f'fragments: leaf {path} is {leaf.dtype}; parameters must be floats')
@@ -253,7 +254,7 @@ def _cut(leaf: Piece, parts: int) -> list[Piece]:
 
 
 def _pack(pieces: list[Piece], num_fragments: int) -> list[list[Piece]]:
-  """Largest first into the smallest fragment; ties by path and row, so that all learners agree."""
+  """Largest first into the smallest fragment; ties by path and row, so that learners agree."""
   fragments, sizes = [[] for _ in range(num_fragments)], [0] * num_fragments
   for piece in sorted(pieces, key=lambda x: (-x.padded_size, x.path, x.start)):
     smallest = sizes.index(min(sizes))
@@ -269,7 +270,8 @@ def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[P
   if num_fragments > len(layers):
     raise ValueError(
       f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
-      "(embeddings and what has no number count as one each); use fewer, or kind 'balanced'"
+      '(embeddings count as one layer, and so do all leaves without a number); '
+      "use fewer, or kind 'balanced'"
     )
   fragments = [[] for _ in range(num_fragments)]
   for i, number in enumerate(sorted(layers)):

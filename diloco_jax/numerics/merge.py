@@ -13,25 +13,25 @@ weights divided by their sum. With v_m the delta of one tensor and phi(x) = x / 
   rda   R * phi(u),   R = sum_m w_m ||v_m||,   u = sum_m w_m phi(v_m)
 
 Radial-directional averaging keeps the mean length R for every M, where avg shrinks near-orthogonal
-deltas by sqrt(M). The paper leaves two things open. Granularity: here one tensor (a piece of a
+deltas by sqrt(M). The paper leaves two points open. Granularity: here one tensor (a piece of a
 fragment). A vanishing mean direction: u has length 1 / sqrt(M) for orthogonal deltas and 0 only
 when learners cancel; then its direction is rounding noise, which R / ||u|| would blow up to full
-length. Here ||u|| is bounded from below by `floor` = 0.01, so the result goes to 0 continuously,
-as phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
+length. Here `floor` = 0.01 bounds ||u|| from below, so the result goes to 0 continuously, as
+phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 
 The weight of a learner is "quantity times quality": the tokens trained on since it last adopted the
 fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
 many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m])
 
-A new rule is a function here that returns a MergeRule, and its entry in RULES; the battery of
-tests/numerics/test_merge.py takes it from there.
+A new rule is a function here that returns a MergeRule, and its entry in RULES, from which the
+battery of tests/numerics/test_merge.py takes it.
 
-Who is summed in which order must not depend on who answered first. So the rows are folded one
-after the other in the order of the axis M (learner ids), and an absent learner, a row of zeros with
-weight 0, leaves every bit of the result as it is. The fold is a loop of the program and not
-unrolled: unrolled, a compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product,
-and which one it picks changes with M. In the loop every addition is accumulator + product, whoever
-is absent, and the time to compile does not grow with M.
+The order of summation must not depend on the order of arrival. So the rows are folded one after the
+other in the order of the axis M (learner ids), and an absent learner, a row of zeros with weight 0,
+changes no bit of the result. The fold is a loop of the program and not unrolled: unrolled, a
+compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product, and its choice changes
+with M. In the loop every addition is accumulator + product, whichever learners are absent, and the
+time to compile does not grow with M.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diloco_jax.numerics import spec
+from diloco_jax.numerics import fragments, spec
 
 PyTree = Any
 
 
 class MergeRule(NamedTuple):
-  """How pseudo-gradients become one outer gradient.
+  """Turns pseudo-gradients into one outer gradient.
 
   Attributes:
     init: params -> state (any pytree).
@@ -58,7 +58,7 @@ class MergeRule(NamedTuple):
 
 
 def avg() -> MergeRule:
-  """The weighted mean sum w v / sum w; zero if nobody has a weight.
+  """The weighted mean sum w v / sum w; zero if all weights are 0.
 
   >>> merged, _ = avg().merge({'w': jnp.eye(2)}, jnp.float32([3, 1]), ())
   >>> merged['w'].tolist()
@@ -79,7 +79,7 @@ def rda(floor: float = 0.01) -> MergeRule:
   Squares are summed in float32: a delta whose norm is below about 1e-19 counts as zero.
 
   Args:
-    floor: the least length of the mean direction u that is stretched to full length.
+    floor: the least length of a mean direction u that the rule stretches to full length.
 
   >>> merged, _ = rda().merge({'w': jnp.eye(2)}, jnp.float32([1, 1]), ())
   >>> round(float(jnp.linalg.norm(merged['w'])), 6)
@@ -103,7 +103,7 @@ RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda}
 
 
 def make(text: str) -> MergeRule:
-  """The rule of a spec. Raises ValueError, also if its arguments cannot be computed with."""
+  """The rule of a spec. Raises ValueError, also for arguments with which it cannot compute."""
   tensor = jax.ShapeDtypeStruct((2,), jnp.float32)
   merge_one = lambda rule: lambda x: rule.merge(x[None], x[:1], rule.init(x))
   return spec.make(text, RULES, use=lambda rule: jax.eval_shape(merge_one(rule), tensor))
@@ -112,7 +112,7 @@ def make(text: str) -> MergeRule:
 def token_weights(tokens_M: jax.Array, steps_M: jax.Array) -> jax.Array:
   """The weights float32[M]; a learner without tokens or steps is absent and weighs 0.
 
-  Only ratios matter to a merge rule, so the unit is of no importance.
+  Only ratios matter to a merge rule, so the unit does not matter.
 
   >>> token_weights(jnp.array([800, 400, 0]), jnp.array([8, 8, 0])).tolist()
   [80000.0, 20000.0, 0.0]
@@ -139,14 +139,14 @@ def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:
   >>> round(float(jnp.linalg.norm(merged['w'])), 6)
   1.0
   """
-  label_of = _by_path(labels)
+  label_of = fragments.by_path(labels)
   unknown = sorted(set(label_of.values()) - set(rules))
   if unknown:
     raise ValueError(f'merge: no rule for labels {unknown}; rules are given for {sorted(rules)}')
 
   def group(tree: PyTree) -> dict[str, dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
-    for path, leaf in _by_path(tree).items():
+    for path, leaf in fragments.by_path(tree).items():
       if path not in label_of:
         raise ValueError(f'merge: no label for {path}; labels are given for {sorted(label_of)}')
       groups.setdefault(label_of[path], {})[path] = leaf
@@ -160,7 +160,7 @@ def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:
     for label, part in group(deltas).items():
       done, new_state[label] = rules[label].merge(part, weights_M, state[label])
       merged.update(done)
-    leaves = [merged[path] for path in _by_path(deltas)]
+    leaves = [merged[path] for path in fragments.by_path(deltas)]
     return jax.tree.unflatten(jax.tree.structure(deltas), leaves), new_state
 
   return MergeRule(init, merge)
@@ -173,8 +173,8 @@ def _shares(weights_M: jax.Array) -> jax.Array:
 
 
 def _two_rows(deltas: PyTree, weights_M: jax.Array) -> tuple[PyTree, jax.Array]:
-  """A lone learner gets an absent one beside it: a loop of one round would be unrolled, and with
-  other fused operations its last bits would differ (seen with jax 0.12)."""
+  """Adds an absent learner to a lone one: XLA unrolls a loop of one round, and with other fused
+  operations the last bits differ (seen with jax 0.12)."""
   if weights_M.shape[0] > 1:
     return deltas, weights_M
   absent = lambda x_Mx: jnp.concatenate([x_Mx, jnp.zeros_like(x_Mx)])
@@ -188,21 +188,17 @@ def _fold(terms: PyTree, factors_M: PyTree) -> PyTree:
   def add(totals: PyTree, row: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
     return jax.tree.map(lambda total, x, f: total + f * x, totals, *row), None
 
-  # A zero the compiler cannot see: it removes `0 +` from a loop of one round, and so leaves a -0.
+  # A zero that the compiler cannot see: else it removes `0 +` from a loop of one round and leaves
+  # -0.
   zero = lambda x_Mx, f_M: jnp.full(x_Mx.shape[1:], jnp.minimum(f_M[0], 0.0), x_Mx.dtype)
   return jax.lax.scan(add, jax.tree.map(zero, terms, factors_M), (terms, factors_M))[0]
 
 
 @jax.jit
 def _norms_of_rows(deltas: PyTree) -> PyTree:
-  """One row at a time, so that a norm is summed in the same order however many rows there are."""
+  """One row at a time, so that the order of a norm's sum does not depend on the number of rows."""
   return jax.lax.map(_norms, deltas)
 
 
 def _norms(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda x: jnp.sqrt(jnp.sum(x * x)), tree)
-
-
-def _by_path(tree: PyTree) -> dict[str, Any]:
-  flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return {jax.tree_util.keystr(path): leaf for path, leaf in flat}

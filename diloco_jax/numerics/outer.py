@@ -1,15 +1,15 @@
 """The outer optimizer: a merge rule, then an optax transform.
 
-The sign, once and for all: a pseudo-gradient is anchor - local, the direction in which a learner
-came from. So the merged outer gradient D is a gradient to descend, and any optax transform fits:
+The sign: a pseudo-gradient is anchor - local, it points from the learner back to its anchor. So the
+merged outer gradient D is a gradient to descend, and any optax transform fits:
 
   D = merge({Delta_m}, w);   Theta <- Theta + tx(D)
 
 With SGD and Nesterov momentum, the paper's choice (section 4): b <- mu b + D, then
-Theta <- Theta - lr (D + mu b). With avg, lr 1 and no momentum the learners are simply averaged.
+Theta <- Theta - lr (D + mu b). With avg, lr 1 and no momentum this is the mean of the learners.
 
 A config chooses the transform by a spec: a name of OUTERS, else any optimizer of optax that takes a
-`learning_rate` and needs nothing but gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
+`learning_rate` and needs only gradients: 'sgd(learning_rate=1.0)', 'adam(learning_rate=0.01)'.
 """
 
 import inspect
@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class OuterOptimizer(NamedTuple):
-  """What the syncer does with the pseudo-gradients of one fragment.
+  """Updates one fragment of the syncer with the pseudo-gradients of learners.
 
   Attributes:
     init: params -> state.
@@ -87,7 +87,7 @@ def make(text: str) -> optax.GradientTransformation:
 
 
 def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:
-  """Its optimizers. What takes no learning rate is a part of one, and may not even descend."""
+  """Its optimizers. A transform without a learning rate is a part of one, and may not descend."""
   return {
     name: value
     for name, value in vars(optax).items()

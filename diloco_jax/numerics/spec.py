@@ -1,9 +1,10 @@
-"""Specs: how a config names a merge rule or an outer optimizer, with arguments where it has any.
+"""Specs: the names of merge rules and outer optimizers in a config, with or without arguments.
 
   'rda'    'rda(floor=0.02)'    'nesterov(learning_rate=0.7, momentum=0.9)'
 
-A name stands in a registry, a dict of factories beside the code; its arguments are keywords with
-literal values. Nothing is evaluated. What is wrong is a ValueError that says what would be right.
+The name is a key of a registry, a dict of factories beside the code; the arguments are keywords
+with literal values. A spec is never evaluated. A wrong spec raises a ValueError with the valid
+choices.
 """
 
 import ast
@@ -25,7 +26,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
       call, keywords = call.func, call.keywords
     if isinstance(call, ast.Name) and all(one.arg for one in keywords):
       return call.id, {one.arg: ast.literal_eval(one.value) for one in keywords}
-  except (SyntaxError, ValueError):  # no expression, or an argument that is no literal
+  except (SyntaxError, ValueError):  # not an expression, or an argument that is not a literal
     pass
   raise ValueError(
     f"{text!r} is neither a name nor a name with keyword arguments, such as 'rda(floor=0.02)'"
@@ -33,10 +34,10 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def make(text: str, registry: Mapping[str, Callable[..., Any]], use: Callable[[Any], Any]) -> Any:
-  """What the registry's entry of that name makes of the arguments.
+  """The result of the registry's factory of that name with these arguments.
 
   Raises:
-    ValueError: no such name, other arguments, or `use` cannot use what was made of them.
+    ValueError: an unknown name, wrong arguments, or `use` fails on the result.
 
   >>> make('root(of=16)', {'root': lambda of: of**0.5}, use=int)
   4.0

@@ -1,33 +1,36 @@
-"""Chaos plans: what goes wrong, with whom, when, and for how long. Pure data.
+"""Chaos plans: faults with their kinds, nodes, times and durations. Pure data.
 
 The same plan drives the simulated world (sim/faults.py) and real processes (faults/chaos_run.py). A
-fault is of a kind, begins at `at_ns` of the run and is undone `for_ns` later:
+fault has a kind, begins at `at_ns` of the run and ends `for_ns` later:
 
 | kind | what happens to `node` | `amount` |
 |---|---|---|
-| kill | its process is gone at once (SIGKILL); started again `for_ns` later | |
-| preempt | it is asked to end (SIGTERM) and ended `amount` later; started again after `for_ns` | notice, ns |
-| freeze | its process stands still (SIGSTOP, then SIGCONT) | |
-| replace | frozen as above, and meanwhile another process is started under its learner id | |
+| kill | its process is killed (SIGKILL), and started again `for_ns` later | |
+| preempt | its process is asked to end (SIGTERM), killed `amount` later, and started again after
+`for_ns` | notice, ns |
+| freeze | its process is stopped (SIGSTOP, then SIGCONT) | |
+| replace | as freeze, and meanwhile another process starts under its learner id | |
 | slow | its steps take `amount` times as long | factor |
-| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens | factor |
-| cut_up, cut_down | nothing that it sends (that is sent to it) arrives; nobody is told | |
+| shrink | its island lost devices: steps take `amount` times as long, with 1/`amount` of the tokens
+| factor |
+| cut_up, cut_down | no byte from it (to it) arrives; neither end gets an error | |
 | partition | both | |
-| reset | its sessions break and what is under way is lost | |
-| delay | everything on its link takes `amount` longer | ns |
+| reset | its sessions break, and bytes in flight are lost | |
+| delay | every byte on its link takes `amount` longer | ns |
 | throttle | its link carries `amount` bytes a second | bytes/s |
 | corrupt | a byte on its link is flipped: the checksum fails and the session is closed | |
 
-The simulated world has these too:
+Only in the simulated world:
 
 | kind | what happens to `node` | `amount` |
 |---|---|---|
-| nan | its next snapshot of a fragment holds a NaN (syncer: its next outer step) | fragment |
-| huge, poison | its next `amount` snapshots of each fragment reach the syncer absurdly long, with NaN | number |
-| flip | its next adoption of a fragment errs by a bit | fragment |
-| disk_full | its disk takes nothing more | |
-| fsync_fails | so many fsyncs of its disk fail | number |
-| rot | a bit of what its disk holds flips | |
+| nan | its next capture of a fragment holds a NaN (syncer: its next outer step) | fragment |
+| huge, poison | its next `amount` captures of each fragment reach the syncer with an absurd norm,
+with NaN | number |
+| flip | its next adoption of a fragment has a wrong bit | fragment |
+| disk_full | its disk has no space | |
+| fsync_fails | the next fsyncs of its disk fail | number |
+| rot | a bit on its disk flips | |
 """
 
 import dataclasses
@@ -56,7 +59,7 @@ SYNCER = 'syncer'
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-  """One thing that goes wrong (see the top of this file). `node` is 'syncer' or a learner id."""
+  """One fault (see the top of this file). `node` is 'syncer' or a learner id."""
 
   at_ns: int
   kind: str
@@ -72,7 +75,7 @@ class Fault:
 
 
 def describe(fault: Fault) -> str:
-  """A fault in a line."""
+  """One line of text."""
   amount = f', {fault.amount:,}' if fault.amount else ''
   return f'** {fault.node}: {fault.kind}{amount} for {fault.for_ns / 1e9:g} s'
 
@@ -82,7 +85,7 @@ def describe(fault: Fault) -> str:
 REAL_KINDS = tuple(kind for kind in KINDS if kind != 'shrink')  # a process cannot lose its devices
 STORM = 'storm'
 SECOND_NS = 1_000_000_000
-USUAL_AMOUNTS = {
+DEFAULT_AMOUNTS = {
   'preempt': 5 * SECOND_NS,
   'slow': 5,
   'delay': SECOND_NS // 5,
@@ -95,13 +98,13 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
   learner but the first.
 
   Raises:
-    ValueError: one is not a kind that real processes know.
+    ValueError: one of them is not a kind of fault for real processes.
 
   >>> plan = named('kill,slow,delay', ['l0', 'l1', 'l2'], SECOND_NS)
   >>> [(fault.kind, fault.node) for fault in plan]
   [('kill', 'l1'), ('slow', 'l2'), ('delay', 'l1')]
   """
-  # Those that end a process come last in a storm: 'replace' leaves another one in its place.
+  # Kinds that end a process come last in a storm: 'replace' leaves another process in its place.
   ends = ('kill', 'preempt', 'replace').__contains__
   kinds = sorted(REAL_KINDS, key=ends) if names == STORM else names.split(',')
   for kind in kinds:
@@ -112,14 +115,16 @@ def named(names: str, learners: list[str], for_ns: int) -> list[Fault]:
       )
   victims = learners[1:] or learners
   return [
-    _usual(kind, victims[index % len(victims)], index // len(victims) * for_ns, for_ns)
+    _with_default_amount(
+      kind, victims[index % len(victims)], index // len(victims) * for_ns, for_ns
+    )
     for index, kind in enumerate(kinds)
   ]
 
 
 def draw(seed: int, learners: list[str], duration_ns: int) -> list[Fault]:
-  """A plan of about this length for real processes: to every learner but one, which is spared,
-  faults one after the other with pauses between them. The same for the same arguments.
+  """Draws a plan of about this length for real processes: faults of every learner but one, one
+  after the other with pauses between them. The same arguments give the same plan.
 
   >>> draw(3, ['l0', 'l1'], SECOND_NS) == draw(3, ['l0', 'l1'], SECOND_NS)
   True
@@ -140,12 +145,14 @@ def _drawn(draw_: random.Random, node: str, duration_ns: int) -> list[Fault]:
   while at_ns < duration_ns * 7 // 8:
     kind = draw_.choice(REAL_KINDS)
     for_ns = draw_.randrange(duration_ns // 16, duration_ns // 4)
-    found.append(_usual(kind, node, at_ns, for_ns))
+    found.append(_with_default_amount(kind, node, at_ns, for_ns))
     at_ns += for_ns + draw_.randrange(duration_ns // 16, duration_ns // 8)
     if kind == 'replace':
-      break  # whoever has the id afterwards was not there when the plan was made
+      break  # afterwards another process has the id, which the plan does not know
   return found
 
 
-def _usual(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
-  return Fault(at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=USUAL_AMOUNTS.get(kind, 0))
+def _with_default_amount(kind: str, node: str, at_ns: int, for_ns: int) -> Fault:
+  return Fault(
+    at_ns=at_ns, kind=kind, node=node, for_ns=for_ns, amount=DEFAULT_AMOUNTS.get(kind, 0)
+  )

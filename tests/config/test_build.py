@@ -1,4 +1,4 @@
-"""From a config to what both sides compute with: registries are all that a new rule has to enter."""
+"""From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def test_a_wrong_spec_is_named_with_its_setting(config, name, value, words):
   assert str(caught.value).startswith(words)
 
 
-def test_what_enters_a_registry_can_be_chosen_by_a_config(config, monkeypatch):
+def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   """A toy rule, optimizer and codec, each with one entry, through an outer step of the syncer."""
 
   def largest(times: float) -> merge.MergeRule:

@@ -1,4 +1,4 @@
-"""Configs: what cannot work is refused in one line, overrides arrive, JSON brings it back."""
+"""Configs: wrong settings are refused in one line, overrides apply, JSON restores a config."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def test_every_setting_has_a_doc_bounds_that_hold_and_a_place_in_the_config(fiel
 
 
 def test_the_modes_are_settings_of_one_machine():
-  """Paper section 8 and its predecessors: K, P, tau and max_lag tell them apart."""
+  """Paper section 8 and its predecessors differ in K, P, tau and max_lag."""
   modes = {name: stdlib_lm.get_config(name).sync for name in ('decoupled', 'streaming', 'diloco')}
   assert [(s.quorum, s.max_lag) for s in modes.values()] == [(1, None), (4, 2), (4, 0)]
   assert (modes['diloco'].fragments, modes['diloco'].overlap) == (1, 0)
@@ -98,7 +98,7 @@ def test_variants_share_nothing():
     ('model.num_kv_heads', 3, 'num_kv_heads'),
   ],
 )
-def test_what_cannot_work_is_refused_with_both_values(name, value, words):
+def test_a_wrong_setting_is_refused_with_both_values(name, value, words):
   config = stdlib_lm.get_config('cpu')
   part, field = name.split('.')
   setattr(getattr(config, part), field, value)
@@ -108,14 +108,14 @@ def test_what_cannot_work_is_refused_with_both_values(name, value, words):
   assert '\n' not in str(caught.value)
 
 
-def test_a_victim_that_is_not_there_is_refused():
+def test_an_unknown_victim_is_refused():
   config = stdlib_lm.get_config('cpu')
   config.chaos.kills[0].victim = 'l9'
   with pytest.raises(ValueError, match=r"chaos.kills\[0\].victim is 'l9'; use one of: l0, l1"):
     config.validate()
 
 
-def test_the_agreement_is_what_must_be_shared():
+def test_the_agreement_has_what_learners_and_syncer_must_share():
   config = stdlib_lm.get_config('cpu')
   agreement = config.agreement()
   assert agreement['sync.quorum'] == 1

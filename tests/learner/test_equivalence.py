@@ -1,4 +1,4 @@
-"""A learner under the syncer and a learner alone run the same step to the same parameters."""
+"""A learner with a syncer and a learner alone reach the same parameters."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ from experiments.configs import stdlib_lm
 
 @pytest.fixture(name='config')
 def _config():
-  """One learner, a sync after every period, nothing lost on the way: lr 1, no momentum, float32."""
+  """One learner, a sync after every period, without loss: lr 1, no momentum, float32."""
   config = stdlib_lm.get_config('tiny')
   sync = config.sync
   sync.learners = sync.quorum = 1

@@ -1,4 +1,4 @@
-"""The work of a learner on a real island: where it reads, and what is undone when it moves."""
+"""The work of a learner on a real island: where it reads, and what it undoes when it moves."""
 
 import contextlib
 
@@ -22,7 +22,7 @@ def _same(one, other) -> bool:
   return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
-def test_a_lease_moves_the_island_and_undoes_what_was_trained_if_asked(tmp_path):
+def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   config = stdlib_lm.get_config('tiny')
   assembled, posted = build.assemble(config), []
   island = learner_process.make_island(

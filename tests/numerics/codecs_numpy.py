@@ -1,8 +1,8 @@
-"""The numpy twin of numerics/codecs.py: the byte format that is specified there, read once more.
+"""The numpy twins of numerics/codecs.py and digest.py: a second implementation of their formats.
 
-Where codecs.py works on exponent bits, this file says the same with frexp and ldexp, so that the
-test of equal bytes compares two readings of the specification and not one with itself. A new codec
-has its twin here, in TWINS.
+Where codecs.py works on exponent bits, this file uses frexp and ldexp, so that the test of equal
+bytes compares two readings of the specification and not one with itself. A new codec has its twin
+in TWINS.
 """
 
 import functools
@@ -18,6 +18,16 @@ _TINY = np.float32(2.0**-126)  # the least normal float
 def canonical(values: np.ndarray) -> np.ndarray:
   """Zeros and subnormals as +0."""
   return np.where(np.abs(values) < _TINY, np.float32(0), values)
+
+
+def digest(values_N: np.ndarray) -> np.ndarray:
+  """The digest of numerics/digest.py."""
+  bits = np.ascontiguousarray(values_N, np.float32).view(np.uint32)
+  i = np.arange(bits.size, dtype=np.uint32)
+  mixed = bits + np.uint32(0x9E3779B9) * (i + 1)
+  for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+    mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+  return np.stack([np.sum(bits * (2 * i + 1), dtype=np.uint32), np.sum(mixed, dtype=np.uint32)])
 
 
 def _encode_float32(values: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -1,4 +1,4 @@
-"""The byte format: golden bytes, two implementations that agree, bounds, and what is refused."""
+"""The byte format: golden bytes, two implementations that agree, bounds, and refusals."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""One fragment there and back: learner and syncer hold the same bits, and nothing is lost."""
+"""The exchange of one fragment: learner and syncer hold the same bits, and nothing is lost."""
 
 import functools
 
@@ -85,7 +85,7 @@ def test_learner_and_syncer_hold_the_same_bits_version_after_version(name, p):
       np.asarray(learner_N).view(np.uint32), np.asarray(result.published_N).view(np.uint32)
     )
     assert learner_digest.tolist() == result.digest.tolist()
-    assert learner_digest.tolist() == digest.digest_numpy(np.asarray(learner_N)).tolist()
+    assert learner_digest.tolist() == codecs_numpy.digest(np.asarray(learner_N)).tolist()
     params, anchor_N = _adopt(_layout(), p, params, anchor_N, learner_N)
     np.testing.assert_array_equal(fragments.gather(_layout(), p, params), result.published_N)
     master_N, published_N, state = result.master_N, result.published_N, result.opt_state
@@ -103,7 +103,7 @@ def test_the_numpy_twins_follow_the_published_value():
 
 
 @pytest.mark.parametrize('name', ['int8', 'int4'])
-def test_what_the_codec_loses_stays_in_the_master_and_comes_later(name):
+def test_error_feedback_keeps_the_codecs_error_in_the_master(name):
   """Error feedback: with no further outer gradients, published converges to the master."""
   codec, outer_opt, master_N, published_N, state = _start(0, name, momentum=0)
   n = _layout().size(0)
@@ -159,21 +159,21 @@ def test_padding_stays_zero():
     assert not np.asarray(values)[padding].any()
 
 
-@pytest.mark.parametrize('case', ['nan payload', 'nobody', 'too large'])
+@pytest.mark.parametrize('case', ['nan payload', 'no weight', 'too large'])
 def test_a_bad_outer_step_leaves_everything_as_it_was(case):
   """One NaN of one learner must not poison the model: not ok, and the old state, bit for bit."""
   codec, outer_opt, master_N, published_N, state = _start(0, 'float32', lr=3.0)
   n, weights = published_N.size, jnp.ones(2)
-  values = {'nan payload': [0.1, np.nan], 'nobody': [0.1, 0.1], 'too large': [3e38, 3e38]}[case]
+  values = {'nan payload': [0.1, np.nan], 'no weight': [0.1, 0.1], 'too large': [3e38, 3e38]}[case]
   payloads = np.stack([np.full(n, v, '<f4').view(np.uint8) for v in values])
-  if case == 'nobody':
+  if case == 'no weight':
     weights = jnp.zeros(2)
   result = _outer_step(
     _layout(), 0, outer_opt, codec, codec, master_N, published_N, state, payloads, weights
   )
   assert not result.ok
   jax.tree.map(np.testing.assert_array_equal, result[:3], (master_N, published_N, state))
-  assert result.digest.tolist() == digest.digest_numpy(np.asarray(published_N)).tolist()
+  assert result.digest.tolist() == codecs_numpy.digest(np.asarray(published_N)).tolist()
 
 
 def test_an_outer_optimizer_with_a_schedule_counts_its_steps():
@@ -228,7 +228,7 @@ def test_adopt_refuses_a_bad_alpha_or_anchor():
 
 
 def test_a_published_value_can_be_sent_whole_without_loss():
-  """What a learner of another version gets: the float32 codec keeps canonical values exactly."""
+  """A learner of another version gets the value whole: float32 keeps canonical values exactly."""
   values = codecs.canonical(jnp.float32([1e-40, -0.0, 1e-30, -3.5] * 8))
   codec = codecs.get('float32')
   data, _ = codec.encode(values)

@@ -1,4 +1,4 @@
-"""One battery for every merge rule and every outer optimizer, then what each one promises alone."""
+"""One battery for every merge rule and every outer optimizer, then the properties of each one."""
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def test_absent_learners_change_no_bit_of_a_large_tensor_either():
 
 
 @rules
-def test_a_lone_learner_is_taken_as_it_is(rule):
+def test_a_lone_learner_merges_to_its_own_delta(rule):
   deltas = _deltas(1)
   merged, _ = rule.merge(deltas, _weights(1), rule.init(_params()))
   jax.tree.map(lambda x, d: np.testing.assert_allclose(x, d[0], rtol=1e-6), merged, deltas)
@@ -118,7 +118,7 @@ def test_the_scale_of_the_deltas_is_the_scale_of_the_result(rule):
 
 
 @rules
-def test_nobody_and_nothing_merge_to_zero(rule):
+def test_absent_learners_and_zero_deltas_merge_to_zero(rule):
   state = rule.init(_params())
   nothing = {k: np.zeros_like(x) for k, x in _deltas(3).items()}
   for deltas, weights in [(_deltas(3), np.zeros(3, np.float32)), (nothing, _weights(3))]:
@@ -233,7 +233,7 @@ class TestEveryOuterOptimizer:
     assert jax.tree.structure(state.tx) == jax.tree.structure(tx_state)
 
   def test_it_descends_a_parabola_when_learners_do(self, rule, tx):
-    """Learners go towards 0 by a tenth each; so must the outer parameters (the sign)."""
+    """Learners move towards 0 by a tenth each; so must the outer parameters (the sign)."""
     outer_opt, params = outer.outer_optimizer(rule, tx), _params()
     size = lambda tree: float(optax.tree.norm(tree))
     start, state = size(params), outer_opt.init(params)

@@ -1,4 +1,4 @@
-"""The norm of a payload: right for every codec and size, and what a flipped bit does to it.
+"""The norm of a payload: right for every codec and size, also after a flipped bit.
 
 A flipped bit of one parameter shows in the pseudo-gradient anchor - local as a displacement of that
 parameter. With a limit of ten times the usual norm, exactly the displacements beyond it are caught:
@@ -64,7 +64,7 @@ def test_zeros_have_no_norm():
 
 
 @pytest.mark.parametrize('bad', [math.nan, math.inf, -math.inf, 1e30])
-def test_what_is_not_finite_shows(bad):
+def test_a_value_that_is_not_finite_makes_the_norm_not_finite(bad):
   """Behind the encoder. 1e30 is finite, its square is not."""
   values = _displacements()
   values[N // 3] = bad

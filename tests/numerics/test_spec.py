@@ -1,4 +1,4 @@
-"""Specs of a config: what they stand for, and what is wrong with those that stand for nothing."""
+"""Specs of a config: valid ones are parsed, wrong ones are refused with the valid choices."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def test_anything_else_is_refused(text):
     (outer.make, "nesterov(momentum='x')", 'not supported between'),
   ],
 )
-def test_what_cannot_be_made_is_said_in_one_line_with_what_can(make, text, words):
+def test_a_wrong_spec_is_refused_in_one_line_with_the_choices(make, text, words):
   with pytest.raises(ValueError) as caught:
     make(text)
   assert words in str(caught.value) and '\n' not in str(caught.value)

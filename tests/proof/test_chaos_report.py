@@ -50,20 +50,20 @@ def test_a_good_run_has_no_complaints_and_its_text_says_what_was_done():
   text = chaos_report.text(run_of(), [freeze()], 20.0)
   assert chaos_report.complaints(run_of(), [freeze()]) == []
   assert 'freeze l1' in text and '1 merges' in text and 'l0 3' in text
-  assert 'l1 took part again at 19.0' in text
+  assert 'l1 was merged again at 19.0' in text
   assert 'l0: 3 steps, median 2000 ms apart, longest gap 5000 ms' in text
-  assert '60 merged + 40 discarded (late 30, overwritten 10) + 0 not yet settled' in text
-  assert 'DO NOT ADD UP' not in text
+  assert '60 merged + 40 discarded (late 30, overwritten 10) + 0 unsettled' in text
+  assert 'DOES NOT ADD UP' not in text
 
 
 def test_whoever_stands_still_is_complained_of():
   run = run_of(dataclasses.replace(LEDGER, merged=61), steps_s=(1.0, 30.0), merged_s=())
   found = chaos_report.complaints(run, [freeze(recovered_s=None)])
   assert found == [
-    'nothing was merged during the freeze of l1',
+    'no outer step during the freeze of l1',
     'l0 took no step during the freeze of l1',
-    'after the freeze of l1 it never took part again',
-    'the books do not add up, or are not closed',
+    'after the freeze of l1 it was not merged again',
+    'the ledger does not add up, or has unsettled tokens',
   ]
   assert '-1 fragment-tokens' in chaos_report.text(run, [freeze()], 20.0)
 

@@ -9,7 +9,7 @@ from diloco_jax.proof.sim import many_seeds, seeds
 from diloco_jax.protocol.tape import tape
 
 PROCESSES = 2
-# Seeds beyond the first thousand that have failed once (docs/simulator.md tells of which bug).
+# Seeds beyond the first thousand that have failed once (docs/log.md has the bugs).
 EVER_FAILED = (
   1066,
   1133,

@@ -1,6 +1,5 @@
 """A record of all actions in a simulated world."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax.proof.checks import observers
@@ -20,11 +19,7 @@ class Recording(observers.Observer):
     self.world = world_lib.World(transcript.protocol_config(**settings), watchers=[self])
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     self.entries += [(now_ns, life.start.node, action) for action in out]
 

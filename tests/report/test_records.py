@@ -1,4 +1,4 @@
-"""Records survive kills, torn lines and full disks, and the view follows them."""
+"""Records survive kills, torn lines and full disks, and the fold follows them."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ def step(number: int) -> facts.Step:
   return facts.Step(step=number, steps=number, tokens=8 * number, loss=2.5, seconds=0.5)
 
 
-def test_facts_come_back_in_order_while_they_are_written(tmp_path):
+def test_facts_are_read_in_order_while_they_are_written(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   tail = records.Tail(tmp_path / 'records' / 'l0.jsonl')
   assert tail.read() == []
@@ -28,7 +28,7 @@ def test_facts_come_back_in_order_while_they_are_written(tmp_path):
   recorder.close()
 
 
-def test_a_line_that_a_killed_process_left_torn_harms_nobody(tmp_path):
+def test_a_torn_line_of_a_killed_process_is_skipped(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   recorder.report(step(1))
   recorder.close()
@@ -71,7 +71,7 @@ def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   assert [name for name, _ in tails.read()] == ['c']
 
 
-def test_a_full_disk_is_said_once_and_training_goes_on(tmp_path, capsys):
+def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
   (tmp_path / 'records').mkdir()
   (tmp_path / 'records' / 'l0.jsonl').symlink_to('/dev/full')
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
@@ -94,28 +94,28 @@ def test_curves_and_log_lines(tmp_path, capsys):
   assert b'learning/loss' in events and b'perf/step_time_seconds' in events
 
 
-def test_every_fact_comes_back_from_its_line(tmp_path):
+def test_every_fact_is_read_from_its_line(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   values = {str: 'x', int: 1, float: 0.5, bool: True, int | None: None}
-  said = []
+  reported = []
   for kind in typing.get_args(facts.Fact):
     hints = typing.get_type_hints(kind)
-    said.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
-    recorder.report(said[-1])
+    reported.append(kind(**{name: values.get(hint, []) for name, hint in hints.items()}))
+    recorder.report(reported[-1])
   recorder.close()
   rows = records.Tail(tmp_path / 'records' / 'l0.jsonl').read()
-  assert [facts.parse(row) for row in rows] == said
-  assert len({row['name'] for row in rows}) == len(said)
+  assert [facts.parse(row) for row in rows] == reported
+  assert len({row['name'] for row in rows}) == len(reported)
 
 
-def test_what_is_no_fact_is_passed_over():
+def test_rows_that_are_no_facts_are_skipped():
   row = {'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 1, 'loss': 2.0}
   for other in ({**row, 'name': 'x'}, {**row, 'more': 1}, {'name': 'eval', 'step': 1, 'loss': 2.0}):
     assert facts.parse(other) is None
   assert facts.parse(row) == facts.Eval(step=1, loss=2.0)
 
 
-def test_the_fold_follows_a_life():
+def test_the_fold_follows_a_process():
   run = run_facts.RunFacts(['l0', 'l1'], total_steps=100)
   synced = protocol_facts.Synced(
     sync=7,
@@ -138,7 +138,7 @@ def test_the_fold_follows_a_life():
     ('l0', adopted),
     ('syncer', synced),
     ('syncer', facts.Eval(step=40, loss=2.5)),
-    ('somebody', dataclasses.replace(last, step=99)),
+    ('unknown', dataclasses.replace(last, step=99)),
   ):
     run.take([(process, row(1.0, fact))])
   learner = run.learners['l0']

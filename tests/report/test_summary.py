@@ -1,4 +1,5 @@
-"""The report says what the records say: sums that add up, lives with their gaps, a picture."""
+"""The report agrees with the records: sums add up, processes have their gaps, the picture
+exists."""
 
 import dataclasses
 import io
@@ -126,7 +127,7 @@ def test_the_summary_adds_up(config, run):
   ]
 
 
-def test_a_life_that_ended_counts_as_down_until_the_next_step(config, run):
+def test_downtime_lasts_until_the_next_step(config, run):
   learners = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['learners']
   assert (
     learners['l0'].items()
@@ -136,8 +137,8 @@ def test_a_life_that_ended_counts_as_down_until_the_next_step(config, run):
   assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'done']
 
 
-def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
-  """The first supervisor was killed, so nobody wrote down how its children ended."""
+def test_a_resumed_run_shows_its_processes_in_order():
+  """The first supervisor was killed, so the records lack the exits of its children."""
   run = run_facts.RunFacts(['l0'], 10).take(
     [
       ('supervisor', child(1, 'l0', 'starting')),
@@ -153,20 +154,20 @@ def test_a_run_that_is_resumed_shows_its_lives_one_after_the_other():
   assert run.learners['l0'].seconds_down(run.end_s) == 0
 
 
-def test_curves_stand_at_the_tokens_of_all(run):
+def test_curves_are_over_the_tokens_of_all_learners(run):
   assert [s.tokens for s in run.learners['l0'].steps] == [50, 150, 250]
   assert [s.tokens for s in run.learners['l1'].steps] == [100, 200]
   assert [run.tokens_at(e.step) for e in run.evaluations] == [0, 250]
 
 
-def test_bytes_add_up_over_the_lives_of_a_syncer():
+def test_bytes_add_up_over_the_processes_of_a_syncer():
   wire = run_facts.Wire()
   for up, down in ((5, 9), (7, 9), (1, 2), (3, 2)):
     wire.take(facts.Traffic(bytes_up=up, bytes_down=down, bytes_data_parallel=0))
   assert (wire.bytes_up, wire.bytes_down) == (10, 11)
 
 
-def test_the_text_says_it_to_a_stranger(config, run, tmp_path):
+def test_the_text_has_the_summary(config, run, tmp_path):
   text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
   for words in (
     'held-out loss  5.500 before, 3.500 after',
@@ -190,7 +191,7 @@ def test_the_report_is_written_from_the_records_of_a_run(config, tmp_path):
   assert (tmp_path / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
 
-def test_a_run_that_never_began_has_a_report_too(config, tmp_path):
+def test_a_run_without_a_step_has_a_report(config, tmp_path):
   summary = summary_lib.write(config, tmp_path, {}, wall_seconds=1.0)
   assert (summary['tokens_trained'], summary['eval_loss_start']) == (0, None)
   assert 'was not measured' in summary_lib.text(summary, tmp_path)
@@ -225,7 +226,7 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     assert words in text
 
 
-def test_plain_lines_name_their_process_and_a_closed_pipe_stops_nobody(tmp_path):
+def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):
   with open(tmp_path / 'out', 'w') as stream:
     display = live.make(stream)
     display.listen('l0', 'completed step: 1')

@@ -1,6 +1,6 @@
-"""The way of every batch in a run of real processes, from the tapes of all of them.
+"""Every batch of a run of real processes, from the tapes of all its processes.
 
-The books know nothing of the machines' own cursors.
+The books do not use the machines' own cursors.
 """
 
 import collections
@@ -15,18 +15,18 @@ from tests.runs import conductor
 
 @dataclasses.dataclass
 class Books:
-  """What was read, in the order of time, and what was merged of it; nothing of it is what a machine
-  says of its cursors. `begun` are leases that did not go on where a process had been."""
+  """The batches that were read, in the order of time, and those that were merged. `begun`:
+  positions that are not those at which a process had stopped."""
 
   reads: list[tuple[int, int]] = dataclasses.field(default_factory=list)  # (shard, batch)
   merged: dict[tuple[int, int], set[int]] = dataclasses.field(  # (shard, fragment): batches
     default_factory=lambda: collections.defaultdict(set)
   )
   begun: list[tuple[int, int, int]] = dataclasses.field(default_factory=list)
-  moves: dict[int, tuple[int, int, list]] = dataclasses.field(default_factory=dict)  # under way
+  moves: dict[int, tuple[int, int, list]] = dataclasses.field(default_factory=dict)  # in progress
 
   def committed(self, shard: int) -> int:
-    """The batch behind the last one that a merge has covered."""
+    """The batch after the last one that a merge has covered."""
     return max(
       (max(batches) + 1 for (of, _), batches in self.merged.items() if of == shard and batches),
       default=0,
@@ -34,26 +34,26 @@ class Books:
 
   def commit(self, sync: int) -> None:
     fragment, _, contributions = self.moves.pop(sync)
-    for said in contributions:
-      batches = set(range(said.cursor - said.steps, said.cursor))
-      twice = batches & self.merged[said.shard, fragment]
-      assert not twice, f'merged twice for fragment {fragment}: {twice} of shard {said.shard}'
-      self.merged[said.shard, fragment] |= batches
+    for one in contributions:
+      batches = set(range(one.cursor - one.steps, one.cursor))
+      twice = batches & self.merged[one.shard, fragment]
+      assert not twice, f'merged twice for fragment {fragment}: {twice} of shard {one.shard}'
+      self.merged[one.shard, fragment] |= batches
 
 
 def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
-  """Books one life of the syncer; what it had under way when it was killed is the next one's."""
+  """Books one process of the syncer; merges in progress at its death are the next one's."""
   reader = tapes.read(life)
-  snapshot = reader.header.start.state
+  state = reader.header.start.state
   for sync, (fragment, version, _) in list(books.moves.items()):
-    if snapshot is not None and snapshot['versions'][fragment] >= version:
+    if state is not None and state['versions'][fragment] >= version:
       books.commit(sync)  # it was durable
   books.moves.clear()
-  said, claims = {}, {}
+  received, claims = {}, {}
   for turn in reader:
     match turn.event:
       case events.Received(message=messages.Contribution() as message, payload_id=payload_id):
-        said[payload_id] = message
+        received[payload_id] = message
       case events.Received(message=messages.Confirm() as confirm, session=session):
         claims[session] = confirm.shard, confirm.cursor
       case events.MergeDone(sync=sync, failed=failed):
@@ -62,7 +62,7 @@ def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
     for action in turn.actions:
       match action:
         case actions.Merge():
-          parts = [said[one.payload_id] for one in action.participants]
+          parts = [received[one.payload_id] for one in action.participants]
           books.moves[action.sync] = action.fragment, action.version, parts
         case actions.Send(message=messages.Joined() as joined, session=session):
           lease = joined.shard, joined.cursor
@@ -71,7 +71,7 @@ def syncer_turns(life: tapes.ProcessTape, books: Books) -> None:
 
 
 def learner_reads(life: tapes.ProcessTape) -> Iterator[tuple[int, int, int]]:
-  """(time, stream, batch) of every step of a life; never behind where its lease began."""
+  """(time, data shard, batch) of every step of a process."""
   shard = batch = 0
   for turn in tapes.read(life):
     if isinstance(turn.event, events.StepDone):
@@ -83,7 +83,7 @@ def learner_reads(life: tapes.ProcessTape) -> Iterator[tuple[int, int, int]]:
 
 
 def keep(run: conductor.Run) -> Books:
-  """Asserts on the way that no batch is merged twice for a fragment."""
+  """Reads all tapes; asserts that no batch is merged twice for a fragment."""
   books, reads = Books(), []
   for life in run.tapes():
     if life.node == 'syncer':
@@ -96,7 +96,7 @@ def keep(run: conductor.Run) -> Books:
 
 
 def check(run: conductor.Run, books: Books) -> None:
-  """What is committed was read, and as much counts as is said to be merged, token by token."""
+  """Every committed batch was read, and the ledger counts exactly the merged tokens."""
   committed = {(shard, batch) for (shard, _), batches in books.merged.items() for batch in batches}
   times = collections.Counter(books.reads)
   assert committed <= times.keys()

@@ -10,12 +10,12 @@ from diloco_jax.report import records
 from diloco_jax.storage import tapes
 from experiments.configs import stdlib_lm
 
-# Of runs that are ended from outside, with as little else to do as possible.
+# For runs that the test ends, with as little other work as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
 
 
 def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
-  """Of every program of such a run."""
+  """The flags of every program of such a run."""
   return [
     f'--config=experiments/configs/stdlib_lm.py:{variant}',
     *(f'--config.{name}={value}' for name, value in overrides.items()),
@@ -23,13 +23,13 @@ def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
 
 
 class Run(conductor.Run):
-  """What is left of a run."""
+  """A finished run."""
 
   def tapes(self) -> list[tapes.ProcessTape]:
     return tapes.find(self.workdir)
 
   def lost_versions(self) -> list[int]:
-    """For each recovery of the syncer: how many versions that a learner had seen were not there."""
+    """For each recovery of the syncer: the number of adopted versions that it did not have."""
     seen: dict[int, int] = {}
     lost = []
     for _, fact in self.facts:
@@ -57,7 +57,7 @@ class Conductor(conductor.Conductor):
     super().__init__(workdir, recorder, config, flags(overrides, variant), change, standby)
 
   def merges(self, learner: str, at: int = 0) -> int:
-    """Outer steps with a share of a learner, from the `at`-th of all facts on."""
+    """Outer steps in which a learner participated, from the `at`-th of all facts on."""
     return sum(learner in fact['participants'] for fact in self.since('syncer', 'synced', at))
 
 

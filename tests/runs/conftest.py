@@ -1,4 +1,4 @@
-"""Runs that several files ask."""
+"""Runs that several files use."""
 
 import pytest
 

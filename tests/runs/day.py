@@ -1,8 +1,8 @@
-"""One day in the life of a run of real processes, conducted once for several files of tests.
+"""One run of real processes that serves several files of tests.
 
-`tiny` with two learners and three shards; a process stands by for the syncer; learners have
-checkpoints that are behind what is committed. l1 is preempted and comes back. The syncer is sent
-SIGTERM and is relieved. Then processes are killed: l1; the syncer, which is relieved; everything.
+`tiny` with two learners, three data shards and a standby syncer; the learners' checkpoints are
+older than the committed batches. l1 is preempted and rejoins. The syncer gets SIGTERM, and the
+standby takes over. Then the test kills l1; the syncer, and the standby takes over; all processes.
 """
 
 import asyncio
@@ -29,13 +29,13 @@ OVERRIDES = {
 
 @dataclasses.dataclass
 class Day(conductor.Run):
-  """And when each was sent SIGTERM, and when the first process was killed."""
+  """Also has the times of each SIGTERM and of the first kill."""
 
   asked_ns: dict[str, int]
   killed_ns: int
 
   def end(self, child: str) -> dict:
-    """Of the life that was sent SIGTERM."""
+    """The exit of the process that got SIGTERM."""
     return next(
       fact
       for fact in self.of('supervisor', 'exit')
@@ -47,31 +47,31 @@ class Conductor(conductor.Conductor):
   """Carries out the day; waits for facts only."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    super().__init__(workdir, recorder, OVERRIDES, change=_quick, standby=True)
+    super().__init__(workdir, recorder, OVERRIDES, change=_compile_quickly, standby=True)
     self._draw = random.Random(3)
     self.asked_ns: dict[str, int] = {}
     self.killed_ns = 0
 
   async def carry_out(self) -> None:
     await self._merged(3)
-    await self._ask('l1')
-    await self._relief()
-    await self._ask('syncer')
+    await self._terminate('l1')
+    await self._standby_ready()
+    await self._terminate('syncer')
     self.killed_ns = time.monotonic_ns()
     await self._kill('l1')
-    await self._relief()
+    await self._standby_ready()
     await self._kill('syncer')
-    await self._relief()
+    await self._standby_ready()
     await self._kill(*LEARNERS, 'syncer')
     self.supervisor.retire()
 
-  async def _relief(self) -> None:
-    """A process stands by for the present life of the syncer."""
+  async def _standby_ready(self) -> None:
+    """Waits until a standby is ready."""
     starts = self.supervisor.statuses['syncer'].starts
     await self.until(lambda: self.stood_by() == starts)
 
-  async def _ask(self, name: str) -> None:
-    """Has it end in order, at any moment."""
+  async def _terminate(self, name: str) -> None:
+    """Sends SIGTERM at any moment, and waits for the next process."""
     await asyncio.sleep(0.3 * self._draw.random())
     self.asked_ns[name] = time.monotonic_ns()
     starts = self.supervisor.statuses[name].starts
@@ -88,13 +88,13 @@ class Conductor(conductor.Conductor):
     await self._merged(3)
 
   async def _merged(self, more: int) -> None:
-    """Until every learner has had so many contributions merged from now on."""
+    """Waits until every learner has had so many contributions merged from now on."""
     self.look()
     at = len(self.facts)
     await self.until(lambda: all(self.merges(name, at) >= more for name in LEARNERS))
 
 
-def _quick(program: supervisor_lib.Program) -> supervisor_lib.Program:
+def _compile_quickly(program: supervisor_lib.Program) -> supervisor_lib.Program:
   return dataclasses.replace(program, environment={**program.environment, **QUICK})
 
 

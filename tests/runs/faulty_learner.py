@@ -1,16 +1,16 @@
 """The program of a learner (experiments/learner.py) on faulty hardware.
 
---spoil=nan:N or huge:N spoils what it sends from its N-th pseudo-gradient on, behind its encoder
-(an integer codec): scales that mean NaN, or values far too large.
+--spoil=nan:N or huge:N spoils its pseudo-gradients from the N-th on, behind its encoder (an integer
+codec): scales that mean NaN, or values far too large.
 
---kills=DIR kills it while moments are on their way. Which learner gives them is the run's choice,
-so each kill is a file in that folder, named as its place (or NAME.1, ... for more than one): the
-first process that comes by takes a file away and kills itself.
+--kills=DIR kills it during a donation. The run chooses the donor, so each kill is a file in that
+folder, named as its place (or NAME.1, ... for more than one): the first process that reaches the
+place removes a file and kills itself.
 
 | name | where |
 |---|---|
-| donation.sent_10, _50, _90 | the donor has handed so many percent of its moments to the network |
-| donation.got_10, _50, _90 | the joiner has received so many percent of them |
+| donation.sent_10, _50, _90 | the donor has sent 10, 50, 90 % of its moments |
+| donation.got_10, _50, _90 | the joiner has received 10, 50, 90 % of them |
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ _SPOILED_BLOCKS = 8
 
 
 def instead(program: supervisor_lib.Program, *faults: str) -> supervisor_lib.Program:
-  """This program in the place of a learner's own; `faults`: flags of it."""
+  """Replaces a learner's program by this one; `faults`: flags of it."""
   command = [__spec__.name if word == _PROGRAM else word for word in program.command]
   return dataclasses.replace(program, command=[*command, *faults])
 
 
 class Spoiler:
-  """What becomes of a learner's payloads.
+  """Spoils a learner's payloads from the N-th on.
 
   >>> spoiler = Spoiler('nan:2')
   >>> [list(spoiler(bytes(3))) for _ in range(2)]
@@ -64,7 +64,7 @@ class Spoiler:
 
 
 class _SpoilingWork(learner_work.LearnerWork):
-  """Spoils what comes out of the encoder."""
+  """Spoils the output of the encoder."""
 
   spoiler: Spoiler
 
@@ -74,26 +74,26 @@ class _SpoilingWork(learner_work.LearnerWork):
 
 
 class _MortalSession(grpc_session.Session):
-  """Watches the chunks of donations go by."""
+  """Kills its process at a chunk of a donation."""
 
   kills: pathlib.Path
 
   def bulk_frames(self) -> Iterator[bytes]:
     for frame in super().bulk_frames():
       yield frame
-      self._passed('donation.sent', frame)
+      self._kill_at_percent('donation.sent', frame)
 
   def _on_frame(self, frame: bytes) -> None:
-    self._passed('donation.got', frame)
+    self._kill_at_percent('donation.got', frame)
     super()._on_frame(frame)
 
-  def _passed(self, name: str, frame: bytes) -> None:
+  def _kill_at_percent(self, name: str, frame: bytes) -> None:
     chunk = chunks.parse(frame)
     for percent in PERCENTS if chunk.count >= 10 else ():  # no fragment of these runs has as many
       if 100 * (chunk.index + 1) >= percent * chunk.count:
-        self._take(f'{name}_{percent}')
+        self._kill_if_armed(f'{name}_{percent}')
 
-  def _take(self, name: str) -> None:
+  def _kill_if_armed(self, name: str) -> None:
     for path in sorted(self.kills.glob(f'{name}*')):
       try:
         path.unlink()

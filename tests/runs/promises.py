@@ -1,4 +1,4 @@
-"""What every run of real processes keeps, whatever is done to it."""
+"""The promises that every run of real processes keeps, whatever the test does to it."""
 
 from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.faults import chaos_report
@@ -7,7 +7,7 @@ from tests.runs import conductor
 
 
 def check(run: conductor.Run) -> judge_tapes.Verdict:
-  """The oracle finds nothing on the tapes, every life takes its turns again, the books add up."""
+  """Every invariant holds on the tapes, every tape replays, the ledger adds up."""
   verdict = run.verdict()
   assert verdict.broken is None, verdict.text()
   lives = run.tapes()

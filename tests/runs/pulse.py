@@ -1,10 +1,10 @@
-"""Did a learner ever pause? Its own steps tell, and the kernel tells what was the machine's fault.
+"""Finds pauses of a learner, from its steps and the kernel's counts of waiting for a CPU.
 
 The time between the ends of two steps is a pause if it is longer than 3 times the median and 100
-ms. On a machine with too little CPU a process waits for its turn, and that is nobody's pause; the
-kernel counts that waiting per thread (`run delay`, the second field of
-/proc/PID/task/TID/schedstat). What is left of a gap without it is time in which the process ran or
-slept: stopped, blocked, waiting for somebody. Where the kernel does not tell, all of a gap counts.
+ms. On a machine with too little CPU a process waits for its turn, which is no pause; the kernel
+counts that waiting per thread (`run delay`, the second field of /proc/PID/task/TID/schedstat). In
+the rest of a gap the process ran or slept: it was stopped, blocked, or waited for another process.
+If the kernel does not count, all of a gap counts.
 """
 
 import bisect
@@ -31,7 +31,7 @@ class Gap(NamedTuple):
 
 
 class Pulse:
-  """Samples of how long the threads of processes have waited for a CPU."""
+  """Samples of the time that the threads of processes have waited for a CPU."""
 
   def __init__(self):
     self._times: dict[int, list[int]] = collections.defaultdict(list)
@@ -39,7 +39,7 @@ class Pulse:
     self._threads: dict[int, dict[str, int]] = {}
 
   def sample(self, pid: int) -> None:
-    """Looks at a process now."""
+    """Takes a sample of a process now."""
     now_ns, threads = time.monotonic_ns(), _waits(pid)
     if not threads:
       return
@@ -52,7 +52,7 @@ class Pulse:
     self._threads[pid] = {**before, **threads}
 
   def waited(self, pid: int, began_ns: int, ended_ns: int) -> int:
-    """How long its threads have waited together, between the samples around this time."""
+    """The time that its threads have waited together, between the samples around this time."""
     times, waited = self._times[pid], self._waited[pid]
     if not times:
       return 0
@@ -71,12 +71,12 @@ class Pulse:
     ]
 
   def longest(self, pid: int, steps_ns: list[int]) -> Gap:
-    """The longest gap between the steps of a process that trained without a pause, or did not."""
+    """The longest gap between the steps of a process."""
     return max(self.gaps(pid, steps_ns))
 
 
 def _waits(pid: int) -> dict[str, int]:
-  """Run delay of each thread in ns; empty if the process is gone or the kernel does not say."""
+  """Run delay of each thread in ns; empty if the process has ended or the kernel does not count."""
   found = {}
   for path in pathlib.Path(f'/proc/{pid}/task').glob('*'):
     try:

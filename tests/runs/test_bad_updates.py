@@ -1,8 +1,8 @@
 """Real processes, two of them on faulty hosts: NaN, and values far too large, behind the encoder.
 
-`tiny` with three learners. What l1 and l2 send is refused until each has three refusals in a row;
-then its process ends with exit 42 and is not started again, and l0 trains on by itself. The tests
-read what the processes have written down; the oracle reads their tapes.
+`tiny` with three learners. The syncer refuses the payloads of l1 and l2 until each has three
+refusals in a row; then its process exits with 42 and is not restarted, and l0 trains alone. The
+tests read the records of the processes, and the judge reads their tapes.
 """
 
 import math
@@ -24,7 +24,7 @@ from experiments.configs import stdlib_lm
 from tests.runs import conductor, faulty_learner, promises
 
 DEADLINE_S = 240
-SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 behind the warm-up of every fragment
+SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 after the warm-up of every fragment
 OVERRIDES = {
   'sync.norm_warmup': 2,
   'train.steps': 1_000_000,
@@ -45,8 +45,8 @@ def _assembled() -> build.Assembly:
   return build.assemble(config)
 
 
-def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
-  """As if it had been absent; and the same again from the record."""
+def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
+  """As if the learner had been absent."""
   size = assembled.layout.size(0)
 
   def encoded(seed):
@@ -74,8 +74,9 @@ def test_who_is_left_out_changes_no_bit_of_what_the_others_make(assembled):
   assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
   merged = theta.merge(0, participants, payloads, ('l1', 'l3'), 4)
   assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',), 4).digest
-  nobody = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'), 4)
-  assert nobody.failed == global_model_lib.ALL_REJECTED and nobody.digest == theta.digest(0)
+  all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'), 4)
+  assert all_refused.failed == global_model_lib.ALL_REJECTED
+  assert all_refused.digest == theta.digest(0)
 
 
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])
@@ -88,7 +89,7 @@ def test_a_misspelt_fault_is_refused(text):
 
 
 class Conductor(conductor.Conductor):
-  """Ends the run once both are out and l0 has gone on for a while."""
+  """Ends the run once both are in quarantine and l0 has continued for a while."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
     super().__init__(workdir, recorder, OVERRIDES, change=_spoiled)
@@ -114,7 +115,7 @@ def _run(tmp_path_factory) -> conductor.Run:
   return run
 
 
-def test_each_ends_with_42_and_is_not_started_again(run):
+def test_a_quarantined_learner_exits_with_42_and_is_not_restarted(run):
   for name in SPOILED:
     codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
     assert codes == [42], '\n'.join(run.said)
@@ -122,7 +123,7 @@ def test_each_ends_with_42_and_is_not_started_again(run):
     assert f'Learner "{name}" is in quarantine' in run.outcome.statuses[name].last_error
 
 
-def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
+def test_the_console_names_the_bad_payload_and_its_host(run):
   host = socket.gethostname()
   for name, what in (('l1', 'NaN or Inf'), ('l2', 'times the median')):
     lines = [line for line in run.said if f'Learner {name} on {host} sent' in line]
@@ -130,7 +131,7 @@ def test_people_are_told_what_was_sent_and_which_host_to_look_at(run):
     assert all('Check that host for faulty hardware.' in line for line in lines)
 
 
-def test_nothing_of_it_is_in_the_model_and_the_model_is_finite(run):
+def test_refused_payloads_are_not_in_the_model(run):
   refused = run.of('syncer', 'refused')
   for name, why in (('l1', 'NaN'), ('l2', 'norm')):
     assert [one['why'].split()[0] for one in refused if one['learner'] == name][-3:] == [why] * 3
@@ -141,7 +142,7 @@ def test_nothing_of_it_is_in_the_model_and_the_model_is_finite(run):
   assert losses[-1] <= losses[0], losses
 
 
-def test_the_other_one_trains_on_and_its_share_is_merged(run):
+def test_the_honest_learner_continues_and_is_merged(run):
   out_ns = max(fact['t_ns'] for fact in run.of('supervisor', 'exit') if fact['child'] in SPOILED)
   steps = [fact['t_ns'] for fact in run.of('l0', 'step')]
   assert chaos_report.within(steps, out_ns, steps[-1]) >= 8
@@ -150,9 +151,9 @@ def test_the_other_one_trains_on_and_its_share_is_merged(run):
   assert run.outcome.statuses['l0'].state == 'done' and run.outcome.code == 0
 
 
-def test_the_books_add_up(run):
-  """What those in quarantine left unsettled is that of a dead process: lost once another takes its
-  place, or the run ends; this one was stopped before."""
+def test_the_ledger_adds_up(run):
+  """The unsettled tokens of quarantined learners are those of dead processes: they are lost once
+  another process has the id, or at the end of the run; this run was stopped before."""
   ledger = run.of('syncer', 'ledger')[-1]
   row = ledger['learners']['l0']
   assert ledger['fragments'] * row['tokens'] == row['merged'] + row['discarded']
@@ -162,5 +163,5 @@ def test_the_books_add_up(run):
   )
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   promises.check(run)

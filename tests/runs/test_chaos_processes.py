@@ -1,9 +1,9 @@
-"""Real processes under a chaos plan: eight faults in one run, and what its tapes and records say.
+"""Real processes under a chaos plan: eight faults in one run, checked on its tapes and records.
 
-One run serves all tests (starting processes is what costs time): l0 is left alone, l1 and l2 get
-four faults each, one after the other. The conductor of the plan waits for facts (the fault took
-effect, the others went on, the victim came back), so nothing here depends on how fast the machine
-is. The tests then read what the processes have written down, and the oracle reads it, too.
+One run serves all tests, since starting processes costs most of the time: l0 is untouched, l1 and
+l2 get four faults each, one after the other. The conductor of the plan waits for facts (the fault
+had its effect, the others continued, the victim recovered), so no test depends on the speed of the
+machine. The tests then read the records of the processes, and the judge reads their tapes.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ VICTIMS = {kind: LEARNERS[1 + index % 2] for index, kind in enumerate(PLAN)}
 
 @dataclasses.dataclass
 class Run:
-  """What is left of the run."""
+  """The finished run."""
 
   workdir: pathlib.Path
   code: int
@@ -41,7 +41,8 @@ class Run:
   fault_runs: dict[str, chaos_report.FaultRun]  # by kind
 
   def lives(self) -> list[tuple[str, tapes.ProcessTape]]:
-    """Every life and the folder of its disk: the stand-in of a frozen learner has its own."""
+    """Every process and the folder of its disk: the second process of a frozen learner has its
+    own."""
     second = self.workdir / 'seconds' / VICTIMS['replace']
     return [('', life) for life in tapes.find(self.workdir)] + [
       ('second', life) for life in tapes.find(second)
@@ -81,14 +82,14 @@ def _run(tmp_path_factory) -> Run:
   return Run(workdir, ended.returncode, ended.stdout, run, rows[0][1]['t_ns'], fault_runs)
 
 
-def test_the_run_ends_well_and_the_oracle_finds_nothing(run):
+def test_the_run_succeeds_and_every_invariant_holds(run):
   assert run.code == 0, run.output
   assert 'VIOLATION' not in run.output and 'NOT AS PROMISED' not in run.output
   assert '-> nothing' not in run.output
 
 
 @pytest.mark.parametrize('kind', PLAN)
-def test_meanwhile_the_others_step_and_merge_and_afterwards_the_victim_too(run, kind):
+def test_untouched_learners_continue_and_the_victim_recovers(run, kind):
   fault_run = run.fault_runs[kind]
   assert fault_run.found and fault_run.node == VICTIMS[kind]
   span = (fault_run.began_s, fault_run.ended_s)
@@ -123,21 +124,21 @@ def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
   assert reason in reasons[0], reasons
 
 
-def test_a_thawed_process_goes_on_in_its_incarnation(run):
+def test_a_thawed_process_keeps_its_incarnation(run):
   assert _incarnations(run, 'freeze') == {1}
 
 
-def test_a_broken_session_does_not_cost_the_incarnation(run):
+def test_a_broken_session_keeps_the_incarnation(run):
   assert _incarnations(run, 'cut_up') == _incarnations(run, 'partition') == {1}
   assert _incarnations(run, 'cut_down') == _incarnations(run, 'corrupt') == {1}
 
 
-def test_a_killed_process_comes_back_in_the_next_incarnation(run):
+def test_a_restarted_process_has_the_next_incarnation(run):
   assert _incarnations(run, 'kill') == {2}
 
 
 def _incarnations(run: Run, kind: str) -> set[int]:
-  """In which the victim joined between the fault's begin and its first merge afterwards."""
+  """The incarnations in which the victim joined, from the start of the fault to its next merge."""
   fault_run = run.fault_runs[kind]
   return {
     incarnation
@@ -156,24 +157,24 @@ def test_a_slowed_process_steps_slowly_and_is_not_lost(run):
   ]
 
 
-def test_the_zombie_is_fenced_and_nothing_of_it_is_merged(run):
-  """It was frozen, another process took its id, it was thawed: it ends with 42."""
+def test_a_replaced_process_is_fenced_and_never_merged(run):
+  """Frozen, replaced under its id, thawed: the process exits with 42."""
   fault_run = run.fault_runs['replace']
-  zombie = fault_run.node
+  replaced = fault_run.node
   ended_ns = run.began_ns + fault_run.ended_s * 1e9
-  assert [life.ended for life in run.facts.learners[zombie].processes] == ['refused']
+  assert [life.ended for life in run.facts.learners[replaced].processes] == ['refused']
   assert {
     incarnation
-    for at_s, incarnation in run.facts.learners[zombie].joined
+    for at_s, incarnation in run.facts.learners[replaced].joined
     if at_s >= fault_run.began_s
   } == {2}
   for record in _read(run, '', 'syncer'):
     for action in record.actions:
       if isinstance(action, actions.Merge) and record.now_ns > ended_ns:
-        assert all(one.incarnation == 2 for one in action.participants if one.learner == zombie)
+        assert all(one.incarnation == 2 for one in action.participants if one.learner == replaced)
 
 
-def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
+def test_the_ledger_agrees_with_the_learners_tapes(run):
   ledger = run.facts.ledger
   assert ledger.unsettled == 0 and chaos_report.balance(dataclasses.asdict(ledger)) == 0
   assert ledger.merged > 0
@@ -186,16 +187,18 @@ def test_the_ledger_adds_up_against_the_learners_own_tapes(run):
         if isinstance(record.event, events.StepDone)
       )
   books = {name: row['tokens'] for name, row in ledger.learners.items()}
-  assert books['l0'] == trained['l0']  # it ended in order: not one token is missing
-  assert all(books[name] <= trained[name] for name in LEARNERS)  # what died untold, died
+  assert books['l0'] == trained['l0']  # it ended in order: no token is missing
+  assert all(
+    books[name] <= trained[name] for name in LEARNERS
+  )  # unreported tokens died with their process
 
 
-def test_every_machine_takes_its_turns_again(run):
+def test_every_tape_replays(run):
   for _, life in run.lives():
     assert tapes.replay(life).identical, life.name
 
 
-# --- The oracle can fail --------------------------------------------------------------------------
+# --- The judge can fail ---------------------------------------------------------------------------
 
 
 def _records(life: tapes.ProcessTape) -> list[tape.Record]:
@@ -236,7 +239,7 @@ def _merge(change):
 
 
 def _merged_again():
-  """A payload is merged a second time: what its learner sends next counts from where it did."""
+  """A payload is merged a second time: the next range of its learner starts where this one did."""
   first = {}
 
   def again(event):
@@ -258,8 +261,8 @@ def _report(kind: type, change):
   return lambda record: _asks(record, edit)
 
 
-def _as_zombies(merge):
-  """Everybody is merged under an incarnation that is not the one that holds the id."""
+def _with_older_incarnations(merge):
+  """Merges every learner under an incarnation that does not hold the id."""
   return dataclasses.replace(
     merge,
     participants=tuple(
@@ -277,18 +280,18 @@ def _newer(merge):
   [
     (lambda record: record, None),
     (_merged_again(), 'I1'),
-    (_merge(_as_zombies), 'I12'),
+    (_merge(_with_older_incarnations), 'I12'),
     (_merge(_newer), 'I3'),
     (_report(facts.Ledger, lambda fact: dataclasses.replace(fact, merged=fact.merged + 1)), 'I7'),
   ],
 )
-def test_the_oracle_refuses_an_edited_tape(run, edit, invariant):
+def test_the_judge_refuses_an_edited_tape(run, edit, invariant):
   verdict = judge_tapes.judge(_node_tapes(run, edit))
   assert (verdict.broken.id if verdict.broken else None) == invariant, verdict.text()
   if invariant:
     assert len(verdict.broken.before) > 1 and verdict.broken.sentence in verdict.text()
 
 
-def test_the_oracle_refuses_a_run_without_tapes():
+def test_the_judge_refuses_a_run_without_tapes():
   with pytest.raises(ValueError, match='no tapes'):
     judge_tapes.judge([])

@@ -1,4 +1,4 @@
-"""Learners and syncer are ended in turn: every batch that is committed counts once.
+"""Learners and syncer end in turn: every committed batch counts once.
 
 The run is a day of tests/runs/day.py; the books are those of batches.py.
 """
@@ -13,20 +13,20 @@ def _books(day) -> batches.Books:
   return batches.keep(day)
 
 
-def test_every_batch_that_is_committed_counts_once_and_was_read(day, books):
+def test_every_committed_batch_was_read_and_counts_once(day, books):
   batches.check(day, books)
 
 
-def test_only_what_was_not_committed_is_read_again(books):
-  """Every lease that did not go on where its process was begins exactly behind what was merged."""
-  assert len(books.begun) >= 5  # two first lives, and three after a kill
+def test_only_uncommitted_batches_are_read_again(books):
+  """Every position at which no process had stopped is exactly the end of the merged batches."""
+  assert len(books.begun) >= 5  # two first processes, and three after a kill
   for shard, cursor, committed in books.begun:
     assert cursor == committed, f'shard {shard} is read from {cursor}, {committed} are committed'
   assert any(cursor for _, cursor, _ in books.begun)
 
 
-def test_nothing_is_skipped(books):
-  """Of every shard, the batches that were read are 0, 1, 2, ..."""
+def test_no_batch_is_skipped(books):
+  """The batches that were read of every data shard are 0, 1, 2, ..."""
   for shard in {shard for shard, _ in books.reads}:
     read = {batch for of, batch in books.reads if of == shard}
     assert read == set(range(len(read))), shard

@@ -1,26 +1,26 @@
-"""A run whose processes are ended in every way: it goes on, and keeps what every run keeps."""
+"""A run whose processes end in every way: it continues, and keeps every promise."""
 
 import signal
 
 from tests.runs import promises
 
 
-def test_the_run_ends_well(day):
+def test_the_run_succeeds(day):
   assert day.outcome.code == 0, '\n'.join(day.said)
   starts = {name: status.starts for name, status in day.outcome.statuses.items()}
   assert starts == {'syncer': 4, 'l0': 2, 'l1': 4}
 
 
-def test_who_stands_by_takes_over(day):
+def test_the_standby_takes_over(day):
   assert sum('standby takes over' in line for line in day.said) == 3
   codes = [fact['code'] for fact in day.of('supervisor', 'exit') if fact['child'] == 'syncer']
   assert codes == [0, -signal.SIGKILL, -signal.SIGKILL, 0]
 
 
-def test_it_goes_on_where_the_last_one_was(day):
-  """No version that a learner has seen is missing."""
+def test_a_recovered_syncer_has_every_adopted_version(day):
+  """No version that a learner has adopted is missing."""
   assert day.lost_versions() == [0] * 3
 
 
-def test_it_keeps_what_every_run_promises(day):
+def test_the_run_keeps_every_promise(day):
   promises.check(day)

@@ -1,10 +1,9 @@
-"""Learners that come back to a run of real processes, and what they get their moments from.
+"""Learners that rejoin a run of real processes, and the source of their moments.
 
-One run serves all tests. l2 is killed again and again and comes back, while its donor, itself, or
-everybody is killed when 10, 50 or 90 % of the moments are on their way (faulty_learner.py: the
-place is hit by fact, not by luck; chunks are paced, so there are that many places). However it
-goes, l2 trains again, and says which way it took. The tests read what the processes have written
-down, and the oracle reads all tapes.
+One run serves all tests. l2 is killed repeatedly and rejoins, while its donor, l2 itself, or all
+learners are killed when 10, 50 or 90 % of the moments have been sent (faulty_learner.py kills at
+that chunk, not at a time; donors pace the chunks). In every case l2 trains again, and reports the
+source of its moments. The tests read the records of the processes, and the judge reads their tapes.
 """
 
 import dataclasses
@@ -34,7 +33,7 @@ OVERRIDES = {  # 13 MiB of moments: 13 chunks; H is long, so that a slow donatio
 
 @dataclasses.dataclass
 class Return:
-  """One learner's return: who died meanwhile, and how it recovered."""
+  """One rejoin of a learner: the deaths meanwhile, and how it recovered."""
 
   places: tuple[str, ...]
   learner: str
@@ -44,7 +43,7 @@ class Return:
 
 @dataclasses.dataclass
 class Run(conductor.Run):
-  """And who came back how."""
+  """Also has every rejoin."""
 
   returns: list[Return]
 
@@ -71,22 +70,20 @@ class Conductor(conductor.Conductor):
     ]
 
   async def carry_out(self) -> None:
-    await self.until(lambda: self.since('syncer', 'outer'))  # the run is under way
+    await self.until(lambda: self.since('syncer', 'outer'))  # the run has begun
     for percent in (10, 50):
-      await self.comes_back(['l2'], f'donation.sent_{percent}')
-    await self.comes_back(['l2'], 'donation.sent_90', 'donation.sent_90')
-    await self.comes_back(
-      ['l2'], *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS)
-    )
-    await self.comes_back(['l1', 'l2'])
+      await self.rejoin(['l2'], f'donation.sent_{percent}')
+    await self.rejoin(['l2'], 'donation.sent_90', 'donation.sent_90')
+    await self.rejoin(['l2'], *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS))
+    await self.rejoin(['l1', 'l2'])
     self.supervisor.retire()
 
   async def steps(self, learners, at: int) -> None:
-    """Each of them has taken a few steps since, beyond its first and its compilation."""
+    """Waits until each learner has taken a few steps since, not only its first, which compiles."""
     await self.until(lambda: all(len(self.since(one, 'step', at)) >= 10 for one in learners))
 
-  async def comes_back(self, learners: list[str], *places: str) -> None:
-    """Kills learners, with such places armed; until all who died are back and train."""
+  async def rejoin(self, learners: list[str], *places: str) -> None:
+    """Kills learners, with these places armed; waits until all dead learners train again."""
     self.look()
     at = len(self.facts)
     for number, place in enumerate(places):
@@ -117,32 +114,32 @@ def returns(run: Run, *places: str) -> list[Return]:
   return [one for one in run.returns if set(one.places) == set(places)]
 
 
-def test_the_run_ends_well_with_everybody_back(run):
+def test_the_run_succeeds_and_every_learner_recovers(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
   assert len(run.returns) == 6
 
 
-def test_two_who_come_back_to_one_donor_both_have_a_donors_moments(run):
+def test_one_donor_serves_two_joiners(run):
   both = returns(run)
   assert {one.learner for one in both} == {'l1', 'l2'}
   assert {one.recovered['by'] for one in both} == {'donor'}
 
 
 @pytest.mark.parametrize('percent', [10, 50])
-def test_a_donor_that_dies_on_the_way_is_replaced_by_the_next(run, percent):
+def test_another_donor_replaces_a_killed_donor(run, percent):
   (back,) = returns(run, f'donation.sent_{percent}')
   [donor] = set(back.deaths) - {'l2'}
   assert back.recovered['by'] == 'donor'
   assert back.recovered['donor'] not in (donor, 'l2')
 
 
-def test_a_joiner_that_dies_on_the_way_again_and_again_gets_them_in_its_last_life(run):
+def test_a_joiner_killed_repeatedly_gets_moments_in_the_end(run):
   (back,) = returns(run, *(f'donation.got_{percent}' for percent in faulty_learner.PERCENTS))
   assert back.deaths == ['l2'] * 4
   assert back.recovered['by'] == 'donor'
 
 
-def test_when_all_donors_are_dead_the_joiner_trains_with_what_it_has(run):
+def test_without_donors_the_joiner_trains_with_its_own_moments(run):
   (back,) = returns(run, 'donation.sent_90')
   assert sorted(back.deaths) == ['l0', 'l1', 'l2']
   assert back.recovered['by'] in ('checkpoint', 'fragments')
@@ -150,7 +147,7 @@ def test_when_all_donors_are_dead_the_joiner_trains_with_what_it_has(run):
   assert any(f'recovered by: {back.recovered["by"]}' in line for line in run.said)
 
 
-def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
+def test_the_syncer_records_how_each_joiner_got_its_moments(run):
   told = [
     (fact['learner'], fact['by'])
     for fact in run.of('syncer', 'member')
@@ -160,6 +157,6 @@ def test_the_syncer_has_the_way_of_everybody_in_its_records(run):
     assert (back.learner, back.recovered['by']) in told
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   promises.check(run)
   assert run.of('syncer', 'ledger')[-1]['unsettled'] == 0

@@ -1,7 +1,7 @@
-"""SIGTERM, the polite way to end: a learner pushes, saves, leaves; a syncer saves and is back.
+"""SIGTERM: a learner pushes, saves and leaves; a syncer saves, and the next one continues.
 
-A day of tests/runs/day.py serves the first tests: l1 is preempted and comes back, then the syncer is
-restarted under load. Then single processes: a full disk, one that does not end in its time, a
+The run of tests/runs/day.py serves the first tests: l1 is preempted and rejoins, then the syncer is
+restarted under load. Then single processes: a full disk, a process that does not end in time, a
 second SIGTERM.
 """
 
@@ -20,7 +20,7 @@ from tests.runs import conductor
 from tests.runs import day as day_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NOTICE_S = 10.0  # what a preempted process has at most
+NOTICE_S = 10.0  # a preempted process ends within this time
 
 
 def test_a_preempted_learner_leaves_in_order_and_in_time(day):
@@ -37,8 +37,9 @@ def test_a_preempted_learner_leaves_in_order_and_in_time(day):
   assert day.asked_ns['l1'] < left['t_ns'] < end['t_ns']
 
 
-def test_what_it_gave_is_merged_before_it_leaves(day):
-  """Everything it was asked for has its verdict; its steps and tokens are known to the last one."""
+def test_its_contributions_have_verdicts_before_it_leaves(day):
+  """Every pulled contribution has its verdict; the ledger has its steps and tokens to the last
+  one."""
   left_ns = next(
     fact['t_ns']
     for fact in day.of('syncer', 'member')
@@ -52,7 +53,7 @@ def test_what_it_gave_is_merged_before_it_leaves(day):
   assert fragments * row['tokens'] == row['merged'] + row['discarded']
 
 
-def test_it_comes_back_from_what_it_saved(day):
+def test_a_preempted_learner_rejoins_from_its_checkpoint(day):
   end = day.end('l1')
   lives = {
     fact['incarnation']
@@ -67,14 +68,14 @@ def test_it_comes_back_from_what_it_saved(day):
   )
 
 
-def test_nobody_waits_for_who_has_left(day):
-  """Syncs that were open for it go on without it, and others follow at once."""
+def test_open_syncs_continue_without_a_learner_that_left(day):
+  """Open syncs that had asked it continue without it, and the next ones open at once."""
   end = day.end('l1')
   following = [fact for fact in day.of('syncer', 'synced') if fact['t_ns'] > end['t_ns']]
   assert following[0]['participants'] == ['l0']
 
 
-def test_a_rolling_restart_of_the_syncer_loses_nothing_and_stops_nobody(day):
+def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):
   asked_ns, end, back = day.asked_ns['syncer'], day.end('syncer'), day.of('syncer', 'recovered')[0]
   assert end['code'] == 0 and end['t_ns'] - asked_ns < NOTICE_S * 1e9
   assert back['replayed'] == 0  # it was saved
@@ -133,7 +134,7 @@ def _wait_for(process: subprocess.Popen, text: str) -> str:
   raise AssertionError(f'{text!r} never came')
 
 
-def test_who_does_not_end_in_its_time_leaves_anyway():
+def test_a_process_that_does_not_end_in_time_is_ended():
   process = _start(sys.executable, '-c', STUBBORN)
   _wait_for(process, 'ready')
   process.send_signal(signal.SIGTERM)
@@ -153,7 +154,7 @@ def test_a_second_sigterm_ends_it_at_once():
 
 
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
-  """An outer step waits for space for ever; files may have 32 KiB, which stands in for the disk."""
+  """An outer step waits for space for ever; a limit of 32 KiB per file simulates the full disk."""
   common = [
     *conductor.flags(day_lib.OVERRIDES),
     f'--workdir={tmp_path}',

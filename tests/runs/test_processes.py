@@ -1,4 +1,4 @@
-"""Real processes: Ctrl-C and resume, refusals, a syncer that stands by."""
+"""Real processes: Ctrl-C and resume, refusals, a standby syncer."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def _environment() -> dict[str, str]:
 
 
 class Program:
-  """A process of ours, its output line by line."""
+  """A process, and its output line by line."""
 
   def __init__(self, module: str, *flags: str):
     self.process = subprocess.Popen(
@@ -66,7 +66,7 @@ class Program:
     return line
 
   def wait_for(self, text: str) -> str:
-    """The first line from here on that holds `text`."""
+    """The next line that contains `text`."""
     while (line := self._next()) is not None:
       if text in line:
         return line
@@ -126,7 +126,7 @@ def _of_run(workdir: pathlib.Path) -> list[psutil.Process]:
   return found
 
 
-def test_ctrl_c_ends_everything_and_resume_goes_on(start, tmp_path):
+def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   workdir = tmp_path / 'run'
   flags = (
     CONFIG,
@@ -168,14 +168,14 @@ def test_ctrl_c_ends_everything_and_resume_goes_on(start, tmp_path):
     ),
   ],
 )
-def test_what_cannot_work_is_refused_in_one_line(start, tmp_path, module, flags, words):
+def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, module, flags, words):
   program = start(module, CONFIG, *(flag.format(tmp=tmp_path) for flag in flags))
   assert words in _refusal(program)
 
 
-def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
-  """Another model, a second process with one id, its port or its folder taken: each is told, none
-  disturbs."""
+def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path):
+  """Another model, a second process with one id, a port or a folder in use: each is refused, and
+  the run continues."""
   run = (
     CONFIG,
     '--config.train.steps=1000000',
@@ -225,8 +225,8 @@ def test_a_running_syncer_refuses_strangers_and_goes_on(start, tmp_path):
     assert program.end() == 0, program.lines
 
 
-def test_a_syncer_that_stands_by_touches_nothing_before_its_turn(start, tmp_path):
-  """A signal that is meant for the one that has the run does not end it, either."""
+def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path):
+  """A signal for the active syncer does not end the standby either."""
   folder = tmp_path / 'run'
   unwanted, wanted = (
     start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2)

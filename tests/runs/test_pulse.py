@@ -1,4 +1,4 @@
-"""A process that is stopped has paused; one that waits for a CPU has not."""
+"""A stopped process has paused; a process that waits for a CPU has not."""
 
 import signal
 import subprocess
@@ -39,11 +39,11 @@ def test_a_stopped_process_has_paused():
   assert gap.pause and gap.gap_ns > 1000 * MS, gap
 
 
-def test_who_waits_for_a_cpu_has_not_paused():
+def test_waiting_for_a_cpu_is_no_pause():
   pulse = pulse_lib.Pulse()
   pulse._times[1] = [0, 500 * MS, 1000 * MS]
   pulse._waited[1] = [0, 480 * MS, 900 * MS]
   steps = [0, 10 * MS, 20 * MS, 1000 * MS]
   gap = pulse.longest(1, steps)
   assert (gap.gap_ns, gap.wall_ns, gap.pause) == (80 * MS, 980 * MS, False)
-  assert pulse_lib.Pulse().longest(1, steps).pause  # nobody told of any waiting
+  assert pulse_lib.Pulse().longest(1, steps).pause  # no sample of waiting

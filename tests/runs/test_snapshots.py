@@ -1,8 +1,8 @@
-"""Real processes, all killed, and brought back to a snapshot with other learners and meshes.
+"""Real processes, all killed, then restored from a run snapshot with other learners and meshes.
 
-One story serves all tests: `tiny` with three learners of two devices takes snapshots; everything is
-killed at once; a bit of the newest snapshot flips; `--restore=latest` goes on with two learners of
-one device, from the snapshot before, until somebody asks for another one and has it.
+One run serves all tests: `tiny` with three learners of two devices takes run snapshots; all
+processes are killed at once; a bit of the newest snapshot flips; `--restore=latest` continues with
+two learners of one device, from the snapshot before, until the test requests another one.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 @dataclasses.dataclass
 class Story:
-  """What is left: the manifests of before, the one that was damaged, and what was said and done."""
+  """The manifests before the kill, the damaged one, and the output and facts after the restore."""
 
   workdir: pathlib.Path
   before: dict[int, dict]
@@ -50,7 +50,7 @@ class Story:
 
   @property
   def taken(self) -> dict:
-    """The manifest that the run went on from."""
+    """The manifest from which the run continued."""
     return self.before[sorted(self.before)[-2]]
 
   def of(self, process: str, name: str) -> list[dict]:
@@ -144,7 +144,7 @@ def test_the_first_half_took_whole_snapshots(story):
     assert manifest['step'] >= 4
 
 
-def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
+def test_restore_skips_a_damaged_snapshot_with_one_line(story):
   pinned = story.before[story.damaged]['syncer']['checkpoint']
   lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
   assert len(lines) == 1 and re.match(
@@ -156,7 +156,7 @@ def test_a_damaged_snapshot_is_passed_over_with_one_line(story):
   assert (aside / 'syncer' / 'ckpt' / str(pinned)).is_dir()
 
 
-def test_the_syncer_goes_on_where_its_part_was(story):
+def test_the_syncer_continues_from_its_part(story):
   (recovered,) = story.of('syncer', 'recovered')
   assert (recovered['sync'], recovered['replayed']) == (story.taken['step'], 0)
   assert sum(recovered['versions']) == recovered['log']  # no outer step was refused
@@ -169,7 +169,7 @@ def test_the_syncer_goes_on_where_its_part_was(story):
     assert found == list(range(first, first + len(found)))
 
 
-def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
+def test_learners_continue_from_their_parts_on_another_mesh(story):
   for learner in ('l0', 'l1'):
     part = story.taken['learners'].get(learner)
     if part is None:
@@ -177,10 +177,10 @@ def test_learners_go_on_where_their_parts_were_on_another_mesh(story):
     else:
       assert f'{learner} continues from its checkpoint at clock {part["checkpoint"]}' in story.said
     assert story.of(learner, 'step'), story.said
-  assert story.taken['learners'], 'nobody was in the snapshot'
+  assert story.taken['learners'], 'the snapshot has no learner'
 
 
-def test_who_has_no_place_any_more_has_left(story):
+def test_a_learner_without_a_place_has_left(story):
   assert 'l2 is not in this config' in story.said
   assert not story.of('l2', 'step')
 
@@ -196,6 +196,6 @@ def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
   assert ledger['trained'] * ledger['fragments'] == (
     ledger['merged'] + discarded + ledger['unsettled']
   )
-  gone = ledger['learners'].get('l2')  # closed: nothing of it is unsettled
-  assert gone is None or gone['tokens'] * ledger['fragments'] == gone['merged'] + gone['discarded']
+  row = ledger['learners'].get('l2')  # closed: none of its tokens is unsettled
+  assert row is None or row['tokens'] * ledger['fragments'] == row['merged'] + row['discarded']
   assert json.loads((story.workdir / 'config.json').read_text())['sync']['learners'] == 2

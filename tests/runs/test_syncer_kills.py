@@ -1,12 +1,11 @@
-"""Processes that are killed again and again, under load: nothing is lost, nobody else pauses.
+"""Processes that are killed repeatedly, under load: nothing is lost, other learners do not pause.
 
 One run of real processes serves all tests: `tiny` with two learners and a checkpoint every two
-outer steps. The syncer is ended by SIGKILL at any moment, from outside after a drawn time or by
-itself at a failpoint, and the supervisor begins its next life, a new process (test_day.py has
-the other way). Meanwhile l1 is killed, too, l0 is left alone. Then all processes are killed at
-once and come back in a drawn order. At the very end l0 is frozen, to see that a pause would be
-noticed. The tests read what the processes have written down, and so does the oracle, which has
-nothing else.
+outer steps. SIGKILL ends the syncer at any moment, from the test after a drawn time or from itself
+at a failpoint, and the supervisor starts a new process (test_day.py has a standby). Meanwhile l1 is
+killed, too, l0 is untouched. Then all processes are killed at once and restart in a drawn order. At
+the very end l0 is frozen, to show that the tests notice a pause. The tests read the records of the
+processes, and the judge reads their tapes.
 """
 
 import asyncio
@@ -36,9 +35,9 @@ DEADLINE_S = 800
 pytestmark = pytest.mark.timeout(900)  # three minutes on two quiet cores
 SEED = 7
 LEARNERS = ('l0', 'l1')
-ANY = ''  # killed from outside
+ANY = ''  # killed by the test
 FREEZE_S = 2.5
-AFTERWARDS_NS = 2_000_000_000  # so long after a return its death is still looked for
+AFTERWARDS_NS = 2_000_000_000  # a gap this long after a restart still counts for the death
 OVERRIDES = {
   **conductor.ENDLESS,
   'sync.learners': 2,
@@ -48,8 +47,8 @@ OVERRIDES = {
 
 
 def plan(random_kills: int) -> tuple[str, ...]:
-  """Every failpoint once, and kills from outside between them: the supervisor gives up a program
-  with several short lives in a row."""
+  """Every failpoint once, with kills by the test between them: the supervisor abandons a program
+  after several short processes in a row."""
   apart = math.ceil(len(failpoints.NAMES) / random_kills)
   places: list[str] = []
   for n, name in enumerate(failpoints.NAMES):
@@ -59,7 +58,7 @@ def plan(random_kills: int) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Run(conductor.Run):
-  """And what was seen of the learners' threads; `site_ns`: when everything was killed."""
+  """Also has samples of the learners' threads; `site_ns`: when all processes were killed."""
 
   plan: tuple[str, ...]
   learner_kills: int
@@ -110,7 +109,7 @@ class Run(conductor.Run):
 
 
 class NextLife(collections.abc.Mapping):
-  """The environment of the process that is started now: it knows where it is to die."""
+  """The environment of the next process, with the failpoint at which it dies."""
 
   def __init__(self, environment: Mapping[str, str], place: Callable[[], str]):
     self._environment, self._place = environment, place
@@ -130,8 +129,8 @@ class NextLife(collections.abc.Mapping):
 
 
 class Conductor(conductor.Conductor):
-  """Carries out a plan on a run, and waits for facts: where each life of the syncer ends, how
-  often l1 is killed meanwhile, how often everything at once after that."""
+  """Carries out a plan on a run, and waits for facts: where each process of the syncer ends, how
+  many times l1 is killed meanwhile, how many times all processes at once after that."""
 
   def __init__(
     self,
@@ -161,7 +160,7 @@ class Conductor(conductor.Conductor):
     return self.plan[lived] if lived < len(self.plan) else ANY
 
   def look(self) -> None:
-    """Keeps an eye on the learners, too."""
+    """Also samples the learners."""
     super().look()
     for name in LEARNERS:
       if (child := self.supervisor.child(name)) is not None:
@@ -206,7 +205,7 @@ class Conductor(conductor.Conductor):
     await self.commits(3)
 
   async def commits(self, more: int) -> None:
-    """Until the present life of the syncer has committed so many outer steps."""
+    """Waits until the present process of the syncer has committed so many outer steps."""
     due = self.count('syncer', 'outer') + more
     await self.until(lambda: self.count('syncer', 'outer') >= due)
 
@@ -219,7 +218,7 @@ class Conductor(conductor.Conductor):
     await self.until(lambda: status.starts == self.learner_kills + 1 and self.merged('l1', 1))
 
   async def _kill_everything(self) -> None:
-    pauses_s = self._draw.sample((0.0, 0.3, 0.6), 3)  # who comes back first
+    pauses_s = self._draw.sample((0.0, 0.3, 0.6), 3)  # draws the order of restarts
     self.site_ns.append(time.monotonic_ns())
     for name, down_s in zip(('syncer', *LEARNERS), pauses_s):
       assert self.supervisor.bring_down(name, down_s, 'everything is killed')
@@ -254,21 +253,21 @@ def play(workdir: pathlib.Path, deadline_s: float = DEADLINE_S, **plan: Any) -> 
 # --- Nothing is lost ------------------------------------------------------------------------------
 
 
-def test_every_life_ends_as_planned_and_the_run_ends_well(run):
+def test_every_process_ends_as_planned_and_the_run_succeeds(run):
   assert run.outcome.code == 0, '\n'.join(run.said)
   assert len(run.deaths('syncer')) == len(run.plan) + len(run.site_ns)
   assert len(run.deaths('l1')) == run.learner_kills + len(run.site_ns)
-  assert len(run.deaths('l0')) == len(run.site_ns)  # nobody falls but who is pushed
+  assert len(run.deaths('l0')) == len(run.site_ns)  # l0 dies only when the test kills it
   assert {status.state for status in run.outcome.statuses.values()} == {'done'}
 
 
-def test_no_version_that_a_learner_has_seen_is_ever_missing(run):
+def test_no_version_that_a_learner_has_adopted_is_lost(run):
   assert run.lost_versions() == [0] * (len(run.plan) + len(run.site_ns))
   assert any(fact['version'] > 0 for fact in run.of('l0', 'adopted'))
 
 
-def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
-  """In every life of every process: what was published, what was recovered."""
+def test_a_version_has_the_same_bits_in_every_process(run):
+  """Published and recovered versions of every process."""
   digests: dict[tuple[int, int], set[int]] = {}
   for life in run.tapes():
     reader = tapes.read(life)
@@ -284,9 +283,9 @@ def test_a_version_has_the_same_bits_for_all_who_ever_saw_it(run):
   assert {key: found for key, found in digests.items() if len(found) > 1} == {}
 
 
-def test_no_outer_step_is_made_twice_and_none_is_left_out(run):
-  """Of one fragment the published versions follow one another through all lives. The record of one
-  whose syncer was killed between commit and publication is missing, and comes with the recovery."""
+def test_no_outer_step_is_repeated_or_skipped(run):
+  """The published versions of a fragment are consecutive over all processes. If the syncer was
+  killed between commit and publication, the fact is missing, and the recovery has it."""
   last = {}
   for _, fact in run.facts:
     if fact['name'] == 'recovered':
@@ -296,8 +295,8 @@ def test_no_outer_step_is_made_twice_and_none_is_left_out(run):
       last[fact['fragment']] = fact['version']
 
 
-def test_the_books_add_up(run):
-  """Of a process that was killed no more is known than it has told."""
+def test_the_ledger_adds_up(run):
+  """The ledger has only the reported tokens of a killed process."""
   ledger = run.of('syncer', 'ledger')[-1]
   assert ledger['unsettled'] == 0
   back_ns = run.of('syncer', 'recovered')[-1]['t_ns']
@@ -315,7 +314,7 @@ def test_the_books_add_up(run):
     assert 0 < ledger['learners'][name]['tokens'] <= sum(trained.values())
 
 
-def test_it_keeps_what_every_run_promises(run):
+def test_the_run_keeps_every_promise(run):
   verdict = promises.check(run)
   lives = [life for life in run.tapes() if life.node == 'syncer']
   assert len(lives) == len(run.plan) + len(run.site_ns) + 1
@@ -323,11 +322,11 @@ def test_it_keeps_what_every_run_promises(run):
   assert min(looks[name] for name in ('I2', 'I3', 'I4', 'I7', 'I12', 'I16')) > 10, looks
 
 
-def test_every_batch_that_is_committed_counts_once_and_was_read(run):
+def test_every_committed_batch_was_read_and_counts_once(run):
   batches.check(run, batches.keep(run))
 
 
-def test_the_log_was_cut_and_both_checkpoints_are_there(run):
+def test_the_log_was_compacted_and_both_checkpoints_exist(run):
   folder = run.workdir / 'syncer'
   assert len([path for path in (folder / 'ckpt').iterdir() if path.name.isdigit()]) == 2
   oldest = min(int(path.stem) for path in (folder / 'wal').glob('*.wal'))
@@ -337,8 +336,8 @@ def test_the_log_was_cut_and_both_checkpoints_are_there(run):
 # --- Nobody pauses --------------------------------------------------------------------------------
 
 
-def test_training_goes_on_after_every_kill(run):
-  """Every life of the syncer that was not killed in its first outer step has committed one."""
+def test_training_continues_after_every_kill(run):
+  """Every process of the syncer that was not killed in its first outer step has committed one."""
   recovered = [0, *(sum(fact['versions']) for fact in run.of('syncer', 'recovered'))]
   for place, before, after in zip((*run.plan, *[ANY] * len(run.site_ns)), recovered, recovered[1:]):
     assert after > before or (place != ANY and after == before), (place, recovered)
@@ -348,7 +347,7 @@ def test_training_goes_on_after_every_kill(run):
     assert any('l1' in participants for participants in following)
 
 
-def test_learners_step_while_there_is_no_syncer(run):
+def test_learners_step_without_a_syncer(run):
   back = [fact['t_ns'] for fact in run.of('syncer', 'recovered')]
   alone = [
     death_ns
@@ -362,7 +361,7 @@ def test_learners_step_while_there_is_no_syncer(run):
     assert chaos_report.within(steps, death_ns, back_ns) >= 1, death_ns
 
 
-def test_the_steps_of_who_survives_never_pause(run):
+def test_a_surviving_learner_never_pauses(run):
   """l0, from each death of another to its return. The machine itself may stand still once in a
   while, and only a part of that can be told (pulse.py); what a death causes, it causes again and
   again. So the figure is printed, and there may be a pause in a tenth of the deaths, or three."""
@@ -373,7 +372,7 @@ def test_the_steps_of_who_survives_never_pause(run):
   assert len(pauses) <= max(3, len(longest) // 10), pauses
 
 
-def test_a_pause_would_have_been_noticed(run):
+def test_a_pause_is_noticed(run):
   """l0 was stopped from outside at the very end."""
   pid, born_ns, _ = run.lives('l0')[-1]
   steps = [fact['t_ns'] for fact in run.of('l0', 'step') if fact['t_ns'] >= born_ns]

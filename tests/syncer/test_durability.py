@@ -1,8 +1,8 @@
-"""A syncer's work on a real disk: what was committed is made again, bit for bit, or refused.
+"""A syncer's work on a real disk: recovery repeats committed outer steps bit for bit, or refuses.
 
-The model is `tiny` with int8, RDA and Nesterov. A `Rig` is one life of the syncer's work without
-machine and transport; a crash is a rig whose log is closed and nothing else. Outer steps are asked
-for as the machine does, with books that tell apart which record they came from.
+The model is `tiny` with int8, RDA and Nesterov. A `Rig` is one process of the syncer's work without
+machine and transport; a crash only closes its log. Outer steps are requested as the machine does,
+with a machine state that differs for each record.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ def _assembled() -> build.Assembly:
 
 
 class Disk(files_lib.Files):
-  """A real folder; `full` takes a part and then no more, `broken` cannot fsync."""
+  """A real folder; `full` writes a part and then fails, `broken` cannot fsync."""
 
   full = broken = False
 
@@ -72,21 +72,21 @@ class Disk(files_lib.Files):
 
 
 class Records:
-  """What is said and reported."""
+  """Collects lines and facts."""
 
   def __init__(self):
-    self.said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     self.reported: list[object] = []
 
   def say(self, text: str) -> None:
-    self.said.put(text)
+    self.lines.put(text)
 
   def report(self, fact: object) -> None:
     self.reported.append(fact)
 
 
 class Rig:
-  """One life of the syncer's work in a folder; `start`: what its machine would be made of."""
+  """One process of the syncer's work in a folder; `start`: the start of its machine."""
 
   def __init__(self, assembled: build.Assembly, folder: pathlib.Path):
     self.assembled = assembled
@@ -120,11 +120,11 @@ class Rig:
     self.work.start()
 
   def submit(self, sync: int) -> None:
-    """Asks for the outer step of a sync: its payloads follow from its number."""
+    """Requests the outer step of a sync: its payloads follow from its number."""
     self.work.submit(merge_of(self.assembled, sync, self.payloads))
 
   def merge(self, sync: int) -> events.MergeDone:
-    """The same once what was asked for before has ended, which the books know."""
+    """Requests it once earlier outer steps have ended, as the machine state says."""
     merge = merge_of(self.assembled, sync, self.payloads)
     merge.machine_state.update(self._published())
     self.work.submit(merge)
@@ -144,7 +144,7 @@ class Rig:
     return {'versions': versions, 'digests': digests}
 
   def crash(self) -> None:
-    """Nothing is saved, nobody says good-bye."""
+    """Closes the log without a save."""
     self.log.close()
     self.work.stop()
 
@@ -190,7 +190,7 @@ def merge_of(
 
 
 def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -> bytes:
-  """The encoded pseudo-gradient of nobody; an exponent of 255 is read as NaN."""
+  """An encoded pseudo-gradient; the decoder reads an exponent of 255 as NaN."""
   size = assembled.layout.size(p)
   values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
   data = bytearray(np.asarray(codecs.get('int8').encode(values)[0]).tobytes())
@@ -200,7 +200,7 @@ def payload(assembled: build.Assembly, p: int, seed: int, finite: bool = True) -
 
 
 def books(assembled: build.Assembly, sync: int) -> dict:
-  """A machine's state that was taken at a sync: everybody has an account."""
+  """A machine state of a sync: every learner has an account."""
   start = tape.Start(
     role='syncer',
     node='syncer',
@@ -266,7 +266,7 @@ def merge_with(participants: int) -> actions.Merge:
 
 
 @pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
-def test_a_record_comes_back_as_it_was(sizes):
+def test_a_record_decodes_to_its_outer_step(sizes):
   given = [os.urandom(size) for size in sizes]
   merge = merge_with(len(sizes))
   done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
@@ -289,8 +289,8 @@ def test_a_record_of_another_length_is_refused(damage):
 # --- Recovery -------------------------------------------------------------------------------------
 
 
-def test_theta_comes_back_bit_for_bit_wherever_the_syncer_was_killed(rig, expected, assembled):
-  """A life per outer step, two saves on the way, and one refused outer step."""
+def test_theta_recovers_bit_for_bit_after_any_kill(rig, expected, assembled):
+  """One process per outer step, two saves, and one refused outer step."""
   for sync in range(1, SYNCS + 1):
     life = rig()
     assert bits(life.theta) == expected[sync - 1]
@@ -319,7 +319,7 @@ def test_the_refused_outer_step_has_settled_its_tokens(rig):
   assert ledger['l2']['merged'] == REFUSED * 1000 and not ledger['l2']['discarded']  # took no part
 
 
-def test_the_log_reaches_back_to_the_older_checkpoint_and_not_beyond(rig, expected, tmp_path):
+def test_the_log_begins_at_the_older_checkpoint(rig, expected, tmp_path):
   life = rig()
   firsts = []
   for sync in range(1, SYNCS + 1):
@@ -333,11 +333,11 @@ def test_the_log_reaches_back_to_the_older_checkpoint_and_not_beyond(rig, expect
   _damage(tmp_path / 'ckpt' / '6')
   again = rig()
   assert bits(again.theta) == expected[SYNCS]
-  assert any('checkpoint of sync 4 and 3 later' in line for line in said(again))
+  assert any('checkpoint of sync 4 and 3 later' in line for line in drain_lines(again))
 
 
 def _damage(folder: pathlib.Path) -> None:
-  """Turns over a bit in the largest file of a checkpoint."""
+  """Flips a bit in the largest file of a checkpoint."""
   path = max(
     (path for path in folder.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size
   )
@@ -346,14 +346,14 @@ def _damage(folder: pathlib.Path) -> None:
   path.write_bytes(data)
 
 
-def said(rig: Rig) -> list[str]:
+def drain_lines(rig: Rig) -> list[str]:
   lines = []
-  while not rig.records.said.empty():
-    lines.append(rig.records.said.get())
+  while not rig.records.lines.empty():
+    lines.append(rig.records.lines.get())
   return lines
 
 
-def test_a_save_never_takes_the_place_of_another(rig):
+def test_a_save_never_replaces_another(rig):
   life = rig()
   life.merge(1)
   for _ in range(3):
@@ -362,7 +362,7 @@ def test_a_save_never_takes_the_place_of_another(rig):
   assert life.checkpoints.numbers == [2, 3]
 
 
-def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
+def test_a_torn_tail_is_cut_and_reported(rig, expected, tmp_path):
   life = rig()
   for sync in (1, 2):
     life.merge(sync)
@@ -372,10 +372,10 @@ def test_a_torn_tail_is_cut_and_said(rig, expected, tmp_path):
     file.write(b'\xd1\x57\xec\x0a' + bytes(40))
   again = rig()
   assert bits(again.theta) == expected[2]
-  assert any('ended in an unfinished record' in line for line in said(again))
+  assert any('ended in an unfinished record' in line for line in drain_lines(again))
 
 
-def test_an_outer_step_that_comes_out_otherwise_is_refused_by_its_number(rig, tmp_path, assembled):
+def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_path, assembled):
   life = rig()
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
@@ -427,30 +427,30 @@ def _content(folder: pathlib.Path) -> dict[str, bytes]:
 def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   life = rig()
   life.merge(1)
-  said(life)
+  drain_lines(life)
   life.disk.full = True
   for sync in (2, 3):
     life.submit(sync)
-  line = life.records.said.get(timeout=DEADLINE_S)
+  line = life.records.lines.get(timeout=DEADLINE_S)
   assert line.startswith('No space') and 'record 1 is safe' in line
   for _ in range(3):  # it is tried again, and not talked about again
     life.disk.refused.get(timeout=DEADLINE_S)
-  assert life.posted.empty() and life.records.said.empty() and life.failed.empty()
+  assert life.posted.empty() and life.records.lines.empty() and life.failed.empty()
   life.disk.full = False
   assert [life.posted.get(timeout=DEADLINE_S).sync for _ in range(2)] == [2, 3]
-  assert 'space' in life.records.said.get(timeout=DEADLINE_S)
+  assert 'space' in life.records.lines.get(timeout=DEADLINE_S)
   assert bits(life.theta) == expected[3]
   life.crash()
   assert bits(rig().theta) == expected[3]
 
 
-def test_a_crash_on_a_full_disk_loses_what_nobody_has_seen(rig, expected):
+def test_a_crash_on_a_full_disk_loses_only_unpublished_outer_steps(rig, expected):
   life = rig()
   life.merge(1)
-  said(life)
+  drain_lines(life)
   life.disk.full = True
   life.submit(2)
-  life.records.said.get(timeout=DEADLINE_S)
+  life.records.lines.get(timeout=DEADLINE_S)
   life.crash()
   assert isinstance(life.failed.get(timeout=DEADLINE_S), commit.Closed)
   assert bits(rig().theta) == expected[1]
@@ -468,7 +468,7 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
       raise error
   assert failure.value.code == 74
   life.crash()
-  # The record may have reached the disk, and nobody has seen it: either is right.
+  # The record may have reached the disk, but it was not published: both are right.
   assert bits(rig().theta) in (expected[1], expected[2])
 
 
@@ -489,4 +489,4 @@ def test_a_second_syncer_in_the_same_folder_is_refused(rig, assembled, tmp_path)
   life = rig()
   with pytest.raises(files_lib.DirectoryError, match=f'pid {os.getpid()}'):
     commit.CommitLog(files_lib.Files(tmp_path / 'wal'), assembled.agreement, print)
-  assert not life.merge(1).failed  # and the first one goes on
+  assert not life.merge(1).failed  # and the first one continues

@@ -1,4 +1,4 @@
-"""Replay of arrays: a run is made again from its log, and whatever does not come out is said."""
+"""Rebuilds the arrays of a run from its log, and reports every difference."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def _whole(tmp_path_factory, config):
 
 @pytest.fixture(name='copy')
 def _copy(tmp_path, run):
-  """A run to spoil."""
+  """A copy of the run, to damage."""
   return shutil.copytree(run, tmp_path / 'copy')
 
 
@@ -57,7 +57,7 @@ def _syncer(folder) -> tuple[tapes.ProcessTape, list]:
   return life, list(tapes.read(life))
 
 
-def test_every_version_of_a_run_is_made_again(run):
+def test_a_rebuild_makes_every_version_of_a_run(run):
   rebuilt = rebuild.rebuild(run)
   made = [turn.event for turn in _syncer(run)[1] if isinstance(turn.event, events.MergeDone)]
   assert rebuilt.outer_steps == len(made) >= 6, 'a sync is due every other step'
@@ -80,14 +80,14 @@ def test_another_value_on_the_tape_is_a_difference(copy):
     rebuild.rebuild(copy)
 
 
-def test_a_version_that_the_log_does_not_have_is_a_difference(copy, config):
-  """Its newest record is left out of the log: what the tape saw was lost."""
+def test_a_version_missing_in_the_log_is_a_difference(copy, config):
+  """The log lacks its newest record: a version on the tape was lost."""
   _rewrite(copy, config, lambda payloads: payloads[:-1])
   with pytest.raises(rebuild.Differs, match='is on the tape but not in the log'):
     rebuild.rebuild(copy)
 
 
-def test_a_payload_that_was_another_one_is_noticed(copy, config):
+def test_a_changed_payload_is_noticed(copy, config):
   def spoiled(payloads):
     header, arrays = wal_format.unpack(memoryview(payloads[1]))
     arrays = bytearray(arrays)
@@ -100,7 +100,7 @@ def test_a_payload_that_was_another_one_is_noticed(copy, config):
 
 
 def _rewrite(folder, config: run_config.Config, change) -> None:
-  """Another log of the same run, whole in itself."""
+  """Another log of the same run, without damage."""
   place, run = folder / 'syncer' / 'wal', outer_log.run_of(build.assemble(config).agreement)
   before = [bytes(one.payload) for one in wal.read_log(files_lib.Files(place), run).records()]
   shutil.rmtree(place)
@@ -117,12 +117,12 @@ def test_reading_changes_nothing(run):
   assert {path.name: path.read_bytes() for path in place.iterdir()} == before
 
 
-def test_a_log_that_was_dropped_says_how_to_keep_it(tmp_path):
+def test_a_dropped_log_is_refused_with_the_setting_that_keeps_it(tmp_path):
   _run(_config(keep_log=False), tmp_path)
   with pytest.raises(ValueError, match=r'begins with record \d+.*sync.keep_log=true'):
     rebuild.rebuild(tmp_path)
 
 
-def test_where_there_is_no_run(tmp_path):
+def test_a_folder_without_a_run_is_refused(tmp_path):
   with pytest.raises(ValueError, match='there is no run in .*config.json is missing'):
     rebuild.rebuild(tmp_path)

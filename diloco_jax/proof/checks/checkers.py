@@ -1,9 +1,10 @@
-"""What must hold in every run, whatever is delayed, repeated, cut, frozen or killed.
+"""The invariants of every run, with delayed, repeated and lost messages, frozen and killed
+processes.
 
 Each invariant is a class (invariants/) with an id, the sentence that it enforces, and the records
-that it checks. It sees each record before the model (model/) is updated with it, and each turn after
-the update, and it never asks a machine. So the same checkers watch the simulated world live and read
-the tapes of real processes afterwards::
+that it checks. It sees each record before the model (model/) is updated with it, and each turn
+after the update, and it never asks a machine. So the same checkers watch the simulated world live
+and read the tapes of real processes afterwards::
 
     checkers = Checkers(config)
     checkers.born(now_ns, life)                       # a process begins
@@ -14,11 +15,12 @@ the tapes of real processes afterwards::
     checkers.finished(now_ns)                         # the run is over: end-of-run statements
 
 The ids I1 ... are those of safety, P1 ... of pace and L1 ... of liveness. A run that breaks one
-raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same with
-any number of learners: checks over all learners run once per sync, once per heartbeat or at the end.
+raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same
+with any number of learners: checks over all learners run once per sync, once per heartbeat or at
+the end.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from diloco_jax.proof.checks import observers
@@ -99,6 +101,12 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   states.AsDrawn,
 )
 
+# The updates of the model, by kind of record.
+MODEL_UPDATES = {
+  LEARNER: (learner_book.LEARNER_UPDATES, donation_book.LEARNER_UPDATES),
+  SYNCER: (syncer_book.SYNCER_UPDATES, donation_book.SYNCER_UPDATES),
+}
+
 
 class Checkers(observers.Observer):
   """All invariants of one run (see the top of this file)."""
@@ -114,33 +122,15 @@ class Checkers(observers.Observer):
     self._register()
 
   def _register(self) -> None:
-    """Fills the tables from kinds to the methods that check them; updates of the model come last."""
+    """Fills the tables from kinds to the methods that check them; updates of the model come
+    last."""
     for one in self.invariants.values():
       for method in (getattr(one, name) for name in dir(one)):
         for role, kind in getattr(method, '_on', ()):
           self._on[role][kind] = (*self._on[role].get(kind, ()), method)
         for role, kind in getattr(method, '_after', ()):
           self._after[role][kind] = (*self._after[role].get(kind, ()), method)
-    for role, tables in (
-      (
-        LEARNER,
-        (
-          learner_book.LEARNER_EVENTS,
-          learner_book.LEARNER_ACTIONS,
-          donation_book.LEARNER_EVENTS,
-          donation_book.LEARNER_ACTIONS,
-        ),
-      ),
-      (
-        SYNCER,
-        (
-          syncer_book.SYNCER_EVENTS,
-          syncer_book.SYNCER_ACTIONS,
-          donation_book.SYNCER_EVENTS,
-          donation_book.SYNCER_ACTIONS,
-        ),
-      ),
-    ):
+    for role, tables in MODEL_UPDATES.items():
       for kind, update in (pair for table in tables for pair in table.items()):
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)
       every = self._after[role].pop(invariant.EVERY, ())
@@ -151,21 +141,21 @@ class Checkers(observers.Observer):
   def born(self, now_ns: int, life: ObservedProcess) -> None:
     try:
       book = self.run.born(life)
-    except run_book.NotTheirs as error:
+    except run_book.WrongState as error:
       self.invariants[durability.NothingSpokenIsLost].born(error)
       self.invariants[durability.RecoveredState].born(error)
     if life.start.role == LEARNER:
       self.invariants[liveness.Joins].born(now_ns, book)
 
   def saw(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     book, role = self.run.books[life.number], life.start.role
     table, kind = self._on[role], type(event)
     if kind is events.Received:
       kind = type(event.message)
       if role == SYNCER:
-        book.hears(now_ns, event.session)
+        book.receives(now_ns, event.session)
     for look in table.get(kind, ()):
       look(book, now_ns, event, out)
     for action in out:

@@ -1,5 +1,4 @@
-"""Coverage points: which situations were reached, so that a clean result of many seeds means
-something.
+"""Coverage points: the situations that seeds reached. Without them many clean seeds prove little.
 
 A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
 required points follow from the protocol's own tables: every event, action and message, every reason
@@ -11,7 +10,7 @@ Points are an observer (observers.py) of one seed; `merge` adds up those of many
 
 import collections
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.proof import plans
@@ -23,7 +22,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED')
 DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
-# The first word of the reason.
+# The first word of each reason.
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')
 REJECTED_WHY = ('norm', 'NaN')
 LEASES = ('begins', 'continues', 'is kept', 'is changed', 'is waited for')
@@ -32,7 +31,7 @@ SNAPSHOTS = ('of all', 'incomplete', 'abandoned')
 DONATIONS = {
   messages.Donate: 'asked',
   messages.Donation: 'relayed',
-  messages.NoDonation: 'given up',
+  messages.NoDonation: 'abandoned',
 }
 WAYS = (messages.Way.DONOR, messages.Way.CHECKPOINT, messages.Way.FRAGMENTS)
 EXITS = ('syncer 0', 'learner 0', 'learner 42')
@@ -74,7 +73,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
 
 
 class Points(observers.Observer):
-  """What one seed, or many seeds, reached: `counts` by point."""
+  """The points that one seed, or many seeds, reached: `counts` by point."""
 
   def __init__(self):
     self.counts: collections.Counter[str] = collections.Counter()
@@ -127,11 +126,7 @@ class Points(observers.Observer):
       self._durable = note.number
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     kind = type(event)
     self._types[kind] += 1
@@ -144,7 +139,7 @@ class Points(observers.Observer):
     else:
       self._learner(out)
 
-  def _syncer(self, process: int, event: events.Event, out: Sequence[actions.Action]) -> None:
+  def _syncer(self, process: int, event: events.Event, out: observers.Actions) -> None:
     if type(event) is events.Received and type(event.message) is messages.Confirm:
       self._claims[process, event.session] = event.message.shard, event.message.cursor
     for action in out:
@@ -187,15 +182,15 @@ class Points(observers.Observer):
       case facts.Member(state='waits'):
         self.counts['lease is waited for'] += 1
       case facts.Snapshot():
-        whole = 'without somebody' if fact.missing else 'of all'
-        self.counts[f'snapshot {"given up" if fact.error else whole}'] += 1
+        whole = 'incomplete' if fact.missing else 'of all'
+        self.counts[f'snapshot {"abandoned" if fact.error else whole}'] += 1
       case facts.Ledger():
         for reason in fact.discarded:
           self.counts[f'discarded {reason}'] += 1
         self.counts['syncs skipped'] += fact.skipped
         self.counts['fragment repaired'] += fact.repaired
 
-  def _learner(self, out: Sequence[actions.Action]) -> None:
+  def _learner(self, out: observers.Actions) -> None:
     for action in out:
       kind = type(action)
       self._types[kind] += 1

@@ -1,9 +1,9 @@
-"""Judges a run of real processes from their tapes, afterwards.
+"""Judges a run of real processes from their tapes, after its end.
 
-Every process of a run wrote a tape (protocol/tape/tape.py): each event of its machine, its time, and
-the actions that the machine asked for. All processes of one host share one monotonic clock, and a
-turn is on the tape before its actions are carried out. So in the order of the times of all turns no
-message is received before it was sent. The judge shows the turns in this order to the invariants
+Every process of a run wrote a tape (protocol/tape/tape.py): each event of its machine, its time,
+and the actions that the machine asked for. All processes of one host share one monotonic clock, and
+a turn is on the tape before its actions are carried out. So in the order of the times of all turns
+no message is received before it was sent. The judge shows the turns in this order to the invariants
 that watch the simulated world live (checkers.py); they never ask a machine.
 
 The judge knows the tapes, which processes were killed (their tapes have no Exit), and when the last
@@ -30,7 +30,7 @@ NO_CRASH_SENTENCE = 'No machine raises an exception.'
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tape:
-  """The tape of one process: a name for people, its start, its turns."""
+  """The tape of one process: a name to print, its start, its turns."""
 
   name: str
   start: tape.Start
@@ -48,7 +48,8 @@ class Looked:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Broken:
-  """The first violation: the invariant, the contradicting values, the tape, and the turns before."""
+  """The first violation: the invariant, the contradicting values, the tape, and the turns
+  before."""
 
   id: str
   sentence: str
@@ -69,8 +70,8 @@ class Verdict:
   broken: Broken | None
 
   def text(self) -> str:
-    """For people, all invariants line by line."""
-    lines = [f'The oracle read {self.turns} turns on {self.tapes} tapes.']
+    """The verdict in text, with all invariants line by line."""
+    lines = [f'The judge read {self.turns} turns on {self.tapes} tapes.']
     lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
     if self.broken is None:
       lines.append(f'All {len(self.held)} invariants held.')
@@ -89,7 +90,8 @@ class Verdict:
 
 
 class _Counter:
-  """How often each kind of event and action occurred, hence how often each invariant was checked."""
+  """How often each kind of event and action occurred, hence how often each invariant was
+  checked."""
 
   def __init__(self):
     self._seen: dict[tuple[str, Any], int] = collections.Counter()
@@ -101,14 +103,14 @@ class _Counter:
     for action in out:
       seen[role, _kind(action)] += 1
 
-  def looks(self, statement: type[invariant.Invariant]) -> int:
-    marks = {
-      mark
+  def checks(self, statement: type[invariant.Invariant]) -> int:
+    records = {
+      record
       for name in dir(statement)
       for kind in ('_on', '_after')
-      for mark in getattr(getattr(statement, name), kind, ())
+      for record in getattr(getattr(statement, name), kind, ())
     }
-    return sum(self._seen[mark] for mark in marks)
+    return sum(self._seen[record] for record in records)
 
 
 def _kind(what: events.Event | actions.Action) -> Any:
@@ -124,15 +126,17 @@ def judge(node_tapes: Sequence[Tape], healed_ns: int | None = None) -> Verdict:
   """Reads all tapes of a run to the first violation or to the end.
 
   Args:
-    tales: of every process of every node, in any order.
+    node_tapes: of every process of every node, in any order.
     healed_ns: when the last injected fault ended; None: liveness is not checked.
 
   Raises:
-    ValueError: `tales` is empty.
+    ValueError: `node_tapes` is empty.
     tape.TapeError: one of them is damaged.
   """
   if not node_tapes:
-    raise ValueError('there are no tapes to judge: the run wrote none, or they are elsewhere')
+    raise ValueError(
+      'there are no tapes to judge: the run wrote none, or wrote them to another folder'
+    )
   return _Reading(node_tapes, healed_ns).run()
 
 
@@ -150,7 +154,7 @@ class _Reading:
   def run(self) -> Verdict:
     broken, node_tape, now_ns, open_ended = None, None, 0, ()
     try:
-      for node_tape, life, turn, last in self._story():
+      for node_tape, life, turn, last in self._merged_turns():
         now_ns = turn.now_ns
         self._take(node_tape, life, turn, last)
       node_tape = None
@@ -160,20 +164,20 @@ class _Reading:
     except _Crashed as error:
       broken = self._broken(node_tape, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
-      # A message that no process sent, a payload that does not exist: the model cannot follow.
+      # A message that no process sent, or a payload that does not exist: the model has no entry.
       broken = self._broken(
-        node_tape, 'books', 'Every turn follows from earlier turns.', tape.describe(error)
+        node_tape, 'model', 'Every turn follows from earlier turns.', tape.describe(error)
       )
     held = (
       ()
       if broken
       else tuple(
-        Looked(one.id, one.sentence, self._count.looks(one)) for one in checkers_lib.INVARIANTS
+        Looked(one.id, one.sentence, self._count.checks(one)) for one in checkers_lib.INVARIANTS
       )
     )
     return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken)
 
-  def _story(
+  def _merged_turns(
     self,
   ) -> Iterator[tuple[Tape, observers.ObservedProcess, tape.Record | tape.Crash, bool]]:
     """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
@@ -181,16 +185,14 @@ class _Reading:
     for node_tape in self._node_tapes:
       turns = iter(node_tape.turns)
       first = next(turns, None)
-      if (
-        first is not None
-      ):  # else it was killed before its first turn: no other process has seen it
+      if first is not None:  # else it was killed before its first turn
         begun.append((first.now_ns, node_tape, first, turns))
     begun.sort(key=lambda one: one[0])
-    stories = [
+    ordered = [
       _numbered(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
       for number, (_, node_tape, first, turns) in enumerate(begun, 1)
     ]
-    return heapq.merge(*stories, key=lambda one: (one[2].now_ns, one[1].number))
+    return heapq.merge(*ordered, key=lambda one: (one[2].now_ns, one[1].number))
 
   def _take(
     self,

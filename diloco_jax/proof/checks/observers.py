@@ -1,6 +1,7 @@
-"""An observer of a run sees what a tape holds: the start and end of processes, and every turn.
+"""An observer of a run sees what tapes hold: the start and end of processes, and every turn.
 
-So checkers, coverage, stories and tapes serve the simulated world live and real processes afterwards.
+So checkers, coverage, narration and tapes watch the simulated world live and read the tapes of real
+processes afterwards.
 """
 
 import dataclasses
@@ -9,6 +10,8 @@ from typing import Protocol
 
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
+
+Actions = Sequence[actions.Action]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,9 +55,7 @@ class Observer(Protocol):
   def born(self, now_ns: int, life: ObservedProcess) -> None:
     """A process starts."""
 
-  def saw(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
-  ) -> None:
+  def saw(self, life: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
     """A machine handled an event and returned actions; they are not carried out yet."""
 
   def crashed(
@@ -75,7 +76,5 @@ class Count(Observer):
   def __init__(self):
     self.events = 0
 
-  def saw(
-    self, life: ObservedProcess, now_ns: int, event: events.Event, out: Sequence[actions.Action]
-  ) -> None:
+  def saw(self, life: ObservedProcess, now_ns: int, event: events.Event, out: Actions) -> None:
     self.events += 1

@@ -1,7 +1,6 @@
-"""What a chaos run looked like to the learners that were not hit: what was promised, and words.
+"""The report of a chaos run: every fault, the pace of the untouched learners, broken promises.
 
-Times are those of the run's facts (report/run_facts.py), which the processes themselves wrote down
-while it happened.
+Times are those of the run's facts (report/run_facts.py), which the processes wrote during the run.
 """
 
 import bisect
@@ -16,7 +15,7 @@ from diloco_jax.report import run_facts
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class FaultRun:
-  """One fault as it was carried out. `found`: it found its victim."""
+  """One fault as it was carried out. `found`: its victim was running."""
 
   kind: str
   node: str
@@ -24,11 +23,11 @@ class FaultRun:
   began_s: float = 0.0
   ended_s: float = 0.0
   found: bool = True
-  recovered_s: float | None = None  # its victim took part in a merge again
+  recovered_s: float | None = None  # the first merge with its victim afterwards
 
 
 def began_s(run: run_facts.RunFacts) -> float | None:
-  """When the last of the learners had joined for the first time; None: not all have."""
+  """The time by which every learner had joined once; None: not every learner has."""
   joined = [learner.joined for learner in run.learners.values()]
   return max(times[0][0] for times in joined) if all(joined) else None
 
@@ -38,7 +37,7 @@ def step_times(run: run_facts.RunFacts, name: str) -> list[float]:
 
 
 def within(times: list, began: float, ended: float) -> int:
-  """How many of these ordered times are in a span.
+  """The number of these ordered times in a span.
 
   >>> within([1, 5, 7, 9], 5, 9)
   3
@@ -52,7 +51,7 @@ def untouched(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pace:
-  """How a learner stepped in a span: steps, and times between the ends of two of them in s."""
+  """A learner's steps in a span, and the times between the ends of two steps in s."""
 
   steps: int
   median_s: float
@@ -60,26 +59,26 @@ class Pace:
 
 
 def pace(times: list[float], began_s: float, ended_s: float) -> Pace:
-  """The pace in a span, whose borders count as steps: nothing is as long as standing still."""
+  """The pace in a span. Its borders count as steps, so a learner without steps has a long gap."""
   inside = [t for t in times if began_s <= t <= ended_s]
   gaps = [b - a for a, b in zip([began_s, *inside], [*inside, ended_s])]
   return Pace(len(inside), statistics.median(gaps), max(gaps))
 
 
 def balance(ledger: Mapping[str, Any]) -> int:
-  """Fragment-tokens of a ledger fact that are unaccounted for; 0 if the books are in order."""
+  """Fragment-tokens of a ledger fact that are unaccounted for; 0 if the ledger adds up."""
   settled = ledger['merged'] + sum(ledger['discarded'].values()) + ledger['unsettled']
   return ledger['fragments'] * ledger['trained'] - settled
 
 
 def text(run: run_facts.RunFacts, fault_runs: list[FaultRun], healed_s: float) -> str:
-  """The run for a stranger: what was done to whom, and what the others made of it."""
+  """The run in text: the faults, and what the untouched learners did meanwhile."""
   start_s = began_s(run) or 0.0
-  lines = ['', 'What was done, in seconds since all learners had joined, and what happened then:']
+  lines = ['', 'Faults, in seconds since all learners had joined, and what happened meanwhile:']
   others = untouched(run, fault_runs)
   for fault_run in sorted(fault_runs, key=lambda fault_run: fault_run.began_s):
     lines.append('  ' + _describe_fault_run(run, fault_run, start_s, others))
-  lines.append('Learners that nothing was done to, from the first fault to the end of the last:')
+  lines.append('Untouched learners, from the first fault to the end of the last:')
   first_s = min((fault_run.began_s for fault_run in fault_runs), default=start_s)
   for name in others:
     found = pace(step_times(run, name), first_s, healed_s)
@@ -87,7 +86,7 @@ def text(run: run_facts.RunFacts, fault_runs: list[FaultRun], healed_s: float) -
       f'  {name}: {found.steps} steps, median {found.median_s * 1e3:.0f} ms apart, '
       f'longest gap {found.longest_s * 1e3:.0f} ms'
     )
-  return '\n'.join([*lines, *_books(run.ledger)])
+  return '\n'.join([*lines, *_describe_ledger(run.ledger)])
 
 
 def _describe_fault_run(
@@ -101,49 +100,49 @@ def _describe_fault_run(
     return f'{at(fault_run.began_s)}         {what:18} found no process'
   span = (fault_run.began_s, fault_run.ended_s)
   steps = ', '.join(f'{name} {within(step_times(run, name), *span)}' for name in others)
-  back = (
-    'never took part again'
+  recovery = (
+    'was not merged again'
     if fault_run.recovered_s is None
-    else (f'took part again at {at(fault_run.recovered_s).strip()}')
+    else (f'was merged again at {at(fault_run.recovered_s).strip()}')
   )
   return (
     f'{at(span[0])} -{at(span[1])} {what:18} {within(run.merges_s, *span)} merges; '
-    f'steps: {steps}; {fault_run.node} {back}'
+    f'steps: {steps}; {fault_run.node} {recovery}'
   )
 
 
-def _books(ledger: facts.Ledger | None) -> list[str]:
+def _describe_ledger(ledger: facts.Ledger | None) -> list[str]:
   if ledger is None:
-    return ['There is no ledger: the syncer has not told its books.']
+    return ['There is no ledger: the syncer has reported none.']
   discarded = ', '.join(f'{reason} {count}' for reason, count in ledger.discarded.items())
   lines = [
     f'Tokens: {ledger.trained} trained, each in {ledger.fragments} fragments = '
     f'{ledger.merged} merged + {sum(ledger.discarded.values())} discarded ({discarded}) + '
-    f'{ledger.unsettled} not yet settled',
+    f'{ledger.unsettled} unsettled',
   ]
   if missing := balance(dataclasses.asdict(ledger)):
-    lines.append(f'THE BOOKS DO NOT ADD UP: {missing} fragment-tokens are unaccounted for')
+    lines.append(f'THE LEDGER DOES NOT ADD UP: {missing} fragment-tokens are unaccounted for')
   return lines
 
 
 def complaints(run: run_facts.RunFacts, fault_runs: list[FaultRun]) -> list[str]:
-  """What was promised and did not happen, in words: the others go on, victims come back, no token
-  is unaccounted for."""
+  """The broken promises: untouched learners step and are merged during faults, victims recover, no
+  token is unaccounted for."""
   found = []
   for fault_run in fault_runs:
     if not fault_run.found:
       continue
     what, span = f'{fault_run.kind} of {fault_run.node}', (fault_run.began_s, fault_run.ended_s)
     if not within(run.merges_s, *span):
-      found.append(f'nothing was merged during the {what}')
+      found.append(f'no outer step during the {what}')
     found += [
       f'{name} took no step during the {what}'
       for name in untouched(run, fault_runs)
       if not within(step_times(run, name), *span)
     ]
     if fault_run.recovered_s is None:
-      found.append(f'after the {what} it never took part again')
+      found.append(f'after the {what} it was not merged again')
   ledger = run.ledger
   if ledger is None or ledger.unsettled or balance(dataclasses.asdict(ledger)):
-    found.append('the books do not add up, or are not closed')
+    found.append('the ledger does not add up, or has unsettled tokens')
   return found

@@ -1,9 +1,9 @@
 """Carries out a chaos plan on real processes: one syncer, and learners behind faulty proxies.
 
 The plan is the same data that drives the simulated world (plans.py); its clock starts when all
-learners have joined. Faults of one learner come one after the other: the next waits until its
-victim has taken part in a merge again, and none ends before the others have shown that they go on,
-so a plan means the same on a slow machine. Then everything is healed, and the learners leave.
+learners have joined. The faults of one learner come one after the other: the next waits until its
+victim has been merged again, and none ends before the untouched learners have stepped and been
+merged, so a plan means the same on a slow machine. Then the run is healed, and the learners leave.
 """
 
 import asyncio
@@ -21,9 +21,9 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.report import live, records, run_facts
 
 SECOND_NS = plans.SECOND_NS
-PATIENCE_S = 120.0  # for a process to start, compile and take part; nothing is wrong before that
-SHOWS = 3  # steps of every untouched learner, and merges, that each fault waits for
-# Aims at a payload: a byte of gRPC's own bookkeeping may be flipped without any effect.
+PATIENCE_S = 120.0  # for a process to start, compile and be merged
+EVENTS_AWAITED = 3  # steps of every untouched learner, and merges, that each fault waits for
+# Aims at a payload: flipping a byte of gRPC's own frames may have no effect.
 FLIP_BYTES = 2048
 
 _NETWORK = {
@@ -39,8 +39,8 @@ class ChaosRun(conductor.Conductor):
 
   Attributes:
     run: its facts so far.
-    fault runs: the faults as they were carried out.
-    healed_s: from when on nothing was broken on purpose, and healed_ns: on the clock of the tapes.
+    fault_runs: the faults as they were carried out.
+    healed_s: the end of the last fault; healed_ns: the same on the clock of the tapes.
   """
 
   def __init__(
@@ -54,7 +54,7 @@ class ChaosRun(conductor.Conductor):
   ):
     names = run_config.learner_ids(config.sync.learners)
     super().__init__(
-      workdir, recorder, config, config_flags, change=self._behind_its_proxy, display=display
+      workdir, recorder, config, config_flags, change=self._connect_to_proxy, display=display
     )
     address = workdir / local.ADDRESS
     self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in names}
@@ -75,12 +75,12 @@ class ChaosRun(conductor.Conductor):
     began_s = self._now_s()
     async with asyncio.TaskGroup() as tasks:
       for node in sorted({fault.node for fault in self._plan}):
-        tasks.create_task(self._torment(node, began_s))
+        tasks.create_task(self._run_faults_of(node, began_s))
     await self.nemesis.heal()
     for proxy in self._proxies.values():
       proxy.heal()
     self.healed_s, self.healed_ns = self._now_s(), time.monotonic_ns()
-    await self.until(lambda: self._go_on(list(self._proxies), self.healed_s), PATIENCE_S)
+    await self.until(lambda: self._have_continued(list(self._proxies), self.healed_s), PATIENCE_S)
     self.supervisor.retire()
 
   async def close(self) -> None:
@@ -94,7 +94,7 @@ class ChaosRun(conductor.Conductor):
     self.run.take(self.facts[seen:])
 
   def verdict(self) -> tuple[str, bool]:
-    """What happened and what the oracle says of it, in words; whether all was as promised."""
+    """The report and the judge's verdict, in text; whether every promise was kept."""
     lines = [chaos_report.text(self.run, self.fault_runs, self.healed_s)]
     complaints = chaos_report.complaints(self.run, self.fault_runs)
     try:
@@ -106,7 +106,7 @@ class ChaosRun(conductor.Conductor):
     lines += [f'NOT AS PROMISED: {complaint}' for complaint in complaints]
     return '\n'.join(lines), not complaints and verdict.broken is None
 
-  def _behind_its_proxy(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
+  def _connect_to_proxy(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name == supervisor_lib.SYNCER:
       return program
     address = f'file:{_proxy_file(self.workdir, program.name)}'
@@ -115,8 +115,8 @@ class ChaosRun(conductor.Conductor):
   def _now_s(self) -> float:
     return time.time() - self.run.began_s
 
-  async def _torment(self, node: str, began_s: float) -> None:
-    """All faults of one learner, one after the other."""
+  async def _run_faults_of(self, node: str, began_s: float) -> None:
+    """Carries out all faults of one learner, one after the other."""
     for fault in sorted(self._plan, key=lambda fault: fault.at_ns):
       if fault.node == node:
         at_s = began_s + fault.at_ns / SECOND_NS
@@ -127,45 +127,46 @@ class ChaosRun(conductor.Conductor):
         self.fault_runs.append(fault_run)
         fault_run.found = self._begin(fault)
         if fault_run.found:
-          await self._one(fault, fault_run)
+          await self._run_fault(fault, fault_run)
         self._recorder.report(fault_run)
 
-  async def _one(self, fault: plans.Fault, fault_run: chaos_report.FaultRun) -> None:
-    """A fault that has begun, until its victim has recovered from it."""
+  async def _run_fault(self, fault: plans.Fault, fault_run: chaos_report.FaultRun) -> None:
+    """Ends a fault that has begun, and waits until its victim has recovered from it."""
     node, victim = fault.node, self.run.learners[fault.node]
     self._listen('chaos', f'{node}: {fault.kind} begins')
     await self.until(lambda: self._now_s() >= fault_run.began_s + fault.for_ns / SECOND_NS)
-    await self.until(lambda: self._shown(fault, fault_run.began_s), PATIENCE_S)
+    await self.until(lambda: self._has_had_effect(fault, fault_run.began_s), PATIENCE_S)
     await self._undo(fault)
     fault_run.ended_s = self._now_s()
     self._listen('chaos', f'{node}: {fault.kind} is over')
     if fault.kind == 'replace':
       await self.until(lambda: victim.processes[-1].ended, PATIENCE_S)
-    if await self.until(lambda: self._since(victim.merged_s, fault_run.ended_s), PATIENCE_S):
+    if await self.until(lambda: self._count_since(victim.merged_s, fault_run.ended_s), PATIENCE_S):
       fault_run.recovered_s = next(t for t in victim.merged_s if t >= fault_run.ended_s)
 
-  def _shown(self, fault: plans.Fault, began_s: float) -> bool:
-    """The fault has had its effect, and the other learners have gone on meanwhile."""
+  def _has_had_effect(self, fault: plans.Fault, began_s: float) -> bool:
+    """The fault had its effect, and the untouched learners have continued meanwhile."""
     victim = self.run.learners[fault.node]
     lost = fault.kind not in _LOSES or any(t >= began_s for t, _ in victim.lost)
-    second = fault.kind != 'replace' or self._took_over(victim, began_s)
-    return lost and second and self._go_on(self._others, began_s)
+    second = fault.kind != 'replace' or self._has_taken_over(victim, began_s)
+    return lost and second and self._have_continued(self._others, began_s)
 
-  def _took_over(self, victim: run_facts.Learner, began_s: float) -> bool:
+  def _has_taken_over(self, victim: run_facts.Learner, began_s: float) -> bool:
     joined_s = victim.joined[-1][0]
-    return joined_s >= began_s and self._since(victim.merged_s, joined_s) > 0
+    return joined_s >= began_s and self._count_since(victim.merged_s, joined_s) > 0
 
-  def _go_on(self, names: list[str], since_s: float) -> bool:
-    """Merges go on, these learners are merged, and the untouched ones step."""
+  def _have_continued(self, names: list[str], since_s: float) -> bool:
+    """Enough merges since then, each of these learners in enough of them, and the untouched ones
+    step."""
     times = [self.run.merges_s, *(self.run.learners[name].merged_s for name in names)]
     times += [chaos_report.step_times(self.run, name) for name in self._others]
-    return all(self._since(one, since_s) >= SHOWS for one in times)
+    return all(self._count_since(one, since_s) >= EVENTS_AWAITED for one in times)
 
-  def _since(self, times: list[float], since_s: float) -> int:
+  def _count_since(self, times: list[float], since_s: float) -> int:
     return chaos_report.within(times, since_s, self._now_s())
 
   def _begin(self, fault: plans.Fault) -> bool:
-    """Does it; whether it found its victim."""
+    """Begins a fault; returns whether its victim is running."""
     node, nemesis, proxy = fault.node, self.nemesis, self._proxies[fault.node]
     down_s, amount_s = fault.for_ns / SECOND_NS, fault.amount / SECOND_NS
     match fault.kind:

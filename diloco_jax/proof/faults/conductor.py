@@ -1,7 +1,8 @@
-"""A run of real processes that something is done to: starts it, follows its facts, ends it, judges it.
+"""Conducts a run of real processes: starts it, injects faults, follows its facts, ends and judges
+it.
 
     class Kills(conductor.Conductor):
-      async def carry_out(self):            # what happens to the run; `retire` ends it
+      async def carry_out(self):            # what the test does to the run; `retire` ends it
         await self.until(lambda: self.count('syncer', 'outer') >= 4)
         assert self.nemesis.kill('l1', 0.1)
         ...
@@ -9,8 +10,8 @@
 
     kills, run = conductor.play(workdir, make, deadline_s)
 
-What is left of a run is what its processes have written down: their facts (report/records.py) and
-their tapes, which the oracle reads (proof/checks/judge_tapes.py).
+A finished run consists of what its processes have written: their facts (report/records.py) and
+their tapes, which the judge reads (proof/checks/judge_tapes.py).
 """
 
 import asyncio
@@ -31,12 +32,12 @@ from diloco_jax.report import live, records, run_facts
 from diloco_jax.storage import tapes
 
 POLL_S = 0.05
-SECONDS = 'seconds'  # folder of the disks of the stand-ins of frozen learners
+SECONDS = 'seconds'  # folder of the disks of second processes of frozen learners
 
 
 def judge(workdir: pathlib.Path, healed_ns: int | None = None) -> judge_tapes.Verdict:
-  """The oracle's verdict on the tapes of all lives of a run; `healed_ns`: from when on nothing was
-  broken on purpose (None: liveness is not asked for)."""
+  """Judges the tapes of all processes of a run; `healed_ns`: the end of the last fault (None:
+  liveness is not checked)."""
   node_tapes = []
   for folder in (workdir, *sorted((workdir / SECONDS).glob('*'))):
     for life in tapes.find(folder):
@@ -49,7 +50,7 @@ def judge(workdir: pathlib.Path, healed_ns: int | None = None) -> judge_tapes.Ve
 
 @dataclasses.dataclass
 class Run:
-  """What is left of a run: facts of every process, in the order of time."""
+  """A finished run: facts of every process, in the order of time."""
 
   workdir: pathlib.Path
   outcome: supervisor_lib.Outcome
@@ -60,12 +61,12 @@ class Run:
     return [fact for who, fact in self.facts if (who, fact['name']) == (process, name)]
 
   def verdict(self) -> judge_tapes.Verdict:
-    """Of the oracle, on the tapes of all lives."""
+    """Judges the tapes of all processes."""
     return judge(self.workdir)
 
 
 class EndedEarly(Exception):
-  """The run ended before all of `carry_out` had happened to it; `outcome` says how."""
+  """The run ended before `carry_out` did; `outcome` says how."""
 
   def __init__(self, outcome: supervisor_lib.Outcome, said: list[str]):
     super().__init__('\n'.join([*said, f'the run ended early: {outcome.text}']))
@@ -76,7 +77,7 @@ class Conductor:
   """Starts a run under the supervisor.
 
   Attributes:
-    supervisor: of the run; nemesis: what can be done to its processes.
+    supervisor: of the run; nemesis: injects faults into its processes.
     facts: (process, fact) of all processes, up to now.
     said: every line of output, after the name of its process.
   """
@@ -96,9 +97,9 @@ class Conductor:
     workdir: the run's folder.
     recorder: of the facts of the supervisor.
     config: of the run; `config_flags`: the same for the command line of its programs.
-    change: what a program becomes before it is started.
-    standby: a second process of the syncer stands by.
-    display: where the run is shown.
+    change: changes each program before it starts.
+    standby: start a standby process of the syncer.
+    display: shows the run.
     """
     self.workdir = workdir
     programs = [
@@ -120,7 +121,7 @@ class Conductor:
     self.nemesis = inject_faults.Nemesis(self.supervisor, self.second)
 
   async def carry_out(self) -> None:
-    """What happens to the run."""
+    """Does to the run whatever the test wants."""
     raise NotImplementedError
 
   async def close(self) -> None:
@@ -128,12 +129,12 @@ class Conductor:
     await self.nemesis.heal()
 
   def second(self, name: str) -> supervisor_lib.Program:
-    """Another process for the learner id of this program, on a disk of its own."""
+    """Another process for the learner id of this program, on its own disk."""
     second = with_flag(self._programs[name], 'workdir', str(self.workdir / SECONDS / name))
     return dataclasses.replace(second, name=f'{name}-second')
 
   def look(self) -> None:
-    """Takes in what has been written down since."""
+    """Reads the facts that the processes have written since."""
     self.facts += self._tail.read()
 
   async def watch(self) -> None:
@@ -142,7 +143,7 @@ class Conductor:
       await asyncio.sleep(POLL_S)
 
   async def until(self, condition: Callable[[], object], patience_s: float | None = None) -> bool:
-    """Until it holds; False if patience ended before."""
+    """Waits until it holds; False if `patience_s` ended first."""
     deadline_s = time.monotonic() + (patience_s or float('inf'))
     while not condition():
       if time.monotonic() > deadline_s:
@@ -155,7 +156,7 @@ class Conductor:
     return [fact for who, fact in self.facts[at:] if (who, fact['name']) == (process, name)]
 
   def stood_by(self) -> int:
-    """How many processes have."""
+    """The number of standby processes so far that were ready."""
     return sum(line.startswith(f'[syncer] {standby_lib.LINE}') for line in self.said)
 
   def count(self, process: str, name: str, **values: Any) -> int:

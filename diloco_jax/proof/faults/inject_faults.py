@@ -1,11 +1,11 @@
-"""What can be done to the processes of a running supervisor: kill, end, freeze, replace, slow down.
+"""Injects faults into the processes of a supervisor: kill, end, freeze, replace, slow down.
 
-Primitives without a plan: who does what when is the caller's (experiments/chaos.py), the network
-between processes is proof/faults/proxy.py. Each returns whether it found its victim: a process that is
-down already cannot be killed. A frozen process is still ended by the supervisor's own ending.
+Primitives without a plan: the caller decides when to use which (faults/chaos_run.py); faults of the
+network are in faults/proxy.py. Each returns whether its victim was running. The supervisor can
+still end a frozen process.
 
-Slowing down is freezing a little, often: of every SLICE_S the process may run a `factor`-th. So the
-whole machine of the learner is slow, its heartbeats as well as its steps.
+`slow` freezes a process briefly, often: in every SLICE_S it may run a `factor`-th of the time. So
+the heartbeats of a learner are slow as well as its steps.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ class Nemesis:
   """Primitives on a running supervisor. All methods belong to its event loop.
 
   Args:
-    second: makes the program that stands in for a frozen learner: under the same learner id, with
-      a name and a folder of its own.
+    second: makes the second program for the learner id of a frozen learner, with its own name and
+      folder.
   """
 
   def __init__(
@@ -47,7 +47,7 @@ class Nemesis:
     return True
 
   def freeze(self, name: str) -> bool:
-    """SIGSTOP: it is alive and silent."""
+    """SIGSTOP: the process is alive and silent."""
     child = self._supervisor.child(name)
     if child is None:
       return False
@@ -56,7 +56,7 @@ class Nemesis:
     return True
 
   def thaw(self, name: str) -> None:
-    """SIGCONT: it knows nothing of the time that has passed."""
+    """SIGCONT: the process has not noticed the time that has passed."""
     self._frozen.discard(name)
     if child := self._supervisor.child(name):
       child.thaw()
@@ -69,7 +69,7 @@ class Nemesis:
     return True
 
   def slow(self, name: str, factor: float) -> bool:
-    """Everything it does takes `factor` times as long, until `unslow`."""
+    """The process takes `factor` times as long for everything, until `unslow`."""
     if self._supervisor.child(name) is None or name in self._slowed:
       return False
     self._slowed[name] = asyncio.create_task(self._brake(name, factor))
@@ -81,7 +81,7 @@ class Nemesis:
       await asyncio.gather(task, return_exceptions=True)
 
   async def heal(self) -> None:
-    """Everybody runs, at full speed."""
+    """Every process runs, at full speed."""
     for name in list(self._slowed):
       await self.unslow(name)
     for name in list(self._frozen):

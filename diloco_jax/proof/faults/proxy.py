@@ -1,22 +1,22 @@
-"""A bad network on loopback: a TCP proxy that delays, throttles, holds back, breaks and flips.
+"""A bad network on loopback: a TCP proxy that delays, throttles, holds, breaks and flips.
 
-One proxy stands before one learner: the learner dials the proxy, the proxy dials the syncer. It
-knows nothing of gRPC, only bytes of two *lanes*, `up` (what the learner sends) and `down`. What
-goes wrong on a lane is set while it runs (`Toxics`) and holds for all connections, those that are
-open and those to come::
+Each learner has a proxy: the learner dials the proxy, the proxy dials the syncer. The proxy does
+not parse gRPC; it sees the bytes of two *lanes*, `up` (from the learner) and `down`. The caller
+sets the faults of a lane while it runs (`Toxics`); they apply to all connections, open and future
+ones::
 
-    socket --read--> held back, in order --due, not cut, within the rate--> socket
+    socket --read--> held, in order --due, not cut, within the rate--> socket
 
-* delay: every piece waits so long after it came; the rate is not lowered by it.
-* rate: so many bytes a second at most.
-* cut: nothing gets through and nobody is told (half-open). Bytes are kept, as TCP would send them
-  again, and so are the end of a stream and its reset. While either lane is cut no new connection
-  reaches the other side: the first packet or the answer to it would be lost.
+* delay: every piece waits so long after its arrival; this does not lower the rate.
+* rate: at most so many bytes a second.
+* cut: no byte passes and neither end gets an error (half-open). The proxy keeps the bytes, as TCP
+  would send them again, and also the end of a direction and its reset. While either lane is cut no
+  new connection reaches the other side: its first packet or the answer would be lost.
 * flip: one bit of one byte of the next piece is inverted; TCP itself notices nothing.
 * reset: all connections break at once, with RST.
 
-What is held back is bounded: beyond HELD_PIECES nobody reads from the socket any more, so that the
-sender feels it as it would feel a slow link.
+Held data is bounded: beyond HELD_PIECES the proxy stops reading from the socket, so that the sender
+notices it as it would notice a slow link.
 """
 
 import asyncio
@@ -27,16 +27,16 @@ from collections.abc import Callable
 
 PIECE_BYTES = 1 << 16
 HELD_PIECES = 16
-_RATE_PIECES_PER_S = 20  # a throttled lane moves so often, in small pieces
+_RATE_PIECES_PER_S = 20  # of a throttled lane
 _RESET_ON_CLOSE = struct.pack('ii', 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 _END = b''  # the sender has ended its direction
-_RESET = None  # the sender is gone
+_RESET = None  # the sender's socket has failed
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Toxics:
-  """What is wrong with one lane. `rate`: bytes per second, None: as fast as it goes."""
+  """The faults of one lane. `rate`: bytes per second, None: no limit."""
 
   delay_s: float = 0.0
   rate: float | None = None
@@ -51,7 +51,7 @@ class Lane:
     self._changed = asyncio.Event()
     self._flip_bytes = 0  # flip a byte of the next piece with so many, 0: of none
     self.flipped = 0  # bytes
-    self.came_bytes = 0  # read from a socket, whether or not they went on since
+    self.came_bytes = 0  # read from a socket, whether or not they have passed since
     self.passed_bytes = 0
 
   @property
@@ -59,7 +59,7 @@ class Lane:
     return self._toxics
 
   def set(self, toxics: Toxics) -> None:
-    """Holds at once, also for what is held back already."""
+    """Applies at once, also to held data."""
     self._toxics = toxics
     self._changed.set()
     self._changed = asyncio.Event()
@@ -73,7 +73,7 @@ class Lane:
       await self._changed.wait()
 
   async def until_due(self, came_s: float) -> None:
-    """Until what came then may go on."""
+    """Waits until data that arrived then may pass."""
     loop = asyncio.get_running_loop()
     while True:
       await self.until_open()
@@ -83,20 +83,21 @@ class Lane:
       await self._wait(left_s)
 
   async def after(self, sent_bytes: int) -> None:
-    """Until the rate allows more, after so many."""
+    """Waits until the rate allows more bytes after these."""
     self.passed_bytes += sent_bytes
     if self._toxics.rate:
       await self._wait(sent_bytes / self._toxics.rate)
 
   async def _wait(self, seconds: float) -> None:
-    """So long, or until the toxics change."""
+    """Waits so long, or until the toxics change."""
     try:
       await asyncio.wait_for(self._changed.wait(), seconds)
     except TimeoutError:
       pass
 
   def cut_up(self, data: bytes) -> list[bytes]:
-    """A piece in the sizes in which the rate lets it pass, one byte wrong if that was asked for."""
+    """Cuts a piece into the sizes that the rate allows, with one flipped bit if `flip` asked for
+    it."""
     if self._flip_bytes and len(data) >= self._flip_bytes:
       middle = len(data) // 2
       data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
@@ -114,7 +115,7 @@ class _Over(Exception):
 
 @dataclasses.dataclass(slots=True)
 class _Side:
-  """One socket of a connection, the lane that leads to it, and what is held back before it."""
+  """One socket of a connection, the lane that leads to it, and its held data."""
 
   reader: asyncio.StreamReader
   writer: asyncio.StreamWriter
@@ -122,10 +123,10 @@ class _Side:
   held: asyncio.Queue = dataclasses.field(
     default_factory=lambda: asyncio.Queue(maxsize=HELD_PIECES)
   )
-  ended: bool = False  # the end of its stream has gone out to it
+  ended: bool = False  # it has been sent the end of its direction
 
   def close(self) -> None:
-    """What was written goes out; RST if the end of the stream has not gone out before."""
+    """Sends what was written, then closes; sends RST if the end was not sent before."""
     connection = self.writer.get_extra_info('socket')
     if self.ended:
       self.writer.close()
@@ -138,8 +139,8 @@ class Proxy:
   """See the top of this file. All methods belong to the event loop that `start` runs in.
 
   Args:
-    resolve: tells the 'host:port' to go to; asked for every connection, because a restarted syncer
-      may listen elsewhere. Its OSError or ValueError resets the connection.
+    resolve: returns the 'host:port' to dial, for each connection, because a restarted syncer may
+      listen elsewhere. Its OSError or ValueError resets the connection.
   """
 
   def __init__(self, resolve: Callable[[], str]):
@@ -150,7 +151,7 @@ class Proxy:
 
   @property
   def address(self) -> str:
-    """Where it listens, 'host:port'."""
+    """Where the proxy listens, 'host:port'."""
     host, port = self._server.sockets[0].getsockname()
     return f'{host}:{port}'
 
@@ -162,11 +163,11 @@ class Proxy:
 
   @property
   def connections(self) -> int:
-    """How many are open, or wait for a cut to end."""
+    """The number of connections that are open, or wait for a cut to end."""
     return len(self._connections)
 
   def heal(self) -> None:
-    """Nothing is wrong any more; what was held back goes out."""
+    """Ends all faults; held data passes."""
     self.up.set(Toxics())
     self.down.set(Toxics())
 
@@ -176,7 +177,7 @@ class Proxy:
       connection.cancel()
 
   async def close(self) -> None:
-    """Stops listening and breaks every connection. Returns when they are gone."""
+    """Stops listening and breaks every connection. Returns when they are closed."""
     self._server.close()
     self.reset()
     await asyncio.gather(*self._connections, return_exceptions=True)
@@ -194,13 +195,13 @@ class Proxy:
       learner.close()
 
   async def _serve(self, learner: _Side) -> None:
-    """One connection, to the end of both its directions."""
+    """Serves one connection to the end of both its directions."""
     await self._until_both_open()
     try:
       host, _, port = self._resolve().rpartition(':')
       streams = await asyncio.open_connection(host, int(port), limit=PIECE_BYTES)
     except (OSError, ValueError):
-      return  # nobody listens there: the learner's side is reset
+      return  # no process listens there: the learner's side is reset
     syncer = _Side(*streams, self.up)
     try:
       async with asyncio.TaskGroup() as tasks:
@@ -219,7 +220,7 @@ class Proxy:
 
 
 async def _read(source: _Side, sink: _Side) -> None:
-  """What comes from `source` is held back for `sink`, with the time at which it came."""
+  """Holds the data of `source` for `sink`, with the time of its arrival."""
   loop = asyncio.get_running_loop()
   data = None
   while data != _END:
@@ -233,7 +234,7 @@ async def _read(source: _Side, sink: _Side) -> None:
 
 
 async def _write(source: _Side, sink: _Side) -> None:
-  """What is held back goes out when it may, until the connection is over."""
+  """Sends held data to `sink` when it may pass, until the connection is over."""
   while True:
     came_s, data = await sink.held.get()
     await sink.lane.until_due(came_s)
@@ -241,7 +242,7 @@ async def _write(source: _Side, sink: _Side) -> None:
       raise _Over
     try:
       await _pass_on(data, sink)
-    except OSError:  # `sink` is dead; `source` hears of it as it would from TCP
+    except OSError:  # `sink` has failed; `source` gets a reset, as TCP would send it
       await source.held.put((asyncio.get_running_loop().time(), _RESET))
     if source.ended and sink.ended:
       raise _Over

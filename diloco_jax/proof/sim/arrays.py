@@ -1,11 +1,12 @@
-"""Arrays as far as the protocol can see them: every value is a number that nothing else has.
+"""Arrays as far as the protocol can see them: every value is a unique number.
 
-A published value is one number, a pseudo-gradient is the range of tokens it really covers and its
-norm, and a delta knows the value it was measured from. So the world sees what real arrays would
-hide: a delta applied to another value, a token that counts twice, a merge of somebody else's bytes.
+A published value is one number, a pseudo-gradient is the range of tokens that it really covers and
+its norm, and a delta has the value from which it was measured. So the world notices errors that
+real arrays would hide: a delta applied to another value, a token that counts twice, a merge of
+another learner's bytes.
 
-An outer step is a function, as with real arrays: the same payloads merged into the same value make
-the same number, whoever does it (simulated_log.py does it again), and anything else makes another one.
+An outer step is a function, as with real arrays: the same payloads merged into the same value give
+the same number, also in a recovery (simulated_log.py); any other input gives another number.
 """
 
 import dataclasses
@@ -17,12 +18,12 @@ from typing import Any, NamedTuple
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
-Batches = tuple[int, int, int]  # shard, first batch, the one behind the last
-HUGE, NAN = 'huge', 'poison'  # what a faulty host makes of a pseudo-gradient behind its encoder
+Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
+HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
 
 class Untrue(AssertionError):
-  """A claim that does not hold: its sentence, and what was seen."""
+  """A claim that does not hold: its sentence, and the contradicting values."""
 
   def __init__(self, sentence: str, detail: str):
     super().__init__(f'{sentence} {detail}')
@@ -30,17 +31,17 @@ class Untrue(AssertionError):
 
 
 def claim(holds: bool, sentence: str, *detail: Any) -> None:
-  """A statement that only the world can judge. Raises Untrue with what was seen."""
+  """Raises Untrue if a statement that only the world can judge does not hold."""
   if not holds:
     raise Untrue(sentence, ' '.join(map(str, detail)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-  """What a pseudo-gradient's bytes are: whose, which of its tokens they cover, and which batches it
-  really read: (shard, first, end). `exact`: its process has one incarnation only, so all tokens
-  count. `spoiled`: HUGE or NAN, its host is faulty. `overflows`: an outer step with it is not finite,
-  as sound as each payload may be."""
+  """The bytes of a pseudo-gradient: its learner and process, the range of its tokens, and the
+  batches that it really read. `exact`: its process has one incarnation only, so all tokens count.
+  `spoiled`: HUGE or NAN if its host is faulty. `overflows`: an outer step with it is not finite,
+  although each payload is."""
 
   learner: str
   nonce: int
@@ -54,8 +55,8 @@ class Gradient:
 
   @property
   def norm(self) -> int:
-    """In screening.UNIT. Of an honest one it is unequal, but for its steps never more than twice
-    that of another: nobody may be refused for it."""
+    """In screening.UNIT. Honest norms vary, but per step by a factor of 2 at most, so the syncer
+    must not refuse any for it."""
     if self.spoiled == NAN:
       return screening.NOT_FINITE
     honest = self.steps * (4 + value(self.nonce, self.start) % 5) * screening.UNIT
@@ -72,7 +73,7 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-  """What a published payload's bytes are: the value, and the one it is a delta to (None: whole)."""
+  """The bytes of a published payload: its value, and the base of the delta (None: whole)."""
 
   base: int | None
   value: int
@@ -80,7 +81,7 @@ class Published:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moments:
-  """What a donation's bytes are: whose moments, after how many of its steps, and their value."""
+  """The bytes of a donation: the donor, the number of its steps, and the value of its moments."""
 
   learner: str
   steps: int
@@ -88,18 +89,18 @@ class Moments:
 
 
 class Merged(NamedTuple):
-  """What became of an outer step."""
+  """The result of an outer step."""
 
   failed: str
   digest: int
 
 
 class Theta:
-  """The syncer's arrays, and the books of what was really merged into them.
+  """The syncer's arrays, and a record of what was really merged into them.
 
   `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
-  `batches` are those merged per (shard, fragment), whoever read them; `finite`: nothing that
-  is not was merged.
+  `batches` are those merged per (shard, fragment), by any process; `finite`: all merged payloads
+  were finite.
   """
 
   def __init__(self, values: list[int]):
@@ -121,20 +122,22 @@ class Theta:
     """Carries out an outer step, as storage/outer_log.py asks for it."""
     names = [one.learner for one in participants]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(width == len(payloads), 'Nobody is missing in the stack.', width, names)
+    claim(width == len(payloads), 'The stack has one row per participant.', width, names)
     shares = [
       ((one.learner, one.incarnation, one.tokens, one.steps), Gradient.decode(payload))
       for one, payload in zip(participants, payloads, strict=True)
       if one.learner not in refused
     ]
     for (learner, _, tokens, steps), grad in shares:
-      claim(learner == grad.learner, 'A payload counts for who sent it.', learner, grad)
+      claim(
+        learner == grad.learner, 'A payload counts for the learner that sent it.', learner, grad
+      )
       true_tokens, true_steps = grad.end - grad.start, grad.steps
       claim(
         (tokens, steps) == (true_tokens, true_steps)
         if grad.exact
         else tokens <= true_tokens and steps <= true_steps,
-        'Weights are what was trained.',
+        'Weights are those of the trained tokens and steps.',
         learner,
         tokens,
         steps,
@@ -198,7 +201,7 @@ def _add(spans: list[tuple[int, int]], start: int, end: int, sentence: str, grad
 
 
 def value(*made_of: Any) -> int:
-  """The number that stands for what is made of all this, and of nothing else."""
+  """The unique number of a value that is made of these parts."""
   return int.from_bytes(hashlib.sha256(repr(made_of).encode()).digest()[:6]) | 1
 
 
@@ -210,11 +213,13 @@ def initial(fragments: int) -> tuple[int, ...]:
 def screened(
   participants: Sequence[actions.Participant], grads: Sequence[Gradient]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-  """The norms of what participants bring, and who of them is refused."""
+  """The norms of the participants' payloads, and the learners that are refused."""
   norms = tuple(grad.norm for grad in grads)
   refused = tuple(
     one.learner for one, norm in zip(participants, norms) if screening.refused(norm, one.limit)
   )
   for one, grad in zip(participants, grads):
-    claim(grad.spoiled or one.learner not in refused, 'Nobody honest is refused.', one, grad)
+    claim(
+      grad.spoiled or one.learner not in refused, 'Screening refuses no honest payload.', one, grad
+    )
   return norms, refused

@@ -33,7 +33,7 @@ class Nemesis:
     self._draw = random_streams.random_stream(world.seed, 'nemesis')
     self.healing = False
     self.done: list[plans.Fault] = []  # faults that found their target
-    world.on_fall = self._supervise_syncer
+    world.on_syncer_lost = self._supervise_syncer
     for fault in plan:
       world.engine.at(fault.at_ns, lambda f=fault: self._begin(f))
 

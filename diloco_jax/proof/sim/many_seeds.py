@@ -12,7 +12,7 @@ from diloco_jax.proof.checks import coverage as coverage_lib
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import random_settings
 from diloco_jax.proof.sim import seeds as seeds_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import events, messages
 
 CHUNK = 10
 LINES_KEPT = 50
@@ -41,7 +41,9 @@ def run_chunk(seeds: Sequence[int]) -> Summary:
   gc.disable()  # a world lives for milliseconds; its garbage is collected below
   summary = Summary()
   for seed in seeds:
-    outcome = seeds_lib.run_seed(seed, [summary.points])
+    points = coverage_lib.Points()
+    outcome = seeds_lib.run_seed(seed, [points])
+    summary.points.merge(points)
     summary.seeds += 1
     summary.events += outcome.events
     summary.faults += len(outcome.faults)
@@ -81,11 +83,7 @@ class _Last(observers.Observer):
     self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     message = getattr(event, 'message', None)
     if type(message) is messages.Heartbeat and len(out) <= 1:

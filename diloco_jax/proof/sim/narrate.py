@@ -4,7 +4,7 @@ Left out: heartbeats, progress reports, inner steps, dropped payloads, and repor
 repeat another line.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from diloco_jax.proof.checks import observers
@@ -124,11 +124,7 @@ class Story(observers.Observer):
     pass
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     syncer = life.start.role == 'syncer'
     if syncer and isinstance(event, events.Received) and isinstance(event.message, messages.Join):

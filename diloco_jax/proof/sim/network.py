@@ -138,7 +138,7 @@ class Network:
       self._close_end(session, 'learner')
       return
     if server.frozen:
-      server.later(lambda: self._answer(session))
+      server.defer(lambda: self._answer(session))
       return
     session.syncer, session.open['syncer'] = server, True
     self._sessions[server, session.number] = session

@@ -1,9 +1,9 @@
-"""The processes of the simulated world: a production machine each, with its work, disk and death.
+"""The processes of the simulated world: each runs a production machine with its work and disk.
 
-A process does to its machine what node/loop.py and the shell do in production: feeds it events,
-wakes it at its deadline, carries out its actions, and answers its work after a while. It believes
-nothing that its machine says: what was really trained, snapshot, merged and adopted is in arrays.py
-and here. Payload ids are tracked, so that a leak or a double drop is noticed.
+A process does for its machine what node/loop.py and the shell do in production: it feeds events,
+wakes the machine at its deadline, carries out its actions, and answers its work after a while. The
+world tracks independently, in arrays.py and here, which tokens were trained, captured, merged and
+adopted. It also tracks payload ids, to notice a leak or a double drop.
 """
 
 import abc
@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco_jax.proof import random_streams
 from diloco_jax.proof.checks import observers
+from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.sim import arrays, hardware, network, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
@@ -23,7 +24,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.storage import outer_log, wal_format
 
 MS = engine_lib.MS
-RETRY_NS = 500 * MS  # a full disk is tried again
+RETRY_NS = 500 * MS  # between two attempts to append to a full disk
 PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 
 
@@ -43,7 +44,7 @@ class Process(abc.ABC):
     self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
     self.save_ns = 5 * MS
     self._payload_ids = itertools.count(1)
-    self._held: list[Callable[[], None]] = []
+    self._deferred: list[Callable[[], None]] = []
     self._wake = 0
     self._unchecked = 0
     self._work_until = self._egress_until = 0
@@ -56,9 +57,9 @@ class Process(abc.ABC):
   # --- Events and actions -------------------------------------------------------------------------
 
   def post(self, event: Any, content: Any = None) -> None:
-    """Delivers an event now, or when the process thaws; a dead process hears nothing."""
+    """Delivers an event now, or when the process thaws; a dead process gets none."""
     if self.frozen:
-      self._held.append(lambda: self.post(event, content))
+      self.defer(lambda: self.post(event, content))
     elif self.alive:
       if content is not None:
         event = dataclasses.replace(event, payload_id=self.put(content))
@@ -74,12 +75,12 @@ class Process(abc.ABC):
     self.world.saw(self.life, now_ns, event, out)
     self._check()
     for action in out:
-      arrays.claim(self.alive, 'Nothing is done after the exit.', self.name, action)
+      arrays.claim(self.alive, 'A process carries out no action after its exit.', self.name, action)
       self._perform(action)
     self._set_timer(isinstance(event, events.Wake))
 
   def _check(self) -> None:
-    """check() looks at everybody, so in a big world not every event pays for it."""
+    """check() costs more with more learners, so a big world does not run it after every event."""
     self._unchecked += 1
     if self._unchecked >= self.world.check_every:
       self._unchecked = 0
@@ -92,14 +93,14 @@ class Process(abc.ABC):
       return
     arrays.claim(
       not after_wake or deadline_ns > self.world.engine.now_ns,
-      'A wake moves the deadline.',
+      'A machine moves its deadline when it wakes.',
       self.name,
     )
     self.world.engine.at(deadline_ns, lambda: self._timer(generation))
 
   def _timer(self, generation: int) -> None:
     if self.frozen:
-      self._held.append(lambda: self._timer(generation))
+      self.defer(lambda: self._timer(generation))
     elif generation == self._wake:
       self.post(events.Wake())
 
@@ -132,7 +133,7 @@ class Process(abc.ABC):
     """Begins a work action; an event answers it after a while."""
 
   def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
-    """Answers work first in, first out: on the lane that steps, or on the one beside it."""
+    """Answers work first in, first out, on the lane that steps or on the egress lane."""
     start = max(self.world.engine.now_ns, self._work_until)
     if lane == 'work':
       self._work_until = done = start + delay_ns
@@ -141,8 +142,8 @@ class Process(abc.ABC):
     self.world.engine.at(done, lambda: self.post(event, content))
 
   def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
-    """Writes a checkpoint in stages, between which the process may die; it says how long each takes,
-    and at last what answers the action."""
+    """Writes a checkpoint in stages, between which the process may die; yields the duration of each
+    stage and returns the answer to the action."""
     number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
     try:
       for _ in stages:
@@ -152,22 +153,22 @@ class Process(abc.ABC):
     self.world.saved[digest] = self.disk
     return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
 
-  # --- What happens to it -------------------------------------------------------------------------
+  # --- Faults -------------------------------------------------------------------------------------
 
   def stop(self, reason: str) -> None:
     self.post(events.Stop(reason=reason))
 
-  def later(self, call: Callable[[], None]) -> None:
-    """Keeps a call for the thaw."""
-    self._held.append(call)
+  def defer(self, call: Callable[[], None]) -> None:
+    """Defers a call until the thaw."""
+    self._deferred.append(call)
 
   def freeze(self) -> None:
     self.frozen = True
 
   def thaw(self) -> None:
-    self.frozen, held, self._held = False, self._held, []
-    for deliver in held:
-      deliver()
+    self.frozen, deferred, self._deferred = False, self._deferred, []
+    for call in deferred:
+      call()
 
 
 class Learner(Process):
@@ -185,13 +186,13 @@ class Learner(Process):
     identity, restored = life.start.identity, life.start.state is not None
     self.learner, self.nonce = identity.learner, identity.nonce
     self.island = island
-    self.nan: set[int] = set()  # fragments whose next snapshot holds a NaN
-    self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and for how many snapshots yet
-    self.flips: set[int] = set()  # fragments whose next adoption goes wrong by a bit
+    self.nan: set[int] = set()  # fragments whose next capture holds a NaN
+    self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and how many captures more
+    self.flips: set[int] = set()  # fragments whose next adoption has a wrong bit
     self.steps = self.tokens = 0
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
     self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
-    self.reads: list[arrays.Batches] = []  # all that it ever trained on, one row after the other
+    self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
     self.at = (-1, 0)  # shard and next batch
     self.moments = arrays.value('moments', self.nonce)
     self._training = False
@@ -200,7 +201,7 @@ class Learner(Process):
   def work(self, action: actions.Work) -> None:
     match action:
       case actions.Step():
-        self._boundary()
+        self._claim_boundary()
         self._training = True
         self._read()
         step_ns, tokens = self.island.next_step()
@@ -210,7 +211,7 @@ class Learner(Process):
       case actions.Adopt():
         self._adopt(action)
       case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
-        self._boundary()
+        self._claim_boundary()
         self.at = shard, cursor
         if rewind:  # its parameters are the anchors
           self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
@@ -219,13 +220,13 @@ class Learner(Process):
       case actions.TakeMoments():
         self._take_moments(action)
       case actions.Save():
-        self._boundary()
+        self._claim_boundary()
         stages = self.save(action, action.machine_state)
-        self.world.engine.after(0, lambda: self._save_on(stages))
+        self.world.engine.after(0, lambda: self._continue_save(stages))
 
-  def _save_on(self, stages: Generator[int, None, events.SaveDone]) -> None:
+  def _continue_save(self, stages: Generator[int, None, events.SaveDone]) -> None:
     if self.frozen:
-      self._held.append(lambda: self._save_on(stages))
+      self.defer(lambda: self._continue_save(stages))
       return
     if not self.alive:
       return
@@ -234,35 +235,22 @@ class Learner(Process):
     except StopIteration as end:
       self.post(end.value)
     else:
-      self.world.engine.after(delay_ns, lambda: self._save_on(stages))
+      self.world.engine.after(delay_ns, lambda: self._continue_save(stages))
 
   @property
   def done(self) -> bool:
-    """It has ended because it heard that the run is over."""
+    """Whether it ended because the syncer sent Finish."""
     return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
 
   def _read(self) -> None:
     """Takes the next batch."""
-    (shard, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
-    arrays.claim(shard >= 0, 'Who trains has a shard.', self.name)
-    if (last[0], last[2]) == (shard, batch):
-      self.reads[-1] = (shard, last[1], batch + 1)
-    else:
-      self.reads.append((shard, batch, batch + 1))
+    shard, batch = self.at
+    arrays.claim(shard >= 0, 'A learner that trains has a data shard.', self.name)
+    learner_book.add_batch(self.reads, shard, batch)
     self.at = shard, batch + 1
 
-  def _last_reads(self, steps: int) -> tuple[arrays.Batches, ...]:
-    """What the last so many steps trained on."""
-    found: list[arrays.Batches] = []
-    for shard, first, end in reversed(self.reads):
-      if steps <= 0:
-        break
-      found.append((shard, max(first, end - steps), end))
-      steps -= end - first
-    return tuple(reversed(found))
-
-  def _boundary(self) -> None:
-    arrays.claim(not self._training, 'Parameters are touched between two steps only.', self.name)
+  def _claim_boundary(self) -> None:
+    arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
 
   def _handle(self, event: Any) -> None:
     if isinstance(event, events.StepDone):
@@ -276,7 +264,7 @@ class Learner(Process):
     super()._handle(event)
 
   def _encode(self, sync: int, fragment: int) -> None:
-    self._boundary()
+    self._claim_boundary()
     (start, steps), content = self.adopted[fragment], None
     if fragment not in self.nan:
       content = arrays.Gradient(
@@ -286,8 +274,8 @@ class Learner(Process):
         self.tokens,
         self.steps - steps,
         self._exact,
-        self._last_reads(self.steps - steps),
-        self._spoils(fragment),
+        learner_book.last_batches(self.reads, self.steps - steps),
+        self._take_spoil(fragment),
       )
     self.nan.discard(fragment)
     self.answer(
@@ -302,22 +290,22 @@ class Learner(Process):
       lane='egress',
     )
 
-  def _spoils(self, fragment: int) -> str:
-    """What becomes of the next snapshot behind the encoder."""
+  def _take_spoil(self, fragment: int) -> str:
+    """How the host spoils the next capture behind the encoder; '' if it does not."""
     how, more = self.spoiled.pop(fragment, ('', 0))
     if more > 1:
       self.spoiled[fragment] = how, more - 1
     return how
 
   def _adopt(self, adopt: actions.Adopt) -> None:
-    self._boundary()
+    self._claim_boundary()
     published, fragment = self.contents.pop(adopt.payload_id), adopt.fragment
-    arrays.claim(adopt.whole == (published.base is None), 'A delta is no whole value.', adopt)
+    arrays.claim(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
     held = self.values[fragment]
     fits = published.base in (None, held)
     arrays.claim(
       fits or held < 0,
-      'A delta is applied to the value it was measured from.',
+      'A learner applies a delta to the value from which it was measured.',
       self.name,
       adopt,
       published,
@@ -340,8 +328,8 @@ class Learner(Process):
     )
 
   def _read_moments(self, transfer: int) -> None:
-    """A snapshot that is brought to the host beside the steps, on a lane of its own."""
-    self._boundary()
+    """Copies the moments to the host beside the steps, on its own lane."""
+    self._claim_boundary()
     content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
     event = events.MomentsRead(
       transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=self.moments
@@ -349,8 +337,8 @@ class Learner(Process):
     self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
 
   def _take_moments(self, take: actions.TakeMoments) -> None:
-    self._boundary()
-    arrays.claim(not self.steps, 'Moments are taken before the first step.', self.name)
+    self._claim_boundary()
+    arrays.claim(not self.steps, 'A learner takes moments before its first step.', self.name)
     moments = self.contents.pop(take.payload_id)
     garbled = random_streams.chance(self.island.draw, self.island.garble)
     matched = moments.value == take.digest and not garbled
@@ -360,9 +348,10 @@ class Learner(Process):
 
 
 class Syncer(Process):
-  """The syncer's process: Theta, and the log on which every outer step is before it is spoken of.
+  """The syncer's process: Theta, and the log, to which it writes every outer step before reporting
+  it.
 
-  Work is carried out one after the other, each in stages between which the process may die.
+  The process carries out one work action after the other, each in stages between which it may die.
   """
 
   def __init__(
@@ -377,17 +366,17 @@ class Syncer(Process):
     self.theta, self.journal = theta, journal
     self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
     self.fsync_ns = world.fsync_ns
-    self.not_finite = False  # the next outer step is not
-    self.ambush: Callable[[int], None] | None = None  # called while the next record is committed
+    self.not_finite = False  # whether the next outer step is not finite
+    self.ambush: Callable[[int], None] | None = None  # called during the next commit
     self._jobs: collections.deque[Iterator[int]] = collections.deque()
     self._working = False
-    self.durable = -1  # the newest record that no power loss takes
+    self.durable = -1  # the newest record that survives a power loss
 
   def _handle(self, event: Any) -> None:
-    self.look()
+    self.report_durable()
     super()._handle(event)
 
-  def look(self) -> None:
+  def report_durable(self) -> None:
     """Tells observers which records have become durable."""
     durable = self.journal.durable()
     if durable != self.durable:
@@ -407,12 +396,12 @@ class Syncer(Process):
     self._jobs.append(job)
     if not self._working:
       self._working = True
-      self._work_on()
+      self._continue_work()
 
-  def _work_on(self) -> None:
-    """Goes on with the first job; it says for how long."""
+  def _continue_work(self) -> None:
+    """Runs the next stage of the first job, which yields its duration."""
     if self.frozen:
-      self._held.append(self._work_on)
+      self.defer(self._continue_work)
       return
     while self.alive and self._jobs:
       try:
@@ -420,11 +409,11 @@ class Syncer(Process):
       except StopIteration:
         self._jobs.popleft()
       except wal_format.WalBroken as broken:
-        self.world.fell(self, str(broken))
+        self.world.lose_syncer(self, str(broken))
       except disk_lib.Cut:
-        self.world.fell(self)
+        self.world.lose_syncer(self)
       else:
-        self.world.engine.after(delay_ns, self._work_on)
+        self.world.engine.after(delay_ns, self._continue_work)
         return
     self._working = False
 
@@ -468,7 +457,7 @@ class Syncer(Process):
       self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, merged.digest))
 
   def _commit(self, step: outer_log.OuterStep) -> Iterator[int]:
-    """Until it is durable."""
+    """Appends the record and makes it durable."""
     while True:
       try:
         number = self.journal.append(step)
@@ -479,8 +468,8 @@ class Syncer(Process):
     self.world.logged(
       'appended',
       number,
-      step.done.digest,
-      step.done.failed,
+      digest=step.done.digest,
+      failed=step.done.failed,
       norms=step.done.norms,
       refused=step.done.refused,
     )
@@ -507,12 +496,12 @@ class Syncer(Process):
     self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
 
   def _checkpoint(self, save: actions.Save) -> Iterator[int]:
-    """A checkpoint, and what it makes superfluous is dropped from the log."""
-    yield 0  # whatever was decided with it is done before it can fail
+    """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
+    yield 0  # the actions of the same turn are carried out before it can fail
     theta = self.theta
     arrays.claim(
       save.machine_state['versions'] == theta.versions,
-      'A checkpoint is of no half-done merge.',
+      'A checkpoint contains no unfinished merge.',
       save.machine_state['versions'],
       theta.versions,
     )

@@ -1,8 +1,8 @@
-"""One seed: a run of the production machines in a world of faults, then healed, then judged.
+"""One seed: a run of the production machines with faults, then without, then judged.
 
-First a phase with all faults of the setting: safety must hold throughout. Then all faults end, as a
-good operator would end them: now the run must reach its end. The checkers judge by what a tape
-holds, the claims of arrays.py and of this file by what only the simulated world knows.
+In the first phase the faults of the setting happen, and safety must hold. Then all faults end, as a
+good operator would end them, and the run must reach its end. The checkers judge what tapes hold;
+the claims of arrays.py and of this file judge what only the simulated world knows.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ LONGEST_STEP_NS = 400 * engine_lib.SECOND
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-  """The broken sentence (of an invariant's id; or 'claim', 'check', 'crash' or 'circle'), and the
+  """The broken sentence, its invariant's id (or 'claim', 'check', 'crash' or 'circle'), and the
   values that contradict it. Any other exception is a bug of the simulator."""
 
   invariant: str
@@ -76,11 +76,13 @@ def run_seed(
     violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
   except processes.MachineCrash as crash:
     violation = Violation(
-      invariant='crash', sentence='No event crashes a machine.', detail=f'{crash}\n{_where()}'
+      invariant='crash',
+      sentence='No machine raises on an event.',
+      detail=f'{crash}\n{_traceback()}',
     )
   except AssertionError as broken:
     violation = Violation(
-      invariant='check', sentence="A machine's own check holds.", detail=f'{broken}\n{_where()}'
+      invariant='check', sentence="A machine's own check holds.", detail=f'{broken}\n{_traceback()}'
     )
   return Outcome(
     seed=seed,
@@ -91,7 +93,7 @@ def run_seed(
   )
 
 
-def _where() -> str:
+def _traceback() -> str:
   return ''.join(traceback.format_exc(limit=-3))
 
 
@@ -115,7 +117,7 @@ def _run(
   checkers.healed(world.now_ns)
   _finish(world, nemesis)
   checkers.finished(world.now_ns)
-  _check_books(world)
+  _check_ledger(world)
   _check_snapshots(world)
 
 
@@ -131,7 +133,7 @@ def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
   arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
 
 
-def _check_books(world: world_lib.World) -> None:
+def _check_ledger(world: world_lib.World) -> None:
   """Compares the last ledger with what the world saw (fragment-tokens)."""
   ledger, theta = world.ledger(), world.syncer.theta
   discarded = sum(ledger.discarded.values())
@@ -142,13 +144,13 @@ def _check_books(world: world_lib.World) -> None:
   )
   arrays.claim(
     world.flipped or not ledger.repaired,
-    'No published value differs unless a bit was flipped.',
+    'No adopted value differs unless a bit was flipped.',
     ledger,
   )
   arrays.claim(theta.finite, 'The global state is finite.')
   arrays.claim(
     ledger.merged == sum(theta.merged.values()),
-    'The tokens that the ledger calls merged were merged.',
+    'The ledger counts exactly the merged tokens as merged.',
     ledger,
     theta.merged,
   )
@@ -156,7 +158,7 @@ def _check_books(world: world_lib.World) -> None:
     trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
     arrays.claim(
       row['merged'] == theta.merged.get(name, 0),
-      'The tokens that the ledger calls merged were merged.',
+      'The ledger counts exactly the merged tokens as merged.',
       name,
       row,
       theta.merged,
@@ -171,7 +173,8 @@ def _check_books(world: world_lib.World) -> None:
 
 
 def _check_snapshots(world: world_lib.World) -> None:
-  """Every checkpoint that a manifest pins is where it was saved, unless that disk has lost it."""
+  """Every checkpoint that a manifest pins is on the disk where it was saved, unless that disk
+  rotted."""
   disk = world.disk('syncer')
   for number in () if disk.rot else snapshots.numbers(disk):
     manifest = snapshots.read(disk, number)

@@ -1,13 +1,12 @@
-"""What the syncer keeps on its disk, and the way back from it, as production has it.
+"""The simulated syncer's checkpoints and log, and its recovery from them, as in production.
 
-Checkpoints hold the machine's state, Theta, and how far they reach in the log. The log is the
-production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
+Checkpoints hold the machine state, Theta, and the position in the log that they cover. The log is
+the production one (storage/outer_log.py) on the simulated disk and the simulated arrays.
 
-A log that refuses to open is put right by the *operator*, as launch/restore.py does it: it is set
-aside, and a new one begins behind the newest checkpoint that is whole.
+When a log refuses to open, the *operator* repairs it as launch/restore.py does: sets it aside, and
+begins a new one after the newest whole checkpoint.
 
-The world also knows what no program can ask: which records no power loss takes any more
-(`durable`).
+The world also knows what no program can ask: which records survive a power loss (`durable`).
 """
 
 import collections
@@ -23,7 +22,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import outer_log, wal, wal_format, wal_recovery
 
-SEGMENT_BYTES = 8 << 10  # so that a run has several
+SEGMENT_BYTES = 8 << 10  # a run has several segments
 UNREADABLE = (
   ValueError,
   LookupError,
@@ -36,11 +35,11 @@ SET_ASIDE = '.aside'
 
 
 class NotRecovered(Exception):
-  """The log opens, but what it says does not make sense."""
+  """The log opens, but its records cannot be replayed."""
 
 
 class Recovered(NamedTuple):
-  """Where a syncer was; `snapshot` is None if it has never been anywhere."""
+  """A recovered syncer; `machine_state` is None if the disk has no checkpoint and no record."""
 
   journal: 'Journal'
   machine_state: dict[str, Any] | None
@@ -48,11 +47,11 @@ class Recovered(NamedTuple):
 
 
 def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
-  """Goes on from what is on a disk; `start` is that of version 0.
+  """Recovers from a disk; `start` is that of version 0.
 
   Raises:
     WalError: the log cannot be opened.
-    NotRecovered: one of its records is not what was committed, and the log did not notice.
+    NotRecovered: a record differs from the committed one, and the log did not notice.
   """
   saved = disk_lib.Checkpoints(disk).newest()
   theta = arrays.Theta(list(start.digests)) if saved is None else arrays.Theta.load(saved['theta'])
@@ -71,12 +70,12 @@ def recover(disk: disk_lib.Disk, start: tape.Start) -> Recovered:
 
 
 class Journal(outer_log.OuterLog):
-  """The open log of a syncer, and what the world knows of it."""
+  """The open log of a syncer, and which of its records are durable."""
 
   def __init__(self, disk: disk_lib.Disk, agreement: str):
-    self.words: list[str] = []  # what recovery had to say
-    super().__init__(disk, agreement, self.words.append, SEGMENT_BYTES)
-    # Of records that may not be durable: number, file, byte behind it.
+    self.said: list[str] = []  # the lines that recovery printed
+    super().__init__(disk, agreement, self.said.append, SEGMENT_BYTES)
+    # Of records that may not be durable: number, file, byte after its end.
     self._ends: collections.deque[tuple[int, str, int]] = collections.deque()
     self._durable = 0
 
@@ -105,7 +104,7 @@ class Journal(outer_log.OuterLog):
     return number
 
   def durable(self) -> int:
-    """The newest record that no power loss takes any more."""
+    """The newest record that survives a power loss."""
     ends = self._ends
     while ends and self._files.durable(ends[0][1]) >= ends[0][2]:
       self._durable = ends.popleft()[0]
@@ -113,7 +112,7 @@ class Journal(outer_log.OuterLog):
 
 
 def _ends(disk: disk_lib.Disk) -> list[tuple[int, str, int]]:
-  """(number, file, byte behind it) of every record in the newest file."""
+  """(number, file, byte after its end) of every record in the newest file."""
   name = wal_recovery.segment_names(disk)[-1]
   segment = wal_recovery.Segment(name, wal_format.first_of(name), disk.size(name))
   return [
@@ -126,13 +125,14 @@ def _ends(disk: disk_lib.Disk) -> list[tuple[int, str, int]]:
 
 
 def lost_unseen(disk: disk_lib.Disk, durable: int, rot: Sequence[tuple[str, int]]) -> bool:
-  """Whether the last durable record may be taken for a torn tail, because a bit of it has rotted
-  and the mark behind it was lost with the power: the window that storage/wal_recovery.py tells of.
+  """Whether recovery may take the last durable record for a torn tail, because a bit of it has
+  rotted and the mark after it was lost with the power (storage/wal_recovery.py describes this
+  window).
 
   Args:
     disk: before the log is opened.
-    durable: the last record that was.
-    rot: what has rotted since the log was last opened.
+    durable: the last durable record.
+    rot: the bits that have rotted since the log was last opened.
   """
   names = wal_recovery.segment_names(disk)
   if not names:
@@ -151,10 +151,10 @@ def lost_unseen(disk: disk_lib.Disk, durable: int, rot: Sequence[tuple[str, int]
 
 
 def repair(disk: disk_lib.Disk, agreement: str) -> None:
-  """What an operator does about a log that refuses to open; afterwards it opens.
+  """Repairs a log that refuses to open, as an operator does; afterwards it opens.
 
   Raises:
-    OSError, WalFull, WalBroken: the disk; to be done again.
+    OSError, WalFull, WalBroken: the disk failed; call it again.
   """
   saved = disk_lib.Checkpoints(disk).newest()
   after, chain = (0, None) if saved is None else (saved['log'], bytes.fromhex(saved['chain']))

@@ -1,5 +1,5 @@
-"""Manifests of snapshots of the whole run on the syncer's simulated disk, as storage/manifests.py has
-them: files that name the checkpoints that they pin (disk.py), written beside, made durable, renamed.
+"""Manifests of run snapshots on the syncer's simulated disk, as in storage/manifests.py: files that
+name the checkpoints that they pin (disk.py), written under another name, made durable, renamed.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ _MANIFEST, _NEW = 'manifest-', 'manifest.new'
 
 
 def write(disk: disk_lib.Disk, manifest: dict[str, Any]) -> Iterator[None]:
-  """Makes a snapshot whole, and drops manifests that are one too many. Raises OSError."""
+  """Writes the manifest of a run snapshot, and drops superfluous ones. Raises OSError."""
   data = json.dumps(manifest).encode()
   disk.create(_NEW)
   disk.append(_NEW, hashlib.sha256(data).digest() + data)
@@ -30,11 +30,11 @@ def write(disk: disk_lib.Disk, manifest: dict[str, Any]) -> Iterator[None]:
 
 
 def numbers(disk: disk_lib.Disk) -> list[int]:
-  """The snapshots that have one, sound or not."""
+  """The run snapshots that have a manifest, whole or not."""
   return [int(name.removeprefix(_MANIFEST)) for name in disk.names() if name.startswith(_MANIFEST)]
 
 
 def read(disk: disk_lib.Disk, number: int) -> dict[str, Any] | None:
-  """A manifest that is what was written; else None."""
+  """A manifest, or None if it differs from what was written."""
   data = disk.read(f'{_MANIFEST}{number:04}')
   return json.loads(data[32:]) if hashlib.sha256(data[32:]).digest() == data[:32] else None

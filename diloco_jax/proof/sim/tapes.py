@@ -2,10 +2,9 @@
 
 import hashlib
 import pathlib
-from collections.abc import Sequence
 
 from diloco_jax.proof.checks import observers
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import events
 from diloco_jax.protocol.tape import tape
 
 
@@ -40,11 +39,7 @@ class Tapes(observers.Observer):
     self._write(life, writer.header())
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     self._write(life, self._writers[life.number].turn(now_ns, event, out))
 

@@ -4,12 +4,13 @@ Its machines are the production ones, unchanged. A world belongs to one seed: ha
 disk of every host have their own random streams (random_streams.py), so that a changed policy of
 the machines meets the same faults.
 
-Observers see what a tape would hold: the start and end of processes, and every turn of a machine.
+Observers see what tapes hold: the start and end of processes, and every turn of a machine.
 """
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from diloco_jax.proof import random_streams
 from diloco_jax.proof.checks import observers
@@ -17,15 +18,15 @@ from diloco_jax.proof.sim import arrays, hardware, processes, simulated_log, sna
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import network as network_lib
-from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'
-CHECKED_ALWAYS = 16  # up to this number of learners check() runs after every event
+CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
 
 
 class World:
@@ -49,13 +50,13 @@ class World:
     self._disks: dict[str, disk_lib.Disk] = {}
     self.learners: dict[str, processes.Learner] = {}
     self.ended: list[processes.Process] = []
-    self.done: set[str] = set()  # learner ids that have heard that the run is over, and ended
-    self.rolled_back = False  # an operator repaired a damaged log: what was in it may be lost
+    self.done: set[str] = set()  # learner ids whose process ended after Finish
+    self.rolled_back = False  # an operator repaired a damaged log: its records may be lost
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
-    self._rotten = 0  # bits of the syncer's disk that had rotted when it was last started
-    self.on_fall: Callable[[], None] = lambda: None  # called when the syncer's disk ends it
-    self.flipped = 0  # adoptions that went wrong
-    self.saved: dict[str, disk_lib.Disk] = {}  # checkpoints, by digest: where they are
+    self._known_rot = 0  # rotten bits of the syncer's disk at its last start
+    self.on_syncer_lost: Callable[[], None] = lambda: None
+    self.flipped = 0  # adoptions with a wrong bit
+    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of the checkpoint: its disk
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -120,7 +121,7 @@ class World:
       self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
       return False
     except disk_lib.Cut:
-      self.logged('cut', text='while it began')
+      self.logged('cut', text='during its start')
       return False
     machine_state = found.machine_state and {
       **found.machine_state,
@@ -128,22 +129,22 @@ class World:
     }
     life = self._life(dataclasses.replace(start, state=machine_state))
     self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
-    self.logged('recovered', found.journal.last, text=' '.join(found.journal.words))
+    self.logged('recovered', found.journal.last, text=' '.join(found.journal.said))
     if found.journal.torn:
       self.logged('torn')
-    self.syncer.look()
+    self.syncer.report_durable()
     self._begin(self.syncer)
     return True
 
   def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
     """Recovers as production does, and repairs as an operator does where production refuses."""
-    rot, self._rotten = disk.rot[self._rotten :], len(disk.rot)
+    rot, self._known_rot = disk.rot[self._known_rot :], len(disk.rot)
     if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
-      self._repaired(disk, 'a bit rotted in the last record before its mark was durable')
+      self._note_repair(disk, 'a bit rotted in the last record before its mark was durable')
     try:
       return simulated_log.recover(disk, start)
     except wal_format.WalDamaged as damaged:
-      self._repaired(disk, str(damaged))  # also if the repair fails half-way
+      self._note_repair(disk, str(damaged))  # also if the repair fails half-way
       try:
         simulated_log.repair(disk, AGREEMENT)
       except OSError as error:
@@ -153,16 +154,16 @@ class World:
       raise
     return self._recover(disk, start)
 
-  def _repaired(self, disk: disk_lib.Disk, text: str) -> None:
+  def _note_repair(self, disk: disk_lib.Disk, text: str) -> None:
     self.rolled_back = True
-    self.done.clear()  # the run needs them again
+    self.done.clear()  # the run may need these learners again
     self.logged('repaired', len(disk.rot), text=text)
 
-  def fell(self, process: processes.Syncer, text: str = '') -> None:
-    """The syncer died in the middle of its work; `text`: the reason, if its disk has failed."""
+  def lose_syncer(self, process: processes.Syncer, text: str = '') -> None:
+    """Ends the syncer in the middle of its work; `text`: the reason, if its disk has failed."""
     self.logged('broken' if text else 'cut', text=text)
     self.end(process)
-    self.on_fall()
+    self.on_syncer_lost()
 
   def start(
     self,
@@ -204,27 +205,14 @@ class World:
     self.engine.after(0, lambda: process.post(events.Wake()))
 
   def saw(
-    self,
-    life: observers.ObservedProcess,
-    now_ns: int,
-    event: events.Event,
-    out: Sequence[actions.Action],
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
     for watcher in self._watchers:
       watcher.saw(life, now_ns, event, out)
 
-  def logged(
-    self,
-    kind: str,
-    number: int = 0,
-    digest: int = 0,
-    failed: str = '',
-    text: str = '',
-    norms: tuple[int, ...] = (),
-    refused: tuple[str, ...] = (),
-  ) -> None:
-    """Tells observers a fact about the syncer's log."""
-    note = observers.LogNote(kind, number, digest, failed, text, norms, refused)
+  def logged(self, kind: str, number: int = 0, **fields: Any) -> None:
+    """Shows observers a fact about the syncer's log (observers.LogNote)."""
+    note = observers.LogNote(kind, number, **fields)
     for watcher in self._watchers:
       watcher.logged(self.now_ns, note)
 
@@ -235,8 +223,8 @@ class World:
       watcher.crashed(life, now_ns, event, error)
 
   def end(self, process: processes.Process, killed: bool = True, silent: bool = False) -> None:
-    """Ends a process; its sessions break, messages that it had sent still arrive. `silent`: its host
-    has lost power, so no peer is told."""
+    """Ends a process; its sessions break, messages in flight still arrive. `silent`: its host has
+    lost power, so no peer gets an error."""
     process.alive = False
     self.ended.append(process)
     for watcher in self._watchers:

@@ -46,18 +46,18 @@ class NothingSpokenIsLost(invariant.Invariant):
 
   @invariant.on(SYNCER, messages.Publish)
   def publish(self, book, now_ns, send, event):
-    message, spoken = send.message, self.run.spoken
+    message, spoken = send.message, self.run.sent_versions
     spoken[message.fragment] = max(spoken[message.fragment], message.version)
 
   @invariant.on(SYNCER, messages.Settled)
   def settled(self, book, now_ns, send, event):
-    p, spoken = send.message.fragment, self.run.spoken
+    p, spoken = send.message.fragment, self.run.sent_versions
     if send.message.merged:
       spoken[p] = max(spoken[p], book.lineage.versions[p])
 
   @invariant.on(SYNCER, messages.Joined)
   def joined(self, book, now_ns, send, event):
-    self.run.spoken = list(map(max, self.run.spoken, book.lineage.versions))
+    self.run.sent_versions = list(map(max, self.run.sent_versions, book.lineage.versions))
 
   def born(self, error):
     """A syncer continues from a wrong state."""
@@ -81,7 +81,7 @@ class DurableFirst(invariant.Invariant):
     SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, facts.Cancelled
   )
   def said(self, book, now_ns, what, event):
-    durable, told = self.run.durable, self.run.told
+    durable, told = self.run.durable, self.run.ended
     if durable is not None and durable < told:
       self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
 
@@ -100,9 +100,9 @@ class FinishIsKnown(invariant.Invariant):
     verified = (one for one in reversed(self.run.saved) if one.verified)
     saved = max(verified, key=lambda one: one.position, default=None)
     if saved is not None and saved.position == len(records):
-      known = self.run.goes_on_with(saved)
+      known = self.run.first_sync_after(saved)
     else:
-      known = self.run.goes_on_with(records[-1]) if records else 0
+      known = self.run.first_sync_after(records[-1]) if records else 0
     if max(known, book.first) <= last:
       self.fail(send, f'it would continue with sync {known} of {last}')
 

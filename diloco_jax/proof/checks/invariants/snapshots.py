@@ -155,7 +155,7 @@ class PartsAreACut(invariant.Invariant):
     if book.running:
       self.fail(book, save.snapshot, 'a step is running')
     self.saving[book.nonce] = _LearnersPart(
-      save.snapshot, book.learner, book.incarnation, book.told_tokens
+      save.snapshot, book.learner, book.incarnation, book.reported_tokens
     )
 
   @invariant.on(LEARNER, events.SaveDone)

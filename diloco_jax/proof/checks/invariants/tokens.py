@@ -17,7 +17,7 @@ class HonestLearner(invariant.Invariant):
   @invariant.on(LEARNER, messages.Contribution)
   def contribute(self, book, now_ns, send, event):
     said, capture = send.message, book.payload_ids[send.payload_id]
-    true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.told)
+    true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.reported)
     if true != (
       said.sync,
       said.fragment,
@@ -31,7 +31,12 @@ class HonestLearner(invariant.Invariant):
   @invariant.on(LEARNER, messages.Progress)
   def progress(self, book, now_ns, send, event):
     said = send.message
-    true = book.clock, book.told_steps, book.told_tokens, book.clock >= self.config.total_steps
+    true = (
+      book.clock,
+      book.reported_steps,
+      book.reported_tokens,
+      book.clock >= self.config.total_steps,
+    )
     if (said.clock, said.steps, said.tokens, said.finished) != true:
       self.fail(book, said, true)
 
@@ -39,7 +44,7 @@ class HonestLearner(invariant.Invariant):
   def confirm(self, book, now_ns, send, event):
     said = send.message
     continues = said.incarnation == book.incarnation
-    true = (book.told_steps, book.told_tokens) if continues else (0, 0)
+    true = (book.reported_steps, book.reported_tokens) if continues else (0, 0)
     held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
     if (said.steps, said.tokens) != true or said.clock != book.clock:
       self.fail(book, said, true, book.clock)
@@ -61,7 +66,7 @@ class HonestDigests(invariant.Invariant):
     said = send.message
     if isinstance(event, events.AdoptDone):
       anchor = book.last_adopted
-      true = anchor.version, book.told(anchor), anchor.sound
+      true = anchor.version, book.reported(anchor), anchor.sound
       if (said.version, said.tokens, said.matched) != true:
         self.fail(book, said, anchor)
     elif said.matched:
@@ -132,8 +137,8 @@ class TokensConserved(invariant.Invariant):
     """A learner that leaves has reported all its tokens."""
     peer = book.peer
     learner = book.learner(peer) if peer.member and peer.joined and not book.exiting else None
-    if learner is not None and book.account(peer).trained != learner.told_tokens:
-      self.fail(learner, book.account(peer), f'it trained {learner.told_tokens}')
+    if learner is not None and book.account(peer).trained != learner.reported_tokens:
+      self.fail(learner, book.account(peer), f'it trained {learner.reported_tokens}')
 
   def finished(self, now_ns):
     syncer = self.run.syncer

@@ -1,1 +1,2 @@
-"""A second model of the protocol, written from its records alone, against which invariants compare."""
+"""A second model of the protocol, written from its records alone, against which invariants
+compare."""

@@ -1,11 +1,10 @@
-"""Where every process and every sync is on the diagrams of docs/protocol.md, by its records."""
+"""The state of every process and every sync on the diagrams of docs/protocol.md, from the
+records."""
 
-import collections
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from diloco_jax.proof.checks import observers
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import gather
@@ -23,80 +22,66 @@ DRAWN: tuple[Move, ...] = tuple(
 )
 
 
-@dataclasses.dataclass(slots=True)
-class _Process:
-  connection: str = 'away'
-  training: str = 'waiting'
-  session: int = 0
-  syncs: dict[int, str] = dataclasses.field(default_factory=dict)
+INITIAL = {'sync': 'due', 'connection': 'away', 'training': 'waiting'}
 
 
 class Diagrams:
   """All processes of a run."""
 
   def __init__(self):
-    self._processes: dict[int, _Process] = collections.defaultdict(_Process)
+    self._states: dict[tuple[int, str, int], str] = {}  # by process, diagram and sync (else 0)
+    self._sessions: dict[int, int] = {}  # of each learner's process, the newest
 
   def moves(
-    self, life: observers.ObservedProcess, event: events.Event, out: Sequence[actions.Action]
+    self, life: observers.ObservedProcess, event: events.Event, out: observers.Actions
   ) -> Iterator[Move]:
     """The moves that a turn has made, drawn or not."""
-    process = self._processes[life.number]
-    if life.start.role == 'syncer':
-      yield from self._syncer(process.syncs, event, out)
-    else:
-      yield from self._learner(process, event, out)
+    of_role = self._syncer if life.start.role == 'syncer' else self._learner
+    return of_role(life.number, event, out)
 
-  def _syncer(
-    self, syncs: dict[int, str], event: events.Event, out: Sequence[actions.Action]
-  ) -> Iterator[Move]:
+  def _syncer(self, process: int, event: events.Event, out: observers.Actions) -> Iterator[Move]:
     if type(event) is events.MergeDone and not event.failed:
-      yield from _sync(syncs, event.sync, 'published')
+      yield self._move(process, 'sync', 'published', event.sync)
     for action in out:
       match action:
-        case actions.Send(message=messages.Pull(sync=sync)) if syncs.get(sync) != 'gathering':
-          yield from _sync(syncs, sync, 'gathering')
+        case actions.Send(message=messages.Pull(sync=sync)):
+          if self._state(process, 'sync', sync) != 'gathering':  # else another learner is asked
+            yield self._move(process, 'sync', 'gathering', sync)
         case actions.Merge(sync=sync):
-          yield from _sync(syncs, sync, 'merging')
-        case actions.Report(name='cancelled', values=values):
-          yield from _sync(syncs, values['sync'], 'cancelled')
+          yield self._move(process, 'sync', 'merging', sync)
+        case actions.Report(fact=facts.Cancelled(sync=sync)):
+          yield self._move(process, 'sync', 'cancelled', sync)
 
-  def _learner(
-    self, process: _Process, event: events.Event, out: Sequence[actions.Action]
-  ) -> Iterator[Move]:
+  def _learner(self, process: int, event: events.Event, out: observers.Actions) -> Iterator[Move]:
+    newest = self._sessions.get(process)
     match event:
-      case events.Disconnected(session=process.session):
-        yield from _connection(process, 'away')
-      case events.Received(session=process.session, message=messages.Joined()):
-        if process.connection == 'joining':
-          yield from _connection(process, 'joined')
+      case events.Disconnected(session=session) if session == newest:
+        yield self._move(process, 'connection', 'away')
+      case events.Received(session=session, message=messages.Joined()) if session == newest:
+        if self._state(process, 'connection') == 'joining':
+          yield self._move(process, 'connection', 'joined')
     for action in out:
       match action:
         case actions.Dial(session=session):
-          process.session = session
-          yield from _connection(process, 'dialing')
+          self._sessions[process] = session
+          yield self._move(process, 'connection', 'dialing')
         case actions.Send(message=messages.Join()):
-          yield from _connection(process, 'joining')
-        case actions.Step() if process.training != 'training':
-          yield from _training(process, 'training')
-        case actions.Report(name='state', values={'state': 'trained'}):
-          if process.training == 'waiting':  # its clock is at T before its first step
-            yield from _training(process, 'training')
-          yield from _training(process, 'trained')
+          yield self._move(process, 'connection', 'joining')
+        case actions.Step() if self._state(process, 'training') != 'training':
+          yield self._move(process, 'training', 'training')
+        case actions.Report(fact=facts.State(state='trained')):
+          if (
+            self._state(process, 'training') == 'waiting'
+          ):  # its clock is at T before its first step
+            yield self._move(process, 'training', 'training')
+          yield self._move(process, 'training', 'trained')
         case actions.Exit():
-          yield from _training(process, 'ended')
+          yield self._move(process, 'training', 'ended')
 
+  def _state(self, process: int, diagram: str, sync: int = 0) -> str:
+    return self._states.get((process, diagram, sync), INITIAL[diagram])
 
-def _sync(syncs: dict[int, str], sync: int, target: str) -> Iterator[Move]:
-  yield 'sync', syncs.get(sync, 'due'), target
-  syncs[sync] = target
-
-
-def _connection(process: _Process, target: str) -> Iterator[Move]:
-  yield 'connection', process.connection, target
-  process.connection = target
-
-
-def _training(process: _Process, target: str) -> Iterator[Move]:
-  yield 'training', process.training, target
-  process.training = target
+  def _move(self, process: int, diagram: str, target: str, sync: int = 0) -> Move:
+    source = self._state(process, diagram, sync)
+    self._states[process, diagram, sync] = target
+    return diagram, source, target

@@ -28,7 +28,7 @@ class Promise:
 
 
 def giving(book) -> set[int]:
-  """Sessions of the donors that were asked and have neither answered nor left."""
+  """Sessions of asked donors that have neither answered nor left."""
   return {
     session
     for session, _ in book.asked.items()
@@ -87,8 +87,8 @@ def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
     book.promises[transfer].open = False
 
 
-SYNCER_EVENTS: dict[type, Callable] = {messages.Recovered: recovered}
-SYNCER_ACTIONS: dict[Any, Callable] = {
+SYNCER_UPDATES: dict[type, Callable] = {
+  messages.Recovered: recovered,
   messages.Joined: promises,
   messages.Donate: asks,
   messages.Donation: answer,
@@ -111,12 +111,12 @@ def welcomed(book, now_ns: int, event: events.Received, out: Sequence) -> None:
   book.begin()
 
 
-def hung_up(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
+def disconnected(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
   if gone.session == book.session:
     book.awaited_transfer = 0
 
 
-def heard(book, now_ns: int, what: Any, other: Any) -> None:
+def donation_ended(book, now_ns: int, what: Any, other: Any) -> None:
   """A Donation or NoDonation, received as a joiner or sent as a donor."""
   if type(what) is events.Received and what.session == book.session:
     if type(what.message) is messages.NoDonation and what.message.transfer == book.awaited_transfer:
@@ -136,11 +136,12 @@ def decides(book, now_ns: int, moments: facts.Moments, event: Any) -> None:
   book.begin()
 
 
-LEARNER_EVENTS: dict[type, Callable] = {
+LEARNER_UPDATES: dict[type, Callable] = {
   messages.Joined: welcomed,
-  events.Disconnected: hung_up,
+  events.Disconnected: disconnected,
   events.MomentsTaken: taken,
-  messages.Donation: heard,
-  messages.NoDonation: heard,
+  messages.Donation: donation_ended,
+  messages.NoDonation: donation_ended,
+  actions.TakeMoments: takes,
+  facts.Moments: decides,
 }
-LEARNER_ACTIONS: dict[Any, Callable] = {actions.TakeMoments: takes, facts.Moments: decides}

@@ -1,4 +1,4 @@
-"""What one learner's process really did: its steps, tokens, captures and adoptions."""
+"""One learner's process: its steps, tokens, captures and adoptions."""
 
 import collections
 import dataclasses
@@ -16,20 +16,21 @@ Batches = tuple[int, int, int]  # data shard, first batch, the one after the las
 
 @dataclasses.dataclass(slots=True)
 class Anchor:
-  """The value of a fragment that a process holds, and the process's counts when it adopted it."""
+  """The value of a fragment that a process holds, and the counts of the process at its adoption."""
 
   version: int
   digest: int
   tokens: int = 0
   steps: int = 0
-  sound: bool = True  # its bits are those that were published
-  contributed: int = 0  # the sync it was captured for on this session, 0: none
-  ended: int = 0  # the last due time that this learner need not wait for
+  sound: bool = True  # it has the published bits
+  contributed: int = 0  # the sync of its capture on this session, 0: none
+  ended: int = 0  # the last due time for which this learner need not wait
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Snapshot:
-  """What an Encode covers: `true` in tokens of the process, `told` in those of its incarnation."""
+class Capture:
+  """The range of an Encode: `true` in tokens of the process, `reported` in those of its
+  incarnation."""
 
   sync: int
   fragment: int
@@ -37,13 +38,33 @@ class Snapshot:
   session: int
   steps: int
   true: Range
-  told: Range
+  reported: Range
   reads: tuple[Batches, ...]
 
 
+def add_batch(reads: list[Batches], shard: int, batch: int) -> None:
+  """Adds a batch to the ranges that a process has read."""
+  last_shard, first, end = reads[-1] if reads else (-1, 0, 0)
+  if (last_shard, end) == (shard, batch):
+    reads[-1] = shard, first, batch + 1
+  else:
+    reads.append((shard, batch, batch + 1))
+
+
+def last_batches(reads: list[Batches], steps: int) -> tuple[Batches, ...]:
+  """The batches of the last `steps` steps."""
+  found: list[Batches] = []
+  for shard, first, end in reversed(reads):
+    if steps <= 0:
+      break
+    found.append((shard, max(first, end - steps), end))
+    steps -= end - first
+  return tuple(reversed(found))
+
+
 class LearnerBook:
-  """One learner's process. Counts are of the whole process; `base_*` are those at which its
-  incarnation began (a syncer that was rolled back may give a process a second incarnation)."""
+  """One learner's process. Counts are of the whole process; `base_*` are those at the start of its
+  incarnation (a syncer that was rolled back may give a process a second incarnation)."""
 
   def __init__(
     self,
@@ -64,19 +85,19 @@ class LearnerBook:
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
     ]
     self.pulls: dict[int, int] = {}  # fragment: sync, on this session
-    self.pulled_to: dict[int, int] = {}  # the newest, answered or not
-    self.encoding: collections.deque[Snapshot] = collections.deque()
+    self.pulled_to: dict[int, int] = {}  # the newest pull, answered or not
+    self.encoding: collections.deque[Capture] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
-    self.payload_ids: dict[int, Any] = {}  # of a Publish or a Snapshot
-    # How it obtained its moments (model/donation.py); '': it has not begun to train.
+    self.payload_ids: dict[int, Any] = {}  # of a Publish or a Capture
+    # How it obtained its moments (model/donation.py); '': it does not train yet.
     self.way, self.awaited_transfer, self.welcomed_on, self.taking = '', 0, 0, False
     self.deadline_ns: int | None = None
-    self.last_encoded: Snapshot | None = None
+    self.last_encoded: Capture | None = None
     self.last_adopted: Anchor | None = None
-    self.reads: list[Batches] = []  # all that it ever trained on, range after range
+    self.reads: list[Batches] = []  # all batches of its steps, range after range
     self.at: Range | None = None  # data shard and next batch
     self.claim: Range | None = None  # the position that it reported
-    self.next_position: Range | None = None  # where it is to read next
+    self.next_position: Range | None = None  # where it must read next
     self.limit = 0
     self._set_limit()
 
@@ -84,15 +105,15 @@ class LearnerBook:
     return f'{self.learner} (process {self.life.number})'
 
   @property
-  def told_tokens(self) -> int:
+  def reported_tokens(self) -> int:
     return self.tokens - self.base_tokens
 
   @property
-  def told_steps(self) -> int:
+  def reported_steps(self) -> int:
     return self.steps - self.base_steps
 
-  def told(self, anchor: Anchor) -> int:
-    """The token count of an adoption, as its incarnation counts."""
+  def reported(self, anchor: Anchor) -> int:
+    """The token count of an adoption, counted from the start of the incarnation."""
     return max(0, anchor.tokens - self.base_tokens)
 
   def trained_on(self, anchor: Anchor) -> int:
@@ -101,40 +122,27 @@ class LearnerBook:
 
   @property
   def may_step(self) -> bool:
-    """Whether the settings allow a step and the process was not asked to end."""
+    """Whether the settings allow a step and no one asked the process to end."""
     if not self.training or self.ending or self.clock >= self.config.total_steps:
       return False
     return self.config.lag is None or self.clock < self.limit
 
   def _set_limit(self) -> None:
-    """Lock-step modes: the clock at which it waits."""
+    """Lock-step modes: the clock at which the learner waits."""
     if self.config.lag is not None:
       nexts = [self.schedule.due(p, anchor.ended) for p, anchor in enumerate(self.anchors)]
       self.limit = min(nexts) + self.config.lag
-
-  def last_reads(self, steps: int) -> tuple[Batches, ...]:
-    """The batches of the last `steps` steps."""
-    found: list[Batches] = []
-    for shard, first, end in reversed(self.reads):
-      if steps <= 0:
-        break
-      found.append((shard, max(first, end - steps), end))
-      steps -= end - first
-    return tuple(reversed(found))
 
   # --- Events -------------------------------------------------------------------------------------
 
   def step_done(self, now_ns: int, done: events.StepDone, out: Sequence) -> None:
     self.running = False
-    (shard, batch), last = self.at, self.reads[-1] if self.reads else (-1, 0, 0)
-    if (last[0], last[2]) == (shard, batch):
-      self.reads.pop()
-      batch = last[1]
-    self.reads.append((shard, batch, self.at[1] + 1))
-    self.at = shard, self.at[1] + 1
+    shard, batch = self.at
+    add_batch(self.reads, shard, batch)
+    self.at = shard, batch + 1
     self.steps, self.clock, self.tokens = self.steps + 1, self.clock + 1, self.tokens + done.tokens
 
-  def hung_up(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
+  def disconnected(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
     if gone.session == self.session:
       self.joined = False
       self.pulls.clear()
@@ -181,14 +189,14 @@ class LearnerBook:
     if self.pulls.get(message.fragment) == message.sync:
       del self.pulls[message.fragment]
 
-  def over(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+  def finish(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if event.session == self.session:
       self.finished = self.ending = True
 
   def stopped(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
     self.ending = True
 
-  def turned_away(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+  def was_refused(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if event.session == self.session:
       self.refused = event.message
 
@@ -206,12 +214,12 @@ class LearnerBook:
 
   # --- Actions ------------------------------------------------------------------------------------
 
-  def dialled(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
+  def dials(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
     self.session, self.joined = dial.session, False
     self.pulls.clear()
     self.pulled_to.clear()
 
-  def steps_on(self, now_ns: int, step: actions.Step, event: Any) -> None:
+  def begins_step(self, now_ns: int, step: actions.Step, event: Any) -> None:
     self.running = True
 
   def confirms(self, now_ns: int, send: actions.Send, event: Any) -> None:
@@ -228,15 +236,15 @@ class LearnerBook:
     anchor.contributed = encode.sync
     self.pulls.pop(p, None)
     self.encoding.append(
-      Snapshot(
+      Capture(
         encode.sync,
         p,
         anchor.version,
         self.session,
         self.trained_on(anchor),
         (anchor.tokens, self.tokens),
-        (self.told(anchor), self.told_tokens),
-        self.last_reads(self.steps - anchor.steps),
+        (self.reported(anchor), self.reported_tokens),
+        last_batches(self.reads, self.steps - anchor.steps),
       )
     )
 
@@ -266,9 +274,9 @@ class LearnerBook:
     self.exited, self.running = True, False
 
 
-LEARNER_EVENTS: dict[type, Callable] = {
+LEARNER_UPDATES: dict[type, Callable] = {
   events.StepDone: LearnerBook.step_done,
-  events.Disconnected: LearnerBook.hung_up,
+  events.Disconnected: LearnerBook.disconnected,
   events.Encoded: LearnerBook.encoded,
   events.AdoptDone: LearnerBook.adopt_done,
   events.SaveDone: LearnerBook.saved,
@@ -277,12 +285,10 @@ LEARNER_EVENTS: dict[type, Callable] = {
   messages.Pull: LearnerBook.pulled,
   messages.Publish: LearnerBook.published,
   messages.Settled: LearnerBook.settled,
-  messages.Refused: LearnerBook.turned_away,
-  messages.Finish: LearnerBook.over,
-}
-LEARNER_ACTIONS: dict[type, Callable] = {
-  actions.Dial: LearnerBook.dialled,
-  actions.Step: LearnerBook.steps_on,
+  messages.Refused: LearnerBook.was_refused,
+  messages.Finish: LearnerBook.finish,
+  actions.Dial: LearnerBook.dials,
+  actions.Step: LearnerBook.begins_step,
   actions.Encode: LearnerBook.encodes,
   actions.UseShard: LearnerBook.uses,
   actions.Adopt: LearnerBook.adopts,

@@ -1,9 +1,9 @@
-"""What outlives a syncer: versions, ids and the ledger, implemented a second time.
+"""The state that survives a syncer: versions, ids and the ledger, implemented a second time.
 
 The ledger here follows from the learners' messages and the verdicts sent to them. The syncer writes
-one *record* per outer step before it tells any learner of it. So the next syncer continues after the
-last record on the disk: with the machine state at that decision (a copy of the lineage then), in
-which the outer steps in progress have ended as they did; or with a checkpoint saved after that
+one *record* per outer step before it tells any learner of it. So the next syncer continues after
+the last record on the disk: with the machine state at that decision (a copy of the lineage then),
+in which the outer steps in progress have ended as they did; or with a checkpoint saved after that
 record. Published versions are *lost* only if an operator had to repair the log: the syncer may then
 send an older version to a learner that holds a lost one.
 """
@@ -43,18 +43,19 @@ class Account:
     self.discard(max(0, upto - self.cursors[p]), reason)
     self.cursors[p] = max(upto, self.cursors[p])
 
-  def settle(self, p: int, told: Range, reason: str) -> None:
-    """A contribution gets its verdict; '' is merged. The tokens before its range were overwritten."""
-    if told[0] < self.cursors[p]:
-      self.move(p, told[1], Reason.DUPLICATE)
+  def settle(self, p: int, tokens: Range, reason: str) -> None:
+    """A contribution gets its verdict; '' is merged. The tokens before its range were
+    overwritten."""
+    if tokens[0] < self.cursors[p]:
+      self.move(p, tokens[1], Reason.DUPLICATE)
       return
-    self.move(p, told[0], Reason.OVERWRITTEN)
+    self.move(p, tokens[0], Reason.OVERWRITTEN)
     if reason:
-      self.move(p, told[1], reason)
+      self.move(p, tokens[1], reason)
     else:
-      self.merged += told[1] - told[0]
-      self.cursors[p] = told[1]
-      self.train(told[1])
+      self.merged += tokens[1] - tokens[0]
+      self.cursors[p] = tokens[1]
+      self.train(tokens[1])
 
   @property
   def unsettled(self) -> int:
@@ -70,7 +71,8 @@ class Account:
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-  """The process that holds a learner id, or held it last; `replaced` are the earlier ones."""
+  """The process that holds a learner id, or held it last; `replaced`: nonces of earlier
+  processes."""
 
   nonce: int
   incarnation: int
@@ -78,8 +80,8 @@ class Holder:
   replaced: tuple[int, ...] = ()
   clock: int = 0
   done: bool = False  # with its last step
-  strikes: int = 0  # of its updates in a row that were refused
-  max_strikes: int = 0  # the most of them
+  strikes: int = 0  # refused updates in a row
+  max_strikes: int = 0
 
   def add_strike(self) -> None:
     self.strikes += 1
@@ -88,7 +90,7 @@ class Holder:
 
 @dataclasses.dataclass(slots=True)
 class Lineage:
-  """What a syncer's machine state means; copied with it, and restored with it."""
+  """The meaning of a syncer's machine state; copied and restored with it."""
 
   versions: list[int]
   digests: list[int]
@@ -230,12 +232,12 @@ def medians(pairs: Sequence[Range]) -> Range:
 
 
 def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
-  """Describes the first difference between a syncer's machine state and the truth; '' if none."""
+  """Describes the first difference between a syncer's machine state and its lineage; '' if none."""
   true: dict[str, Any] = {
     name: getattr(lineage, name) for name in ('versions', 'digests', 'last_sync', 'next', 'opened')
   }
-  said = {name: machine_state[name] for name in true}
-  said['members'] = {
+  seen = {name: machine_state[name] for name in true}
+  seen['members'] = {
     row['learner']: (
       row['nonce'],
       row['incarnation'],
@@ -259,7 +261,7 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
     )
     for name, one in lineage.holders.items()
   }
-  said['ledger'] = {
+  seen['ledger'] = {
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
     for learner, incarnation, row in machine_state['ledger']
   }
@@ -268,11 +270,11 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
     for key, one in lineage.accounts.items()
   }
   counts = 'synced', 'cancelled', 'repaired'
-  said['counts'] = tuple(machine_state['counts'][name] for name in counts)
+  seen['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
-  said['norms'] = [[tuple(pair) for pair in window] for window in machine_state['norms']]
+  seen['norms'] = [[tuple(pair) for pair in window] for window in machine_state['norms']]
   true['norms'] = [list(lineage.norms.get(p, ())) for p in range(len(lineage.versions))]
   for name, value in true.items():
-    if said[name] != value:
-      return f'{name}: {said[name]}, it should be {value}'
+    if seen[name] != value:
+      return f'{name}: {seen[name]}, it should be {value}'
   return ''

@@ -19,11 +19,11 @@ from diloco_jax.protocol.syncer import recovery
 Book = learner_book.LearnerBook | syncer_book.SyncerBook
 
 
-class NotTheirs(LookupError):
+class WrongState(LookupError):
   """A syncer continues from a wrong state; `lost`: from an earlier record than it must."""
 
-  def __init__(self, words: str, lost: bool):
-    super().__init__(words)
+  def __init__(self, text: str, lost: bool):
+    super().__init__(text)
     self.lost = lost
 
 
@@ -32,10 +32,10 @@ class Run:
 
   Attributes:
     records: of all outer steps that were decided and are not lost, the first is number 1.
-    told: how many of them have ended according to the machines.
-    durable: how many are safe on the disk; None: unknown, as with real processes.
+    ended: how many of them have ended according to the machines.
+    durable: how many survive a power loss; None: unknown, as with real processes.
     repaired: the log was damaged, so the state of the next syncer is not the syncer's fault.
-    spoken: per fragment, the newest version that the syncer sent to any peer.
+    sent_versions: per fragment, the newest version that the syncer sent to any peer.
   """
 
   def __init__(self, config: config_lib.ProtocolConfig):
@@ -45,16 +45,16 @@ class Run:
     self.syncer: syncer_book.SyncerBook | None = None
     self.saved: list[lineage_book.Saved] = []  # without those after a rollback
     self.records: list[lineage_book.Record] = []
-    self.told = 0
+    self.ended = 0
     self.durable: int | None = None
     self.repaired = False
-    self.spoken = [0] * config.fragments
+    self.sent_versions = [0] * config.fragments
     self.history: list[list[int]] = [[] for _ in range(config.fragments)]  # digests by version
     self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
   def born(self, life: observers.ObservedProcess) -> Book:
-    """A new process. Raises NotTheirs if a syncer continues from a wrong state."""
+    """A new process. Raises WrongState if a syncer continues from a wrong state."""
     if life.start.role == 'learner':
       book = learner_book.LearnerBook(self.config, self.schedule, life)
       self.learners[book.nonce] = book
@@ -82,11 +82,11 @@ class Run:
         self.repaired = True
 
   def _lineage(self, start: Any) -> lineage_book.Lineage:
-    number, lineage = self._found(start)
-    self.records, self.told = self.records[:number], number
+    number, lineage = self._find_record(start)
+    self.records, self.ended = self.records[:number], number
     self.saved = [saved for saved in self.saved if saved.position <= number]
     if self.repaired:
-      self.repaired, self.spoken = False, list(lineage.versions)
+      self.repaired, self.sent_versions = False, list(lineage.versions)
     if self.durable is not None:
       self.durable = min(self.durable, number)  # until the next fact about the log
     for p, history in enumerate(self.history):
@@ -100,39 +100,39 @@ class Run:
       holder.done = False
     return lineage
 
-  def _found(self, start: Any) -> tuple[int, lineage_book.Lineage]:
-    """The record after which a syncer continues, and what is true there."""
+  def _find_record(self, start: Any) -> tuple[int, lineage_book.Lineage]:
+    """The record after which a syncer continues, and the lineage there."""
     if start.state is None:
-      number, lineage = 0, self._first(start.digests)
+      number, lineage = 0, self._initial(start.digests)
     else:
-      found = (self._at(number, start.state) for number in range(len(self.records), -1, -1))
+      found = (self._state_at(number, start.state) for number in range(len(self.records), -1, -1))
       number, lineage = next((one for one in found if one is not None), (None, None))
     versions = [0] * self.config.fragments if number == 0 else start.state['versions']
-    behind = any(now < spoken for now, spoken in zip(versions, self.spoken))
+    is_behind = any(now < sent for now, sent in zip(versions, self.sent_versions))
     if number is None:
-      raise NotTheirs(self._nearest(start.state), behind and not self.repaired)
-    first = self.told if self.durable is None else max(self.told, self.durable)
-    if not self.repaired and (number < first or behind):
-      raise NotTheirs(f'it continues after record {number}, {first} are durable', True)
+      raise WrongState(self._describe_difference(start.state), is_behind and not self.repaired)
+    first = self.ended if self.durable is None else max(self.ended, self.durable)
+    if not self.repaired and (number < first or is_behind):
+      raise WrongState(f'it continues after record {number}, {first} are durable', True)
     if self.durable is not None and number > first + 1:
-      raise NotTheirs(f'it continues after record {number}, {first} are durable', False)
+      raise WrongState(f'it continues after record {number}, {first} are durable', False)
     return number, lineage
 
-  def _at(
+  def _state_at(
     self, number: int, machine_state: dict[str, Any]
   ) -> tuple[int, lineage_book.Lineage] | None:
-    """The record and the lineage, if a machine state is what is true after that record."""
+    """The record and the lineage, if a machine state agrees with the lineage after that record."""
     for saved in reversed(self.saved):
-      if saved.position == number and _same(saved.machine_state, machine_state):
+      if saved.position == number and _are_equal(saved.machine_state, machine_state):
         return number, self._reopened(self._after_end(saved), saved.undecided)
-    if not number or not self._knows(machine_state, self.records[number - 1]):
+    if not number or not self._knows_participants(machine_state, self.records[number - 1]):
       return None
-    twin = self._twin(number, machine_state)
-    if twin is not None and not lineage_book.difference(machine_state, twin):
-      return number, self._reopened(twin, self.records[number - 1].undecided)
-    return None
+    lineage = self._state_after(number, machine_state)
+    if lineage_book.difference(machine_state, lineage):
+      return None
+    return number, self._reopened(lineage, self.records[number - 1].undecided)
 
-  def _knows(self, machine_state: dict[str, Any], record: lineage_book.Record) -> bool:
+  def _knows_participants(self, machine_state: dict[str, Any], record: lineage_book.Record) -> bool:
     """Whether a machine state knows all participants of the outer steps in progress at a record."""
     members = {row['learner'] for row in machine_state['members']}
     return all(
@@ -141,29 +141,29 @@ class Run:
       for one in under_way.merge.participants
     )
 
-  def _twin(self, number: int, machine_state: dict[str, Any]) -> lineage_book.Lineage | None:
-    """What is true after a record for a syncer that decided nothing more."""
+  def _state_after(self, number: int, machine_state: dict[str, Any]) -> lineage_book.Lineage:
+    """The lineage after a record if the syncer decided nothing more."""
     record = self.records[number - 1]
-    twin = self._after_end(record)
+    lineage = self._after_end(record)
     for one in record.under_way:
       p = one.merge.fragment
       if one.digest is None:  # unknown: take it from the machine state
         made = machine_state['versions'][p] == one.merge.version
         one.digest, one.failed = machine_state['digests'][p], '' if made else 'unknown'
-        one.refused = _newly_struck(one, twin, machine_state)
-      one.end(twin)
+        one.refused = _newly_refused(one, lineage, machine_state)
+      one.end(lineage)
       if not one.norms:
-        _believe(one, twin, machine_state)
-    return twin
+        _take_norms_and_strikes(one, lineage, machine_state)
+    return lineage
 
-  def goes_on_with(self, behind: lineage_book.Saved | lineage_book.Record) -> int:
+  def first_sync_after(self, after: lineage_book.Saved | lineage_book.Record) -> int:
     """The sync that a syncer opens first if it starts there."""
-    return min([behind.lineage.next, *self._closing(behind.undecided)])
+    return min([after.lineage.next, *self._closing(after.undecided)])
 
-  def _after_end(self, behind: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
-    """What is true once the process has ended, and its open syncs with it."""
-    lineage = behind.lineage.copy()
-    for sync in behind.undecided:
+  def _after_end(self, after: lineage_book.Saved | lineage_book.Record) -> lineage_book.Lineage:
+    """The lineage once the process has ended, and its open syncs with it."""
+    lineage = after.lineage.copy()
+    for sync in after.undecided:
       lineage.abandoned[self.schedule.fragment(sync)] += 1
     return lineage
 
@@ -184,22 +184,24 @@ class Run:
   def _closing(self, syncs: Sequence[int]) -> list[int]:
     return [sync for sync in syncs if sync > self.config.total_steps]
 
-  def _nearest(self, machine_state: dict[str, Any]) -> str:
-    """Describes how a machine state differs from what is true after the last record."""
+  def _describe_difference(self, machine_state: dict[str, Any]) -> str:
+    """Describes how a machine state differs from the lineage after the last record."""
     if not self.records:
       return 'there is no record and no checkpoint'
-    if not self._knows(machine_state, self.records[-1]):
+    if not self._knows_participants(machine_state, self.records[-1]):
       return 'it does not know learners whose outer step was in progress'
-    return lineage_book.difference(machine_state, self._twin(len(self.records), machine_state))
+    return lineage_book.difference(
+      machine_state, self._state_after(len(self.records), machine_state)
+    )
 
-  def _first(self, digests: Sequence[int]) -> lineage_book.Lineage:
+  def _initial(self, digests: Sequence[int]) -> lineage_book.Lineage:
     zeros = [0] * self.config.fragments
     return lineage_book.Lineage(
       list(zeros), list(digests), list(zeros), list(zeros), list(zeros), self.schedule.next(0)
     )
 
 
-def _newly_struck(
+def _newly_refused(
   record: lineage_book.Record, before: lineage_book.Lineage, machine_state: dict[str, Any]
 ) -> tuple[str, ...]:
   """The learners refused in an outer step known only from a machine state: strikes went up."""
@@ -211,7 +213,7 @@ def _newly_struck(
   )
 
 
-def _believe(
+def _take_norms_and_strikes(
   record: lineage_book.Record, after: lineage_book.Lineage, machine_state: dict[str, Any]
 ) -> None:
   """Takes strikes and norms after an outer step from the machine state, their only source."""
@@ -225,7 +227,7 @@ def _believe(
   after.norms[p] = tuple(tuple(pair) for pair in machine_state['norms'][p])
 
 
-def _same(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:
+def _are_equal(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:
   """Whether two machine states are equal except for what belongs to the moment: `merging` (empty
   when a syncer starts or saves), the list of run snapshots, and the age of the state."""
   moment = {'merging': [], syncer_machine.MANIFESTS: [], recovery.UNSAVED: 0}

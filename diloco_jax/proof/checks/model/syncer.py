@@ -29,16 +29,14 @@ class Peer:
   joined: bool = False  # it was sent Joined
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
-  awaited_transfer: int = (
-    0  # the donation that was promised to it, until it reports that it is done
-  )
+  awaited_transfer: int = 0  # the donation promised to it, until it reports its end
   sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
-  next_position: Range | None = None  # the position that it was given
+  next_position: Range | None = None  # the position that Joined gave it
 
   @property
   def caught_up(self) -> bool:
@@ -55,7 +53,7 @@ class Gather:
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
   quorum_ns: int | None = None
-  grace_ns: int = 0  # the window that began with the quorum
+  grace_ns: int = 0  # the grace window, which begins with the quorum
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
   record: lineage_book.Record | None = None
@@ -88,7 +86,8 @@ class Window:
       del self._merging[fragment]
 
   def begins(self, waited_ns: int, nonces: Iterable[int]) -> int:
-    """K payloads arrived after `waited_ns`; returns how long to wait for the other live learners."""
+    """K payloads arrived after `waited_ns`; returns the grace window for the other live
+    learners."""
     self._quorum_ns.add(waited_ns)
     if not self._sync_ns.samples:
       return 0
@@ -113,8 +112,8 @@ class SyncerBook:
     self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
     self.promises: dict[int, Any] = {}  # by transfer (model/donation.py)
-    self.waiting: set[int] = set()  # those that may still be open
-    self.asked: dict[int, int] = {}  # transfers by the session of the donor that was asked
+    self.waiting: set[int] = set()  # transfers that may still be open
+    self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
     self.peer: Peer | None = None  # the sender in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)
@@ -129,7 +128,7 @@ class SyncerBook:
   def __repr__(self) -> str:
     return f'syncer (process {self.life.number})'
 
-  def hears(self, now_ns: int, session: int) -> None:
+  def receives(self, now_ns: int, session: int) -> None:
     """A message arrives on this session."""
     peer = self.peers.get(session)
     if peer is None:
@@ -153,7 +152,7 @@ class SyncerBook:
   def connected(self, now_ns: int, event: events.Connected, out: Sequence) -> None:
     self.peers[event.session] = Peer(event.session, now_ns)
 
-  def hung_up(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
+  def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
     peer = self.peers.pop(event.session, None)
     if peer is not None:
       self._release(peer)
@@ -274,7 +273,7 @@ class SyncerBook:
     record.digest, record.failed = done.digest, done.failed
     record.norms, record.refused = done.norms, done.refused
     record.end(self.lineage)
-    self.run.told += 1
+    self.run.ended += 1
     if done.failed:
       self.window.refused(done.fragment)
     else:
@@ -282,7 +281,7 @@ class SyncerBook:
       self.run.publish(done.fragment, done.digest)
 
   def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
-    """The range of a contribution in its process's own tokens; None: that process has no tape."""
+    """The range of a contribution in the tokens of its process; None: that process has no tape."""
     learner = self.learner(peer)
     if learner is None or learner.incarnation != peer.incarnation:
       return None
@@ -299,7 +298,7 @@ class SyncerBook:
     saved = self.saving.popleft()
     saved.verified = not event.error
     records = self.run.records
-    logged = bool(records) and self.run.goes_on_with(records[-1]) > self.schedule.last
+    logged = bool(records) and self.run.first_sync_after(records[-1]) > self.schedule.last
     self.end_is_durable = self.end_is_durable or (saved.closed and (saved.verified or logged))
 
   # --- Actions ------------------------------------------------------------------------------------
@@ -332,8 +331,9 @@ class SyncerBook:
     message = send.message
     if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
       return  # merged tokens were settled when the merge began, refused ones when it ended
-    peer, said = self.peers[send.session], event.message
-    self.account(peer).settle(said.fragment, (said.tokens_from, said.tokens_to), message.reason)
+    peer, settled = self.peers[send.session], event.message
+    tokens = settled.tokens_from, settled.tokens_to
+    self.account(peer).settle(settled.fragment, tokens, message.reason)
 
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
@@ -346,8 +346,8 @@ class SyncerBook:
     self.window.merges(now_ns, merge.fragment, merge.version)
     gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
-      told = message.tokens_from, message.tokens_to
-      self.account(peer).settle(merge.fragment, told, '')
+      reported = message.tokens_from, message.tokens_to
+      self.account(peer).settle(merge.fragment, reported, '')
       true = self.true_range(peer, message)
       if true is not None:
         self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
@@ -357,7 +357,7 @@ class SyncerBook:
     gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
-      (said.shard, said.cursor - said.steps, said.cursor) for _, said in gather.merged
+      (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
     )
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
     record.number = len(self.run.records) + 1
@@ -410,22 +410,22 @@ class SyncerBook:
     """Whether the run may be over now, possibly since this turn."""
     if self.finished_ns is None and not self._finishes:
       return False
-    gone = all(holder.left for holder in self.lineage.holders.values())
+    all_left = all(holder.left for holder in self.lineage.holders.values())
     finished_ns = now_ns if self.finished_ns is None else self.finished_ns
-    return self.stopping or gone or now_ns >= finished_ns + self.config.lease_ns
+    return self.stopping or all_left or now_ns >= finished_ns + self.config.lease_ns
 
   @property
   def _finishes(self) -> bool:
-    """The syncer may tell learners now that the run is over."""
+    """Whether the syncer may send Finish now."""
     return self._closed and self.end_is_durable and not self.stopping
 
   @property
   def _closed(self) -> bool:
-    """Every sync is over."""
+    """Whether every sync is over."""
     return self.over and not self.gathers and not self.merges
 
   def after(self, now_ns: int) -> None:
-    """Derives the end of the run from what is still open."""
+    """Determines whether the run has ended."""
     if self.exiting or self.merges:
       return
     if self.finished_ns is None and self._finishes:
@@ -433,9 +433,9 @@ class SyncerBook:
     self.exiting = self.stopping or self.can_end(now_ns)
 
 
-SYNCER_EVENTS: dict[type, Callable] = {
+SYNCER_UPDATES: dict[type, Callable] = {
   events.Connected: SyncerBook.connected,
-  events.Disconnected: SyncerBook.hung_up,
+  events.Disconnected: SyncerBook.disconnected,
   events.MergeDone: SyncerBook.merge_done,
   events.FragmentRead: SyncerBook.read,
   events.SaveDone: SyncerBook.save_done,
@@ -447,8 +447,6 @@ SYNCER_EVENTS: dict[type, Callable] = {
   messages.Decline: SyncerBook.declined,
   messages.Adopted: SyncerBook.adopted,
   messages.Leave: SyncerBook.left,
-}
-SYNCER_ACTIONS: dict[Any, Callable] = {
   actions.Merge: SyncerBook.merge,
   actions.Drop: SyncerBook.drops,
   actions.Close: SyncerBook.closes,
