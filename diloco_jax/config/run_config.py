@@ -26,7 +26,7 @@ FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 
 def _section(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
-  """The protocol's settings of a section, in the units of the config: a dataclass, and their rows in
+  """The protocol's settings of a section: a dataclass in the units of the config, and the rows of
   the table."""
   rows = {}
   for one in protocol_config.TABLE.values():
@@ -64,7 +64,7 @@ class SyncConfig(_Sync):
       second. A donation must arrive at most H steps old, so it has to cross both within that time:
       2 * moments / rate < H * step time.
     keep_log: keep every outer step in the log, so that the arrays of the whole run can be computed
-      again (experiments/replay.py --arrays); else outer steps that two checkpoints hold are dropped.
+      again (experiments/replay.py --arrays); else the log drops what two checkpoints hold.
   """
 
   fragmentation: str = 'balanced'
@@ -111,8 +111,8 @@ TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KillConfig:
-  """One SIGKILL: the victim ('' draws one by chaos.seed), the share of the run at which it is killed,
-  and the seconds before its restart."""
+  """One SIGKILL: the victim ('' draws one by chaos.seed), the share of the run that is done at the
+  kill, and the seconds before the restart."""
 
   victim: str = ''
   at_fraction: float = 0.45

@@ -16,8 +16,8 @@ def run(
   records: records_lib.Recorder,
   stopping: Callable[[], bool] = lambda: False,
 ) -> actions.Exit:
-  """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves on the
-  way. Ends early, between two steps, once `stopping` returns true."""
+  """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
+  meanwhile. Ends early, between two steps, once `stopping` returns true."""
   restored = island.restore()
   step = 0 if restored is None else restored.step
   island.warm_up()

@@ -56,8 +56,8 @@ class Traffic:
 
 @protocol_facts.fact
 class Recovered:
-  """The syncer has recovered: outer steps replayed from its log, the clock, the number of the newest
-  record, the version of each fragment."""
+  """The syncer has recovered: outer steps replayed from its log, the clock, the number of the
+  newest record, the version of each fragment."""
 
   replayed: int
   sync: int
@@ -67,8 +67,8 @@ class Recovered:
 
 @protocol_facts.fact
 class Startup:
-  """CPU time of the process until a phase; on a busy machine only CPU time tells the cost of a start.
-  The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
+  """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
+  start. The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
   checkpoint), recovered (the log), ready (every outer step compiled)."""
 
   phase: str

@@ -161,7 +161,8 @@ def _decoded(record: wal.Record, place: str) -> OuterStep:
 
 def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
   return NotReproduced(
-    f'Record {record.number} of the log in {place} {what}. The syncer did not start; no record is lost.'
+    f'Record {record.number} of the log in {place} {what}. The syncer did not start, no record is '
+    'lost.'
   )
 
 

@@ -12,8 +12,9 @@ else a tear. A broken mark alone is skipped: the entry behind it proves the same
 One gap remains. A mark is not fsynced by itself (that would double the cost of a commit): it
 survives the death of the process, but not a power loss right after the commit. If the mark is lost
 in this way *and* a byte of the last committed group rots before the next commit, the scan takes
-that group for a tear and cuts it. Nothing in the log shows this, but a checkpoint that is newer than
-the rest of the log (`after` of wal.open_log) does, and so do learners that saw a newer version.
+that group for a tear and cuts it. Nothing in the log shows this, but a checkpoint that is newer
+than the rest of the log (`after` of wal.open_log) does, and so do learners that saw a newer
+version.
 """
 
 import dataclasses
@@ -22,8 +23,8 @@ from collections.abc import Iterator
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
 
-# The flag of experiments/local.py that repairs a damaged log: it moves the log aside and begins a new
-# one behind the newest checkpoint.
+# The flag of experiments/local.py that repairs a damaged log: it moves the log aside and begins a
+# new one behind the newest checkpoint.
 RESTORE = '--restore=checkpoint'
 
 
@@ -253,7 +254,7 @@ def entries(files: files_port_lib.Files, segment: Segment) -> Iterator[tuple[int
 
 
 def copy(files: files_port_lib.Files, name: str, start: int, end: int, target: str) -> None:
-  """Copies bytes `start` to `end` to the file `target`, which exists complete and durable or not."""
+  """Copies bytes `start` to `end` to a file `target`, which exists only once it is durable."""
   files.create(target + fmt.NEW)
   for data in read_pieces(files, name, start, end):
     files.append(target + fmt.NEW, data)

@@ -1,6 +1,6 @@
 """The syncer's work on a run snapshot: its manifest, written last (manifests.py).
 
-It runs on the work thread, like every save, so the checkpoints that the manifest names are complete.
+It runs on the work thread, like every save, so the checkpoints in the manifest are complete.
 """
 
 import contextlib

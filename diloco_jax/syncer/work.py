@@ -58,8 +58,8 @@ class SyncerWork:
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
   def start(self) -> None:
-    """Compiles the outer steps, then starts to take work. So no sync waits for the compiler, and the
-    grace window does not learn a time that no later sync needs."""
+    """Compiles the outer steps, then starts to take work. So no sync waits for the compiler, and
+    the grace window does not learn a time that no later sync needs."""
     self._theta.warm_up()
     self._thread.start()
 
