@@ -1,13 +1,13 @@
-"""Carries out a chaos plan on real processes, and lets an oracle judge their tapes.
+"""Carries out a chaos plan on real processes and checks their tapes against the invariants.
 
     python -m experiments.chaos --plan=kill            # one fault, three learners of `tiny`
     python -m experiments.chaos --plan=freeze,cut_up   # several, in turn against all but the first
     python -m experiments.chaos --plan=storm           # one of each kind
-    python -m experiments.chaos --seed=3               # drawn: what the seed says, to all but one
+    python -m experiments.chaos --seed=3               # a plan drawn from the seed
 
-One syncer and M learners, each a process behind a faulty proxy of its own (proof/faults/chaos_run.py).
-Exit codes: 0 all invariants held and the others never stood still, 1 not so, 42 a wrong command or
-a process that refused to start, 130 interrupted.
+One syncer and M learners run, each in a process behind a separate faulty proxy
+(proof/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners never
+paused, 1 otherwise, 42 a wrong command or a process that refused to start, 130 interrupted.
 """
 
 import functools
@@ -23,8 +23,8 @@ from diloco_jax.proof import plans
 from diloco_jax.proof.faults import chaos_run, conductor
 from diloco_jax.report import live
 
-# Enough steps for any plan (the learners leave when it is over), leases that end during a fault,
-# and syncs that have the time to wait for more than one learner (tau = 3).
+# Enough steps for any plan (the learners leave at its end), leases that expire during a fault, and
+# syncs with time to wait for more than one learner (tau = 3).
 _DEFAULTS = """
   --config.train.steps=1000000 --config.train.log_every=200 --config.train.eval_every=0
   --config.train.checkpoint_every_steps=100 --config.sync.lease_s=1.5
@@ -32,7 +32,7 @@ _DEFAULTS = """
 """.split()
 
 program_lib.define_config()
-_WORKDIR = flags.DEFINE_string('workdir', '', 'where the run is kept; default runs/NAME-DATE-TIME')
+_WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(
   'plan', plans.STORM, 'faults, joined by commas: ' + ', '.join((*plans.REAL_KINDS, plans.STORM))
@@ -47,7 +47,9 @@ def main(argv: list[str]) -> int:
   names = run_config.learner_ids(config.sync.learners)
   with program_lib.never_retry(ValueError):
     if len(names) < 2:
-      raise ValueError(f'sync.learners is {len(names)}, chaos needs 2: one to hit, one to go on')
+      raise ValueError(
+        f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'
+      )
     if _SEED.value is None:
       plan = plans.named(_PLAN.value, names, round(_FAULT_S.value * plans.SECOND_NS))
     else:
@@ -75,5 +77,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == '__main__':
-  sys.argv[1:1] = _DEFAULTS  # what the command line says comes later and wins
+  sys.argv[1:1] = _DEFAULTS  # flags of the command line come later and win
   program_lib.run_main(main, default_config='experiments/configs/stdlib_lm.py:tiny')

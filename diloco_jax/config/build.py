@@ -1,12 +1,11 @@
 """From a config to the objects that learner and syncer must build alike.
 
 The layout of fragments, the codecs and the outer optimizer follow from the config and the shapes of
-the model alone, so no process tells them to another; the agreement text says what they follow from,
-and its digest of the layout proves that both came to the same.
+the model alone, so processes do not exchange them. The agreement text holds the settings that they
+follow from, and a digest of the layout, which proves that learner and syncer built the same one.
 """
 
 import dataclasses
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -17,14 +16,13 @@ from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.train import model as model_lib
 from diloco_jax.train import moments, optimizer
 
 
 @dataclasses.dataclass(frozen=True)
 class Assembly:
-  """What a config means, worked out once per process."""
+  """The objects of a config, built once per process."""
 
   config: run_config.Config
   protocol: protocol_config.ProtocolConfig
@@ -32,8 +30,8 @@ class Assembly:
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
-  rules: dict[str, merge.MergeRule]  # of merging, by the label of a tensor (train/model.py)
-  transform: optax.GradientTransformation  # what the outer optimizer makes of a merged gradient
+  rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/model.py)
+  transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
 
   @property
@@ -48,14 +46,14 @@ class Assembly:
 
   @property
   def max_payload_bytes(self) -> int:
-    """The largest payload that either side may announce: the inner optimizer's state of a donor, or
-    a whole fragment in float32."""
+    """The largest payload that a learner or the syncer may announce: a donor's inner optimizer
+    state, or a whole fragment in float32."""
     fragments_ = (self.layout.size(p) for p in range(self.layout.num_fragments))
     return max(4 * max(fragments_), self.moments_bytes)
 
   @property
   def moments_bytes(self) -> int:
-    """Of the inner optimizer's state: what a donation takes."""
+    """Size of a donation: the inner optimizer's state."""
     tx = optimizer.make_optimizer(self.config.optimizer, self.config.train.steps)
     return moments.size_bytes(jax.eval_shape(tx.init, self.shapes))
 
@@ -66,9 +64,13 @@ class Assembly:
 
 
 def assemble(config: run_config.Config) -> Assembly:
-  """Works out a validated config. Raises ValueError: the model has too few tensors for P, a codec,
-  a merge rule or an outer optimizer is unknown or has wrong arguments."""
-  vocabulary = _chosen(config, 'embedding_merge', merge.make)
+  """Builds the objects of a validated config.
+
+  Raises:
+    ValueError: the model has too few tensors for P, or a codec, merge rule or outer optimizer is
+      unknown or has wrong arguments.
+  """
+  vocabulary = _make(config, 'embedding_merge', merge.make)
   shapes = jax.eval_shape(lambda: model_lib.init_params(config.model, config.train.seed))
   layout = fragments.make_layout(
     config.sync.fragmentation, shapes, config.sync.fragments, model_lib.label
@@ -78,35 +80,21 @@ def assemble(config: run_config.Config) -> Assembly:
     protocol=config.protocol(),
     shapes=shapes,
     layout=layout,
-    codec_up=_chosen(config, 'codec_up', codecs.get),
-    codec_down=_chosen(config, 'codec_down', codecs.get),
+    codec_up=_make(config, 'codec_up', codecs.get),
+    codec_down=_make(config, 'codec_down', codecs.get),
     rules={
-      'body': _chosen(config, 'merge', merge.make),
+      'body': _make(config, 'merge', merge.make),
       'embedding': vocabulary,
       'head': vocabulary,
     },
-    transform=_chosen(config, 'outer', outer.make),
+    transform=_make(config, 'outer', outer.make),
     agreement=agreement.encode({**config.agreement(), 'layout': layout.digest()}),
   )
 
 
-def _chosen(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:
-  """What a spec of config.sync stands for. Raises ValueError that names the setting."""
+def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:
+  """Makes the object of a spec in config.sync. Raises ValueError, which names the setting."""
   try:
     return make(getattr(config.sync, name))
   except ValueError as error:
     raise ValueError(f'sync.{name}: {error}') from None
-
-
-def identity(
-  assembled: Assembly, learner: str, nonce: int, pid: int, seed: int
-) -> learner_machine.Identity:
-  """Who a learner process is; `nonce` names the process, `seed` jitters its redials."""
-  return learner_machine.Identity(
-    learner=learner,
-    nonce=nonce,
-    agreement=assembled.agreement,
-    host=socket.gethostname(),
-    pid=pid,
-    seed=seed,
-  )

@@ -1,12 +1,12 @@
-"""What people write down about a run, checked once before anything is compiled.
+"""The config of a run, checked once before any compilation.
 
 One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it, an override
-`--config.sync.quorum=2` changes a field (launch/program.py), `validate()` says what cannot work.
-Who a process *is* (its learner id, port, workdir) is plain flags and never stands here, so the
-config is the same everywhere, and `agreement()`, the part that learners and syncer must share, is
-compared when a learner joins.
+`--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses settings that
+cannot work. The identity of a process (its learner id, port, workdir) is in plain flags and not
+here, so the config is the same in all processes. `agreement()` is the part that learners and syncer
+must share; the syncer compares it when a learner joins.
 
-The dataclasses are mutable because overrides assign to fields; nothing assigns after `validate()`.
+The dataclasses are mutable because overrides assign to fields; no code assigns after `validate()`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 
-FILE = 'config.json'  # in a run's folder: the config as it was started
+FILE = 'config.json'  # in a run's folder: the config that started the run
 
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
@@ -25,8 +25,9 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 
-def _written(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
-  """The protocol's settings of a section as people write them: a dataclass, and the table's rows."""
+def _section(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
+  """The protocol's settings of a section, in the units of the config: a dataclass, and their rows in
+  the table."""
   rows = {}
   for one in protocol_config.TABLE.values():
     where, name = one.name.split('.')
@@ -40,30 +41,30 @@ def _type(one: protocol_config.Setting) -> Any:
   return OptionalInt if one.default is None else int if one.unit == 1 else float
 
 
-_Sync, _SYNC = _written('sync')
-_Train, _TRAIN = _written('train')
+_Sync, _SYNC = _section('sync')
+_Train, _TRAIN = _section('train')
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class SyncConfig(_Sync):
-  """How learners and syncer exchange fragments. Letters: paper section 2. Most settings are the
-  protocol's and stand in protocol/config.py; those that only arrays know are here.
+  """How learners and syncer exchange fragments. Letters: paper section 2. The protocol's settings
+  are in protocol/config.py; here are those that concern arrays and bytes only.
 
   Attributes:
     fragmentation: 'balanced', 'layer' or 'strided' (paper section 5).
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
-    codec_down: encoding of what is published, a delta to the version before.
+    codec_down: encoding of a published version, a delta from the version before.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
-      (paper section 4). For all tensors but the next.
+      (paper section 4). For all tensors but those of embedding_merge.
     embedding_merge: the same for the embedding and an untied head.
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
     alpha: share of the learner's own value that survives an adopt; 0 overwrites.
-    donor_rate_mib_s: bandwidth that a donation may take, of the donor and of the syncer, in MiB a
-      second. To arrive at most H steps old, as it must, it has to cross both within that time:
+    donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
+      second. A donation must arrive at most H steps old, so it has to cross both within that time:
       2 * moments / rate < H * step time.
-    keep_log: keep every outer step in the log, so that the whole run can be made again from its
-      arrays (experiments/replay.py --arrays); else what two checkpoints hold is dropped.
+    keep_log: keep every outer step in the log, so that the arrays of the whole run can be computed
+      again (experiments/replay.py --arrays); else outer steps that two checkpoints hold are dropped.
   """
 
   fragmentation: str = 'balanced'
@@ -87,11 +88,11 @@ SyncConfig.__doc__ = protocol_config.described(SyncConfig.__doc__, _SYNC)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TrainConfig(_Train):
-  """How long to train, and what to write down on the way.
+  """How long to train, and how often to evaluate and log.
 
   Attributes:
     log_every: inner steps between two log lines.
-    eval_every: outer clock steps between two evaluations of the global model (0: first and last).
+    eval_every: clock steps between two evaluations of the global model (0: first and last).
     seed: of the initial parameters.
   """
 
@@ -100,7 +101,7 @@ class TrainConfig(_Train):
   seed: int = 0
 
   def validate(self) -> None:
-    _within('train.log_every', self.log_every, 1, 10**9, 'use a large number for few lines')
+    _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
 
@@ -110,7 +111,8 @@ TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KillConfig:
-  """One SIGKILL: whom ('' draws one by chaos.seed), at which share of the run, down how long."""
+  """One SIGKILL: the victim ('' draws one by chaos.seed), the share of the run at which it is killed,
+  and the seconds before its restart."""
 
   victim: str = ''
   at_fraction: float = 0.45
@@ -137,7 +139,7 @@ class ChaosConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Config:
-  """Everything about a run that is the same in all its processes."""
+  """All settings of a run; they are the same in all its processes."""
 
   name: str
   model: train_config.ModelConfig
@@ -149,7 +151,7 @@ class Config:
   chaos: ChaosConfig = dataclasses.field(default_factory=ChaosConfig)
 
   def validate(self) -> None:
-    """Raises ValueError, one line with the values and the remedy, if the run could not work."""
+    """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
     train_config.validate(self.model, self.optimizer, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()
@@ -157,7 +159,7 @@ class Config:
     self.protocol()
 
   def protocol(self) -> protocol_config.ProtocolConfig:
-    """The protocol's own numbers: integers, times in nanoseconds."""
+    """The settings of the protocol: integers, times in nanoseconds."""
     values = {}
     for field, one in protocol_config.TABLE.items():
       section, name = one.name.split('.')
@@ -165,7 +167,7 @@ class Config:
     return protocol_config.ProtocolConfig(**values)
 
   def to_dict(self) -> dict[str, Any]:
-    """Nested plain values, fit for JSON."""
+    """Nested plain values for JSON."""
     return json.loads(codec.encode(self))
 
   @classmethod
@@ -181,9 +183,10 @@ class Config:
     return dict(_flatten('', dataclasses.asdict(self)))
 
   def agreement(self) -> dict[str, Any]:
-    """What every learner must share with the syncer; where it trains and saves is its own, and what
-    the syncer refuses or keeps can be changed by starting it again. The place of its corpus is its
-    own too, but batch i of shard v must be the same text for all."""
+    """The settings that every learner must share with the syncer. Not among them: the mesh and the
+    times of saves, which each learner chooses, and limits and retention of the syncer, which its
+    restart may change. The path of the corpus may differ, too, but batch i of shard v must be the
+    same text for all."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
     shared = (
@@ -205,7 +208,7 @@ class Config:
 
 
 def learner_ids(learners: int) -> list[str]:
-  """The ids that the local launcher gives: l0, l1, ... (their order is the order of merging).
+  """The ids that the local launcher assigns: l0, l1, ... Their order is the order of merging.
 
   >>> learner_ids(3)
   ['l0', 'l1', 'l2']

@@ -65,16 +65,12 @@ def syncer(
   folder, records = _open(workdir, 'syncer')
   records_lib.report_startup(records, 'assembled')
   event_queue = loop.EventQueue()
-  limits = link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=_open_transfers(config),
-    donation_bytes_per_s=_donor_rate(config),
-    max_sessions=config.sync.learners + SPARE_SESSIONS,
-  )
 
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
-      transport = grpc_server.GrpcSyncerTransport(f'{host}:{port}', post, payloads, limits)
+      transport = grpc_server.GrpcSyncerTransport(
+        f'{host}:{port}', post, payloads, _limits(assembled)
+      )
       _write_address(folder, f'{host}:{transport.port}')
     records.say(f'the syncer listens on {host}:{transport.port}')
     return transport
@@ -121,14 +117,9 @@ def learner(
     ):
       return _end(baseline.run(config, island, records, stopped.is_set), records)
   event_queue = loop.EventQueue()
-  limits = link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=_open_transfers(config),
-    donation_bytes_per_s=_donor_rate(config),
-  )
 
   def connect(post, payloads):
-    return transport_class(_resolver(address), post, payloads, limits)
+    return transport_class(_resolver(address), post, payloads, _limits(assembled))
 
   with (
     stops(
@@ -144,15 +135,17 @@ def learner(
   return _end(result, records)
 
 
-def _open_transfers(config: run_config.Config) -> int:
-  """A joining learner receives every fragment at once, and new versions on top. The announcement of
-  a payload may arrive after its bytes, since the two use separate gRPC streams."""
-  return 2 * config.sync.fragments + SPARE_SESSIONS
-
-
-def _donor_rate(config: run_config.Config) -> int:
-  """The highest rate of a donation, in bytes per second."""
-  return config.sync.donor_rate_mib_s << 20
+def _limits(assembled: build.Assembly) -> link.Limits:
+  """The limits of a transport. A joining learner receives every fragment at once, and new versions
+  on top, and the announcement of a payload may arrive after its bytes, since the two use separate
+  gRPC streams."""
+  sync = assembled.config.sync
+  return link.Limits(
+    max_payload_bytes=assembled.max_payload_bytes,
+    max_open_transfers=2 * sync.fragments + SPARE_SESSIONS,
+    donation_bytes_per_s=sync.donor_rate_mib_s << 20,
+    max_sessions=sync.learners + SPARE_SESSIONS,
+  )
 
 
 def _prepare_jax(devices: int) -> None:

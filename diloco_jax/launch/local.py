@@ -227,25 +227,17 @@ def run(
   if single:
     if config.chaos.enabled and config.chaos.kills:
       print('no chaos: with --controller=single there is no process to kill', flush=True)
-    code, text, interrupted = _run_single(config, workdir)
-    statuses = {}
+    outcome = _run_single(config, workdir)
   else:
     outcome = _run_processes(config, workdir, config_flags, alone, standby)
-    code, text, statuses, interrupted = (
-      outcome.code,
-      outcome.text,
-      outcome.statuses,
-      outcome.interrupted,
-    )
-  if code == program.NEVER_RETRY:
-    raise program.NeverRetry(text)
-  summary = summary_lib.write(
-    config, workdir, statuses, time.monotonic() - started_s, plot=not interrupted
-  )
+  if outcome.code == program.NEVER_RETRY:
+    raise program.NeverRetry(outcome.text)
+  wall_s = time.monotonic() - started_s
+  summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
-  if code:
-    print(f'{text}; continue with: --resume --workdir={workdir}', file=sys.stderr)
-  return code
+  if outcome.code:
+    print(f'{outcome.text}; continue with: --resume --workdir={workdir}', file=sys.stderr)
+  return outcome.code
 
 
 def _run_processes(
@@ -268,18 +260,14 @@ def _run_processes(
     tick=display.tick,
   )
   try:
-    return asyncio.run(_in_loop(supervisor))
+    return asyncio.run(supervisor.run())
   finally:
     display.close()
     recorder.close()
 
 
-async def _in_loop(supervisor: supervisor_lib.Supervisor) -> supervisor_lib.Outcome:
-  return await supervisor.run()
-
-
-def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, str, bool]:
-  """Runs all nodes in this process; returns (exit code, one line, whether a signal interrupted)."""
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_lib.Outcome:
+  """Runs all nodes in this process."""
   os.environ.update(environment(config.mesh.num_devices * config.sync.learners))
   from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
 
@@ -302,6 +290,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> tuple[int, 
   with program.log_failures(), program.never_retry(files.DirectoryError):
     exits = controller.join()
   if interrupts:
-    return program.INTERRUPTED, 'interrupted', True
-  worst = max(exits.values(), key=lambda item: item.code)
-  return worst.code, worst.text, False
+    code, text = program.INTERRUPTED, 'interrupted'
+  else:
+    worst = max(exits.values(), key=lambda item: item.code)
+    code, text = worst.code, worst.text
+  return supervisor_lib.Outcome(code=code, text=text, statuses={}, interrupted=bool(interrupts))

@@ -1,22 +1,22 @@
-"""Brings a whole run back to what is whole; run in a process of its own, which may use jax.
+"""Brings a whole run back to an earlier, verified state; runs in a separate process, with jax.
 
     python -m diloco_jax.launch.restore WORKDIR latest|N|checkpoint < config.json
 
-`latest` or a number: back to that snapshot of the whole run (manifests.py). First everything is
-verified: the manifest, and every array of every checkpoint that it pins, against the manifest. A
-snapshot that is damaged or partial is passed over with a line that says what differs (`latest`), or
-refused (a number). The run goes on from there as after any stop, each learner with its own moments.
-Learners that the snapshot has no part of start from the syncer's fragments; those of the snapshot
-that the config has no place for are closed as left (`RESTORED` tells the syncer of both).
+`latest` or a number: back to that run snapshot (manifests.py). The restore first verifies the
+manifest, and every array of every checkpoint that it pins against the manifest. A damaged or
+partial snapshot is skipped with a line that says what differs (`latest`), or refused (a number).
+The run then continues as after any stop, each learner with its own moments. Learners without a part
+in the snapshot start from the syncer's fragments; learners of the snapshot without a place in the
+config count as having left (`RESTORED` tells the syncer of both).
 
-`checkpoint`: back to the newest checkpoint of the syncer that verifies, for a log that is refused
-because it is damaged. Learners keep their checkpoints, are sent the fragments and train the outer
-steps anew that were behind it. Snapshots stay as they are.
+`checkpoint`: back to the syncer's newest checkpoint that verifies, for a log that is refused
+because it is damaged. Learners keep their checkpoints and receive the fragments whole; the run
+repeats the outer steps behind the checkpoint. Snapshots stay as they are.
 
-Nothing has been touched until then. What came later (checkpoints, log, tapes, newer snapshots)
-moves to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of
-the syncer's checkpoint. A restore that was cut short is done again from the beginning; until then
-nothing starts (manifests.RESTORING).
+Until the verification has ended nothing is changed. Then everything later than the goal
+(checkpoints, log, tapes, newer snapshots) moves to WORKDIR/aside-K, nothing is deleted or copied,
+and a new log begins behind the position of the syncer's checkpoint. An interrupted restore has to
+be repeated from the beginning; until then no process of the run starts (manifests.RESTORING).
 """
 
 import json
@@ -43,15 +43,15 @@ Say = Callable[[str], None]
 
 
 class Goal(NamedTuple):
-  """What a run goes back to, verified."""
+  """The verified state that a run goes back to."""
 
-  words: str
-  books: dict[str, Any] | None  # of the syncer's checkpoint; None: the run begins anew
+  text: str
+  machine_state: dict[str, Any] | None  # of the syncer's checkpoint; None: the run starts over
   newest: dict[pathlib.Path, int]  # by the folder of a node: its newest checkpoint from now on
-  manifest: dict[str, Any] | None = None  # of the snapshot, if it is one
+  manifest: dict[str, Any] | None = None  # of the snapshot, if the goal is one
 
-  def goes(self, node: pathlib.Path, number: int) -> bool:
-    """Whether a checkpoint came later. A learner without a part in a snapshot starts anew."""
+  def is_later(self, node: pathlib.Path, number: int) -> bool:
+    """Whether a checkpoint came later; of a learner without a part in the snapshot, all did."""
     return number > self.newest.get(node, -1 if self.manifest else number)
 
 
@@ -59,9 +59,9 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: S
   """Brings the run in `workdir` back to a snapshot (its number, or LATEST) or to CHECKPOINT.
 
   Raises:
-    ValueError: there is no such thing that is whole; nothing was changed.
-    DirectoryError: a syncer runs there, or it cannot be written.
-    OSError: the disk failed; to be done again.
+    ValueError: there is no such snapshot or checkpoint that is whole; nothing was changed.
+    DirectoryError: a syncer runs there, or the folder cannot be written.
+    OSError: the disk failed; repeat the restore.
   """
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
@@ -70,16 +70,16 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: S
       goal = newest_checkpoint(config, workdir, say)
     else:
       goal = choose(config, workdir, which, say)
-    _bring_back(config, workdir, goal, log_files, say)
+    _go_back(config, workdir, goal, log_files, say)
   finally:
     log_files.close()
 
 
-# --- Which ----------------------------------------------------------------------------------------
+# --- The goal -------------------------------------------------------------------------------------
 
 
 def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> Goal:
-  """The snapshot to go back to. Raises ValueError; reads only."""
+  """Finds the snapshot to go back to. Raises ValueError; only reads."""
   known = manifests.numbers(workdir)
   if which != LATEST and (not which.isdecimal() or int(which) not in known):
     raise ValueError(
@@ -90,14 +90,14 @@ def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Sa
       manifest = manifests.read(workdir, number)
       goal = verify(workdir, manifest)
     except (manifests.Unfit, checkpoint.CheckpointError) as error:
-      say(f'snapshot {number} is damaged or partial and is passed over, not touched: {error}')
+      say(f'snapshot {number} is damaged or partial and is skipped, not changed: {error}')
     else:
       _require_same_run(config, json.loads(manifest['agreement']), f'snapshot {number} is of')
       return goal
   if which == LATEST:
     raise ValueError(
       f'no snapshot in {workdir / manifests.FOLDER} is whole ({_there_are(known)}). '
-      'Nothing was changed: --resume goes on from the newest checkpoint and the log'
+      'Nothing was changed: --resume continues from the newest checkpoint and the log'
     )
   others = [number for number in known if number != int(which)]
   raise ValueError(
@@ -107,7 +107,7 @@ def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Sa
 
 
 def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> Goal:
-  """Reads every checkpoint that a manifest pins, whole. Raises CheckpointError."""
+  """Verifies every checkpoint that a manifest pins. Raises CheckpointError."""
   pinned = {manifests.syncer_folder(workdir): manifest['syncer']} | {
     manifests.island_folder(workdir, learner): part
     for learner, part in sorted(manifest['learners'].items())
@@ -116,30 +116,31 @@ def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> Goal:
     _verify(node, part['checkpoint'], part['record_sha256']) for node, part in pinned.items()
   ]
   return Goal(
-    words=f'snapshot {manifest["snapshot"]}, sync {manifest["step"]}, taken {manifest["time"]}',
-    books=records[0],
+    text=f'snapshot {manifest["snapshot"]}, sync {manifest["step"]}, taken {manifest["time"]}',
+    machine_state=records[0],
     newest={node: part['checkpoint'] for node, part in pinned.items()},
     manifest=manifest,
   )
 
 
 def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say) -> Goal:
-  """The syncer's newest that verifies; before the first one, the beginning of the run. Raises
-  ValueError; reads only."""
+  """Finds the syncer's newest checkpoint that verifies; before the first one the goal is the start
+  of the run. Raises ValueError; only reads."""
   known = workdir / run_config.FILE
-  if known.is_file():  # else its processes were started one by one
+  if known.is_file():  # absent if the processes were started one by one
     before = run_config.Config.from_dict(json.loads(known.read_text()))
     _require_same_run(config, before.agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
   found = _numbers(syncer)
   for number in reversed(found):
     try:
-      books = _verify(syncer, number)
+      machine_state = _verify(syncer, number)
     except checkpoint.CheckpointError as error:
-      say(f'checkpoint {number} is damaged and is passed over: {error}')
+      say(f'checkpoint {number} is damaged and is skipped: {error}')
     else:
-      words = f'checkpoint {number} of the syncer, which holds record {books[outer_log.POSITION]}'
-      return Goal(words, books, {syncer: number})
+      record = machine_state[outer_log.POSITION]
+      text = f'checkpoint {number} of the syncer, which holds record {record}'
+      return Goal(text, machine_state, {syncer: number})
   if found:
     raise ValueError(
       f'no checkpoint in {syncer / manifests.CHECKPOINTS} is whole ({found}); nothing was changed'
@@ -150,7 +151,7 @@ def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say
 def _verify(node: pathlib.Path, number: int, record_sha256: str = '') -> dict[str, Any]:
   root = node / manifests.CHECKPOINTS
   if not (root / str(number)).is_dir():
-    raise checkpoint.CheckpointError(f'checkpoint {root / str(number)} is not there')
+    raise checkpoint.CheckpointError(f'checkpoint {root / str(number)} is missing')
   checkpoints = checkpoint.Checkpoints(str(root))
   try:
     return checkpoints.verify(number, record_sha256)
@@ -159,36 +160,32 @@ def _verify(node: pathlib.Path, number: int, record_sha256: str = '') -> dict[st
 
 
 def _numbers(node: pathlib.Path) -> list[int]:
-  """Of its checkpoints, whole or not, ascending."""
+  """The numbers of a node's checkpoints, whole or damaged, ascending."""
   names = (path.name for path in (node / manifests.CHECKPOINTS).glob('*'))
   return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _require_same_run(config: run_config.Config, before: dict[str, Any], what: str) -> None:
-  """Raises ValueError."""
-  found = differences(config, before)
-  if found:
-    raise ValueError(f'{what} of a run with another config: {"; ".join(found)}')
-
-
-def differences(config: run_config.Config, before: dict[str, Any]) -> list[str]:
-  """In what a run may not differ from the one it goes on from, in words."""
+  """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
+  ValueError."""
   here = config.agreement()
   ours, theirs = (
     {name: value for name, value in facts.items() if name in here and name not in MAY_DIFFER}
     for facts in (here, before)
   )
-  return agreement.differences(agreement.encode(ours), agreement.encode(theirs))
+  found = agreement.differences(agreement.encode(ours), agreement.encode(theirs))
+  if found:
+    raise ValueError(f'{what} of a run with another config: {"; ".join(found)}')
 
 
 def _there_are(known: list[int]) -> str:
   return f'there are: {", ".join(map(str, known))}' if known else 'there is none'
 
 
-# --- And back -------------------------------------------------------------------------------------
+# --- Going back -----------------------------------------------------------------------------------
 
 
-def _bring_back(
+def _go_back(
   config: run_config.Config,
   workdir: pathlib.Path,
   goal: Goal,
@@ -196,21 +193,21 @@ def _bring_back(
   say: Say,
 ) -> None:
   syncer = manifests.syncer_folder(workdir)
-  manifests.write_durably(syncer, manifests.RESTORING, {'goal': goal.words})
+  manifests.write_durably(syncer, manifests.RESTORING, {'goal': goal.text})
   aside = _set_aside(workdir, goal)
-  say(f'what came later is set aside in {aside}; nothing was deleted')
+  say(f'all later files have been moved to {aside}; nothing was deleted')
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
-  if goal.books is not None:
-    outer_log.begin(log_files, build.assemble(config).agreement, goal.books)
-    members = {row['learner'] for row in goal.books['members'] if not row['left']}
+  if goal.machine_state is not None:
+    outer_log.begin(log_files, build.assemble(config).agreement, goal.machine_state)
+    members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
     gone = sorted(members - set(learners))
     parts = goal.manifest['learners'] if goal.manifest else {}
     manifests.write_durably(
       syncer,
       manifests.RESTORED,
       {
-        outer_log.POSITION: goal.books[outer_log.POSITION],
+        outer_log.POSITION: goal.machine_state[outer_log.POSITION],
         'gone': gone,
         'back': sorted(parts.keys() & set(learners)),
         'aside': aside.name,
@@ -218,24 +215,20 @@ def _bring_back(
     )
   (syncer / manifests.RESTORING).unlink()
   _fsync(syncer)
-  say(f'the run goes on from {goal.words}')
-  _say_of_learners(goal, learners, gone, say)
-
-
-def _say_of_learners(goal: Goal, learners: list[str], gone: list[str], say: Say) -> None:
+  say(f'the run continues from {goal.text}')
   for learner in learners:
     if goal.manifest and learner not in goal.manifest['learners']:
       why = goal.manifest['missing'].get(learner, 'it is new')
       say(
         f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
-        f'fresh ones: the snapshot has no part of it ({why})'
+        f'fresh ones: it has no part in the snapshot ({why})'
       )
   for learner in gone:
-    say(f'{learner} has no place any more: its account is closed')
+    say(f'{learner} is not in this config: it counts as having left')
 
 
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
-  """Moves all that came after the goal; where to."""
+  """Moves everything later than the goal to a new folder, which it returns."""
   taken = [
     int(path.name.split('-')[1])
     for path in workdir.glob('aside-*')
@@ -255,7 +248,7 @@ def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
     moved += [
       node / manifests.CHECKPOINTS / str(number)
       for number in _numbers(node)
-      if goal.goes(node, number)
+      if goal.is_later(node, number)
     ]
   for path in filter(pathlib.Path.exists, moved):
     target = aside / path.relative_to(workdir)
@@ -274,8 +267,8 @@ def _fsync(path: pathlib.Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-  """The exit code; what went wrong is the last line, as of every program (program.py)."""
-  logging.set_verbosity(logging.ERROR)  # Orbax says in many lines what is said in one here
+  """Returns the exit code; an error is the last line, as in every program (program.py)."""
+  logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
   workdir, which = argv[1:]
   try:
     config = run_config.Config.from_dict(json.load(sys.stdin))

@@ -1,4 +1,4 @@
-"""A learner without a syncer: the data-parallel baseline, on the very same jitted step."""
+"""A learner without a syncer: the data-parallel baseline, with the same jitted step."""
 
 from collections.abc import Callable
 
@@ -16,10 +16,8 @@ def run(
   records: records_lib.Recorder,
   stopping: Callable[[], bool] = lambda: False,
 ) -> actions.Exit:
-  """Trains to the last step, evaluating and saving on the way; `stopping` ends it at a boundary.
-
-  A checkpoint of the island is continued.
-  """
+  """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves on the
+  way. Ends early, between two steps, once `stopping` returns true."""
   restored = island.restore()
   step = 0 if restored is None else restored.step
   island.warm_up()

@@ -1,7 +1,8 @@
-"""A learner's work on moments: given to a joiner beside the steps, taken before the first one.
+"""A learner's work on moments: a donor reads its own while it trains; a joiner takes a donor's
+before its first step.
 
-Giving has a thread of its own: the step thread only dispatches the copy on the device, and the
-egress thread is not held up, whose contributions are wanted sooner.
+Reading has a separate thread: the step thread only dispatches the copy on the device, and the
+egress thread stays free for contributions, which are more urgent.
 """
 
 import threading
@@ -33,17 +34,17 @@ class Moments:
     self._snapshot = moments_lib.snapshot
 
   def compile(self) -> None:
-    """Ahead of use: a donor that compiled when it is asked would stand still, and be late."""
+    """Compiles ahead of use: a donor that compiled on request would stop training and be late."""
     self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
 
   def read(self, transfer: int) -> None:
-    """Snapshots the state as it is now; MomentsRead once it is on the host."""
+    """Copies the state as it is now; posts MomentsRead once the copy is on the host."""
     copied = self._snapshot(self._island.moments)
     threading.Thread(
-      target=self._bring, args=(transfer, copied), name='donation', daemon=True
+      target=self._post_read, args=(transfer, copied), name='donation', daemon=True
     ).start()
 
-  def _bring(self, transfer: int, copied: moments_lib.Snapshot) -> None:
+  def _post_read(self, transfer: int, copied: moments_lib.Snapshot) -> None:
     if not bool(copied.finite):
       self._post(events.MomentsRead(transfer=transfer, payload_id=None, payload=None, digest=0))
       return
@@ -59,7 +60,7 @@ class Moments:
     )
 
   def take(self, take: actions.TakeMoments) -> None:
-    """Replaces the state if it is, on the device, what the donor had on its own."""
+    """Replaces the state with a donation if its digest on this device is that of the donor's."""
     data = self._payloads.get(take.payload_id)
     self._payloads.drop(take.payload_id)
     self._post(
@@ -70,7 +71,7 @@ class Moments:
     try:
       given = moments_lib.from_bytes(data, self._island.moments)
     except ValueError as error:
-      self._records.say(f'donation refused: {error}. The own moments stay.')
+      self._records.say(f'donation refused: {error}. This learner keeps its own moments.')
       return False
     placed = jax.tree.map(jax.device_put, given, self._island.shardings.opt_state)
     found = moments_lib.digest(self._snapshot(placed).digests)

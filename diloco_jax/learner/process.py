@@ -1,17 +1,18 @@
-"""One learner: its node put together from ports, run to its end.
+"""Builds the node of one learner from its ports and runs it to its end.
 
-Two threads besides those of the transport: the caller's runs the steps (work), another one the
-machine, so that heartbeats, pulls and publishes are handled while a step runs.
+Besides the threads of the transport there are two: the caller's thread runs the steps (work), and
+another runs the machine, which handles heartbeats, pulls and publishes while a step runs.
 """
 
 import contextlib
-import dataclasses
 import fcntl
 import os
 import pathlib
 import secrets
+import socket
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 
 import jax
 
@@ -19,6 +20,7 @@ from diloco_jax.config import build
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, facts
+from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import tapes
@@ -30,7 +32,7 @@ NONCE_BITS = 63
 
 
 class LearnerRecords:
-  """The learner's records, with curves of what it adopts (node.ports.Records)."""
+  """The learner's records, with curves of its adoptions (node.ports.Records)."""
 
   def __init__(self, records: records_lib.Recorder):
     self._records = records
@@ -48,14 +50,6 @@ class LearnerRecords:
       )
 
 
-@dataclasses.dataclass
-class _Ended:
-  """What the machine's thread leaves behind."""
-
-  exit: actions.Exit | None = None
-  error: BaseException | None = None
-
-
 def make_island(
   assembled: build.Assembly,
   workdir: pathlib.Path,
@@ -63,7 +57,7 @@ def make_island(
   devices: Sequence[jax.Device],
   corpus: data.Corpus | None = None,
 ) -> island_lib.Island:
-  """The island of a learner, with its checkpoints under WORKDIR/islands/ID."""
+  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
   config = assembled.config
   return island_lib.Island(
     model=config.model,
@@ -89,18 +83,20 @@ def run(
   own_process: bool = True,
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
 ) -> actions.Exit:
-  """Runs a learner until the run is over or it is asked to stop; steps run on this thread.
+  """Runs a learner until the run is over or a Stop arrives; steps run on this thread.
 
-  A checkpoint of the island is continued: its inner optimizer and clock; fragments and shard
-  come from the syncer. `workdir` gets its tape. `own_process`: no other island shares it.
+  The learner takes its inner optimizer and clock from the island's newest checkpoint, fragments and
+  data shard from the syncer. Its tape is written to `workdir`. `own_process`: no other island
+  shares this process.
   """
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
   work = work_class(assembled, island, event_queue.post, payloads, records)
-  identity = build.identity(
-    assembled,
-    learner_id,
+  identity = learner_machine.Identity(
+    learner=learner_id,
     nonce=secrets.randbits(NONCE_BITS),
+    agreement=assembled.agreement,
+    host=socket.gethostname(),
     pid=os.getpid(),
     seed=secrets.randbits(32),
   )
@@ -113,12 +109,12 @@ def run(
     state=None if restored is None else restored.protocol,
   )
   if restored is not None:
-    records.say(f'{learner_id} goes on from its checkpoint at clock {restored.step}')
+    records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
   if own_process:
     with _compile_in_turn():
       island.warm_up()
       work.compile_all()
-  else:  # islands of one process compile for devices of their own: nothing to share
+  else:  # islands of one process have different devices and share no compiled functions
     threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
     island.warm_up()
   transport = make_transport(event_queue.post, payloads)
@@ -133,7 +129,7 @@ def run(
     LearnerRecords(records),
     tape,
   )
-  ended = _Ended()
+  ended: futures.Future[actions.Exit] = futures.Future()
   thread = threading.Thread(
     target=_run_node, args=(node, work, tape, ended), name='node', daemon=True
   )
@@ -144,18 +140,19 @@ def run(
   finally:
     transport.shutdown(ports.SHUTDOWN_S)
     island.close()
-  if ended.error is not None:
-    raise ended.error
-  return ended.exit
+  return ended.result()
 
 
 def _run_node(
-  node: loop.Node, work: learner_work.LearnerWork, tape: tapes.Tape, ended: _Ended
+  node: loop.Node,
+  work: learner_work.LearnerWork,
+  tape: tapes.Tape,
+  ended: futures.Future[actions.Exit],
 ) -> None:
   try:
-    ended.exit = node.run()
-  except BaseException as error:  # raised again by the step thread, which must end too
-    ended.error = error
+    ended.set_result(node.run())
+  except BaseException as error:  # raised again on the step thread, which must end too
+    ended.set_exception(error)
   finally:
     work.stop()
     tape.close()
@@ -163,9 +160,10 @@ def _run_node(
 
 @contextlib.contextmanager
 def _compile_in_turn() -> Iterator[None]:
-  """Learners of a run compile the same functions. Started together with an empty compilation cache,
-  each would compile all of them; in turns, the first one does and the others read. Holds the
-  cache's lock (freed by the kernel if the process dies); no cache, no lock."""
+  """Holds a lock on the compilation cache, so that the learners of a run compile in turn: the first
+  compiles the functions and the others read them. Learners that start together with an empty cache
+  would each compile all of them. The kernel frees the lock if the process dies; without a cache
+  there is no lock."""
   folder = jax.config.jax_compilation_cache_dir
   if not folder:
     yield

@@ -1,8 +1,8 @@
-"""The work of a learner: inner steps, snapshots, adoptions and saves on one island.
+"""The work of a learner: inner steps, encoding, adoptions and saves on one island.
 
-Two threads. The *step thread* (whoever calls `run`) takes work first in, first out and is the only
-one that touches the island: at a boundary it only dispatches what was pulled and adopted, all of it
-on the device and inside jit. The *egress thread* waits for the few results that must reach the host
+Two threads. The *step thread* (the caller of `run`) takes work first in, first out and is the only
+one that touches the island: between two steps it only dispatches encodings and adoptions, all on
+the device and inside jit. The *egress thread* waits for the few results that must reach the host
 (encoded bytes, digests), announces them and posts their events, so the next step does not wait for
 a copy, a checksum or the network.
 """
@@ -31,15 +31,15 @@ from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
 
-# A whole fragment is its float32 values: a "delta" to zero, whatever the codec of deltas is.
+# A whole fragment crosses as its float32 values, a "delta" from zero, whatever codec deltas have.
 WHOLE = codecs.get('float32')
 
 
 class Exchange:
   """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
 
-  `compile_all` compiles what every sync needs, in the order in which syncs will want it; who needs
-  a function that is not there yet waits for that one only.
+  `compile_all` compiles the functions of every sync, in the order of the syncs. A caller whose
+  function is not compiled yet waits for that function only.
   """
 
   def __init__(self, assembled: build.Assembly, island: island_lib.Island):
@@ -63,7 +63,7 @@ class Exchange:
       self._get(self._lower_adopt, p, False)
 
   def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
-    """The compiled function; whoever asks first compiles it, everybody else waits."""
+    """Returns a compiled function; the first caller compiles it and later callers wait."""
     with self._lock:
       known = self._compiled.get((lower.__name__, *key))
       if known is None:
@@ -118,16 +118,16 @@ class Exchange:
     return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
 
   def digests(self) -> tuple[int, ...]:
-    """Of the anchors as they are now."""
+    """Returns the digest of each anchor as it is now."""
     compute = jax.jit(digest_lib.digest)
     return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
-    """(bytes of the pseudo-gradient, ok) of fragment p, on the device."""
+    """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device."""
     return self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
 
   def adopt(self, p: int, data: memoryview | bytes, whole: bool) -> jax.Array:
-    """Replaces anchor and parameters of fragment p; the digest of the new anchor."""
+    """Replaces anchor and parameters of fragment p; returns the digest of the new anchor."""
     data = jax.device_put(np.frombuffer(data, np.uint8), self._island.replicated)
     self._island.params, self.anchors[p], digest = self._get(self._lower_adopt, p, whole)(
       self._island.params, self.anchors[p], data
@@ -135,7 +135,7 @@ class Exchange:
     return digest
 
   def rewind(self) -> None:
-    """The parameters are the anchors again; the inner optimizer keeps its state."""
+    """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
     for p, anchor_N in enumerate(self.anchors):
       self._island.params = self._get(self._lower_rewind, p)(self._island.params, anchor_N)
 
@@ -164,7 +164,7 @@ class LearnerWork:
     self._tokens = 0
 
   def compile_all(self) -> None:
-    """Everything that is exchanged, ahead of use."""
+    """Compiles the functions of every exchange, ahead of use."""
     self.exchange.compile_all()
     self._moments.compile()
 
@@ -172,11 +172,11 @@ class LearnerWork:
     self._queue.put(action)
 
   def stop(self) -> None:
-    """Ends `run` after what was submitted before."""
+    """Ends `run` after all work submitted before."""
     self._queue.put(None)
 
   def run(self) -> None:
-    """Does the work until `stop`; an exception ends it and belongs to the caller."""
+    """Performs work until `stop`. An exception ends it and reaches the caller."""
     egress = threading.Thread(target=self._drain, name='egress', daemon=True)
     egress.start()
     try:
@@ -210,11 +210,11 @@ class LearnerWork:
       case actions.Save():
         self._save(action)
       case _:
-        raise TypeError(f'not the work of a learner: {action}')
+        raise TypeError(f'a learner has no such work: {action}')
 
   def _use_shard(self, use: actions.UseShard) -> None:
-    """Goes on reading there, also if a checkpoint says something else: what was trained behind the
-    committed cursor is lost with the process that trained it, and is read again."""
+    """Reads on from the committed cursor of a shard, even if the checkpoint has another position:
+    training beyond that cursor was lost with its process, so its batches are read again."""
     if use.rewind:
       self.exchange.rewind()
     self._island.read_from(use.shard, use.cursor)
@@ -244,7 +244,7 @@ class LearnerWork:
     )
 
   def _save(self, save: actions.Save) -> None:
-    """Starts an asynchronous save; a thread of its own waits for its end."""
+    """Starts an asynchronous save; a separate thread waits for its end."""
     try:
       wait = self._island.save(
         save.clock, self.exchange.anchors, save.machine_state, save.snapshot, save.keep
@@ -273,9 +273,9 @@ def record_step(
   tokens: int,
   result: island_lib.StepResult,
 ) -> None:
-  """One inner step in the records; every log_every steps also curves and a line for people.
+  """Records one inner step; every log_every steps also writes curves and a line for people.
 
-  `step` is the clock after it, `steps` and `tokens` the totals of this process.
+  `step` is the clock after it, `steps` and `tokens` are the totals of this process.
   """
   records.report(
     facts.Step(step=step, steps=steps, tokens=tokens, loss=result.loss, seconds=result.seconds)

@@ -8,11 +8,11 @@ from diloco_jax.protocol import actions, facts, messages
 
 
 class ActionList:
-  """A list that the machine empties once per event."""
+  """The actions decided since the machine last returned them."""
 
   def __init__(self):
     self._actions: list[actions.Action] = []
-    self.closing: set[int] = set()  # sessions closed from here, not yet Disconnected
+    self.closing: set[int] = set()  # sessions that this machine closes, not yet Disconnected
 
   def take(self) -> list[actions.Action]:
     """All actions since the last call."""

@@ -72,7 +72,7 @@ class Encode:
 @_action
 class Adopt:
   """Take the published value of `payload_id` (`whole`, else a delta to the anchor) as anchor and
-  parameters; answered by AdoptDone. The shell drops the handle afterwards."""
+  parameters; answered by AdoptDone. The shell drops the id afterwards."""
 
   fragment: int
   version: int
@@ -101,7 +101,7 @@ class ReadMoments:
 @_action
 class TakeMoments:
   """Replace the inner optimizer's state by that of `payload_id` if its digest is `digest`, else
-  leave it unchanged; answered by MomentsTaken. The shell drops the handle afterwards."""
+  leave it unchanged; answered by MomentsTaken. The shell drops the id afterwards."""
 
   transfer: int
   payload_id: int

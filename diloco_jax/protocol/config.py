@@ -1,10 +1,10 @@
 """The settings of the protocol, each written once.
 
-A field of `ProtocolConfig` is a setting: where people write it, its default, what it means, its
-bounds with the remedy. Both machines get a `ProtocolConfig`: integers only, times in nanoseconds,
-shares in 1/1000. What people write, with times in seconds, is a view of the same table
-(config/run_config.py). So a new setting is one field here, the code that uses it, a test and a line
-in the docs.
+A field of `ProtocolConfig` is a setting: its name in the config of a run, its default, its meaning,
+its bounds with the remedy. Both machines get a `ProtocolConfig`: integers only, times in
+nanoseconds, shares in 1/1000. The config of a run, with times in seconds, is a view of the same
+table (config/run_config.py). So a new setting is one field here, the code that uses it, a test and
+a line in the docs.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ Bound = int | Callable[['ProtocolConfig'], int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-  """What the table says of one setting.
+  """One row of the table.
 
   Attributes:
-    name: where people write it: 'sync.gamma', 'train.steps'.
-    default: of the protocol's value; None: the setting can be left out.
-    doc: what it means.
-    low, high: the protocol's value may be from low to high; a function of the config where a bound
-      follows from other settings. `high` None: as much as you like.
-    remedy: the reason for the bounds, or what to do about them, where `doc` does not tell.
+    name: in the config of a run: 'sync.gamma', 'train.steps'.
+    default: the protocol's value; None: the setting is optional.
+    doc: its meaning.
+    low, high: the least and the greatest value of the protocol; a function of the config where a
+      bound follows from other settings. `high` None: no limit.
+    remedy: the reason for the bounds, or how to meet them, where `doc` does not say it.
     unit: the protocol's value of a written 1: SECOND_NS for a time that is written in seconds.
     shared: every learner must have the value of the syncer.
   """
@@ -45,17 +45,17 @@ class Setting:
   shared: bool = True
 
   def written(self, value: int | None) -> int | float | None:
-    """The protocol's `value` as people write it."""
+    """The protocol's `value` as the config of a run has it."""
     return value if value is None or self.unit == 1 else value / self.unit
 
   def read(self, written: int | float | None) -> int | float | None:
-    """The protocol's value of what people write, not yet checked."""
+    """The protocol's value of a `written` one, not yet checked."""
     if self.unit == 1 or not isinstance(written, int | float) or not math.isfinite(written):
       return written
     return round(written * self.unit)
 
   def bounds(self, config: 'ProtocolConfig') -> tuple[int, int | None]:
-    """The least and the greatest value; None: there is none."""
+    """The least and the greatest value; None: no limit."""
     low, high = (bound(config) if callable(bound) else bound for bound in (self.low, self.high))
     return low, high
 
@@ -75,12 +75,12 @@ class Setting:
 
 
 def setting(default: int | None, doc: str, **more: Any) -> Any:
-  """A field of ProtocolConfig; the arguments are those of Setting. What is `lease_ns` here is
-  written as 'sync.lease_s', in seconds, unless `name` and `unit` say otherwise."""
+  """A field of ProtocolConfig; the arguments are those of Setting. The field `lease_ns` is written
+  as 'sync.lease_s', in seconds, unless `name` and `unit` say otherwise."""
   return dataclasses.field(default=default, metadata={'doc': doc, **more})
 
 
-def _row(field: dataclasses.Field) -> Setting:
+def _setting_of(field: dataclasses.Field) -> Setting:
   name, unit = f'sync.{field.name}', 1
   if name.endswith('_ns'):
     name, unit = name.removesuffix('ns') + 's', SECOND_NS
@@ -107,24 +107,25 @@ class ProtocolConfig:
   period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1)
   fragments: int = setting(
     12,
-    'P, into so many fragments the model is cut',
+    'P, how many fragments the model is cut into',
     low=1,
     high=lambda config: config.period,
     remedy='the schedule syncs at most one fragment a step: fragments <= period',
   )
   overlap: int = setting(
     2,
-    'tau, syncs in flight and the latency budget of one sync in inner steps. 0: a learner waits at '
-    'its step boundary for the sync (then at most one is in flight, and max_lag is 0)',
+    'tau, how many syncs may be in flight, and the latency budget of one sync in inner steps. 0: a '
+    'learner waits at its step boundary for the sync (one sync in flight, and max_lag is 0)',
     high=lambda config: config.period - 1,
     remedy='a sync must land before its fragment is due again: overlap < period',
   )
   max_lag: int | None = setting(
     None,
-    'how many steps a learner may run ahead of the sync it waits for; none: it never waits',
+    'how many steps a learner may run ahead of the oldest sync that it has not adopted; none: it '
+    'never waits',
     high=lambda config: config.period - 1,
-    remedy='a learner that runs a whole period ahead would meet its fragment again; none: it never '
-    'waits',
+    remedy='a learner that is a whole period ahead would reach the next sync of the same fragment; '
+    'none: it never waits',
   )
   max_staleness: int = setting(
     1, 'a payload whose anchor is more versions old than this is discarded'
@@ -133,7 +134,7 @@ class ProtocolConfig:
     750,
     'gamma, the share of the slack that the grace window may use',
     high=PERMILLE - 1,
-    remedy='the grace window uses a part of the slack, 0 merges as soon as the quorum is there',
+    remedy='the grace window uses a part of the slack, 0 merges as soon as the quorum is reached',
     unit=PERMILLE,
     name='sync.gamma',
   )
@@ -147,21 +148,22 @@ class ProtocolConfig:
   )
   heartbeat_ns: int = setting(
     2 * SECOND_NS,
-    'the longest silence that a live peer keeps',
+    'the longest time that a live peer sends nothing',
     low=SECOND_NS // 100,
     high=3_600 * SECOND_NS,
     remedy='usual values are 1 to 10',
   )
   lease_ns: int = setting(
     10 * SECOND_NS,
-    'a learner unheard of for so long is dead. A closed session is dead at once',
+    'a learner that sends nothing for this long is lost. A learner whose session closes is lost at '
+    'once',
     low=lambda config: 2 * config.heartbeat_ns,
     high=7_200 * SECOND_NS,
     remedy='a lease must outlive a lost heartbeat: at least twice sync.heartbeat_s',
   )
   start_wait_ns: int = setting(
     20 * SECOND_NS,
-    'a new run starts once M learners have joined, or so long after the first of them',
+    'a new run starts once M learners have joined, or this long after the first of them',
   )
   longest_redial_ns: int = setting(
     10 * SECOND_NS,
@@ -180,8 +182,8 @@ class ProtocolConfig:
   )
   shards: int | None = setting(
     None,
-    'V, how many shards the text is cut into; a learner more than there are waits until one '
-    'is free. None: as many as learners',
+    'V, how many shards the text is cut into; further learners wait until a shard is free. None: '
+    'as many as learners',
     low=lambda config: config.learners,
     remedy='every learner reads a shard of its own, so that no text is read twice: '
     'data.shards >= sync.learners',
@@ -189,14 +191,14 @@ class ProtocolConfig:
   )
   donor_wait_ns: int = setting(
     60 * SECOND_NS,
-    "how long a joiner may wait for a donor's moments before it trains with its own; 0: no donor "
-    'is asked',
+    "how long a joiner may wait for a donor's moments before it trains with its own; 0: the syncer "
+    'asks no donor',
     high=86_400 * SECOND_NS,
   )
   drain_ns: int = setting(
     7 * SECOND_NS // 2,
-    'how long a process may take to end in order once it is asked to (SIGTERM); then it ends '
-    'anyway. Half of it a learner waits for the verdicts on what it has given: `drain_ns`',
+    'how long a process may take to end in order after SIGTERM; then it ends anyway. A learner '
+    'waits half of this time, `drain_ns`, for the verdicts on its payloads',
     low=SECOND_NS // 20,
     high=1_800 * SECOND_NS,
     remedy='Kubernetes gives 30 s, spot machines less',
@@ -206,53 +208,54 @@ class ProtocolConfig:
   )
   save_steps: int = setting(
     60,
-    'a learner saves every so many inner steps (0: only at the end)',
+    'after how many inner steps a learner saves (0: only at the end)',
     high=10**9,
     shared=False,
     name='train.checkpoint_every_steps',
   )
   save_syncs: int = setting(
     0,
-    'the syncer saves every so many outer steps (0: only at the end)',
+    'after how many outer steps the syncer saves (0: only at the end)',
     shared=False,
     name='sync.checkpoint_every_syncs',
   )
   norm_factor: int = setting(
     10,
-    'a pseudo-gradient longer than so many times the running median norm of its fragment is '
-    'refused before the merge (0: however long it is; NaN and Inf always are)',
+    'the syncer refuses a pseudo-gradient whose norm is more than this many times the running '
+    'median norm of its fragment (0: no such limit; NaN and Inf are always refused)',
     shared=False,
   )
   norm_warmup: int = setting(
     8,
-    'outer steps of a fragment before its norms are judged',
+    'how many outer steps of a fragment come before its first norm limit',
     low=1,
     high=NORM_WINDOW,
-    remedy='a median needs a few commits, and so many are kept',
+    remedy=f'a median needs a few commits, and the syncer keeps {NORM_WINDOW}',
     shared=False,
   )
   strikes: int = setting(
-    3, 'refused updates in a row that put a learner into quarantine (0: never)', shared=False
+    3, 'how many refused updates in a row put a learner into quarantine (0: never)', shared=False
   )
   say_again_ns: int = setting(
     60 * SECOND_NS,
-    'refused updates of the same learner are told again after so long, with their number',
+    'after this long the syncer reports refused updates of the same learner again, with their '
+    'number',
     high=86_400 * SECOND_NS,
-    remedy='0 tells each of them',
+    remedy='0 reports each of them',
     shared=False,
   )
   snapshot_syncs: int = setting(
     0,
-    'a snapshot of the whole run is taken every so many outer steps (0: only on request)',
+    'after how many outer steps the syncer takes a run snapshot (0: only on request)',
     shared=False,
     name='sync.snapshot_every_syncs',
   )
   snapshot_wait_ns: int = setting(
     60 * SECOND_NS,
-    'a learner that has not saved its part by then is left out of the snapshot',
+    'a learner that has not saved within this time is left out of the run snapshot',
     low=SECOND_NS // 100,
     high=86_400 * SECOND_NS,
-    remedy='a part takes a step and a save',
+    remedy="a learner's part takes a step and a save",
     shared=False,
   )
 
@@ -262,7 +265,7 @@ class ProtocolConfig:
 
   @property
   def lag(self) -> int | None:
-    """max_lag as it acts: no overlap means waiting at the boundary."""
+    """The effective max_lag: 0 if there is no overlap."""
     return 0 if self.overlap == 0 else self.max_lag
 
   @property
@@ -276,11 +279,11 @@ class ProtocolConfig:
     return max(1, self.overlap)
 
 
-TABLE = {field.name: _row(field) for field in dataclasses.fields(ProtocolConfig)}
+TABLE = {field.name: _setting_of(field) for field in dataclasses.fields(ProtocolConfig)}
 
 
 def described(doc: str | None, names: dict[str, Setting]) -> str:
-  """A docstring with what the table says of these fields, for `help()`."""
+  """A docstring with the meaning of these fields, for `help()`."""
   lines = [
     textwrap.fill(f'{name}: {one.doc}', 98, initial_indent='    ', subsequent_indent='      ')
     for name, one in names.items()

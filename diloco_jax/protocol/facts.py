@@ -1,7 +1,7 @@
 """The facts that machines report: for the records and the checks, never for another machine.
 
-A fact is named as its class in small letters. Those that a process itself reports are in
-report/facts.py. Tokens of a fragment count once for each fragment (syncer/ledger.py).
+The name of a fact is its class name in small letters. The facts of a process itself are in
+report/facts.py. Each token counts once for each fragment (syncer/ledger.py).
 """
 
 import dataclasses
@@ -28,7 +28,8 @@ def fact(cls):
 
 @fact
 class _OuterStep:
-  """`participants`: learner ids; `grace_ns`: its grace window; `staleness`: of the oldest anchor, in versions."""
+  """`participants`: learner ids; `grace_ns`: the grace window; `staleness`: versions since the
+  oldest anchor."""
 
   sync: int
   fragment: int
@@ -42,17 +43,17 @@ class _OuterStep:
 
 @fact
 class Merging(_OuterStep):
-  """An outer step is decided."""
+  """The syncer has decided an outer step."""
 
 
 @fact
 class Synced(_OuterStep):
-  """The outer step is durable; `participants` and `tokens` without those that were refused."""
+  """The outer step is durable; `participants` and `tokens` exclude refused payloads."""
 
 
 @fact
 class Cancelled:
-  """No version comes of a sync."""
+  """A sync ended without a version."""
 
   sync: int
   fragment: int
@@ -73,7 +74,7 @@ class Refused:
 
 @fact
 class Ledger:
-  """The books, as they stand. fragments * trained = merged + sum(discarded) + unsettled.
+  """The present ledger: fragments * trained = merged + sum(discarded) + unsettled.
 
   Attributes:
     trained: tokens of all learners; merged, unsettled: fragment-tokens.
@@ -81,7 +82,7 @@ class Ledger:
     learners: of each learner over all its incarnations {incarnations, steps, tokens, merged,
       discarded}.
     synced, cancelled: how many syncs have ended so.
-    repaired: fragments sent whole because a digest differed; skipped: syncs that were left out.
+    repaired: fragments sent whole because a digest differed; skipped: overdue syncs.
     sync: the syncer's clock.
   """
 
@@ -100,8 +101,8 @@ class Ledger:
 
 @fact
 class Member:
-  """What became of a learner: it waits (for its lease), has joined, recovered, is lost. `reason`
-  of the loss; `by`: where its moments come from (protocol/messages.py, Way)."""
+  """The new state of a learner: waits (for a shard), joined, recovered or lost. `reason`: of the
+  loss; `by`: the source of its moments (protocol/messages.py, Way)."""
 
   learner: str
   state: str
@@ -112,8 +113,8 @@ class Member:
 
 @fact
 class Snapshot:
-  """A snapshot of the run has ended: the learners that are in it, those that are missing, or the
-  error for which it was given up."""
+  """A run snapshot is complete, with the learners in it and the missing ones, or was abandoned
+  because of `error`."""
 
   number: int
   parts: tuple[str, ...] = ()
@@ -126,7 +127,7 @@ class Snapshot:
 
 @fact
 class State:
-  """What the learner does from now on: joined, disconnected (with a reason), trained (to the end)."""
+  """The new state of the learner: joined, disconnected (with a reason) or trained (to the end)."""
 
   state: str
   incarnation: int | None
@@ -136,8 +137,8 @@ class State:
 
 @fact
 class Adopted:
-  """A new version of a fragment goes into the model. `steps_between`: inner steps since the last
-  one; `whole`: not a delta, as after a join; `staleness`: versions that were left out."""
+  """The learner adopts a new version of a fragment. `steps_between`: inner steps since the last
+  one; `whole`: not a delta, as after a join; `staleness`: versions that it never adopted."""
 
   fragment: int
   version: int
@@ -150,8 +151,8 @@ class Adopted:
 
 @fact
 class Moments:
-  """Where a learner that came back has its moments from (protocol/messages.py, Way): a donor and
-  its step, or else why there was no donation."""
+  """The source of a process's moments (protocol/messages.py, Way): a donor and its step, or the
+  reason why there was no donation."""
 
   by: str
   clock: int
@@ -160,5 +161,5 @@ class Moments:
   reason: str
 
 
-_OfSyncer = Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
-Fact = _OfSyncer | State | Adopted | Moments
+_SyncerFact = Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
+Fact = _SyncerFact | State | Adopted | Moments

@@ -1,7 +1,7 @@
-"""Tables of states: what docs/protocol.md draws is what the machines obey.
+"""Tables of states: the machines obey the tables that docs/protocol.md draws.
 
-A table has a row (source, target, why) for each move. A state lives in one field, and every change
-of that field goes through `move`, so a move that is not drawn is never made.
+A table has a row (source, target, why) for each move. One field holds the state, and every change
+of that field calls `move`, so a machine makes no move that is not drawn.
 """
 
 Table = tuple[tuple[str, str, str], ...]

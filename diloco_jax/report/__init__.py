@@ -1,1 +1,1 @@
-"""Facts that processes record, and what people see of them: live table, summary, picture."""
+"""The facts that processes record, and their views: live table, summary, picture."""

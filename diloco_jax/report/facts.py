@@ -1,6 +1,6 @@
 """The facts that processes report about themselves, and all facts by their names in the records.
 
-Those that a machine decides are in protocol/facts.py.
+The facts of the protocol's machines are in protocol/facts.py.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ class Step:
 
 @protocol_facts.fact
 class Eval:
-  """Held-out loss of the model at a clock: the syncer's, or that of a learner that trains alone."""
+  """Held-out loss at a clock: of the global model, or of a learner without a syncer."""
 
   step: int
   loss: float
@@ -46,8 +46,8 @@ class Outer:
 
 @protocol_facts.fact
 class Traffic:
-  """What has crossed the wire in this life of the syncer, and what data-parallel training of the
-  same steps would have moved."""
+  """Bytes on the wire in this process of the syncer, and the bytes that data-parallel training of
+  the same steps would have moved."""
 
   bytes_up: int
   bytes_down: int
@@ -56,8 +56,8 @@ class Traffic:
 
 @protocol_facts.fact
 class Recovered:
-  """The syncer goes on from what it found: outer steps replayed from its log, the clock, the number
-  of the newest record, the version of each fragment."""
+  """The syncer has recovered: outer steps replayed from its log, the clock, the number of the newest
+  record, the version of each fragment."""
 
   replayed: int
   sync: int
@@ -67,9 +67,9 @@ class Recovered:
 
 @protocol_facts.fact
 class Startup:
-  """CPU time of the process until a phase: on a busy machine only that says what a start costs. The
-  phases of a syncer: assembled (a standby: its turn has come), listens, restored (its checkpoint),
-  recovered (the log), ready (every outer step compiled)."""
+  """CPU time of the process until a phase; on a busy machine only CPU time tells the cost of a start.
+  The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
+  checkpoint), recovered (the log), ready (every outer step compiled)."""
 
   phase: str
   cpu_s: float
@@ -80,7 +80,7 @@ class Startup:
 
 @protocol_facts.fact
 class Process:
-  """A program has a new state (launch/supervisor.py); `text` for people; `pid` once it starts."""
+  """A program has a new state (launch/supervisor.py). `text`: for people; `pid`: once it starts."""
 
   child: str
   state: str
@@ -104,11 +104,11 @@ _KINDS = {
   kind.__name__.lower(): (kind, {field.name for field in dataclasses.fields(kind)})
   for kind in typing.get_args(Fact)
 }
-_COMMON = {'t_ns', 'time', 'name'}  # of every line in the records
+_COMMON = {'t_ns', 'time', 'name'}  # in every line of the records
 
 
 def parse(row: dict[str, Any]) -> Fact | None:
-  """The fact in a line of the records; None: there is no such fact, or it has other fields.
+  """The fact in a line of the records; None if there is no such fact or its fields differ.
 
   >>> parse({'t_ns': 1, 'time': 1.0, 'name': 'eval', 'step': 3, 'loss': 2.5})
   Eval(step=3, loss=2.5)

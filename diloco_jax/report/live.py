@@ -1,8 +1,8 @@
-"""What a person sees while a local run trains: one live table, or plain lines where nobody looks.
+"""The display of a local run: a live table on a terminal, else plain lines.
 
-On a terminal the table is redrawn in place and the processes' own lines go to their logs only. When
-the output is a file or a pipe every line is printed with the name of its process, and a line of
-status every few seconds.
+The table is redrawn in place, and the lines of the processes are in their logs only. If the output
+is a file or a pipe, every line is printed with the name of its process, and a status line every few
+seconds.
 """
 
 import sys
@@ -33,25 +33,25 @@ _COLOURS = {
 
 
 class Display(Protocol):
-  """Where a run is shown."""
+  """Shows a run."""
 
   def listen(self, name: str, line: str) -> None:
-    """One line that a process wrote; `name` 'local' is the supervisor itself."""
+    """Takes a line that a process wrote; `name` 'local' is the supervisor itself."""
 
   def tick(self, view: run_facts.RunFacts) -> None:
-    """Shows where the run stands; called a few times a second."""
+    """Shows the state of the run; called a few times a second."""
 
   def close(self) -> None: ...
 
 
 def make(stream=None) -> Display:
-  """The display that suits standard output."""
+  """Makes the display that suits standard output."""
   stream = stream or sys.stdout
   return LiveDisplay(console_lib.Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
 
 
 class PlainDisplay:
-  """Lines: what the processes say, and a status line every five seconds."""
+  """Prints the lines of the processes, and a status line every five seconds."""
 
   def __init__(self, stream):
     self._stream = stream
@@ -71,7 +71,7 @@ class PlainDisplay:
     try:
       print(text, file=self._stream, flush=True)
     except (OSError, ValueError):
-      pass  # nobody reads any more; the logs have it
+      pass  # the reader has closed the pipe; the logs have the line
 
 
 class LiveDisplay:
@@ -99,12 +99,12 @@ class LiveDisplay:
 
   def close(self) -> None:
     if self._view is not None:
-      self._draw(self._view)  # as it stands at the end
+      self._draw(self._view)  # the final state
     self._live.stop()
 
 
 def status_line(view: run_facts.RunFacts) -> str:
-  """Where the run stands in one line."""
+  """The state of the run in one line."""
   learners = ', '.join(
     f'{name} {learner.state} {learner.step}' for name, learner in view.learners.items()
   )

@@ -1,7 +1,7 @@
-"""The picture of a run: loss against tokens, and under it the learners' lives against time.
+"""The picture of a run: loss against tokens, and below it the learners' processes against time.
 
-Colours are Okabe and Ito's, which people with any kind of colour vision can tell apart; the global
-model is black and thick, and every learner has its colour in both halves.
+The colours are Okabe and Ito's, distinct for every kind of colour vision. The global model is black
+and thick; every learner has one colour in both halves.
 """
 
 import pathlib
@@ -31,7 +31,7 @@ def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
   )
   colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(run.learners)}
   _draw_loss(top, run, colours)
-  _draw_lives(bottom, run, colours)
+  _draw_processes(bottom, run, colours)
   top.set_title(title, loc='left', fontsize=11)
   figure.savefig(path, dpi=140)
   plt.close(figure)
@@ -50,7 +50,7 @@ def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
 
 def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
   for name, learner in run.learners.items():
-    for tokens, losses in _unbroken(learner):
+    for tokens, losses in _process_curves(learner):
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
       axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
   if run.evaluations:
@@ -88,9 +88,9 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
   _open(axes)
 
 
-def _unbroken(learner: run_facts.Learner):
-  """(tokens, losses) of each life that stepped, so that no line bridges an absence."""
-  starts = [life.started_s for life in learner.processes[1:]] + [float('inf')]
+def _process_curves(learner: run_facts.Learner):
+  """Yields (tokens, losses) of each process that stepped, so that no line bridges an absence."""
+  starts = [process.started_s for process in learner.processes[1:]] + [float('inf')]
   begin_s = float('-inf')
   for end_s in starts:
     part = [step for step in learner.steps if begin_s <= step.at_s < end_s]
@@ -99,19 +99,19 @@ def _unbroken(learner: run_facts.Learner):
     begin_s = end_s
 
 
-def _draw_lives(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
+def _draw_processes(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
   names = list(run.learners)
   for row, name in enumerate(names):
     learner = run.learners[name]
-    for life in learner.processes:
-      _draw_life(axes, row, life, learner, run.end_s, colours[name])
+    for process in learner.processes:
+      _draw_process(axes, row, process, learner, run.end_s, colours[name])
     axes.vlines(learner.merged_s, row - 0.36, row - 0.22, color='black', linewidth=0.6)
   axes.set_yticks(range(len(names)), names)
   axes.set_ylim(len(names) - 0.4, -0.6)
   axes.set_xlim(0, run.end_s * 1.01)
   axes.set_xlabel('seconds since the start')
   axes.legend(
-    handles=_life_legend(),
+    handles=_process_legend(),
     frameon=False,
     fontsize=8,
     ncols=5,
@@ -123,34 +123,34 @@ def _draw_lives(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str,
   _open(axes)
 
 
-def _draw_life(
+def _draw_process(
   axes: axes_lib.Axes,
   row: int,
-  life: run_facts.Life,
+  process: run_facts.Process,
   learner: run_facts.Learner,
   end_s: float,
   colour: str,
 ) -> None:
-  over_s = end_s if life.ended_s is None else life.ended_s
-  ready_s = over_s if life.first_step_s is None else life.first_step_s
-  first = life is learner.processes[0]
+  over_s = end_s if process.ended_s is None else process.ended_s
+  ready_s = over_s if process.first_step_s is None else process.first_step_s
+  first = process is learner.processes[0]
   axes.barh(
     row,
-    ready_s - life.started_s,
-    left=life.started_s,
+    ready_s - process.started_s,
+    left=process.started_s,
     height=0.4,
     color=colour,
     alpha=0.25,
     linewidth=0,
   )
   axes.barh(row, over_s - ready_s, left=ready_s, height=0.4, color=colour, linewidth=0)
-  if life.ended in ('killed', 'failed'):
+  if process.ended in ('killed', 'failed'):
     axes.plot(over_s, row, marker='X', color='black', markersize=10, zorder=4, clip_on=False)
-  if not first and life.first_step_s is not None:
+  if not first and process.first_step_s is not None:
     axes.plot(ready_s, row, marker='>', color='black', markersize=9, zorder=4, clip_on=False)
 
 
-def _life_legend() -> list:
+def _process_legend() -> list:
   def mark(marker: str, label: str, size: float = 7):
     return lines.Line2D(
       [], [], color='black', marker=marker, linestyle='', markersize=size, label=label
@@ -160,12 +160,12 @@ def _life_legend() -> list:
     patches.Patch(color='#666666', label='training'),
     patches.Patch(color='#666666', alpha=0.25, label='starting'),
     mark('X', 'killed'),
-    mark('>', 'back'),
+    mark('>', 'trains again'),
     mark('|', 'contribution merged'),
   ]
 
 
 def _open(axes: axes_lib.Axes) -> None:
-  """No frame where there is nothing to read."""
+  """Removes the frame at the top and on the right."""
   axes.spines[['top', 'right']].set_visible(False)
   axes.grid(axis='x' if axes.yaxis_inverted() else 'both', alpha=0.2)

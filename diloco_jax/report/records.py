@@ -1,11 +1,11 @@
-"""What a process writes down: facts as JSON lines, curves for TensorBoard, lines for people.
+"""The records of a process: facts as JSON lines, curves for TensorBoard, lines for people.
 
-One file per process, WORKDIR/records/NAME.jsonl, one fact per line and flushed per line, so that
-a process killed at any moment leaves at most one torn line, which readers skip. A later life of
-the process appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name": ..., fields}
-(facts.py). The supervisor, the live table and the report read these files and nothing else.
+There is one file per program, WORKDIR/records/NAME.jsonl, with one fact per line. Each line is
+flushed, so a process killed at any moment leaves at most one torn line, which readers skip. A later
+process of the program appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name":
+..., fields} (facts.py). The supervisor, the live table and the report read only these files.
 
-Writing never stops training: if the disk is full it is said once and training goes on.
+Writing never stops training: a full disk is reported once, and training continues.
 """
 
 import dataclasses
@@ -34,10 +34,10 @@ class Recorder:
   ):
     """Args:
 
-    workdir: the run's folder; it is made if need be (OSError if that fails).
+    workdir: the run's folder; created if it does not exist (OSError if that fails).
     process: the name of the process, for example 'l0' or 'syncer'.
     tensorboard: also write curves (tensorboardX, its own thread and queue).
-    prefix: of every line for people, where several nodes share an output.
+    prefix: of every line for people, if several nodes share an output.
     """
     self._process = process
     self._prefix = prefix
@@ -47,7 +47,7 @@ class Recorder:
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'ab', buffering=0)
     if self._file.tell():
-      self._file.write(b'\n')  # ends a line that a killed predecessor left torn; blanks are skipped
+      self._file.write(b'\n')  # ends a torn line of a killed predecessor; readers skip blanks
     self._writer = _tensorboard(pathlib.Path(workdir) / TENSORBOARD / process, tensorboard)
 
   def report(self, fact: facts.Fact) -> None:
@@ -59,18 +59,18 @@ class Recorder:
       self._guard(lambda: self._file.write(line))
 
   def scalars(self, step: int, values: dict[str, float]) -> None:
-    """Adds points to the curves `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
+    """Adds points to curves such as `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
     with self._lock:
       if self._writer is not None:
         for key, value in values.items():
           self._guard(lambda key=key, value=value: self._writer.add_scalar(key, value, step))
 
   def say(self, text: str) -> None:
-    """One line for people, on standard output."""
+    """Prints a line for people on standard output."""
     self._guard(lambda: print(self._prefix + text, flush=True))
 
   def completed(self, step: int, seconds: float, tokens: int, loss: float) -> None:
-    """The log line of an interval, as MaxText writes it: `seconds` per step, `tokens` of a step."""
+    """Prints a line about a step like MaxText's: `seconds` and `tokens` are of one step."""
     rate = tokens / seconds if seconds > 0 else math.nan
     self.say(
       f'completed step: {step}, seconds: {seconds:.3f}, tokens/s: {rate:.0f}, loss: {loss:.3f}'
@@ -98,7 +98,7 @@ class Recorder:
             flush=True,
           )
         except OSError:
-          pass  # nobody reads us any more
+          pass  # standard error is closed, too
 
 
 def _tensorboard(folder: pathlib.Path, wanted: bool):

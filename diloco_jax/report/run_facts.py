@@ -1,8 +1,8 @@
-"""A run, folded from the facts in its records: what the live table, the summary, the picture and a
-chaos plan read.
+"""A run as the facts in its records describe it; the live table, the summary, the picture and a
+chaos plan read it.
 
-Times are seconds since the first fact of the run. Tokens are those that all learners together have
-trained by then, so that curves of learners that stopped and came back stand where they belong.
+Times are seconds since the first fact of the run. Tokens are those that all learners have trained
+together by then, so that the curves of restarted learners are at the right place.
 """
 
 import bisect
@@ -20,8 +20,8 @@ _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 @dataclasses.dataclass(slots=True)
 class Status:
-  """What became of a program: its state (top of launch/supervisor.py), its lives, how often it was
-  killed on purpose."""
+  """The state of a program (top of launch/supervisor.py), the number of its processes, and how many
+  of them the supervisor has killed on purpose."""
 
   state: str = 'waiting'
   starts: int = 0
@@ -41,8 +41,8 @@ class Step:
 
 
 @dataclasses.dataclass(slots=True)
-class Life:
-  """One process of a learner. `ended`: done, killed, failed, refused, stopped, '' (runs still)."""
+class Process:
+  """One process of a learner. `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
 
   started_s: float
   first_step_s: float | None = None
@@ -55,10 +55,10 @@ class Learner:
   """Everything about one learner.
 
   Attributes:
-    state: what a person would say it is doing.
+    state: its activity, in a word for people.
     step_s: time of a step, a moving average.
-    merged_s: when an outer step with its share was published.
-    joined: when, and in which incarnation.
+    merged_s: when each outer step with a contribution of it was published.
+    joined: when it joined, and in which incarnation.
     lost: when the syncer lost it, and why.
   """
 
@@ -68,7 +68,7 @@ class Learner:
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
-  processes: list[Life] = dataclasses.field(default_factory=list)
+  processes: list[Process] = dataclasses.field(default_factory=list)
   merged_s: list[float] = dataclasses.field(default_factory=list)
   steps_between: list[int] = dataclasses.field(default_factory=list)
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
@@ -85,19 +85,19 @@ class Learner:
   def seconds_down(self, end_s: float) -> float:
     """Time between a death and the first step after it, or the end of the run."""
     down_s = 0.0
-    for life, following in zip(self.processes, [*self.processes[1:], None]):
-      if life.ended_s is None or life.ended in ('done', 'stopped'):
+    for process, following in zip(self.processes, [*self.processes[1:], None]):
+      if process.ended_s is None or process.ended in ('done', 'stopped'):
         continue
       back_s = following.first_step_s if following else None
       if back_s is None and following is not None and following.ended_s is not None:
-        back_s = following.ended_s  # it fell again before it stepped; counted from there on
-      down_s += (end_s if back_s is None else back_s) - life.ended_s
+        back_s = following.ended_s  # it died before it stepped; its own time down follows
+      down_s += (end_s if back_s is None else back_s) - process.ended_s
     return down_s
 
 
 @dataclasses.dataclass(slots=True)
 class Wire:
-  """Bytes through the syncer over all its lives, each of which counts from 0."""
+  """Bytes through all processes of the syncer, each of which counts from 0."""
 
   bytes_up: int = 0
   bytes_down: int = 0
@@ -118,15 +118,15 @@ class RunFacts:
 
   Attributes:
     learners: by learner id.
-    syncer: its state; None: the learner trains alone.
-    total_steps: at which clock the run is over.
-    syncs: every outer step, and in merges_s when it was published.
+    syncer: its state; None: the learner has no syncer.
+    total_steps: the clock at which the run is over.
+    syncs: every outer step; merges_s: when it was published.
     evaluations: of the held-out loss.
-    ledger: the last one.
-    wire: what the syncer received and sent.
-    tokens: that all learners have trained.
-    last_event: of a process, in words.
-    began_s: the first fact, as the wall clock has it; end_s: the last one, since then.
+    ledger: the newest one.
+    wire: bytes that the syncer received and sent.
+    tokens: trained by all learners.
+    last_event: the newest event of a process, for people.
+    began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
   """
 
   def __init__(self, learners: Iterable[str], total_steps: int, syncer: bool = True):
@@ -142,11 +142,11 @@ class RunFacts:
     self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
-    self._reached: list[tuple[int, int]] = []  # (clock, tokens of all), both rising
+    self._reached: list[tuple[int, int]] = []  # (clock, tokens of all), ascending
 
   @property
   def progress(self) -> float:
-    """Share of the run that is done: the clock of the foremost learner, 0 to 1."""
+    """Share of the run that is done, by the clock of the foremost learner: 0 to 1."""
     foremost = max((learner.step for learner in self.learners.values()), default=0)
     return min(1.0, foremost / self.total_steps)
 
@@ -156,7 +156,7 @@ class RunFacts:
     return self._reached[place - 1][1] if place else 0
 
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
-    """Takes lines of the records, in the order of time; what is no fact is passed over."""
+    """Takes lines of the records, in the order of time; skips lines without a known fact."""
     for process, row in rows:
       if (fact := facts.parse(row)) is not None:
         if self.began_s is None:
@@ -204,7 +204,7 @@ class RunFacts:
         learner.incarnation = max(learner.incarnation, fact.incarnation or 0)
 
   def _step(self, learner: Learner, at_s: float, fact: facts.Step) -> None:
-    learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a life, equal steps
+    learner.tokens_per_step = fact.tokens / max(1, fact.steps)  # totals of a process, equal steps
     learner.step_s += (fact.seconds - learner.step_s) * (_SMOOTHING if learner.step_s else 1.0)
     if learner.state in ('waiting', 'starting'):
       learner.state = 'training'
@@ -213,7 +213,7 @@ class RunFacts:
     if not self._reached or fact.step > self._reached[-1][0]:
       self._reached.append((fact.step, self.tokens))
     if not learner.processes:
-      learner.processes.append(Life(at_s))  # a run without a supervisor
+      learner.processes.append(Process(at_s))  # a run without a supervisor
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s
 
@@ -227,7 +227,7 @@ class RunFacts:
         self.learners[name].merged_s.append(at_s)
 
   def _process(self, at_s: float, fact: facts.Process) -> None:
-    """A program has a new state; the begin of a life belongs to a learner's history."""
+    """Takes the new state of a program; a learner's new process is kept in its history."""
     if fact.text:
       self.last_event = f'{fact.child}: {fact.text}'
     if fact.child == 'syncer':
@@ -239,4 +239,4 @@ class RunFacts:
       if learner.processes and learner.processes[-1].ended_s is None:  # its supervisor was killed
         last_s = learner.steps[-1].at_s if learner.steps else at_s
         learner.processes[-1].ended_s, learner.processes[-1].ended = last_s, 'stopped'
-      learner.processes.append(Life(at_s))
+      learner.processes.append(Process(at_s))

@@ -1,8 +1,8 @@
-"""The end of a run: WORKDIR/report/summary.json, timeline.png, and a text for strangers.
+"""The report of an ended run: WORKDIR/report/summary.json, timeline.png, and a text for people.
 
-Everything comes from the records. The ledger counts *fragment-tokens* (a token trains every
-fragment and each fragment is merged on its own; protocol/syncer/ledger.py); here they are divided by the
-number of fragments and rounded so that the sums still add up.
+All of it comes from the records. The ledger counts *fragment-tokens* (a token trains every fragment
+and each fragment is merged separately; protocol/syncer/ledger.py); the report divides them by the
+number of fragments and rounds so that the sums still add up.
 """
 
 import json
@@ -18,13 +18,13 @@ from diloco_jax.report import records as records_lib
 _REASONS = {
   'late': 'arrived after their sync had closed',
   'stale': 'measured from an anchor that was too old',
-  'overwritten': 'trained while a newer value was on its way',
+  'overwritten': 'trained while a newer version was on its way',
   'bad_value': 'held NaN or Inf',
   'lost_with_process': 'lost with a killed process',
   'left': 'their learner left',
   'end_of_run': 'the run ended first',
-  'duplicate': 'counted already',
-  'unsettled': 'not yet settled when the records end',
+  'duplicate': 'already counted',
+  'unsettled': 'not settled before the records ended',
 }
 
 KILL_WINDOW_S = 10
@@ -52,7 +52,7 @@ def write(
 
 
 def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
-  """Whoever has left records, also learners that somebody started by hand."""
+  """The ids of all learners that have written records, also of those that a person started."""
   names = sorted(path.stem for path in (workdir / records_lib.RECORDS).glob('*.jsonl'))
   learners = [name for name in names if name not in ('supervisor', 'syncer')]
   return learners or run_config.learner_ids(config.sync.learners)
@@ -84,10 +84,10 @@ def summarize(
     else None,
     'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
     'kills': [
-      _kill(run, name, life.ended_s)
+      _kill(run, name, process.ended_s)
       for name, learner in run.learners.items()
-      for life in learner.processes
-      if life.ended == 'killed'
+      for process in learner.processes
+      if process.ended == 'killed'
     ],
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
@@ -116,7 +116,7 @@ def _learner(
 
 
 def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
-  """What a kill did to the others: the median time of their steps in the 10 s before and after."""
+  """How a kill affected the others: the median time of their steps in the 10 s before and after."""
 
   def median(start_s: float, end_s: float) -> float | None:
     return _median(
@@ -150,7 +150,7 @@ def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
 
 
 def share_out(parts: Mapping[str, int], divisor: int) -> dict[str, int]:
-  """Divides every part, rounding to integers whose sum is the rounded total (largest remainders).
+  """Divides every part and rounds to integers whose sum is the rounded total (largest remainders).
 
   >>> share_out({'merged': 20, 'late': 5, 'stale': 5}, 3)
   {'merged': 7, 'late': 2, 'stale': 1}
@@ -197,10 +197,10 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   for name, row in summary['learners'].items():
     if not row['processes'] and not row['steps']:
       continue
-    words = f'learner {name}  {row["steps"]} steps'
+    line = f'learner {name}  {row["steps"]} steps'
     if summary['outer_steps']:
-      words += f', {row["contributions_merged"]} contributions merged'
-    lines.append(words + _describe_status(row))
+      line += f', {row["contributions_merged"]} contributions merged'
+    lines.append(line + _describe_status(row))
   return lines
 
 
@@ -220,18 +220,15 @@ def _kill_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_status(row: Mapping[str, Any]) -> str:
-  words = ''
+  text = ''
   if row['kills']:
-    words = f'; killed {_times(row["kills"])}, {row["seconds_down"]:.1f} s until it trained again'
+    times = 'once' if row['kills'] == 1 else f'{row["kills"]} times'
+    text = f'; killed {times}, {row["seconds_down"]:.1f} s until it trained again'
   elif row['seconds_down']:
-    words = f'; down for {row["seconds_down"]:.1f} s'
+    text = f'; down for {row["seconds_down"]:.1f} s'
   if row['status'] != 'done':
-    words += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
-  return words
-
-
-def _times(count: int) -> str:
-  return 'once' if count == 1 else f'{count} times'
+    text += f'; {row["status"]}' + (f': {row["error"]}' if row['error'] else '')
+  return text
 
 
 def _token_lines(summary: Mapping[str, Any]) -> list[str]:

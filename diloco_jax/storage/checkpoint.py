@@ -1,27 +1,26 @@
-"""An island's own checkpoints: asynchronous, atomic, verified on the way back.
+"""Checkpoints of one node: asynchronous, atomic, verified when read.
 
-One root per island, one folder per checkpoint, written by Orbax: the arrays first, the folder's
-name last, so a process killed in the middle leaves the checkpoint before as the newest. Beside the
+One root per node, one folder per checkpoint, written by Orbax: the arrays first, the folder's name
+last, so a process killed during a save leaves the previous checkpoint as the newest. Beside the
 arrays lie their shapes (a restore into another model is refused in one line) and a digest of every
-bit: what does not read back as it was written is set aside, with a warning, and the one before it
-is used.
+bit: a checkpoint that does not read back as it was written is moved aside, with a warning, and the
+previous one is used.
 
   <root>/<number>/state    parameters and optimizer state
-  <root>/<number>/anchors  one float32 array per fragment; absent for an island that trains alone
-  <root>/<number>/record   JSON: clock, data cursor, the protocol's own record, shapes, digests, the
-                           snapshot of the run that pins it, and the SHA-256 of all that
+  <root>/<number>/anchors  one float32 array per fragment; absent if the learner has no syncer
+  <root>/<number>/record   JSON: clock, data cursor, the machine's state, shapes, digests, the run
+                           snapshot that pins it, and the SHA-256 of all these
 
-The number is the clock, or the next free one behind the newest: no save takes the place of another.
-The newest two are kept, and those that a snapshot pins. What a save gives back is the number and
-the SHA-256 of the record. Kept elsewhere (a snapshot's manifest, storage/manifests.py), it makes
-`verify` independent of what the folder says of itself.
+The number is the clock or, if that is taken, the next one after the newest: no save replaces
+another. The newest two are kept, and those that a run snapshot pins. A save returns the number and
+the SHA-256 of the record. Where this SHA-256 is stored elsewhere (in the manifest of a snapshot,
+storage/manifests.py), `verify` does not depend on what the folder says about itself.
 
-A checkpoint is a cache of one island's progress; the truth of a run is the syncer's log.
+A checkpoint only caches the progress of one node; the record of a run is the syncer's log.
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import threading
@@ -34,21 +33,23 @@ import jax.numpy as jnp
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-CHECKPOINTS_KEPT = 2  # beside those that are pinned
+from diloco_jax.storage import manifests
+
+CHECKPOINTS_KEPT = 2  # beside the pinned ones
 _UNREADABLE = 0  # no snapshot has this number
-# Orbax numbers the operations of a process globally. Where those of several islands overlap in one
-# process (single-controller mode), saves have been seen to finalise each other's folders half
-# written, and a save beside a load to wait for ever.
+# Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
+# one process (single-controller mode), saves finalised each other's folders half written, and a
+# save beside a load waited for ever.
 _ONE_OPERATION = threading.Semaphore(1)
 _LOG = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-  """A save that failed, now or in the background, or a folder in which nothing reads back."""
+  """A save failed, now or in the background, or no checkpoint of a folder reads back."""
 
 
 class Restored(NamedTuple):
-  """What `save` was given, read back and verified."""
+  """The arguments of `save`, read back and verified."""
 
   step: int  # the clock at which it was saved
   state: Any  # on the shardings asked for
@@ -58,17 +59,17 @@ class Restored(NamedTuple):
 
 
 class Saved(NamedTuple):
-  """A complete checkpoint, as a snapshot of the run names it."""
+  """A complete checkpoint, as the manifest of a run snapshot names it."""
 
   number: int
   record_sha256: str
 
 
 class Checkpoints:
-  """The checkpoints of one island; keeps the last two and those that a snapshot pins.
+  """The checkpoints of one node; keeps the newest two and those that a run snapshot pins.
 
   Args:
-    root: a folder of this island alone; created if it is not there. `gs://` works with gcsfs.
+    root: a folder of this node alone; created if it does not exist. `gs://` works with gcsfs.
 
   Raises:
     ValueError: the folder cannot be written.
@@ -77,7 +78,7 @@ class Checkpoints:
   def __init__(self, root: str):
     self._root = epath.Path(root).resolve()
     _require_writable(self._root)
-    self._pins: dict[int, int] = {}  # of a checkpoint: the snapshot that pins it
+    self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=_context(),
@@ -92,14 +93,14 @@ class Checkpoints:
 
   @property
   def numbers(self) -> list[int]:
-    """Of the complete checkpoints, ascending."""
+    """The numbers of the complete checkpoints, ascending."""
     return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
   def protocol(self, number: int) -> dict[str, Any]:
-    """The protocol's own record of a checkpoint, arrays unread.
+    """Reads the machine's state in a checkpoint, without the arrays.
 
     Raises:
-      CheckpointError: it does not read back.
+      CheckpointError: the record does not read back.
     """
     try:
       with _ONE_OPERATION:
@@ -121,8 +122,9 @@ class Checkpoints:
   ) -> Callable[[], Saved]:
     """Starts a save; returns as soon as `state` may change or be donated again.
 
-    A save under way is waited for first. `snapshot`: of the run, pins this checkpoint; those of
-    other snapshots that are not in `keep` are pinned no more. None: nothing is unpinned.
+    Waits first for a save that is still running. `snapshot`: the run snapshot that pins this
+    checkpoint; checkpoints of other snapshots that are not in `keep` lose their pins. With None
+    all pins stay.
 
     Returns:
       A function that blocks until this save is complete, and raises CheckpointError if it failed.
@@ -141,8 +143,10 @@ class Checkpoints:
       'shapes': _shapes(arrays),
       'digests': _digests(arrays),
     }
-    record = json.loads(json.dumps(record))  # what is no JSON fails here, not in the background
-    sha256 = _sha256(record)
+    record = json.loads(
+      json.dumps(record)
+    )  # other values than JSON fail here, not in the background
+    sha256 = manifests.sha256(record)
     self._wait_or_warn()
     number = max([int(step), *(saved + 1 for saved in self.numbers)])
     if snapshot is not None:
@@ -168,16 +172,16 @@ class Checkpoints:
   def restore(
     self, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
   ) -> Restored | None:
-    """Returns the newest checkpoint that verifies, or None where none was ever saved.
+    """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint.
 
     Args:
       shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
-      anchor_sharding: where each anchor goes.
-      like: tree of arrays or ShapeDtypeStructs, the state this model and optimizer have.
+      anchor_sharding: of each anchor.
+      like: tree of arrays or ShapeDtypeStructs, the state of this model and optimizer.
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      CheckpointError: there are checkpoints and none verifies.
+      CheckpointError: there are checkpoints but none verifies.
     """
     self._wait_or_warn()
     numbers = self.numbers
@@ -190,44 +194,44 @@ class Checkpoints:
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
-      except Exception as error:  # whatever the storage says, the checkpoint before may be whole
+      except Exception as error:  # of any kind: the previous checkpoint may be whole
         self._set_aside(number, error)
     if numbers:
       raise CheckpointError(
         f'none of the checkpoints {numbers} under {self._root} reads back as it '
-        'was written: remove the folder to start afresh'
+        'was written; remove the folder to start without them'
       )
     return None
 
   def verify(self, number: int, record_sha256: str = '') -> dict[str, Any]:
-    """Reads a whole checkpoint, whatever model it is of, and compares it with its record, and that
-    with the SHA-256 that it had, if that is known.
+    """Reads a whole checkpoint of any model and compares it with its record, and the record with
+    the SHA-256 that it had, if the caller knows it.
 
     Returns:
-      The protocol's own record.
+      The machine's state.
 
     Raises:
-      CheckpointError: it is not what was saved; says which leaf, or that the record is not.
+      CheckpointError: it is not what was saved; the text names the leaf or the record.
     """
     try:
       with _ONE_OPERATION:
         record = self._record(number)
-        if record_sha256 not in ('', _sha256(record)):
+        if record_sha256 not in ('', manifests.sha256(record)):
           raise ValueError('its record is of another checkpoint')
         arrays = self._checkpointer.load_checkpointables(number, self._abstract_of(number))
         _require_same_shapes(record['shapes'], _shapes(arrays))
         _require_same_digests(record['digests'], _digests(arrays))
-    except Exception as error:  # whatever the storage says: it does not read back
+    except Exception as error:  # of any kind: the checkpoint does not read back
       raise CheckpointError(
         f'{self._root / str(number)} does not read back as it was written: {_one_line(error)}'
       ) from error
     return record['protocol']
 
   def wait(self) -> None:
-    """Blocks until the save under way, if any, is complete.
+    """Blocks until the running save, if any, is complete.
 
     Raises:
-      CheckpointError: it failed.
+      CheckpointError: the save failed.
     """
     done, self._under_way = self._under_way, None
     try:
@@ -235,32 +239,28 @@ class Checkpoints:
         done.result()
     except CheckpointError:
       with contextlib.suppress(Exception):
-        self._checkpointer.wait()  # Orbax raises it once more in every thread that waits
+        self._checkpointer.wait()  # Orbax raises the error again in every thread that waits
       raise
 
   def close(self) -> None:
-    """Waits, as `wait` does, and releases the folder."""
+    """Waits like `wait`, and closes the folder."""
     try:
       self.wait()
     finally:
       self._checkpointer.close()
 
   def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
-    """Runs in a thread of its own, so that the next save may start even if nobody waits."""
+    """Runs in a separate thread, so that the next save can start even if no caller waits."""
     try:
       response.result()
-    except Exception as error:
-      failure = self._failed(saved.number, error)
-    else:
-      failure = None
-    _ONE_OPERATION.release()
-    if failure is None:
       done.set_result(saved)
-    else:
-      done.set_exception(failure)
+    except Exception as error:
+      done.set_exception(self._failed(saved.number, error))
+    finally:
+      _ONE_OPERATION.release()
 
   def _wait_or_warn(self) -> None:
-    """A save that failed is no reason not to try the next one."""
+    """Waits like `wait`, but only warns of a failure, since the next save may succeed."""
     try:
       self.wait()
     except CheckpointError as error:
@@ -291,12 +291,12 @@ class Checkpoints:
     )
 
   def _abstract_of(self, number: int) -> dict[str, Any]:
-    """The arrays of a checkpoint as it describes them itself, all on the first device."""
+    """The arrays of a checkpoint by its own description, all on the first device."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     described = self._checkpointer.checkpointables_metadata(number).metadata
     for name, tree in described.items():
       if tree is None and name != 'record':  # Orbax has warned, and would guess
-        raise ValueError(f'what its {name} is made of cannot be read')
+        raise ValueError(f'the description of its {name} cannot be read')
     return {
       name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
       for name, tree in described.items()
@@ -304,14 +304,14 @@ class Checkpoints:
     }
 
   def _record(self, number: int) -> dict[str, Any]:
-    """Raises ValueError if it is not what was saved, and whatever the storage says."""
+    """Reads the record. Raises ValueError if it is not the saved one, and any error of Orbax."""
     record = self._checkpointer.load_checkpointables(number, {'record': None})['record']
-    if record.pop('sha256') != _sha256(record):
+    if record.pop('sha256') != manifests.sha256(record):
       raise ValueError('its record is not the one that was saved')
     return record
 
   def _snapshot_of(self, number: int) -> int | None:
-    """The snapshot that pins a checkpoint; if nobody can tell, it stays until the next snapshot."""
+    """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
     try:
       with _ONE_OPERATION:
         return self._record(number)['snapshot']
@@ -321,7 +321,7 @@ class Checkpoints:
   def _set_aside(self, number: int, error: Exception) -> None:
     aside = self._root / f'unreadable-{number}'
     _LOG.warning(
-      'checkpoint %s does not read back (%s): moved to %s, trying the one before',
+      'checkpoint %s does not read back (%s): moved to %s, trying the previous one',
       self._root / str(number),
       _one_line(error),
       aside,
@@ -334,12 +334,12 @@ class Checkpoints:
   def _failed(self, number: int, error: Exception) -> CheckpointError:
     return CheckpointError(
       f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
-      'checkpoint before it is still there'
+      'previous checkpoint is still there'
     )
 
 
 class _NewestAndPinned:
-  """Which checkpoints Orbax keeps, the new one among them."""
+  """Tells Orbax which checkpoints to keep; the new one is among them."""
 
   def __init__(self, pins: Collection[int]):
     self._pins = pins
@@ -353,8 +353,8 @@ class _NewestAndPinned:
 def _context() -> ocp.Context:
   """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
 
-  Each leaf is written by one of its replicas: cutting it among them, Orbax's default, took more
-  than half of the time that `save` blocks a small island.
+  One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
+  more than half of the time that `save` blocks a small island.
   """
   registry = ocp.handlers.local_registry()
   registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
@@ -365,7 +365,7 @@ def _context() -> ocp.Context:
 
 
 class _Mismatch(Exception):
-  """The checkpoint is whole, but of another model or optimizer."""
+  """A checkpoint is whole but of another model or optimizer."""
 
 
 def _require_writable(root: epath.Path) -> None:
@@ -377,7 +377,7 @@ def _require_writable(root: epath.Path) -> None:
   except OSError as error:
     raise ValueError(
       f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
-      'this process may write to'
+      'that this process may write to'
     ) from error
 
 
@@ -406,7 +406,7 @@ def _require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> Non
 
 
 def _digests(tree: Any) -> dict[str, int]:
-  """One 32-bit number per leaf, computed where the leaf lies: only the numbers reach the host."""
+  """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
   return {path: int(value) for path, value in jax.device_get(_paths(_digest_leaves(tree))).items()}
 
 
@@ -427,12 +427,6 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
     index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
     stride *= leaf.shape[axis]
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
-
-
-def _sha256(record: dict[str, Any]) -> str:
-  """Of a record; it holds a digest of every leaf, so it stands for the checkpoint."""
-  text = json.dumps(record, sort_keys=True, separators=(',', ':'))
-  return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:

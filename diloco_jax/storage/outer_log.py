@@ -1,19 +1,21 @@
-"""The log of outer steps: what the syncer commits, and how Theta is made again from it.
+"""The log of outer steps: the syncer's commits, from which a restart computes Theta again.
 
 A record of the write-ahead log (wal.py) is one outer step: the Merge that the machine asked for,
-with the machine's books (protocol/syncer/recovery.py), the MergeDone that answers it, and the
-participants' payloads as they came. Nothing about an outer step leaves the process before its
-record is durable. So whatever anybody has seen of an outer step can be made again::
+with the machine's state (protocol/syncer/recovery.py), the MergeDone that answers it, and the
+participants' payloads as received. Nothing about an outer step leaves the process before its record
+is durable. So every outer step that any learner has seen can be computed again::
 
-    Theta and books = checkpoint + the records behind it, each merged again by the function that
-                      merged it first; the digest of the result must be the one that was committed
+    Theta and machine state = checkpoint + the records behind it, each merged again by the function
+                              that merged it first; the digest of the result must be the committed
+                              one
 
-A refused outer step is recorded, too: it has settled tokens.
+A refused outer step is recorded, too, since it settled tokens.
 
-The log reaches back to the older of the two checkpoints that are kept, and to its beginning until
-there are two: whichever of them does not read back, the other one will do.
+The log reaches back to the older of the two checkpoints that are kept, or to its beginning until
+there are two: if one of them does not read back, the other one suffices.
 
-It needs two ports, Files and Theta, so the simulator (proof/sim) runs it on its disks and arrays.
+It needs two ports, Files and Theta, so the simulator (proof/sim) runs it on its own disks and
+arrays.
 """
 
 import hashlib
@@ -26,26 +28,26 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files_port, wal, wal_format
 
 OUTER_STEP = 1  # the kind of its records
-CHECKPOINTS = 2  # so many are kept
-POSITION, CHAIN = 'log', 'chain'  # what a checkpoint's own record holds of the log
+CHECKPOINTS = 2  # the number that a syncer keeps
+POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
 
 
 class NotReproduced(wal_format.WalError):
-  """An outer step of the log does not come out as it did. The log is whole; nothing was changed."""
+  """An outer step of the log gives another result than before. The log is whole and unchanged."""
 
 
 class Merged(Protocol):
-  """What became of an outer step."""
+  """The result of an outer step."""
 
   failed: str
-  """Why it was refused, in words; then nothing has changed."""
+  """Why it was refused, for people; then nothing has changed."""
 
   digest: int
   """Of the fragment's published value after it."""
 
 
 class Theta(Protocol):
-  """The global model, as far as the log moves it."""
+  """The part of the global model that the log uses."""
 
   versions: list[int]
 
@@ -57,14 +59,14 @@ class Theta(Protocol):
     refused: Sequence[str],
     width: int,
   ) -> Merged:
-    """Carries out an outer step of fragment p: its next version, unless it is refused.
+    """Carries out an outer step of fragment p: makes its next version, unless it is refused.
 
     Args:
       p: the fragment.
       participants: in the order of learner ids.
-      payloads: theirs, in the same order.
-      refused: learners that are left out, as if they were absent.
-      width: how many rows are stacked.
+      payloads: of the participants, in the same order.
+      refused: participants that count as absent learners.
+      width: number of rows in the stack.
     """
 
 
@@ -72,7 +74,7 @@ Ended = tuple[actions.Merge, events.MergeDone]
 
 
 class OuterStep(NamedTuple):
-  """One record: `width` rows were stacked, `payloads` are in the order of the participants."""
+  """One record: the stack had `width` rows; `payloads` are in the order of the participants."""
 
   merge: actions.Merge
   done: events.MergeDone
@@ -81,12 +83,12 @@ class OuterStep(NamedTuple):
 
 
 def run_of(agreement: str) -> str:
-  """Whose log it is: the name of a run in its log."""
+  """The name of a run in its log."""
   return hashlib.sha256(agreement.encode()).hexdigest()[:32]
 
 
 def encode(step: OuterStep) -> list[Any]:
-  """Buffers for Wal.append; payloads are not copied."""
+  """Makes the buffers for Wal.append; does not copy payloads."""
   return wal_format.pack(
     {
       'merge': step.merge,
@@ -107,7 +109,7 @@ def decode(payload: memoryview) -> OuterStep:
   sizes = header['payload_bytes']
   if len(sizes) != len(merge.participants) or sum(sizes) != len(data):
     raise ValueError(
-      f'{len(data)} bytes are left for payloads of {sizes} bytes from {len(merge.participants)} '
+      f'{len(data)} bytes do not hold payloads of {sizes} bytes from {len(merge.participants)} '
       'learners'
     )
   ends = itertools.accumulate(sizes)
@@ -115,14 +117,14 @@ def decode(payload: memoryview) -> OuterStep:
   return OuterStep(merge, done, header['width'], payloads)
 
 
-# --- Carrying out an outer step again -------------------------------------------------------------
+# --- Repeating an outer step ----------------------------------------------------------------------
 
 
 def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
-  """Carries out the outer step of a record again, on a Theta that stands right before it.
+  """Repeats the outer step of a record, on the Theta directly before it.
 
   Raises:
-    NotReproduced: it does not belong there, or does not come out as it was committed.
+    NotReproduced: the record does not follow, or gives another result than the committed one.
   """
   step = _decoded(record, place)
   merge, done = step.merge, step.done
@@ -131,8 +133,8 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
     raise _refused(
       record,
       place,
-      f'makes version {merge.version} of fragment {merge.fragment}, the '
-      f'checkpoint and the records before it end with version {before}: put the checkpoint back '
+      f'makes version {merge.version} of fragment {merge.fragment}, but the '
+      f'checkpoint and the records before it end with version {before}: put back the checkpoint '
       'that belongs to this log',
     )
   merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused, step.width)
@@ -140,17 +142,17 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
     raise _refused(
       record,
       place,
-      f'does not come out as it did: sync {merge.sync}, fragment '
+      f'gives another result than before: sync {merge.sync}, fragment '
       f'{merge.fragment}, version {merge.version} has digest {merged.digest:016x}, was '
-      f'committed with {done.digest:016x}. Start it with the jax, the flags and the kind of '
-      'machine that committed it; if nothing of that has changed, test the memory of this host',
+      f'committed with {done.digest:016x}. Start the syncer with the jax, the flags and the kind '
+      'of machine that committed it; if none of these has changed, test the memory of this host',
     )
   return step
 
 
 def _decoded(record: wal.Record, place: str) -> OuterStep:
   if record.kind != OUTER_STEP:
-    raise _refused(record, place, f'is of kind {record.kind}, which this release does not know')
+    raise _refused(record, place, f'has kind {record.kind}, which this release does not know')
   try:
     return decode(record.payload)
   except (ValueError, KeyError, TypeError, codec.TapeError) as error:
@@ -159,7 +161,7 @@ def _decoded(record: wal.Record, place: str) -> OuterStep:
 
 def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
   return NotReproduced(
-    f'Record {record.number} of the log in {place} {what}. Not started, no record is lost.'
+    f'Record {record.number} of the log in {place} {what}. The syncer did not start; no record is lost.'
   )
 
 
@@ -167,13 +169,13 @@ def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
 
 
 def begin(files: files_port.Files, agreement: str, position: dict[str, Any]) -> None:
-  """A log in a folder without one, behind the position of a checkpoint that a run was brought back
-  to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
+  """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
+  back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
   wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
 
 
 class OuterLog:
-  """The log of one run. `recover` first; one thread at a time."""
+  """The log of one run. Call `recover` first, and use it from one thread at a time."""
 
   def __init__(
     self,
@@ -186,8 +188,8 @@ class OuterLog:
 
     Args:
       files: the directory.
-      agreement: the run's (protocol/agreement.py): another run's log is refused.
-      say: where lines for people go.
+      agreement: of the run (protocol/agreement.py): the log of another run is refused.
+      say: prints a line for people.
       segment_bytes: as for wal.open_log.
     """
     self._files = files
@@ -198,20 +200,20 @@ class OuterLog:
 
   @property
   def position(self) -> dict[str, Any]:
-    """For the record of a checkpoint that holds every outer step committed so far."""
+    """The position for a checkpoint that holds every outer step committed so far."""
     return {POSITION: self._wal.committed, CHAIN: self._wal.chain.hex()}
 
   def recover(self, theta: Theta, position: dict[str, Any]) -> list[Ended]:
-    """Opens the log and carries out again what came after a checkpoint, or after version 0; what
-    these records say.
+    """Opens the log and repeats the outer steps behind a checkpoint, or behind version 0; returns
+    them.
 
     Args:
-      theta: as the checkpoint has it; moved to where the log ends.
+      theta: as in the checkpoint; moved to the end of the log.
       position: of the checkpoint; empty: there is none.
 
     Raises:
-      NotReproduced, WalDamaged, WalUnsupported: it must not go on; nothing was changed.
-      WalFull, WalBroken: the disk.
+      NotReproduced, WalDamaged, WalUnsupported: the syncer must not start; nothing was changed.
+      WalFull, WalBroken: the disk is full or failed.
     """
     after, chain = position.get(POSITION, 0), position.get(CHAIN)
     self._wal = wal.open_log(
@@ -223,16 +225,16 @@ class OuterLog:
     return [(step.merge, step.done) for step in steps]
 
   def append(self, step: OuterStep) -> int:
-    """Gives an outer step to the operating system; its number. `commit` makes it durable.
+    """Gives an outer step to the operating system; returns its number. `commit` makes it durable.
 
     Raises:
-      WalFull: there is no space; append the same again later.
+      WalFull: there is no space; append the same step again later.
       WalBroken: the disk failed.
     """
     return self._wal.append(OUTER_STEP, *encode(step))
 
   def commit(self) -> None:
-    """Returns once what was appended is durable.
+    """Returns once all appended outer steps are durable.
 
     Raises:
       WalBroken: the disk failed; nothing about this outer step may leave the process.
@@ -240,10 +242,10 @@ class OuterLog:
     self._wal.commit()
 
   def compact(self, kept: Sequence[dict[str, Any]]) -> None:
-    """Drops what every checkpoint that is kept holds; called after a save has succeeded.
+    """Drops the records that every kept checkpoint holds; call it after a save has succeeded.
 
     Args:
-      kept: the records of the checkpoints, with their positions, oldest first.
+      kept: the records of the kept checkpoints, with their positions, oldest first.
 
     Raises:
       WalFull: there is no space to begin a new segment.

@@ -1,20 +1,19 @@
-"""Reading a write-ahead log back: what is whole, what is a torn tail, what is damage.
+"""Reads a write-ahead log back and tells whole records, a torn tail and damage apart.
 
-A host that loses power while a group of records is written leaves any part of it. None of that was
-acknowledged, so it may be cut: a *torn tail*. A broken byte in anything older is *damage*: what
-was acknowledged is not there any more, and only a person may decide to go on without it.
+A host that loses power while it writes a group of records leaves any part of the group. None of it
+was acknowledged, so it may be cut: a *torn tail*. A broken byte in an older record is *damage*: an
+acknowledged record is lost, and only a person may decide to continue without it.
 
-The two look alike, so every entry says which record was already durable when it was written
-(`proven`), and a commit is followed by a mark that says it of the records just committed. Broken
-bytes where record n is due are damage if any header behind them, or the header of the next
-segment, proves n; a tear if none does. A broken mark alone costs nothing: what it proves is also
-proven by the entry behind it, so it is passed over.
+The two look alike. Therefore every entry says which record was already durable when it was written
+(`proven`), and after each commit a mark says so of the records just committed. Broken bytes where
+record n is due are damage if any header behind them, or the header of the next segment, proves n,
+else a tear. A broken mark alone is skipped: the entry behind it proves the same.
 
-One window remains. A mark is not fsynced on its own (that would double the cost of a commit): it
+One gap remains. A mark is not fsynced by itself (that would double the cost of a commit): it
 survives the death of the process, but not a power loss right after the commit. If the mark is lost
-so, *and* a byte of the last committed group rots before the next commit, that group is taken for a
-tear and cut. Nothing in the log can tell; a snapshot that is newer than what is left (`after` of
-wal.open_log), and learners that saw a newer version, do.
+in this way *and* a byte of the last committed group rots before the next commit, the scan takes
+that group for a tear and cuts it. Nothing in the log shows this, but a checkpoint that is newer than
+the rest of the log (`after` of wal.open_log) does, and so do learners that saw a newer version.
 """
 
 import dataclasses
@@ -23,8 +22,8 @@ from collections.abc import Iterator
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
 
-# The command that helps, of experiments/local.py: the log is set aside, and a new one begins behind
-# the newest checkpoint.
+# The flag of experiments/local.py that repairs a damaged log: it moves the log aside and begins a new
+# one behind the newest checkpoint.
 RESTORE = '--restore=checkpoint'
 
 
@@ -39,7 +38,7 @@ class Segment:
 
 @dataclasses.dataclass
 class Damage:
-  """Where a log cannot be trusted any more, and why."""
+  """The first place where a log is damaged, and how."""
 
   name: str
   offset: int
@@ -48,12 +47,12 @@ class Damage:
 
 @dataclasses.dataclass
 class Found:
-  """What a log holds."""
+  """The content of a log."""
 
   segments: list[Segment]
   last: int = 0  # the newest whole record
   chain: bytes = b''  # hash after it
-  proven: int = 0  # the newest record that is known to have been durable
+  proven: int = 0  # the newest record that was certainly durable
   torn_bytes: int = 0  # behind the last whole entry of the last segment
   passed: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # broken marks
   damage: Damage | None = None
@@ -63,12 +62,13 @@ class Found:
     return self.segments[0].first if self.segments else 1
 
   def damaged(self, files: files_port_lib.Files, damage: Damage, after: int = 0) -> fmt.WalDamaged:
-    """The error in words; `after`: the last record that the checkpoint holds."""
+    """The error for people; `after`: the last record that the checkpoint holds."""
     return fmt.WalDamaged(
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
-      f'{damage.why}. Not started, nothing changed; records {self.first} to {self.last} are whole. '
-      f'Restore the file, or go back to the newest checkpoint with {RESTORE}: the log is set aside, '
-      f'and the outer steps behind record {after} are made anew.',
+      f'{damage.why}. The syncer did not start and nothing was changed; records {self.first} to '
+      f'{self.last} are whole. Put the file back, or go back to the newest checkpoint with '
+      f'{RESTORE}: it moves the log aside, and the run repeats the outer steps behind record '
+      f'{after}.',
       damage.name,
       damage.offset,
       self.last,
@@ -76,11 +76,11 @@ class Found:
 
 
 class _Foreign(fmt.Corrupt):
-  """Whole, so no tear, but not what belongs here."""
+  """A whole entry, so no tear, but not the one that is due here."""
 
 
 def segment_names(files: files_port_lib.Files) -> list[str]:
-  """The files of the log, by number."""
+  """The files of the log in the order of their records."""
   return sorted(name for name in files.names() if fmt.first_of(name) is not None)
 
 
@@ -88,8 +88,8 @@ def scan(files: files_port_lib.Files, run: str | None = None) -> Found:
   """Verifies every header, number, CRC and hash; changes nothing.
 
   Args:
-    files: where the log is.
-    run: whose log it has to be; None: anyone's.
+    files: the folder of the log.
+    run: the run that the log must belong to; None: any run.
 
   Raises:
     WalUnsupported: another format version, or another run.
@@ -106,7 +106,7 @@ def scan(files: files_port_lib.Files, run: str | None = None) -> Found:
 
 
 class _Scanner:
-  """Walks through a log from its first entry on."""
+  """Reads a log from its first entry to its last."""
 
   def __init__(self, files: files_port_lib.Files, run: str | None):
     self._files = files
@@ -115,13 +115,13 @@ class _Scanner:
     self.found = Found([])
 
   def segment(self, name: str, is_last: bool) -> Damage | None:
-    """Reads one; the damage that ends the walk, if any."""
+    """Reads one segment; returns the damage that ends the scan, if any."""
     try:
       header = fmt.parse_segment(name, self._files.read(name, 0, fmt.SEGMENT_HEADER_BYTES))
       self._check_header(name, header)
     except fmt.Corrupt as error:
       return self._trailing or Damage(name, 0, str(error))
-    if self._trailing:  # only a mark was hit: the records before it are what this header says
+    if self._trailing:  # only a mark is broken: this header confirms the records before it
       self.found.passed.append((self._trailing.name, self._trailing.offset))
       self._trailing = None
     self.found.segments.append(Segment(name, header.first))
@@ -137,10 +137,10 @@ class _Scanner:
         'Nothing was changed. Use another state directory.'
       )
     if fmt.first_of(name) != header.first:
-      raise _Foreign(f'it begins with record {header.first}, its name says otherwise')
+      raise _Foreign(f'it begins with record {header.first}, which is not the one in its name')
     if found.segments and header.first != found.last + 1:
       raise _Foreign(
-        f'it begins with record {header.first}, the log before it ends with record {found.last}'
+        f'it begins with record {header.first}, but the log before it ends with {found.last}'
       )
     if found.segments and header.chain != found.chain:
       raise _Foreign('its chain hash does not follow from the records before it')
@@ -162,7 +162,7 @@ class _Scanner:
     return None
 
   def _entry(self, name: str, offset: int, size: int) -> fmt.Entry:
-    """The entry at an offset, verified as the one that is due. Raises Corrupt."""
+    """Reads the entry at an offset and verifies that it is the one due. Raises Corrupt."""
     entry = fmt.parse_entry(self._files.read(name, offset, fmt.ENTRY_HEADER_BYTES))
     start = offset + fmt.ENTRY_HEADER_BYTES
     if entry.length > size - start:
@@ -184,13 +184,13 @@ class _Scanner:
     else:
       due = found.last + 1
     if entry.number != due:
-      raise _Foreign(f'record {entry.number} stands where {due} is due')
+      raise _Foreign(f'record {entry.number} is where record {due} is due')
     if entry.chain != chain:
       raise _Foreign(f'the chain hash of record {entry.number} does not follow from those before')
     return entry
 
   def _behind_mark(self, name: str, offset: int, size: int, error: fmt.Corrupt) -> fmt.Entry | None:
-    """The record that is due, if it follows whole behind what can only be a broken mark."""
+    """The due record, if it is whole and directly behind bytes that can only be a broken mark."""
     if isinstance(error, _Foreign):
       return None
     try:
@@ -202,14 +202,14 @@ class _Scanner:
   def _broken(
     self, name: str, offset: int, size: int, is_last: bool, error: fmt.Corrupt
   ) -> Damage | None:
-    """Broken bytes where the next record is due: damage, or else a torn tail."""
+    """Decides whether broken bytes where the next record is due are damage or a torn tail."""
     due, damage = self.found.last + 1, Damage(name, offset, str(error))
     if isinstance(error, _Foreign):
       return damage
     if not is_last:
       if size - offset > fmt.ENTRY_HEADER_BYTES:
         return damage
-      self._trailing = damage  # a mark's worth: the next header tells
+      self._trailing = damage  # as long as a mark: the next header decides
       return None
     if any(entry.proven >= due for entry in _headers(self._files, name, offset)):
       return damage
@@ -218,34 +218,34 @@ class _Scanner:
 
 
 def _headers(files: files_port_lib.Files, name: str, offset: int) -> Iterator[fmt.Entry]:
-  """Every whole header of an entry from an offset on, wherever it begins."""
+  """Finds every whole header of an entry behind an offset, at any place."""
   size = files.size(name)
   while offset < size:
     data = files.read(name, offset, fmt.PIECE_BYTES + fmt.ENTRY_HEADER_BYTES - 1)
     for place, entry in fmt.entries_in(data):
-      if place < fmt.PIECE_BYTES:  # else the next piece has it too
+      if place < fmt.PIECE_BYTES:  # the next piece has the others again
         yield entry
     offset += fmt.PIECE_BYTES
 
 
 def read_pieces(files: files_port_lib.Files, name: str, start: int, end: int) -> Iterator[bytes]:
-  """Bytes `start` to `end` of a file, piece by piece."""
+  """Reads bytes `start` to `end` of a file, piece by piece."""
   for offset in range(start, end, fmt.PIECE_BYTES):
     count = min(fmt.PIECE_BYTES, end - offset)
     data = files.read(name, offset, count)
     if len(data) != count:
-      raise OSError(f'{name} ends at byte {offset + len(data)}, {end} were there')
+      raise OSError(f'{name} ends at byte {offset + len(data)}, it had {end}')
     yield data
 
 
 def entries(files: files_port_lib.Files, segment: Segment) -> Iterator[tuple[int, fmt.Entry]]:
-  """The records of a segment that was scanned: (offset of the header, header)."""
+  """Reads the records of a scanned segment: (offset of the header, header)."""
   offset = fmt.SEGMENT_HEADER_BYTES
   while offset < segment.size:
     data = files.read(segment.name, offset, fmt.ENTRY_HEADER_BYTES)
     try:
       entry = fmt.parse_entry(data)
-    except fmt.Corrupt:  # a mark that the scan passed over
+    except fmt.Corrupt:  # a broken mark, which the scan skipped
       entry = None
     if entry and entry.kind != fmt.COMMIT_MARK:
       yield offset, entry
@@ -253,7 +253,7 @@ def entries(files: files_port_lib.Files, segment: Segment) -> Iterator[tuple[int
 
 
 def copy(files: files_port_lib.Files, name: str, start: int, end: int, target: str) -> None:
-  """Bytes `start` to `end` as the file `target`, which is there whole and durable or not at all."""
+  """Copies bytes `start` to `end` to the file `target`, which exists complete and durable or not."""
   files.create(target + fmt.NEW)
   for data in read_pieces(files, name, start, end):
     files.append(target + fmt.NEW, data)

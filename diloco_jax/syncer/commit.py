@@ -1,7 +1,7 @@
 """The log of outer steps (storage/outer_log.py) in the process that owns its folder.
 
-A full disk commits nothing: the outer step waits, and with it those that follow; learners train on.
-A failing disk ends the process.
+While the disk is full nothing is committed: the outer step waits, and all later ones with it, while
+learners keep training. A failing disk ends the process.
 """
 
 import threading
@@ -21,7 +21,7 @@ class Closed(Exception):
 
 
 class CommitLog(outer_log.OuterLog):
-  """The log of one run; one thread at a time, but `close` from any."""
+  """The log of one run. Call it from one thread at a time; `close` may be called from any."""
 
   def __init__(
     self,
@@ -30,15 +30,15 @@ class CommitLog(outer_log.OuterLog):
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
   ):
-    """Takes the folder for this process.
+    """Locks the folder for this process.
 
     Args:
       files: the folder; closed by `close`.
       agreement, say: as for OuterLog.
-      retry_s: pause before a full disk is tried again.
+      retry_s: pause before another write to a full disk.
 
     Raises:
-      DirectoryError: it cannot be written, or another syncer has it.
+      DirectoryError: the folder cannot be written, or another syncer has it.
     """
     super().__init__(files, agreement, say)
     self._retry_s = retry_s
@@ -47,7 +47,7 @@ class CommitLog(outer_log.OuterLog):
     files.probe()
 
   def write(self, step: outer_log.OuterStep) -> None:
-    """Returns once the outer step is durable; waits while there is no space for it.
+    """Returns once the outer step is durable; waits while the disk has no space for it.
 
     Raises:
       WalBroken: the disk failed; nothing about this outer step may leave the process.
@@ -71,19 +71,19 @@ class CommitLog(outer_log.OuterLog):
       if self._closed.wait(self._retry_s):
         raise Closed
     if said_s is not None:
-      self._say(f'There is space on {self._files.place} again: outer updates are committed.')
+      self._say(f'{self._files.place} has space again: outer steps are committed.')
 
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
-    """Drops what the checkpoints make superfluous. Raises WalBroken."""
+    """Drops the records that the checkpoints make superfluous. Raises WalBroken."""
     try:
       newest = checkpoints.numbers[-checkpoint.CHECKPOINTS_KEPT :]
       self.compact([checkpoints.protocol(number) for number in newest])
     except checkpoint.CheckpointError as error:
-      self._say(f'the log is kept as it is: {error}')
+      self._say(f'the log keeps all its records: {error}')
     except wal_format.WalFull:
-      pass  # the next outer step says it; the next save tries again
+      pass  # the next outer step reports it; the next save compacts again
 
   def close(self) -> None:
-    """Gives the folder back. An outer step that waits for space waits no longer."""
+    """Unlocks the folder. An outer step that waits for space raises Closed."""
     self._closed.set()
     self._files.close()

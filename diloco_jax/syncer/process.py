@@ -1,10 +1,11 @@
-"""One syncer: its node put together from ports, run to its end.
+"""Builds the node of one syncer from its ports and runs it to its end.
 
-The same function serves a process of its own (gRPC) and the single-controller mode (in process):
-only the transport differs. However the last process ended, this one goes on from the newest
-checkpoint and the log of outer steps behind it (storage/outer_log.py).
+The same function serves a separate process (gRPC) and the single-controller mode (in process): only
+the transport differs. However the last process ended, this one continues from the newest checkpoint
+and the log of outer steps behind it (storage/outer_log.py).
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -34,7 +35,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 
 class SyncerRecords:
-  """The syncer's records, with what crossed the wire beside its ledger (node.ports.Records)."""
+  """The syncer's records, with the bytes on the wire after each ledger (node.ports.Records)."""
 
   def __init__(
     self, records: records_lib.Recorder, traffic: link.Traffic, assembled: build.Assembly
@@ -67,8 +68,9 @@ class SyncerRecords:
         )
 
   def _data_parallel_bytes(self, ledger: protocol_facts.Ledger) -> int:
-    """What data-parallel training of the same steps would have moved: in every inner step a ring
-    all-reduce of bfloat16 gradients, in which each of M learners sends 2 (M - 1) / M of them."""
+    """The bytes that data-parallel training of the same steps would have moved: in every inner step
+    a ring all-reduce of bfloat16 gradients, in which each of M learners sends 2 (M - 1) / M of
+    them."""
     steps = sum(row['steps'] for row in ledger.learners.values())
     return steps * 2 * self._parameters * 2 * (self._learners - 1) // self._learners
 
@@ -81,58 +83,45 @@ def run(
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
 ) -> actions.Exit:
-  """Runs a syncer until every fragment is closed or it is asked to stop.
+  """Runs a syncer until every fragment is closed or a Stop arrives.
 
   Args:
     assembled: the run.
     theta: at version 0.
-    workdir: where its log, checkpoints and tapes are; a run that it holds is continued.
-    event_queue: where Stop may be posted from outside.
-    make_transport: called first, so that learners find somebody who listens; their words wait in
-      the event queue until the machine is there.
+    workdir: holds log, checkpoints and tapes; the run in it is continued.
+    event_queue: other threads may post a Stop to it.
+    make_transport: called before the recovery, so that learners can connect; their messages wait in
+      the event queue until the machine exists.
     records: where facts go.
 
   Returns:
-    The machine's Exit; what it saved is on disk.
+    The machine's Exit; its saves are on disk.
 
   Raises:
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
-    WalError: the log cannot be recovered, or the disk failed on the way.
+    WalError: the log cannot be recovered, or the disk failed.
   """
   manifests.require_no_restore(workdir)
-  log = commit.CommitLog(
-    files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
-  )
-  try:
-    return _run(assembled, theta, workdir, event_queue, make_transport, records, log)
-  finally:
-    log.close()
-
-
-def _run(
-  assembled: build.Assembly,
-  theta: global_model_lib.Theta,
-  workdir: pathlib.Path,
-  event_queue: loop.EventQueue,
-  make_transport: ports.MakeTransport,
-  records: records_lib.Recorder,
-  log: commit.CommitLog,
-) -> actions.Exit:
-  payloads = payloads_lib.PayloadStore()
-  transport = make_transport(event_queue.post, payloads)
-  tape = None
-  try:
+  with contextlib.ExitStack() as cleanup:
+    log = commit.CommitLog(
+      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
+    )
+    cleanup.callback(log.close)
+    payloads = payloads_lib.PayloadStore()
+    transport = make_transport(event_queue.post, payloads)
+    cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
     start = recover(
       assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
     )
     tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+    cleanup.callback(tape.close)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     evaluation = evaluation_lib.Evaluation(assembled, theta, records)
-    if start.state is None:  # a run that goes on is evaluated when it is due: this costs time
+    if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
       assembled,
@@ -160,15 +149,11 @@ def _run(
     )
     result = node.run()
     work.stop()
-    if machine.finished:  # who is asked to stop has no time for it
+    if machine.finished:  # a syncer that was asked to stop has no time for it
       evaluation.submit(machine.clock)
     evaluation.stop()
     checkpoints.close()
     return result
-  finally:
-    transport.shutdown(ports.SHUTDOWN_S)
-    if tape is not None:
-      tape.close()
 
 
 def recover(
@@ -180,10 +165,11 @@ def recover(
   kept: Sequence[int] = (),
   brought_back: dict[str, Any] | None = None,
 ) -> tape_lib.Start:
-  """Moves `theta` (version 0) to where the last process was; what the machine is made of there.
+  """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `kept`: the snapshots of the run that have a manifest; `brought_back`: what the last restore has
-  left for the syncer (restore.py)."""
+  `kept`: the run snapshots that have a manifest; `brought_back`: the last restore's message to the
+  syncer (restore.py).
+  """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
   records_lib.report_startup(records, 'restored')
@@ -199,15 +185,11 @@ def recover(
     start = dataclasses.replace(start, digests=digests)
     machine_state, origin = start.make().state(), 'version 0'
   else:
-    machine_state, origin = (
-      restored.protocol,
-      f'its checkpoint of sync {restored.protocol["opened"]}',
-    )
+    machine_state = restored.protocol
+    origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
   if brought_back and machine_state.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    machine_state = recovery.brought_back(
-      machine_state, brought_back['gone'], brought_back.get('back', ())
-    )
+    machine_state = recovery.brought_back(machine_state, brought_back['gone'], brought_back['back'])
   load = functools.partial(
     syncer_machine.SyncerMachine.load,
     assembled.protocol,
@@ -220,7 +202,7 @@ def recover(
     return start
   machine_state = recovery.replay_log(load, machine_state, replayed)
   records.say(
-    f'syncer goes on from {origin} and {len(replayed)} later outer steps in its log, at sync '
+    f'the syncer continues from {origin} and {len(replayed)} later outer steps in its log, at sync '
     f'{machine_state["opened"]}'
   )
   records.report(
@@ -236,6 +218,6 @@ def recover(
 
 
 def restored(workdir: pathlib.Path) -> dict[str, Any] | None:
-  """What the last restore of this run has left for the syncer, if there was one."""
+  """Reads the last restore's message to the syncer, if there was a restore."""
   path = manifests.syncer_folder(workdir) / manifests.RESTORED
   return json.loads(path.read_text()) if path.is_file() else None

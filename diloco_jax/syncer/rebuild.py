@@ -71,7 +71,7 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
       'after checkpoints (start runs with --config.sync.keep_log=true to keep them) or set aside '
       'by a restore'
     )
-  theta, told = global_model_lib.Theta(assembled), _digests_on_tape(workdir)
+  theta, on_tape = global_model_lib.Theta(assembled), _digests_on_tape(workdir)
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
   for record in log.records():
@@ -79,9 +79,9 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
     refused += bool(done.failed)
     if not done.failed:
       made[merge.fragment, merge.version] = done.digest
-  _compare(made, told)
+  _compare(made, on_tape)
   digests = tuple(made[p, version] for p, version in enumerate(theta.versions))
-  return Rebuilt(log.last, refused, len(told), digests)
+  return Rebuilt(log.last, refused, len(on_tape), digests)
 
 
 def _config(workdir: pathlib.Path) -> run_config.Config:
@@ -93,24 +93,24 @@ def _config(workdir: pathlib.Path) -> run_config.Config:
 
 def _digests_on_tape(workdir: pathlib.Path) -> Versions:
   """The digest of every version on the syncer's tapes; a later process replaces an earlier one."""
-  told: Versions = {}
+  on_tape: Versions = {}
   for life in tapes.find(workdir):
     if life.node != 'syncer':
       continue
     reader, merging = tapes.read(life), {}
     digests = reader.header.start.digests
-    told |= {(p, 0): digest for p, digest in enumerate(digests or ())}
+    on_tape |= {(p, 0): digest for p, digest in enumerate(digests or ())}
     for turn in reader:
       event = turn.event
       if isinstance(event, events.MergeDone) and not event.failed:
-        told[event.fragment, merging[event.sync]] = event.digest
+        on_tape[event.fragment, merging[event.sync]] = event.digest
       if isinstance(turn, tape.Record):
         merging |= {one.sync: one.version for one in turn.actions if isinstance(one, actions.Merge)}
-  return told
+  return on_tape
 
 
-def _compare(made: Versions, told: Versions) -> None:
-  for (p, version), digest in sorted(told.items()):
+def _compare(made: Versions, on_tape: Versions) -> None:
+  for (p, version), digest in sorted(on_tape.items()):
     if (p, version) not in made:
       raise Differs(f'version {version} of fragment {p} is on the tape but not in the log')
     if made[p, version] != digest:

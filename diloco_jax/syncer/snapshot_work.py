@@ -1,6 +1,6 @@
-"""The syncer's work on a snapshot of the whole run: its manifest, which is the last word.
+"""The syncer's work on a run snapshot: its manifest, written last (manifests.py).
 
-On the work thread, like every save: the checkpoints that it names are complete (manifests.py).
+It runs on the work thread, like every save, so the checkpoints that the manifest names are complete.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from diloco_jax.storage import manifests, tapes
 def write(
   workdir: pathlib.Path, agreement: str, write: actions.WriteManifest
 ) -> events.ManifestWritten:
-  """Writes the manifest, then drops those that are one too many."""
+  """Writes the manifest, then removes the oldest ones beyond SNAPSHOTS_KEPT."""
   try:
     manifests.write(
       workdir,
@@ -41,6 +41,6 @@ def write(
   except (OSError, files_lib.DirectoryError) as error:
     if write.snapshot not in manifests.numbers(workdir):
       return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
-  with contextlib.suppress(OSError, files_lib.DirectoryError):  # the next one tries again
+  with contextlib.suppress(OSError, files_lib.DirectoryError):  # the next snapshot does it
     manifests.remove_all_but(workdir, manifests.numbers(workdir)[-checkpoints.SNAPSHOTS_KEPT :])
   return events.ManifestWritten(snapshot=write.snapshot)

@@ -1,9 +1,9 @@
 """The work of the syncer: outer steps, whole fragments, saves and held-out loss, on the CPU.
 
-One *work thread* changes Theta, first in first out, so a save or a whole fragment sees what every
-merge before it has made. Payloads are looked at one by one, and who is refused is left out of the
-outer step (protocol/syncer/screening.py), which is committed to the log before anything about it is
-posted. The *evaluation thread* works on copies and delays nobody.
+One *work thread* changes Theta, first in first out, so a save or a whole fragment contains every
+merge before it. An outer step screens each payload, leaves refused ones out
+(protocol/syncer/screening.py), and is committed to the log before anything about it is posted. The
+*evaluation thread* works on copies, so no merge waits for it.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ class SyncerWork:
     evaluation: evaluation_lib.Evaluation,
     workdir: pathlib.Path,
   ):
-    """`fail` ends the node: without work nothing is merged, nor saved."""
+    """`fail` ends the node: without the work thread nothing is merged or saved."""
     self._assembled = assembled
     self._theta = theta
     self._post = post
@@ -58,8 +58,8 @@ class SyncerWork:
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
   def start(self) -> None:
-    """Compiles the outer steps, so that no sync waits for a compiler (nor teaches the grace window
-    a time that no later sync needs), then takes work."""
+    """Compiles the outer steps, then starts to take work. So no sync waits for the compiler, and the
+    grace window does not learn a time that no later sync needs."""
     self._theta.warm_up()
     self._thread.start()
 
@@ -67,7 +67,7 @@ class SyncerWork:
     self._queue.put(action)
 
   def stop(self) -> None:
-    """Ends the thread after what was submitted before."""
+    """Ends the thread after all work submitted before."""
     self._queue.put(None)
     self._thread.join()
 
@@ -89,10 +89,10 @@ class SyncerWork:
       case actions.WriteManifest():
         self._post(snapshot_work.write(self._workdir, self._assembled.agreement, action))
       case _:
-        raise TypeError(f'not the work of a syncer: {action}')
+        raise TypeError(f'the syncer has no such work: {action}')
 
   def _merge(self, merge: actions.Merge) -> None:
-    """Carries out an outer step, commits it, and only then lets anybody know."""
+    """Carries out an outer step, commits it, and only then posts anything about it."""
     p, width = merge.fragment, self._theta.width(len(merge.participants))
     payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
     screened = self._theta.screen(merge.participants, payloads, p)

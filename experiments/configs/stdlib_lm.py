@@ -1,8 +1,8 @@
 """A byte-level language model on the text of Python's own standard library.
 
-What it shows: four learners, each a JAX mesh of two devices, train one model over gRPC; one of them
-is killed on the way and comes back, and the others do not notice. Then the same experiment with
-other meanings of "training together", each a few lines away from the next.
+What it shows: four learners, each a JAX mesh of two devices, train one model over gRPC. One of them
+is killed during the run and restarted, and the others keep their speed. Other variants train the
+same model with other methods, each a few lines away from the next.
 
     ./scripts/train.sh                                                         # cpu: the demo
     ./scripts/train.sh --config=experiments/configs/stdlib_lm.py:diloco
@@ -24,9 +24,9 @@ In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.ge
 | tiny | the same in seconds, for tests: M=3, P=H=4 |
 | decoupled | cpu without the chaos |
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
-| diloco | DiLoCo: K=M, one fragment, nobody trains while it is in flight |
+| diloco | DiLoCo: K=M, one fragment, no learner trains while it is in flight |
 | data_parallel | one learner with the batch of all four, to compare with |
-| v5p_v6e | the real thing: four TPU v5p and four v6e learners, M=8, P=H=24, a 1B model |
+| v5p_v6e | for TPUs: four v5p and four v6e learners, M=8, P=H=24, a 1B model |
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from diloco_jax.train import config as train_config
 
 
 def cpu() -> run_config.Config:
-  """Sized for two cores."""
+  """Decoupled DiLoCo with one kill, sized for two cores."""
   learners, steps = 4, 850
   return run_config.Config(
     name='cpu',
@@ -70,7 +70,7 @@ def cpu() -> run_config.Config:
 
 
 def tiny() -> run_config.Config:
-  """A few seconds; for tests."""
+  """The same in a few seconds, for tests."""
   config = cpu()
   config.model = train_config.ModelConfig(
     num_layers=2,
@@ -98,7 +98,7 @@ def tiny() -> run_config.Config:
 
 
 def decoupled() -> run_config.Config:
-  """Nobody waits for anybody."""
+  """No learner waits for another."""
   config = cpu()
   config.train.steps = 1000
   config.chaos.enabled = False
@@ -106,7 +106,7 @@ def decoupled() -> run_config.Config:
 
 
 def streaming() -> run_config.Config:
-  """Everybody waits for the slowest, but not before tau steps have hidden the network."""
+  """Every learner waits for the slowest one, but trains tau steps first, which hide the network."""
   config = decoupled()
   config.sync.quorum = config.sync.learners
   config.sync.max_lag = config.sync.overlap
@@ -114,7 +114,7 @@ def streaming() -> run_config.Config:
 
 
 def diloco() -> run_config.Config:
-  """Everything at once every H steps, and nobody trains meanwhile."""
+  """All parameters every H steps; no learner trains during the exchange."""
   config = streaming()
   config.sync.fragments = 1
   config.sync.overlap = config.sync.max_lag = 0
@@ -130,10 +130,10 @@ def data_parallel() -> run_config.Config:
 
 
 def v5p_v6e() -> run_config.Config:
-  """Eight TPU slices of two kinds, unequally fast, far apart. Nothing here is sized for a CPU.
+  """Eight TPU slices of two kinds, with different speeds, far apart. Too large for a CPU.
 
   The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads and 1 key head of
-  256): 0.70B parameters, of which next to nothing is embedding. A learner is a slice of 64 chips;
+  256): 0.70B parameters, almost none of them in the embedding. A learner is a slice of 64 chips;
   one sync moves 1/24 of the parameters as int8, 30 MB each way.
   """
   learners = 8
@@ -183,7 +183,7 @@ VARIANTS: dict[str, Callable[[], run_config.Config]] = {
 
 
 def get_config(variant: str = 'cpu') -> run_config.Config:
-  """The config of a variant; ValueError lists them all if there is no such variant."""
+  """Makes the config of a variant. Raises ValueError, which lists all variants."""
   if variant not in VARIANTS:
     raise ValueError(f'there is no variant {variant!r}; use one of: {", ".join(VARIANTS)}')
   config = VARIANTS[variant]()

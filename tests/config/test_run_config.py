@@ -88,7 +88,11 @@ def test_variants_share_nothing():
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
     ('sync.lease_s', 1.0, 'sync.lease_s is 1.0, it must be between 4.0 and 7200.0: a lease must'),
-    ('sync.strikes', -1, 'sync.strikes is -1, it must be at least 0: refused updates in a row'),
+    (
+      'sync.strikes',
+      -1,
+      'sync.strikes is -1, it must be at least 0: how many refused updates in a row',
+    ),
     ('train.log_every', 0, 'train.log_every is 0'),
     ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),
     ('model.num_kv_heads', 3, 'num_kv_heads'),

@@ -86,7 +86,7 @@ def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[
         name: {'incarnation': 1, **_pin(folder, number, step + 5, seed, {})}
         for seed, (name, folder) in enumerate(islands.items(), 10 * number)
       },
-      'missing': {'l2': 'it was gone before it had saved'},
+      'missing': {'l2': 'it disconnected before it had saved'},
     },
   )
 
@@ -137,7 +137,7 @@ def _restore(config, workdir, which='latest') -> list[str]:
 
 
 def _held(folder: pathlib.Path) -> checkpoint.Restored:
-  """What the next process of a node goes on from."""
+  """What the next process of a node continues from."""
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   checkpoints = checkpoint.Checkpoints(str(folder))
   try:
@@ -205,10 +205,10 @@ def test_a_damaged_snapshot_is_passed_over_and_the_one_before_is_taken(config, w
       words = 'islands/l0/ckpt/205 does not read back'
     case 'gone':
       (island / '205').rename(island / 'elsewhere')
-      words = 'islands/l0/ckpt/205 is not there'
+      words = 'islands/l0/ckpt/205 is missing'
   said = _restore(config, workdir)
   assert re.search(f'snapshot 2 is damaged or partial.*{words}', said[0]), said
-  assert any('goes on from snapshot 1, sync 100' in line for line in said), said
+  assert any('continues from snapshot 1, sync 100' in line for line in said), said
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 1
   assert (workdir / 'aside-1' / manifests.FOLDER / '2.json').exists()
   gc.collect()
@@ -223,7 +223,7 @@ def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
     with pytest.raises(ValueError, match='there is no snapshot .* there are: 1, 2'):
       _restore(config, workdir, which)
   _damage(workdir, 1)
-  with pytest.raises(ValueError, match='no snapshot in .* is whole .* --resume goes on from'):
+  with pytest.raises(ValueError, match='no snapshot in .* is whole .* --resume continues from'):
     _restore(config, workdir)
   _damage(workdir, 1)  # the same bit once more
   gc.collect()
@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir)
   assert all(data in after for data in before.values())
   assert (workdir / 'aside-1' / 'tapes' / 'l0.1.0.jsonl').exists()
   assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '999').exists()
-  assert any(re.search('l2 starts from the fragments.*it was gone', line) for line in said), said
+  assert any(re.search('l2 starts from.*it disconnected', line) for line in said), said
 
 
 def test_its_log_begins_behind_the_snapshot(config, agreement, workdir):
@@ -269,7 +269,7 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config.sync.learners = 1
   said = _restore(config, workdir)
   assert syncer_process.restored(workdir)['gone'] == ['l1', 'l2']
-  assert any('l1 has no place any more' in line for line in said)
+  assert any('l1 is not in this config' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
   assert syncer_process.restored(workdir)['gone'] == []
@@ -318,7 +318,7 @@ def test_from_the_launcher(config, workdir, capfd):
   with pytest.raises(ValueError, match='snapshot 2 is not whole'):
     local.restore(config, workdir, '2')
   local.restore(config, workdir, 'latest')
-  assert 'the run goes on from snapshot 1' in capfd.readouterr().out
+  assert 'the run continues from snapshot 1' in capfd.readouterr().out
   assert syncer_process.restored(workdir)['log'] == 10
   with pytest.raises(ValueError, match='there is no run in'):
     local.restore(config, workdir / 'nowhere', 'latest')
@@ -349,7 +349,9 @@ def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   entries = wal_format.entries_in(log.read_bytes())
   place = next(place for place, entry in entries if entry.kind and entry.number == 6)
   _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
-  with pytest.raises(program.NeverRetry, match='DD402.*at byte.*--restore=checkpoint') as refused:
+  with pytest.raises(
+    program.NeverRetry, match='is damaged at byte.*--restore=checkpoint'
+  ) as refused:
     with program.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
@@ -370,7 +372,9 @@ def _goes_on(assembled, workdir, expected, sync: int) -> None:
 def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, damaged, expected):
   before = _contents(damaged)
   said = _restore(assembled.config, damaged, 'checkpoint')
-  assert any('goes on from checkpoint 5 of the syncer, which holds record 5' in one for one in said)
+  assert any(
+    'continues from checkpoint 5 of the syncer, which holds record 5' in one for one in said
+  )
   after = list(_contents(damaged).values())
   assert all(data in after for data in before.values()), 'something was deleted'
   assert list((damaged / 'aside-1' / 'syncer' / 'wal').glob('*.wal'))
@@ -380,7 +384,7 @@ def test_the_restore_that_the_refusal_names_makes_it_start_again(assembled, dama
 def test_a_damaged_checkpoint_is_passed_over_and_set_aside(assembled, damaged, expected):
   durability._damage(damaged / 'syncer' / 'ckpt' / '5')
   said = _restore(assembled.config, damaged, 'checkpoint')
-  assert 'checkpoint 5 is damaged and is passed over' in said[0]
+  assert 'checkpoint 5 is damaged and is skipped' in said[0]
   assert (damaged / 'aside-1' / 'syncer' / 'ckpt' / '5').is_dir()
   _goes_on(assembled, damaged, expected, 2)
   gc.collect()
@@ -411,5 +415,5 @@ def test_learners_keep_their_checkpoints_and_snapshots_stay(config, workdir):
   assert _held(_ckpt(workdir / 'islands' / 'l0')).data_state == 99
   said = _restore(config, workdir)
   assert 'snapshot 2 is damaged or partial' in said[0]
-  assert any('goes on from snapshot 1' in line for line in said)
+  assert any('continues from snapshot 1' in line for line in said)
   gc.collect()

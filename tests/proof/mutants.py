@@ -321,7 +321,10 @@ def lag_is_one_more(original):
 
 
 @mutant(
-  'A late publish moves a learner back to an older version.', learner_machine, '_heard', 'I4 I4b'
+  'A late publish moves a learner back to an older version.',
+  learner_machine,
+  '_has_value',
+  'I4 I4b',
 )
 def late_publish_moves_back(original):
   return lambda publish, version: False
@@ -768,7 +771,7 @@ def never_catches_up(original):
 @mutant(
   'The syncer saves its state while an outer step is in progress.',
   SyncerMachine,
-  '_holds_back',
+  '_save_waits',
   'I16',
 )
 def saves_during_a_merge(original):
@@ -1225,18 +1228,18 @@ def leased_during_a_merge(original):
 @mutant(
   'A process that is given another shard keeps the steps trained on the last one.',
   LearnerMachine,
-  '_move',
+  '_use_shard',
   'I21b',
 )
 def not_rewound(original):
-  def _move(self, position):
+  def _use_shard(self, position):
     before = [(anchor.steps, anchor.tokens) for anchor in self._anchors]
     original(self, position)
     self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
     for anchor, (steps, tokens) in zip(self._anchors, before):
       anchor.steps, anchor.tokens = steps, tokens
 
-  return _move
+  return _use_shard
 
 
 @mutant('A learner claims a position one batch too far.', LearnerMachine, '_confirm', 'I21b')
@@ -1322,7 +1325,7 @@ def older_snapshots_are_unpinned(original):
   return begin
 
 
-@mutant('A run snapshot does not wait for merges in progress.', SyncerMachine, '_holds_back', 'I16')
+@mutant('A run snapshot does not wait for merges in progress.', SyncerMachine, '_save_waits', 'I16')
 def snapshot_amid_merges(original):
   return property(lambda self: self._saving.due and self._gathering.merging)
 
@@ -1448,7 +1451,7 @@ def donation_tells_a_later_clock(original):
   def _dispatch(self, now_ns, event):
     if isinstance(event, events.MomentsRead):
       session, covers = self._giver._reading[0]
-      self._giver._reading[0] = session, {**covers, 'step': self.clock}
+      self._giver._reading[0] = session, {**covers, 'clock': self.clock}
     original(self, now_ns, event)
 
   return _dispatch
@@ -1464,7 +1467,7 @@ def joiner_does_not_wait(original):
   def joined(self, now_ns, message):
     original(self, now_ns, message)
     if not self.way:
-      self._decide(self._own(message.clock), message.clock)
+      self._decide(self._way_alone(message.clock), message.clock)
 
   return joined
 

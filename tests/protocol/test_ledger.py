@@ -90,7 +90,7 @@ def test_a_process_that_outlives_the_end_of_a_run_is_counted_in_the_next():
   seen.start('l0').run(250)
   seen.world.link('l0').cut.update(('up', 'down'))
   process = seen.world.learners['l0']
-  seen.world.syncer.machine._finished = True  # a run that was closed without this learner
+  seen.world.syncer.machine.finished = True  # a run that was closed without this learner
   seen.world.syncer.machine._linger_ns = seen.world.now_ns
   seen.run(2000)
   assert seen.world.syncer.exit is not None

@@ -79,7 +79,7 @@ def test_a_snapshot_begins_periodically_or_on_request(syncer):
 
 
 def test_the_snapshot_period_survives_a_restart(syncer):
-  syncer.snapshots.resume(CONFIG.snapshot_syncs * 7 + 1)
+  syncer.snapshots.resume([], CONFIG.snapshot_syncs * 7 + 1)
   assert not syncer.snapshots.due
   for _ in range(CONFIG.snapshot_syncs - 1):
     syncer.snapshots.outer_step()
@@ -111,7 +111,10 @@ def test_the_manifest_names_lost_late_and_failed_learners_as_missing():
   syncer.members.release(1)
   syncer.answer(2, error='no space')
   missing = dict(syncer.manifest().missing)
-  assert missing == {'l0': 'it was gone before it had saved', 'l1': 'it could not save: no space'}
+  assert missing == {
+    'l0': 'it disconnected before it had saved',
+    'l1': 'it could not save: no space',
+  }
 
 
 def test_a_snapshot_waits_no_longer_than_the_settings_allow(syncer):
@@ -127,7 +130,7 @@ def test_a_snapshot_waits_no_longer_than_the_settings_allow(syncer):
 
 
 def test_snapshot_numbers_increase_and_two_are_kept(syncer):
-  syncer.snapshots.load([3, 4, 7])
+  syncer.snapshots.resume([3, 4, 7], 0)
   for number, keep in ((8, (4, 7)), (9, (7, 8)), (10, (8, 9))):
     own, *asked = syncer.begin()
     assert (own.snapshot, own.keep) == (number, keep)
@@ -145,7 +148,7 @@ def test_without_its_manifest_a_snapshot_does_not_exist(syncer):
   assert syncer.manifest(WAIT_NS)
   syncer.snapshots.written(events.ManifestWritten(snapshot=1, error='no space'))
   assert any(
-    'snapshot 1 is given up: its manifest' in one.text
+    'snapshot 1 is abandoned: its manifest' in one.text
     for one in syncer.out.take()
     if isinstance(one, actions.Say)
   )

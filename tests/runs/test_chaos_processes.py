@@ -162,7 +162,7 @@ def test_a_replaced_process_is_fenced_and_never_merged(run):
   fault_run = run.fault_runs['replace']
   replaced = fault_run.node
   ended_ns = run.began_ns + fault_run.ended_s * 1e9
-  assert [life.ended for life in run.facts.learners[replaced].lives] == ['refused']
+  assert [life.ended for life in run.facts.learners[replaced].processes] == ['refused']
   assert {
     incarnation
     for at_s, incarnation in run.facts.learners[replaced].joined

@@ -178,7 +178,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     output, _ = syncer.communicate(timeout=60)
     assert time.monotonic() - began_s < NOTICE_S
     assert syncer.returncode == program.DISK_FAILED, output
-    assert 'within 2 s' in output and 'Every outer step that anybody has heard of' in output
+    assert 'within 2 s' in output and 'The log holds every outer step' in output
     assert safe > 0
   finally:
     for process in (syncer, learner):

@@ -150,7 +150,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
 
   second = start('experiments.local', '--resume', *flags)
   assert second.end() == 0, second.lines
-  assert any('goes on from its checkpoint' in line for line in second.lines)
+  assert any('continues from its checkpoint' in line for line in second.lines)
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
   discarded = sum(ledger['discarded'].values())
   assert ledger['fragments'] * ledger['trained'] == ledger['merged'] + discarded

@@ -282,7 +282,7 @@ def test_a_record_of_another_length_is_refused(damage):
   merge = merge_with(1)
   step = outer_log.OuterStep(merge, ended(merge), 1, [b'12345678'])
   data = b''.join(outer_log.encode(step))
-  with pytest.raises(ValueError, match='bytes are left for payloads'):
+  with pytest.raises(ValueError, match='bytes do not hold payloads'):
     outer_log.decode(memoryview(damage(data)))
 
 

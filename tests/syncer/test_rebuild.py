@@ -95,7 +95,7 @@ def test_a_changed_payload_is_noticed(copy, config):
     return [payloads[0], b''.join(map(bytes, wal_format.pack(header, arrays))), *payloads[2:]]
 
   _rewrite(copy, config, spoiled)
-  with pytest.raises(outer_log.NotReproduced, match='Record 2 .* does not come out as it did'):
+  with pytest.raises(outer_log.NotReproduced, match='Record 2 .* gives another result than before'):
     rebuild.rebuild(copy)
 
 

@@ -108,7 +108,7 @@ MODEL_UPDATES = {
 }
 
 
-class Checkers:
+class Checkers(observers.Observer):
   """All invariants of one run (see the top of this file)."""
 
   def __init__(self, config: config_lib.ProtocolConfig):

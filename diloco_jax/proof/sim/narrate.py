@@ -102,7 +102,7 @@ def _message(message: Any) -> str:
   return type(message).__name__
 
 
-class Story:
+class Story(observers.Observer):
   """An observer that narrates line by line: milliseconds, node, (receiver,) action."""
 
   def __init__(self, tell: Callable[[str], None]):

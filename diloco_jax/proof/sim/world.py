@@ -240,7 +240,7 @@ class World:
   @property
   def finished(self) -> bool:
     """The syncer has closed every fragment and ended."""
-    return self.syncer.exit is not None and self.syncer.machine._finished
+    return self.syncer.exit is not None and self.syncer.machine.finished
 
   def ledger(self) -> facts.Ledger:
     """The last ledger that the syncer reported."""

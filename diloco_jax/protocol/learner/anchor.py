@@ -4,9 +4,8 @@ import dataclasses
 
 from diloco_jax.protocol import messages
 
-UNKNOWN = messages.Held(
-  version=-1, digest=0
-)  # of a process that takes the fragment from the syncer
+# Of a process that takes the fragment from the syncer.
+UNKNOWN = messages.Held(version=-1, digest=0)
 
 
 @dataclasses.dataclass(slots=True)
@@ -17,6 +16,6 @@ class Anchor:
   digest: int
   steps: int = 0
   tokens: int = 0
-  contributed: int = 0  # the sync that this learner's payload went to, 0: none yet
-  sound: bool = True  # False: the bits adopted are not those that were published
+  contributed: int = 0  # the sync that this learner contributed to, 0: none yet
+  sound: bool = True  # False: the adopted bits differ from the published ones
   next_due: int = 0  # the sync this learner waits for in lock-step modes

@@ -1,9 +1,9 @@
-"""When a learner saves: every so many steps, for a snapshot of the whole run, and at its end.
+"""When a learner saves: every so many steps, for a run snapshot, and at its end.
 
-All saves are ordinary checkpoints, taken at a step boundary. What the syncer asks for
-(syncer/checkpoints.py) makes one due; the save that follows is pinned by that snapshot, whatever
-made it due. A request that comes while a save runs waits for a later boundary; of several the
-newest counts. What was asked for on a session is told on that session or not at all.
+All saves are ordinary checkpoints, taken at a step boundary. A request of the syncer
+(syncer/checkpoints.py) makes a save due; that snapshot pins the next save, whatever made it due. A
+request that comes while a save runs waits for a later boundary; of several requests the newest
+counts. The learner answers a request on the session of the request or not at all.
 """
 
 from typing import Any
@@ -11,11 +11,11 @@ from typing import Any
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.learner import connection as connection_lib
 
-ERROR_CHARS = 200  # of an error that cross the wire
+ERROR_CHARS = 200  # of an error that are sent to the syncer
 
 
 class Saving:
-  """What is not saved yet, the snapshot that was asked for, and the save under way."""
+  """Tracks the last saved step, the requested snapshot and the save in progress."""
 
   def __init__(
     self, every: int, connection: connection_lib.Connection, out: action_list.ActionList
@@ -25,9 +25,9 @@ class Saving:
     self._connection = connection
     self._out = out
     self._saved_steps = 0
-    self._heard = 0  # the newest snapshot that was asked for on this session
+    self._heard = 0  # the newest snapshot that was requested on this session
     self._asked: messages.SnapshotNow | None = None  # not begun yet
-    self._answers: tuple[int, int] | None = None  # session and snapshot of the save under way
+    self._answers: tuple[int, int] | None = None  # session and snapshot of the save in progress
     self.running = False
 
   def begin_life(self) -> None:
@@ -35,11 +35,11 @@ class Saving:
     self._saved_steps = 0
 
   def heard(self, request: messages.SnapshotNow) -> None:
-    if request.snapshot > self._heard:  # else it was said twice
+    if request.snapshot > self._heard:  # else a repeated request
       self._heard, self._asked = request.snapshot, request
 
   def forget(self) -> None:
-    """The session is gone."""
+    """The session has closed."""
     self._heard, self._asked, self._answers = 0, None, None
 
   def due(self, steps: int) -> bool:
@@ -49,17 +49,17 @@ class Saving:
   def unsaved(self, steps: int) -> bool:
     return steps > self._saved_steps
 
-  def begin(self, clock: int, steps: int, books: dict[str, Any]) -> None:
-    """At a boundary at which no save runs."""
+  def begin(self, clock: int, steps: int, machine_state: dict[str, Any]) -> None:
+    """Begins a save, at a boundary at which no save runs."""
     asked, self._asked = self._asked, None
     self.running, self._saved_steps = True, steps
-    if asked is None:
-      self._out.do(actions.Save(clock=clock, machine_state=books))
-    else:
-      self._answers = self._connection.session, asked.snapshot
-      self._out.do(
-        actions.Save(clock=clock, machine_state=books, snapshot=asked.snapshot, keep=asked.keep)
-      )
+    snapshot, keep = None, ()
+    if asked is not None:
+      snapshot, keep = asked.snapshot, asked.keep
+      self._answers = self._connection.session, snapshot
+    self._out.do(
+      actions.Save(clock=clock, machine_state=machine_state, snapshot=snapshot, keep=keep)
+    )
 
   def saved(self, done: events.SaveDone) -> None:
     self.running = False

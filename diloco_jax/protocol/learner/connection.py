@@ -3,11 +3,11 @@
     away --redial time--> dialing --Connected, Join--> joining --Offer, Confirm, Joined--> joined
     dialing, joining, joined --Disconnected--> away
 
-Training does not wait for it, so all that it may do is try again: with growing, jittered pauses, so
-that many learners who lost one syncer do not come back at the same moment. They grow by a quarter:
-who has been away for some time finds the syncer again at most about a quarter of it later. A syncer
-that has not been heard of for a lease is as good as gone: the session is closed from this side.
-From its Confirm on a learner keeps its own lease alive with heartbeats.
+Training does not wait for the connection, which dials again until it succeeds. The pauses grow and
+are jittered, so that many learners that lost one syncer do not dial at the same moment. Each pause
+is a quarter longer, so a learner reconnects at most about a quarter of the outage after its end. If
+the syncer sends nothing for a lease, the learner closes the session. From its Confirm on a learner
+renews its own lease with heartbeats.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ CONNECTION_STATES = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-  """Who this process is. `nonce` is drawn anew by every process; `seed` jitters its redials."""
+  """Identifies a process. Every process draws a new `nonce`; `seed` jitters its redials."""
 
   learner: str
   nonce: int
@@ -39,8 +39,7 @@ class Identity:
 
 
 class Connection:
-  """The newest session and its state. Sessions are counted; what comes from an older one is
-  void."""
+  """The newest session and its state. Sessions are counted; messages of older ones are ignored."""
 
   def __init__(
     self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.ActionList
@@ -55,8 +54,8 @@ class Connection:
     self._pause_ns = config.redial_ns
     self._heard_ns = 0
     self._heartbeat_ns = 0
-    self._confirmed = False  # on this session: the lease is ours to keep
-    self._refusals = self._refused = 0  # how often in a row, and on which session last
+    self._confirmed = False  # on this session: the learner has a lease to renew
+    self._refusals = self._refused = 0  # how many in a row; the session of the last one
 
   @property
   def joined(self) -> bool:
@@ -72,19 +71,19 @@ class Connection:
     self._heard_ns = now_ns
 
   def deadline_ns(self, ending: bool) -> int | None:
-    """When `keep` has something to do; a learner that is `ending` dials no more."""
+    """When to call `keep`; a learner that is `ending` dials no more."""
     if self.state == 'away':
       return None if ending else self._redial_ns
     lease_ns = self._heard_ns + self._config.lease_ns
     return min(lease_ns, self._heartbeat_ns) if self._confirmed else lease_ns
 
   def keep(self, now_ns: int, ending: bool) -> None:
-    """Dials when it is time, notices a silent syncer, keeps the lease."""
+    """Dials after a pause, closes the session of a silent syncer, renews the lease."""
     if self.state == 'away':
       if now_ns >= self._redial_ns and not ending:
         self._dial(now_ns)
     elif now_ns >= self._heard_ns + self._config.lease_ns:
-      self._heard_ns = now_ns  # ask once per lease; Disconnected follows
+      self._heard_ns = now_ns  # close once per lease; Disconnected follows
       self._confirmed = False
       self._out.close(self.session, 'the syncer fell silent')
     elif self._confirmed and now_ns >= self._heartbeat_ns:
@@ -123,10 +122,11 @@ class Connection:
     self._refusals = 0
 
   def refused(self, now_ns: int, refused: messages.Refused) -> bool:
-    """Whether it is refused for good: that ends the process before it disturbs anyone. An id in use
-    may be our own last life, whose lease is still running, so that one is tried once more."""
+    """Returns whether the refusal is final, which ends the process; else plans the next attempt. An
+    id in use may be held by this learner's previous process until its lease ends, so the learner
+    tries that one once more."""
     if self._refused == self.session:
-      return False  # said twice
+      return False  # repeated
     self._refused = self.session
     self._refusals += 1
     if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
@@ -136,14 +136,14 @@ class Connection:
     return False
 
   def disconnected(self, now_ns: int, reason: str) -> None:
-    """The session is gone: back to the pause before the next attempt."""
+    """The session has closed: pauses before the next attempt."""
     joined = self.joined
     self._move('away')
     self._out.closing.discard(self.session)
     self._confirmed = False
     longer_ns = min(self._config.longest_redial_ns, self._pause_ns * 5 // 4)
     self._pause_ns = self._config.redial_ns if joined else longer_ns
-    jitter = 500 + int(self._random.random() * 1000)  # half to one and a half of the pause
+    jitter = 500 + int(self._random.random() * 1000)  # permille of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
     if joined:
       self._out.say(

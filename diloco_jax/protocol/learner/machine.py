@@ -1,25 +1,26 @@
-"""The learner: trains, answers pulls and adopts what is published, all at its own step boundaries.
+"""The learner: trains, answers pulls and adopts published versions, all at its step boundaries.
 
-Two things run side by side: the *connection* (connection.py), and the *training*, which needs the
-connection only once, to start from what the run holds (docs/protocol.md draws it from
-TRAINING_STATES)::
+Two state machines run in parallel: the *connection* (connection.py), and the *training*, which
+needs the connection only once, to start from the published fragments (docs/protocol.md draws it
+from TRAINING_STATES)::
 
-    waiting --every due fragment adopted, moments there--> training
+    waiting --every due fragment adopted, moments decided--> training
     training --clock reached T--> trained --Finish--> ended
 
-Whose moments a new process trains with, and how a peer gets them: moments.py.
+moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
-At a step boundary, in this order: move to another shard, adopt what has arrived, snapshot
-and encode what was pulled, save if it is time, start the next step. The clock grows by one
-per inner step, and adopting what sync t published sets it to max(clock, t), so unequal learners
-stay aligned.
+At a step boundary the learner does this, in this order: use another shard, adopt arrived versions,
+capture and encode pulled fragments, save if a save is due, start the next step. The clock grows by
+one per inner step, and adopting the version of sync t sets it to max(clock, t), so that learners of
+different speeds stay aligned.
 
-A learner contributes once per anchor: its payload covers everything since it adopted that anchor,
-so a second one would count the same tokens again. A pull that comes before the learner has trained
-on the fragment waits for the next boundary, and is declined if no step may come before it.
+A learner contributes once per anchor: its payload covers all its steps since it adopted that
+anchor, so a second payload would count the same tokens again. A pull that comes before the learner
+has trained on the fragment waits for the next boundary; the learner declines it if it may not step
+before.
 """
 
 import collections
@@ -44,9 +45,9 @@ TRAINING_STATES = (
 Identity = connection_lib.Identity
 
 
-def _heard(publish: messages.Publish, version: int) -> bool:
-  """Whether a publish says nothing new to who holds `version`. The same version whole is a fresh
-  anchor that the syncer wants to be taken."""
+def _has_value(publish: messages.Publish, version: int) -> bool:
+  """Whether a learner that holds `version` need not adopt this publish. The same version as a whole
+  fragment is a fresh anchor that it must adopt."""
   whole = publish.base_version is None
   return publish.version < version or (publish.version == version and not whole)
 
@@ -57,12 +58,12 @@ class LearnerMachine:
   def __init__(
     self, config: config_lib.ProtocolConfig, identity: Identity, digests: tuple[int, ...] | None
   ):
-    """A process that starts.
+    """Starts a process.
 
     Args:
-      config: the numbers of the run.
-      identity: who it is.
-      digests: of its fragments at version 0 (its own initialisation); None: it comes back from a
+      config: the protocol's settings.
+      identity: the learner id and the process that holds it.
+      digests: of its fragments at version 0 (its own initialisation); None: it was restored from a
         checkpoint and takes every fragment from the syncer.
     """
     self._config = config
@@ -73,7 +74,7 @@ class LearnerMachine:
     self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
     self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
     self._incarnation = 0
-    # Where it reads, what it told of that, and where it is to go at the next boundary.
+    # Where it reads, what its last Confirm claimed, and where it reads from the next boundary on.
     self._position: messages.ShardPosition | None = None
     self._claim: messages.ShardPosition | None = None
     self._next_position: messages.ShardPosition | None = None
@@ -92,11 +93,13 @@ class LearnerMachine:
     ]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
-    self._given: set[int] = set()  # syncs whose verdict on our share has not come on this session
-    self._leave_ns = 0  # asked to end, it waits for them no longer than this
+    self._unsettled: set[int] = (
+      set()
+    )  # syncs that it contributed to on this session, no verdict yet
+    self._leave_ns = 0  # a learner that was asked to end waits for these verdicts until then
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this session
-    # Work under way, in the order in which it will be answered, with the session it began on: a
-    # session may break and the same sync or version come again meanwhile.
+    # Work in progress, in the order in which it will be answered, with the session it began on: the
+    # session may break, and the same sync or version may come again, before the answer.
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, anchor_lib.Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
@@ -109,10 +112,10 @@ class LearnerMachine:
   # --- The one entry ------------------------------------------------------------------------------
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
-    """Takes one event at time `now_ns` and returns what is to be done, in order."""
+    """Handles one event at time `now_ns`; returns the actions in order."""
     self._dispatch(now_ns, event)
     if not self._exited:
-      self._connection.keep(now_ns, self._no_more)
+      self._connection.keep(now_ns, self._leaving)
       self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
@@ -120,22 +123,22 @@ class LearnerMachine:
 
   @property
   def deadline_ns(self) -> int | None:
-    """When a Wake is wanted."""
+    """When the machine needs a Wake."""
     if self._exited:
       return None
-    times = [self._connection.deadline_ns(self._no_more), self._taker.deadline_ns]
+    times = [self._connection.deadline_ns(self._leaving), self._taker.deadline_ns]
     if self._waits_for_verdicts:
       times.append(self._leave_ns)
     return min((time for time in times if time is not None), default=None)
 
   @property
   def _waits_for_verdicts(self) -> bool:
-    """It would leave, but what it has given is not settled yet."""
-    return bool(self._ending and self._given) and not (self._running or self._saving.running)
+    """Whether only missing verdicts keep the learner from leaving."""
+    return bool(self._ending and self._unsettled) and not (self._running or self._saving.running)
 
   @property
-  def _no_more(self) -> bool:
-    """It is going, so it dials no more."""
+  def _leaving(self) -> bool:
+    """Whether the process is about to end, so that it dials no more."""
     return bool(self._ending or self._refused)
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
@@ -166,7 +169,7 @@ class LearnerMachine:
       case events.SaveDone():
         self._saving.saved(event)
         if self._refused:
-          self._give_up()
+          self._exit_refused()
       case events.Stop(reason=reason):
         self._ending = self._ending or reason
         self._leave_ns = self._leave_ns or now_ns + self._config.drain_ns
@@ -178,13 +181,13 @@ class LearnerMachine:
   # --- Connection ---------------------------------------------------------------------------------
 
   def _disconnected(self, now_ns: int, reason: str) -> None:
-    """Nothing of the old session is valid any more; training goes on."""
+    """Discards the state of the old session; training continues."""
     joined = self._connection.joined
     self._told_clock = -1
     self._pulls.clear()
     self._pulled.clear()
     self._saving.forget()
-    self._given.clear()
+    self._unsettled.clear()
     for _, payload_id in self._arrivals:
       self._out.drop(payload_id)
     self._arrivals.clear()
@@ -201,7 +204,7 @@ class LearnerMachine:
       case messages.Refused():
         if self._connection.refused(now_ns, message):
           self._refused = message.text
-          self._give_up()
+          self._exit_refused()
       case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)
       case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
@@ -221,13 +224,13 @@ class LearnerMachine:
       case messages.Finish():
         self._ending = self._ending or 'done'
       case messages.Heartbeat() | messages.Joined() | messages.Pull():
-        pass  # the latter two: heard before on this session
+        pass  # a Joined or Pull is a repeat here
       case _:
         raise TypeError(f'not a message of a syncer: {message}')
 
   def _confirm(self, now_ns: int, incarnation: int) -> None:
-    going_on = incarnation == self._incarnation
-    self._claim = (self._next_position or self._position) if going_on else None
+    continues = incarnation == self._incarnation
+    self._claim = (self._next_position or self._position) if continues else None
     shard, cursor = self._claim or (None, 0)
     self._connection.confirm(
       now_ns,
@@ -235,8 +238,8 @@ class LearnerMachine:
         nonce=self._identity.nonce,
         incarnation=incarnation,
         clock=self.clock,
-        steps=self.steps if going_on else 0,
-        tokens=self.tokens if going_on else 0,
+        steps=self.steps if continues else 0,
+        tokens=self.tokens if continues else 0,
         held=tuple(messages.Held(version=a.version, digest=a.digest) for a in self._anchors),
         shard=shard,
         cursor=cursor,
@@ -257,16 +260,16 @@ class LearnerMachine:
     self._report_state('joined')
 
   def _renew(self, fragment: int, anchor: anchor_lib.Anchor, clock: int) -> None:
-    """A new session begins: what was sent before and is not merged will be asked for again."""
+    """A session begins: the syncer will pull the unmerged tokens of older sessions again."""
     anchor.contributed = 0
     due = self._schedule.due(fragment, clock)
-    # Syncs may close out of order: of a fragment that is up to date, one after `clock` may be.
+    # Syncs may close out of order: this learner may hold the version of a sync after `clock`.
     anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
     if not anchor.sound and fragment not in self._due:
       self._tell_adopted(fragment, anchor)
 
   def _begin_life(self, joined: messages.Joined) -> None:
-    """Steps and tokens are counted per incarnation."""
+    """Begins an incarnation: its steps and tokens count from 0."""
     self._incarnation = joined.incarnation
     self.steps = self.tokens = 0
     self._saving.begin_life()
@@ -274,13 +277,13 @@ class LearnerMachine:
       anchor.steps = anchor.tokens = 0
 
   def _encoded(self, encoded: events.Encoded) -> None:
-    """The capture is bytes now; it is void if the session changed meanwhile."""
+    """Sends the encoded capture, unless the session has changed since."""
     session, covers = self._encoding.popleft()
     assert (covers['sync'], covers['fragment']) == (encoded.sync, encoded.fragment), encoded
     if not self._connection.joined or session != self._connection.session:
       self._out.drop(encoded.payload_id)
     elif encoded.payload_id is None:
-      self._given.discard(encoded.sync)
+      self._unsettled.discard(encoded.sync)
       self._connection.send(
         messages.Decline(
           sync=encoded.sync,
@@ -296,8 +299,8 @@ class LearnerMachine:
 
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
-    self._given.discard(settled.sync)
-    if settled.reason == messages.CANCELLED:  # no version comes of it: the tokens can be sent again
+    self._unsettled.discard(settled.sync)
+    if settled.reason == messages.CANCELLED:  # the tokens can be sent again
       if anchor.contributed == settled.sync:
         anchor.contributed = 0
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
@@ -331,9 +334,9 @@ class LearnerMachine:
       )
 
   def _boundary(self, now_ns: int) -> None:
-    """Between two steps: the only moment at which parameters are read or replaced."""
+    """Between two steps: only here parameters are read or replaced."""
     if self._next_position is not None:
-      self._move(self._next_position)
+      self._use_shard(self._next_position)
     for publish, payload_id in self._arrivals:
       self._adopt(publish, payload_id)
     self._arrivals.clear()
@@ -351,7 +354,7 @@ class LearnerMachine:
       self._report_state('trained')
     for fragment, sync in list(self._pulls.items()):
       self._answer(fragment, sync)
-    # Not before it trains: until then its moments are nobody's.
+    # Not before it trains: until then its moments are undecided.
     if trains and not (self._ending or self._refused) and self._saving.due(self.steps):
       self._save()
     if self._ending:
@@ -360,11 +363,11 @@ class LearnerMachine:
       self._running = True
       self._out.do(actions.Step(clock=self.clock))
     elif self._told_clock != self.clock:
-      self._progress(0)  # no step will tell: the clock moved while joining, or by an adoption
+      self._progress(0)  # no step will report it: Joined or an adoption moved the clock
 
-  def _move(self, position: messages.ShardPosition) -> None:
-    """Goes on reading elsewhere. What it has trained since its anchors is not its own to send any
-    more: others read those batches, so it is undone."""
+  def _use_shard(self, position: messages.ShardPosition) -> None:
+    """Reads from another position. The learner undoes its steps since its anchors, because another
+    learner reads those batches."""
     self._out.do(
       actions.UseShard(
         shard=position.shard, cursor=position.cursor, rewind=self._position is not None
@@ -382,7 +385,7 @@ class LearnerMachine:
 
   def _adopt(self, publish: messages.Publish, payload_id: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
-    if fragment not in self._due and _heard(publish, anchor.version):
+    if fragment not in self._due and _has_value(publish, anchor.version):
       self._out.drop(payload_id)
       return
     if publish.base_version is not None and publish.base_version != anchor.version:
@@ -412,7 +415,7 @@ class LearnerMachine:
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
       )
     )
-    self._given.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
+    self._unsettled.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
     self._anchors[fragment] = anchor_lib.Anchor(
       publish.version,
       publish.digest,
@@ -427,11 +430,11 @@ class LearnerMachine:
     self._due.discard(fragment)
 
   def _adopt_done(self, done: events.AdoptDone) -> None:
-    """Both sides must hold the same bits, or deltas would drift apart."""
+    """Compares the digest: learner and syncer must hold the same bits, or deltas would diverge."""
     session, anchor = self._adopting.popleft()
     assert anchor.version == done.version, (anchor, done)
     anchor.sound = done.digest == anchor.digest
-    # What an old session began is settled by the join since, but wrong bits must be told.
+    # An adoption of an older session needs no report after a new join, but wrong bits do.
     wrong = not anchor.sound and anchor is self._anchors[done.fragment]
     if self._connection.joined and (session == self._connection.session or wrong):
       self._tell_adopted(done.fragment, anchor)
@@ -447,10 +450,10 @@ class LearnerMachine:
     )
 
   def _answer(self, fragment: int, sync: int) -> None:
-    """Captures a pulled fragment, or says why not, or leaves the pull for a later boundary."""
+    """Captures a pulled fragment, declines the pull, or leaves it for a later boundary."""
     anchor = self._anchors[fragment]
     if fragment in self._due or len(self._encoding) >= self._config.in_flight:
-      return  # what is encoded now is held on the device: no more of it than syncs are open
+      return  # captures occupy the device: at most as many as syncs may be open
     steps = self.steps - anchor.steps
     if anchor.contributed or steps == 0:
       if steps == 0 and self._may_step():
@@ -461,7 +464,7 @@ class LearnerMachine:
       )
     else:
       anchor.contributed = sync
-      self._given.add(sync)
+      self._unsettled.add(sync)
       covers = {
         'sync': sync,
         'fragment': fragment,
@@ -480,8 +483,8 @@ class LearnerMachine:
   def _save(self) -> None:
     self._saving.begin(self.clock, self.steps, self.state())
 
-  def _give_up(self) -> None:
-    """Refused for good: ends at once, but not in the middle of a checkpoint."""
+  def _exit_refused(self) -> None:
+    """After a final refusal: ends the process, but not during a save."""
     if not self._saving.running:
       for _, payload_id in self._arrivals:
         self._out.drop(payload_id)
@@ -489,8 +492,8 @@ class LearnerMachine:
       self._exit(42, self._refused)
 
   def _end(self, now_ns: int) -> None:
-    """Save, see what was given settled, say goodbye, exit; each once. A syncer drops the payload of
-    who leaves, so a moment of patience is worth the work since the anchor."""
+    """Saves, waits for verdicts, sends Leave and exits, each once. The syncer drops the payloads of
+    a learner that leaves, so this wait saves the work since the anchor."""
     if self._saving.running:
       return
     if self._saving.unsaved(self.steps):
@@ -506,10 +509,10 @@ class LearnerMachine:
   def _exit(self, code: int, text: str) -> None:
     self._train('ended')
     self._exited = True
-    self._taker.close()
+    self._taker.drop_arrived()
     self._out.do(actions.Exit(code=code, text=text))
 
-  # --- What others may see ------------------------------------------------------------------------
+  # --- Reports, machine state, checks -------------------------------------------------------------
 
   def _report_state(self, state: str, reason: str = '') -> None:
     self._out.report(
@@ -517,7 +520,7 @@ class LearnerMachine:
     )
 
   def state(self) -> dict[str, Any]:
-    """What a checkpoint keeps of the protocol, as JSON types."""
+    """The machine state in a checkpoint, as JSON types."""
     return {
       'learner': self._identity.learner,
       'incarnation': self._incarnation,
@@ -531,11 +534,11 @@ class LearnerMachine:
   def restore(
     cls, config: config_lib.ProtocolConfig, identity: Identity, state: dict[str, Any]
   ) -> 'LearnerMachine':
-    """A new process that comes back from a checkpoint: it takes the clock and every fragment from
-    the syncer, and counts its steps and tokens anew (they belong to its own incarnation).
+    """A new process after a checkpoint: it takes the clock and every fragment from the syncer and
+    counts steps and tokens from 0 (they belong to its own incarnation).
 
-    The clock of the checkpoint may be ahead of the syncer's; with it, a lock-step learner would
-    wait for a sync that waits for its first step.
+    It does not take the clock of the checkpoint, which may be ahead of the syncer's: a lock-step
+    learner would then wait for a sync that waits for its first step.
     """
     assert state['learner'] == identity.learner, (state['learner'], identity.learner)
     return cls(config, identity, None)

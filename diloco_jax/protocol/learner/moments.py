@@ -1,21 +1,22 @@
-"""Donations, the learner's half: the state of the inner optimizer, given and taken.
+"""Donations, the learner's half: giving and taking the state of the inner optimizer.
 
-A process that begins to train has its *moments* (the inner optimizer's state: two averages per
-parameter and their step count) by the first of these ways that is open to it::
+A process that begins to train gets its *moments* (the inner optimizer's state: two averages per
+parameter and their step count) in the first of these ways that is possible::
 
-    donor        a peer's, at one of its step boundaries, relayed by the syncer (donation.py)
-    checkpoint   its own, as they were in its last verified checkpoint
-    fragments    fresh ones: all that it has of the run are the published fragments
-    start        fresh ones as everybody's: the run begins
+    donor        a peer's, at one of its step boundaries, relayed by the syncer (moments_relay.py)
+    checkpoint   its own, from its last verified checkpoint
+    fragments    fresh ones: the process has only the published fragments
+    start        fresh ones, like all learners: the run begins
 
-Which one is decided once per process, before its first step, and the decision always comes: the
-syncer that promises a donation also says when there is none (NoDonation), and if the syncer falls
-silent the joiner gives up by itself, one lease after the time that the syncer has for it.
+The learner decides on one way per process, before its first step, and always decides: a syncer that
+promised a donation also says when there is none (NoDonation), and if the syncer is silent the
+joiner stops waiting one lease after the time that the syncer has for a donation.
 
-A donation is taken if it is whole (its digest), and at most H steps behind the joiner's clock.
+The joiner takes a donation if its digest matches and it is at most H steps behind the joiner's
+clock.
 
-The giving side snapshots at a step boundary, as it does for a pull: between two steps everything it
-gives is of one moment. One snapshot at a time is on its way off the device.
+The donor copies its moments at a step boundary, as it does for a pull, so that all arrays are of
+the same step. It transfers one copy at a time off the device.
 """
 
 import collections
@@ -28,9 +29,9 @@ from diloco_jax.protocol.learner import connection as connection_lib
 Way = messages.Way
 
 FRESH_MOMENTS_WARNING = (
-  'No peer could donate the moments of its inner optimizer, and there is no checkpoint here: they '
-  'begin anew from the published fragments. Nothing that was merged is lost; expect a higher loss '
-  'for some steps. A checkpoint folder that outlives the process avoids it.'
+  'No peer could donate the moments of its inner optimizer, and this learner has no checkpoint: it '
+  'begins with fresh moments from the published fragments. No merged update is lost; expect a '
+  'higher loss for some steps. A checkpoint folder that outlives the process avoids this.'
 )
 
 
@@ -44,18 +45,18 @@ class Giver:
     self._connection = connection
     self._out = out
     self._asked: messages.Donate | None = None
-    self._newest = 0  # the newest transfer asked for on this session
+    self._newest = 0  # the newest transfer that was requested on this session
     self._reading: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
 
   def asked(self, donate: messages.Donate) -> None:
-    if donate.transfer > self._newest:  # else it is said again
+    if donate.transfer > self._newest:  # else a repeated request
       self._asked, self._newest = donate, donate.transfer
 
   def hung_up(self) -> None:
     self._asked, self._newest = None, 0
 
   def boundary(self, trains: bool, clock: int, versions: tuple[int, ...]) -> None:
-    """Between two steps: gives what it was asked for, if it has seen the joiner's clock."""
+    """Between two steps: copies the moments if the joiner's vector clock is reached."""
     asked = self._asked
     if asked is None or self._reading:
       return
@@ -74,7 +75,7 @@ class Giver:
       self._out.do(actions.ReadMoments(transfer=asked.transfer))
 
   def read(self, read: events.MomentsRead) -> None:
-    """The capture is bytes now; it is void if the session changed meanwhile."""
+    """Sends the copy, unless the session has changed since."""
     session, covers = self._reading.popleft()
     assert covers['transfer'] == read.transfer, (covers, read)
     if not self._connection.joined or session != self._connection.session:
@@ -88,7 +89,7 @@ class Giver:
 
 
 class Taker:
-  """Decides which `way` a process gets its moments; '' until then."""
+  """Decides in which `way` a process gets its moments; '' until then."""
 
   def __init__(
     self,
@@ -102,37 +103,37 @@ class Taker:
     self._connection = connection
     self._out = out
     self.way = ''
-    self.deadline_ns: int | None = None  # when it waits no longer
-    self._promised = 0  # the transfer of this session, until Recovered is said
+    self.deadline_ns: int | None = None  # when it stops waiting
+    self._promised = 0  # the transfer of this session, until Recovered is sent
     self._arrived: tuple[messages.Donation, int] | None = None
     self._taking: messages.Donation | None = None
 
   def joined(self, now_ns: int, joined: messages.Joined) -> None:
-    """A session says whether a donation is to come."""
+    """Begins to wait if a donation is promised on this session, else decides."""
     self._promised = joined.donation
     if self.way:
       self._tell()
     elif not joined.donation and self._taking is None:
-      self._decide(self._own(joined.clock), joined.clock)
+      self._decide(self._way_alone(joined.clock), joined.clock)
     elif self.deadline_ns is None and self._taking is None:
       self.deadline_ns = now_ns + self._config.donor_wait_ns + self._config.lease_ns
 
-  def _own(self, clock: int) -> str:
-    """The way that needs nobody."""
+  def _way_alone(self, clock: int) -> str:
+    """The way without a donor."""
     if self._restored:
       return Way.CHECKPOINT
     return Way.FRAGMENTS if clock else Way.START
 
   def hung_up(self) -> None:
-    """The promise went with its session; another may come before the deadline."""
+    """The promise ended with its session; another one may come before the deadline."""
     self._promised = 0
-    self._forget()
+    self.drop_arrived()
 
   def arrived(self, donation: messages.Donation, payload_id: int) -> None:
     if donation.transfer == self._promised and self._waits:
       self._arrived = donation, payload_id
     else:
-      self._out.drop(payload_id)  # said again, or too late
+      self._out.drop(payload_id)  # repeated, or too late
 
   @property
   def _waits(self) -> bool:
@@ -140,15 +141,16 @@ class Taker:
 
   def none(self, refused: messages.NoDonation, clock: int) -> None:
     if refused.transfer == self._promised and self._waits:
-      self._decide(self._own(clock), clock, refused.reason)
+      self._decide(self._way_alone(clock), clock, refused.reason)
 
   def expire(self, now_ns: int, clock: int) -> None:
-    """The syncer has had time enough."""
+    """Decides without a donor once the deadline has passed."""
     if self.deadline_ns is not None and now_ns >= self.deadline_ns and self._taking is None:
-      self._decide(self._own(clock), clock, 'the syncer sent none in time')
+      self._decide(self._way_alone(clock), clock, 'the syncer sent none in time')
 
   def boundary(self, clock: int) -> None:
-    """Every due fragment is held, so the clock is known from which the first step will start."""
+    """Takes or refuses an arrived donation. All due fragments are adopted, so the clock of the
+    first step is known."""
     if self._arrived is None:
       return
     (donation, payload_id), self._arrived = self._arrived, None
@@ -156,7 +158,7 @@ class Taker:
     if late > self._config.period:
       self._out.drop(payload_id)
       self._decide(
-        self._own(clock),
+        self._way_alone(clock),
         clock,
         f'that of {donation.donor} is {late} steps old, at most {self._config.period}',
       )
@@ -174,13 +176,13 @@ class Taker:
     if taken.matched:
       self._decide(Way.DONOR, clock, donor=donation.donor, donated=donation.clock)
     else:
-      self._decide(self._own(clock), clock, f'that of {donation.donor} is not as it was sent')
+      self._decide(self._way_alone(clock), clock, f'that of {donation.donor} is not as it was sent')
 
   def _decide(
     self, way: str, clock: int, reason: str = '', donor: str = '', donated: int = 0
   ) -> None:
     self.way, self.deadline_ns = way, None
-    self._forget()
+    self.drop_arrived()
     if way != Way.START:
       self._out.report(
         facts.Moments(by=way, clock=clock, donor=donor, donor_step=donated, reason=reason)
@@ -199,11 +201,7 @@ class Taker:
       self._connection.send(messages.Recovered(transfer=self._promised, way=self.way))
       self._promised = 0
 
-  def _forget(self) -> None:
+  def drop_arrived(self) -> None:
     if self._arrived is not None:
       self._out.drop(self._arrived[1])
       self._arrived = None
-
-  def close(self) -> None:
-    """The process ends."""
-    self._forget()

@@ -1,6 +1,6 @@
-"""An open sync: its state, the learners it waits for, and the payloads it holds.
+"""An open sync: its state, the learners that it waits for, and its payloads.
 
-docs/protocol.md draws its life from SYNC_STATES."""
+docs/protocol.md draws its states from SYNC_STATES."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ SYNC_STATES = (
 
 @dataclasses.dataclass(slots=True)
 class Gather:
-  """One open sync: whom it still waits for, and what it has."""
+  """One open sync."""
 
   sync: int
   fragment: int
@@ -30,14 +30,14 @@ class Gather:
   quorum_at_ns: int | None = None
   grace_ns: int = 0
   participants: tuple[actions.Participant, ...] = ()
-  facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the outer step, to be told
+  facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its outer step, for reports
 
   def move(self, state: str) -> None:
     self.state = states.move(SYNC_STATES, self.state, state)
 
   @property
   def merging(self) -> bool:
-    """Its outer step is under way."""
+    """Whether its outer step is in progress."""
     return self.state == 'merging'
 
   @property
@@ -48,7 +48,7 @@ class Gather:
     return self.quorum_at_ns + self.grace_ns
 
   def withdraw(self, learner: str, quorum: int) -> int | None:
-    """Takes a learner's payload out again; its handle, if it was there and is not being merged."""
+    """Removes a learner's payload and returns its id; None: there is none, or it is being merged."""
     if self.merging or learner not in self.payloads:
       return None
     _, payload_id = self.payloads.pop(learner)
@@ -57,7 +57,7 @@ class Gather:
     return payload_id
 
   def abandon(self) -> list[int]:
-    """Takes all payloads out; their ids. Those being merged are the shell's already."""
+    """Removes all payloads and returns their ids; while merging the shell owns them: none."""
     if self.merging:
       return []
     payload_ids = [payload_id for _, payload_id in self.payloads.values()]
@@ -65,7 +65,7 @@ class Gather:
     return payload_ids
 
   def check(self, live: set[str], quorum: int) -> None:
-    """Asserts that a merge has its quorum, and that only the live are waited for."""
+    """Asserts that a merge has its quorum, and that the sync waits for live learners only."""
     if self.merging:
       assert len(self.participants) >= quorum, self
     else:

@@ -1,19 +1,18 @@
-"""Gathering: the open syncs, whom they wait for, the payloads they hold, and how they end.
+"""Gathering: the open syncs, the learners they wait for, their payloads, and how they end.
 
-An open sync pulls its fragment from every contributor. Each answers once, with a payload or a
-reason why it has none, and is not waited for any more::
+An open sync pulls its fragment from every contributor. Each contributor answers once, with a
+payload or with a reason to send none; then the sync does not wait for it any more::
 
     asked --Pull--> waiting --Contribution that counts--> in payloads
-    waiting --Contribution that does not, Decline, gone--> answered without a payload
+    waiting --Contribution that does not count, Decline, disconnected--> answered, no payload
 
-A payload that counts is held until its sync merges or is cancelled. It is withdrawn if its
-learner's session closes or its learner adopts another value of the fragment meanwhile: what it
-covers is then sent again, or overwritten. A payload that does not count is dropped at once; its
-tokens are discarded with the reason (verdicts.py), unless they can be sent again, and the learner
-is told.
+The sync holds a payload that counts until it merges or is cancelled. The syncer withdraws the
+payload if its learner's session closes or its learner adopts another value of the fragment before:
+the learner then sends those tokens again, or they are overwritten. The syncer drops a payload that
+does not count at once, discards its tokens with the reason (verdicts.py) unless the learner can
+send them again, and tells the learner.
 
-A sync ends with a version that is published, or cancelled. Either way each participant hears what
-became of its part.
+A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """
 
 from diloco_jax.protocol import action_list, actions, events, facts, messages
@@ -175,7 +174,7 @@ class Gathering:
     )
 
   def end(self, done: events.MergeDone) -> gather_lib.Gather:
-    """The outer step of a sync has ended; the sync with it."""
+    """The outer step of a sync has ended: ends the sync."""
     gather = self.open.pop(done.sync)
     self._shards.end(done.sync, done.refused, made=not done.failed)
     if done.failed:
@@ -205,8 +204,8 @@ class Gathering:
     self._out.drop(done.payload_id)
 
   def _fail(self, gather: gather_lib.Gather, why: str) -> None:
-    """An outer step was refused, its participants' tokens are discarded: they need a fresh anchor,
-    or their next range would start among those tokens and be refused as a duplicate for ever."""
+    """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
+    Otherwise their next range would start among those tokens and be a duplicate for ever."""
     self.grace.merge_failed(gather.fragment)
     for one in gather.participants:
       account = self._ledger.open(one.learner, one.incarnation)
@@ -219,9 +218,9 @@ class Gathering:
         self._published.resend_whole(member, gather.fragment)
 
   def cancel(self, gather: gather_lib.Gather, why: str) -> None:
-    """No version comes of this sync. Payloads are dropped unsettled: they can be sent again.
+    """Ends a sync without a version. Its payloads are dropped unsettled: they can be sent again.
 
-    Everybody is told, also who was not asked: a lock-step learner may be waiting for the sync."""
+    Every joined learner is told, asked or not: a lock-step learner may be waiting for the sync."""
     self.open.pop(gather.sync, None)
     for payload_id in gather.abandon():
       self._out.drop(payload_id)
@@ -236,15 +235,8 @@ class Gathering:
 
   def settle(self, member: members_lib.Member, sync: int, fragment: int, reason: str) -> None:
     """Sends a learner the verdict on its contribution to a sync; `reason` '' if it was merged."""
-    self._out.send(
-      member.session,
-      messages.Settled(
-        sync=sync,
-        fragment=fragment,
-        merged=not reason,
-        reason=reason,
-      ),
-    )
+    settled = messages.Settled(sync=sync, fragment=fragment, merged=not reason, reason=reason)
+    self._out.send(member.session, settled)
 
   def check(self) -> None:
     """Asserts that no two open syncs have the same fragment, and that each is consistent."""

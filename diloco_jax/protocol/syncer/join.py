@@ -1,38 +1,39 @@
-"""The way in and out: how a process comes to hold a learner id, and a member's life to its end.
+"""Membership: how a process joins under a learner id, and how a member is lost or leaves.
 
 Joining takes two phases, because a Join may be old or repeated::
 
-    Join --refused--> closed, with the reason in words
-    Join --Offer--> offered: it holds nothing yet
-    offered --Confirm of what was offered, the id still free--> admitted: the id is its own
-    admitted --the run has begun: Joined--> welcome, fragments are due to it
-    welcome --every due fragment adopted--> caught up: it contributes and sets the pace
-    any of them --session closed, lease over--> lost: it may come back (members.py)
-    any of them --Leave--> left: its account is closed
-    any of them --too many refused updates in a row--> quarantined: lost, and may not come back
+    Join --refused--> closed, with the reason as text
+    Join --Offer--> offered: the process holds nothing yet
+    offered --Confirm of the offer, the id still free--> admitted: the process holds the id
+    admitted --the run has begun: Joined--> joined, fragments are due
+    joined --every due fragment adopted--> caught up: the learner contributes and sets the pace
+    any of them --session closed, lease over--> lost: the process may rejoin (members.py)
+    any of them --Leave--> left: the account is closed
+    any of them --too many refused updates in a row--> quarantined: lost, may not rejoin
 
-What may not happen, and why:
-* A live holder is never displaced by another process: a second process that was given the same id
-  by mistake must not ruin the first.
-* A process that was replaced never comes back under its id: what it holds was settled as lost, and
-  its tokens would count twice.
-* A process in quarantine never comes back (screening.py); another one may take its id.
-* An offer binds nobody. Two processes may be offered the same incarnation; the first Confirm gets
-  it, so the offer is looked at again before it counts.
+The syncer keeps these rules:
+* No process displaces the live holder of an id: a second process that was given the same id by
+  mistake must not ruin the first.
+* A replaced process never rejoins under its id: its unmerged tokens were settled as lost and would
+  count twice.
+* A process in quarantine never rejoins (screening.py); another process may take its id.
+* An offer reserves nothing. The syncer may offer two processes the same incarnation; the first
+  Confirm gets it, so the syncer checks the offer again at Confirm.
 
-A new run begins with everybody who is expected, or `start_wait_ns` after the first was admitted,
-so that a quick starter does not train alone for the others to skip. Until then the admitted are in
-the *waiting room*; once the run has begun only those stay there for whom there is no shard
-(shards.py). A restored run has begun already.
+A new run begins once all expected learners are admitted, or `start_wait_ns` after the first, so
+that an early learner does not train alone and the others do not skip its syncs. Until then admitted
+members are in the *waiting room*; later only members without a free shard wait there (shards.py). A
+restored run has begun already.
 
-A learner that enters hears of the syncs after its clock of which no version came: in lock-step
-modes it would wait for them.
+The syncer tells a learner that enters which syncs after its clock made no version: in lock-step
+modes the learner would wait for them.
 
-Losing a learner disturbs nobody: it is taken out of the pace and of the open syncs, that is all.
-While a process goes on in its incarnation its account stays open, since it will send again what was
-dropped; it is closed when another process takes the id, by Leave, or with the run.
+A lost learner is removed from the pace and from the open syncs; other learners do not wait for it.
+While a process continues its incarnation its account stays open, since it will send the dropped
+payloads again; the syncer closes the account when another process takes the id, at Leave, or at the
+end of the run.
 
-Refusals are pure functions: the first reason that holds, with both sides and the remedy.
+Refusals are pure functions: they give the first reason that holds, with both sides and the remedy.
 """
 
 import dataclasses
@@ -56,7 +57,7 @@ Reason = messages.Reason
 
 
 def refuse_unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
-  """Why this process can never take part, if so: it speaks or trains something else."""
+  """Refuses a process with another protocol version, a bad id, or another agreement."""
   if join.protocol != messages.PROTOCOL_VERSION:
     side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
     return messages.Refused(
@@ -81,14 +82,13 @@ def refuse_unfit(join: messages.Join, agreement: str) -> messages.Refused | None
 def refuse_if_held(
   join: messages.Join, members: members_lib.Members, config: config_lib.ProtocolConfig, now_ns: int
 ) -> messages.Refused | None:
-  """Why the id is not this process's to take, if so: it is fenced or in quarantine, or another one
-  lives."""
+  """Refuses a process that is fenced or in quarantine, or whose id another live process holds."""
   if members.replaced(join.learner, join.nonce):
     return messages.Refused(
       code='FENCED',
-      text=f'Another process has taken learner id "{join.learner}" since; this one was fenced and '
-      'nothing it sends is merged. What was merged of its work is safe. Give it another '
-      '--learner_id, or stop the other.',
+      text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
+      'that it sends is merged. Its merged updates are safe. Give it another --learner_id, or stop '
+      'the other process.',
       retry_ns=None,
     )
   member = members.by_id.get(join.learner)
@@ -102,8 +102,8 @@ def refuse_if_held(
   return messages.Refused(
     code='ID_IN_USE',
     text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
-    f'{heard_s:.1f} s ago, and goes on undisturbed. Use another --learner_id, or stop the other '
-    f'and wait {lease_s:g} s.',
+    f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
+    f'process and wait {lease_s:g} s.',
     retry_ns=members.lease_left_ns(holder, now_ns) + config.heartbeat_ns,
   )
 
@@ -113,15 +113,15 @@ def refuse_if_held(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Offered:
-  """A session that has been offered an incarnation and holds nothing yet."""
+  """What a session was offered; it holds nothing yet."""
 
   join: messages.Join
   incarnation: int
 
 
 class Membership:
-  """Brings members in and out of everything that knows them. Owns the offers, the waiting room and
-  the count of repairs; binds ids in `members`, opens and closes their accounts."""
+  """Adds members to the parts of the syncer and removes them. It owns the offers, the waiting room
+  and the count of repairs, binds ids in `members`, opens and closes accounts."""
 
   def __init__(
     self,
@@ -150,19 +150,19 @@ class Membership:
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session
     self._told_to_wait: set[int] = set()  # sessions
     self._start_ns: int | None = None
-    self.started = False  # set for a run that goes on from a snapshot
-    self.brought_back: set[str] = set()  # with the run (recovery.BROUGHT_BACK)
-    self.repaired = 0  # adopted values that differed from what was published
+    self.started = False  # true from the beginning in a restored run
+    self.brought_back: set[str] = set()  # learners restored with the run (recovery.BROUGHT_BACK)
+    self.repaired = 0  # adopted values that differed from the published ones
 
   @property
   def deadline_ns(self) -> int | None:
-    """When the run begins whoever is there, if somebody waits for that."""
+    """When the run begins without the missing learners, if a member waits for that."""
     return self._start_ns if self._waiting_room and not self.started else None
 
   # --- From Join to the waiting room --------------------------------------------------------------
 
   def join(self, now_ns: int, session: int, join: messages.Join) -> None:
-    """Offers an incarnation, or says why not."""
+    """Offers an incarnation or refuses."""
     if session in self._members.by_session:
       return  # repeated by a member
     refused = refuse_unfit(join, self._agreement) or refuse_if_held(
@@ -176,7 +176,7 @@ class Membership:
     self._out.send(session, messages.Offer(incarnation=incarnation))
 
   def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> None:
-    """The id is this process's from here on, if it is free still."""
+    """Gives the process its id if that is still free."""
     offered = self._offered.pop(session, None)
     if session in self._members.by_session:
       return  # repeated by a member
@@ -196,13 +196,13 @@ class Membership:
     self._admit(now_ns, session, offered.join, confirm)
 
   def _recheck_offer(self, now_ns: int, offered: _Offered) -> messages.Refused | None:
-    """Another process may have taken the id between Offer and Confirm."""
+    """Refuses if another process took the id between Offer and Confirm."""
     join = offered.join
     refused = refuse_if_held(join, self._members, self._config, now_ns)
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
-        text='Another process took this id meanwhile.',
+        text='Another process took this id after the offer.',
         retry_ns=self._config.heartbeat_ns,
       )
     return refused
@@ -214,7 +214,8 @@ class Membership:
   def _admit(
     self, now_ns: int, session: int, join: messages.Join, confirm: messages.Confirm
   ) -> None:
-    """Nobody is live under the id. What the process before left unsettled is lost with it."""
+    """Binds the id, which has no live holder, to the process. The unsettled tokens of a replaced
+    process are lost."""
     before = self._members.by_id.get(join.learner)
     if before is not None and before.nonce != join.nonce:
       self._ledger.of(before).close(Reason.LOST_WITH_PROCESS)
@@ -224,7 +225,7 @@ class Membership:
     member.clock = max(member.clock, confirm.clock)
     member.held_versions = []
     account = self._ledger.of(member)
-    account.closed = False  # a process that outlived the end of a run comes back to it
+    account.closed = False  # the process may be older than the end of the run
     account.train(confirm.steps, confirm.tokens)
     self._waiting_room[session] = confirm
     if self._start_ns is None:
@@ -233,7 +234,7 @@ class Membership:
   # --- From the waiting room to the run -----------------------------------------------------------
 
   def welcome(self, now_ns: int, finished: bool) -> None:
-    """Takes in the members that may enter now; `finished`: only to hear that the run is over."""
+    """Lets waiting members enter once the run has begun; `finished`: they then receive Finish."""
     if not self.started and self._start_ns is not None:
       expected = len(self._members.by_session) >= self._config.learners
       self.started = expected or now_ns >= self._start_ns
@@ -261,14 +262,14 @@ class Membership:
     return {member.learner for member in self._members.by_session.values()}
 
   def _wait(self, member: members_lib.Member, confirm: messages.Confirm) -> None:
-    """Back to the waiting room: there is no shard to read."""
+    """Puts a member without a shard back into the waiting room."""
     self._waiting_room[member.session] = confirm
     if member.session not in self._told_to_wait and self._shards.all_read(self._live()):
       self._told_to_wait.add(member.session)
       self._report(member, 'waits')
       self._out.say(
         f'{member.learner} waits: others read all {self._config.data_shards} shards, and '
-        'text that two learners read would count twice. It enters once a session is free; a run '
+        'text that two learners read would count twice. It enters once a shard is free; a run '
         'with a larger data.shards takes more learners.'
       )
 
@@ -285,7 +286,7 @@ class Membership:
     self._warn_if_ahead(member, held)
     syncs = self._gathering.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
-    member.clock = max(member.clock, clock)  # as the learner itself will do
+    member.clock = max(member.clock, clock)  # the learner does the same
     due = tuple(sorted(member.due))
     member.awaited_transfer = 0
     if not finished and self._needs_moments(member):
@@ -307,19 +308,19 @@ class Membership:
     self._report(member, 'joined')
 
   def _needs_moments(self, member: members_lib.Member) -> bool:
-    """It has trained nothing yet, and was not brought back with the run, moments and all."""
-    back = member.learner in self.brought_back
+    """Whether the learner has trained nothing yet and was not restored with its moments."""
+    restored = member.learner in self.brought_back
     self.brought_back.discard(member.learner)
-    return self._ledger.of(member).trained == 0 and not back
+    return self._ledger.of(member).trained == 0 and not restored
 
   def _warn_if_ahead(self, member: members_lib.Member, held: tuple[messages.Held, ...]) -> None:
-    """It saw what a restore, or a repair of the log, has gone back over."""
+    """Says if the learner holds a version that a restore or a repair of the log has undone."""
     for p, (own, here) in enumerate(zip(held, self._published.fragments)):
       if own.version > here.version:
         self._out.say(
           f'{member.learner} holds version {own.version} of fragment {p}, this run is at '
-          f'{here.version}: it saw what a restore or a repair has gone back over. It is sent the '
-          'fragments as they are here, and nothing of its own counts that was trained before.'
+          f'{here.version}: a restore or a repair has undone the versions between. The learner is '
+          'sent the fragments of this run, and its tokens from before do not count.'
         )
         return
 
@@ -330,11 +331,11 @@ class Membership:
         self._gathering.settle(member, sync, p, messages.CANCELLED)
 
   def _caught_up(self, member: members_lib.Member) -> None:
-    """It holds published values only: it counts, and may still join the syncs that are open."""
+    """Counts a learner that now holds published values only, and pulls for the open syncs."""
     self._pace.enter(member)
     self._gathering.enter(member)
 
-  # --- What it tells of itself --------------------------------------------------------------------
+  # --- Reports of a member ------------------------------------------------------------------------
 
   def progress(self, member: members_lib.Member, progress: messages.Progress) -> None:
     self._ledger.of(member).train(progress.steps, progress.tokens)
@@ -358,7 +359,7 @@ class Membership:
         self._caught_up(member)
 
   def recovered(self, member: members_lib.Member, recovered: messages.Recovered) -> None:
-    """A joiner has its moments, whichever way; said again it is no news."""
+    """A joiner has its moments; a repeated report changes nothing."""
     if recovered.transfer != member.awaited_transfer:
       return
     member.awaited_transfer = 0
@@ -378,7 +379,7 @@ class Membership:
   # --- Out ----------------------------------------------------------------------------------------
 
   def lose(self, session: int, reason: str) -> None:
-    """The session is gone. Its learner is not live any more; others go on without noticing."""
+    """Removes a closed session and its learner from every part; the other learners continue."""
     self._offered.pop(session, None)
     self._waiting_room.pop(session, None)
     self._told_to_wait.discard(session)
@@ -391,25 +392,25 @@ class Membership:
     self._report(member, 'lost', reason=reason)
 
   def leave(self, member: members_lib.Member, reason: str, finished: bool) -> None:
-    """It contributes no more; its account is closed."""
+    """Ends the learner's part in the run and closes its account."""
     self._close(member, f'left: {reason}', 'left')
     member.left = True
     self._shards.give_back(member.learner)
     self._ledger.of(member).close(Reason.END_OF_RUN if finished else Reason.LEFT)
 
   def expire(self, now_ns: int) -> None:
-    """Whose lease is over is lost; a frozen process that wakes comes back on a new session."""
+    """Loses members whose lease is over; a frozen process that wakes rejoins on a new session."""
     for member in self._members.expired(now_ns):
       self._close(member, 'lease expired', 'lease expired')
 
   def quarantine(self, member: members_lib.Member) -> None:
-    """It is refused for good; if it is away it hears so when it comes back."""
+    """Closes the member's session; a disconnected process is refused when it rejoins."""
     if member.live:
       self._out.send(member.session, screening.quarantine(member))
       self._close(member, 'quarantined', 'QUARANTINED')
 
   def _close(self, member: members_lib.Member, reason: str, told: str) -> None:
-    """Loses a member whose session is open still; `told` is what it hears."""
+    """Loses a member whose session is still open; `told` is the reason sent with the close."""
     session = member.session
     self.lose(session, reason)
     self._out.close(session, told)
@@ -420,7 +421,7 @@ class Membership:
     )
 
   def check(self) -> None:
-    """Asserts that only the admitted wait, and that no session is at two places on the way in."""
+    """Asserts that only members wait, and that no session is both offered and admitted."""
     members = self._members.by_session
     for session, member in members.items():
       assert member.session == session, (session, member)

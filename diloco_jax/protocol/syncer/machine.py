@@ -8,31 +8,31 @@ The life of a sync (SYNC_STATES in gather.py)::
     merging --outer step done--> published
     merging --every payload refused, or the result not finite--> cancelled
 
-What may not happen, and why:
+The syncer keeps these rules:
 * No two syncs of one fragment are in flight: the second's pseudo-gradients would be measured from a
   value that the first is about to replace.
-* A payload counts once. Its range of the learner's token line must not overlap what was settled
-  before (ledger.py), whatever was repeated, delayed or resent.
-* Nothing a session says before Joined touches the run, and nothing a replaced process says ever.
+* A payload counts once: its range of the learner's tokens must not overlap a range that was settled
+  before (ledger.py), whatever was repeated, delayed or sent again.
+* No message of a session before Joined changes the run, and no message of a replaced process ever.
 * The versions of a fragment are 0, 1, 2, ...: the outer steps that the ledger knows.
 
-A payload that was delivered but not merged when its learner's session closed is dropped without a
-verdict: if the process comes back it sends those tokens again, if another takes its place or the
-run ends they are settled as lost.
+The syncer drops a payload without a verdict if its learner's session closes before the merge: when
+the process reconnects it sends those tokens again; when another process takes the id, or the run
+ends, they are settled as lost.
 
-This file has the one entry, the decisions of a sync's life and the end of the run. Each part has a
-theory of its own, and none calls back::
+This file has `handle`, the decisions of a sync's life and the end of the run. It calls the parts;
+no part calls it::
 
-    join.py         the way in and out: from Join to the end of a life
-    pace.py         which sync opens next, and when
-    gathering.py    the open syncs and the payloads they hold;  verdicts.py: what one is worth
-    quorum.py       when a sync has waited enough;  grace.py: how long it may
-    published.py    the versions, and who holds which
-    donation.py     who gives its moments to whom
-    checkpoints.py  when to save;  snapshots of the whole run
-    screening.py    what is refused before a merge, and who is put into quarantine
-    members.py      the book of learner ids;  ledger.py: the book of tokens
-    shards.py      who reads which shard, and how far each is committed
+    join.py           how a process joins, and how a member is lost or leaves
+    pace.py           which sync opens next, and when
+    gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
+    quorum.py         when a sync has waited enough;  grace.py: how long it may wait
+    published.py      the versions, and which learner holds which
+    moments_relay.py  which donor gives its moments to which joiner
+    checkpoints.py    when to save;  run snapshots
+    screening.py      which payloads are refused before a merge;  quarantine
+    members.py        learner ids and leases;  ledger.py: tokens
+    shards.py         which learner reads which shard, and how far each is committed
 """
 
 import copy
@@ -74,7 +74,7 @@ class SyncerMachine:
     """Starts a run at version 0.
 
     Args:
-      config: the numbers of the run.
+      config: the protocol's settings.
       agreement: what every learner must share (agreement.encode).
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
@@ -118,17 +118,17 @@ class SyncerMachine:
     self._snapshots = checkpoints_lib.Snapshots(config, self._members, self._out)
     self._skipped = 0
     self._stopping = ''
-    self._finished = False  # everybody is told that the run is over
+    self.finished = False  # Finish is sent: learners know that the run is over
     self._exiting = False
     self._exited = False
     self._linger_ns: int | None = None
-    self._tell_ns = 0  # a save that fails again is not spoken of before
+    self._next_tell_ns = 0  # before it, another failed save is not reported
     self._sweep_ns = 0
 
   # --- The one entry ------------------------------------------------------------------------------
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
-    """Takes one event at time `now_ns` and returns what is to be done, in order."""
+    """Handles one event at time `now_ns`; returns the actions in order."""
     self._dispatch(now_ns, event)
     if now_ns >= self._sweep_ns and not self._exited:
       self._sweep(now_ns)
@@ -138,7 +138,7 @@ class SyncerMachine:
 
   @property
   def deadline_ns(self) -> int | None:
-    """When a Wake is wanted."""
+    """When the machine needs a Wake."""
     if self._exiting:
       return None if self._exited else self._sweep_ns
     times = [
@@ -148,24 +148,19 @@ class SyncerMachine:
       self._snapshots.deadline_ns,
       self._relay.deadline_ns,
     ]
-    if not self._holds_back:
+    if not self._save_waits:
       times += [gather.deadline_ns for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
 
   @property
-  def finished(self) -> bool:
-    """Everybody is told that the run is over."""
-    return self._finished
-
-  @property
   def clock(self) -> int:
-    """The last sync that was opened."""
+    """The last sync that has opened."""
     return self._pace.opened
 
   def _dispatch(self, now_ns: int, event: events.Event) -> None:
     match event:
       case events.Received(session=session, payload_id=payload_id) if session in self._out.closing:
-        self._out.drop(payload_id)  # it was under way, and speaks for nobody any more
+        self._out.drop(payload_id)  # received on a session that the syncer is closing
       case events.Received(session=session, message=message, payload_id=payload_id):
         self._receive(now_ns, session, message, payload_id)
       case events.Disconnected(session=session, reason=reason):
@@ -206,8 +201,8 @@ class SyncerMachine:
         or self._exiting
         or verdicts.impossible(message, bool(member.held_versions), self._config.fragments)
       ):
-        # It speaks for nobody (replaced, timed out, never joined), it makes no sense, or the books
-        # are closed and what comes now is for the next syncer.
+        # The session has no member (replaced, timed out, never joined), the message is impossible,
+        # or the ledger is closed and the next syncer must handle the message.
         self._out.drop(payload_id)
         self._out.close(session, 'not a member, or not a possible message')
       case messages.Progress():
@@ -231,19 +226,19 @@ class SyncerMachine:
       case messages.Heartbeat():
         self._out.send(session, messages.Heartbeat())
       case messages.Leave(reason=reason):
-        self._membership.leave(member, reason, self._finished)
+        self._membership.leave(member, reason, self.finished)
       case _:
         raise TypeError(f'not a message of a learner: {message}')
 
   def _advance(self, now_ns: int) -> None:
-    """What follows from the time and from what is known, whichever event told it."""
-    self._membership.welcome(now_ns, self._finished)
+    """Takes every decision that the time and the state allow, whichever event came."""
+    self._membership.welcome(now_ns, self.finished)
     self._relay.advance(now_ns)
-    if not self._holds_back:
+    if not self._save_waits:
       self._save_what_is_due(now_ns)
     self._snapshots.advance(now_ns)
     for gather in list(self._gathering.open.values()):
-      if not self._holds_back:
+      if not self._save_waits:
         self._decide(now_ns, gather)
     while self._may_open():
       self._open(now_ns)
@@ -254,9 +249,9 @@ class SyncerMachine:
   def _may_open(self) -> bool:
     if self._stopping or not self._pace.reached:
       return False
-    flying = [gather.fragment for gather in self._gathering.open.values()]
-    free = len(flying) < self._config.in_flight
-    return free and self._schedule.fragment(self._pace.next) not in flying
+    fragments = [gather.fragment for gather in self._gathering.open.values()]
+    free = len(fragments) < self._config.in_flight
+    return free and self._schedule.fragment(self._pace.next) not in fragments
 
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
@@ -270,7 +265,7 @@ class SyncerMachine:
         self._gathering.pull(gather, member)
 
   def _skip_overdue(self) -> None:
-    """A lock-step learner shall not wait for a sync that is left out."""
+    """Skips overdue syncs and tells lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
     self._skipped += periods * self._config.fragments
     if not periods or self._config.lag is None:
@@ -325,7 +320,8 @@ class SyncerMachine:
       self._membership.quarantine(member)
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
-    """How an outer step has ended that was under way when the last process did (recovery.py)."""
+    """Applies the end of an outer step that was in progress when the last process ended
+    (recovery.py)."""
     gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
     gather.participants = merge.participants
     self._gathering.open[merge.sync] = gather
@@ -333,28 +329,28 @@ class SyncerMachine:
     self._out.take()
 
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
-    """A learner's own encoder has refused its values."""
-    what = screening_lib.describe(screening_lib.NOT_FINITE, [])
-    if self._screening.strike(now_ns, member, fragment, what):
+    """Counts a refusal by the learner's own encoder."""
+    why = screening_lib.describe(screening_lib.NOT_FINITE, [])
+    if self._screening.strike(now_ns, member, fragment, why):
       self._membership.quarantine(member)
 
   # --- The end of the run -------------------------------------------------------------------------
 
   def _sweep(self, now_ns: int) -> None:
-    """Once per heartbeat: whose lease is over, and how do the books stand?"""
+    """Once per heartbeat: ends leases and reports the ledger."""
     self._sweep_ns = now_ns + self._config.heartbeat_ns
     self._membership.expire(now_ns)
     self._report_ledger()
 
   def _end(self, now_ns: int) -> None:
-    """Whatever ends the process: every fragment closed, or it was asked to stop."""
+    """Ends the process once every fragment is closed, or the syncer was asked to stop."""
     if self._gathering.merging:
       return
-    if self._closed and not self._finished and not self._stopping:
+    if self._closed and not self.finished and not self._stopping:
       self._close_run(now_ns)
-    # Whoever is away but has not left is given a lease to come back and hear that it is over.
-    gone = all(member.left for member in self._members.by_id.values())
-    over = self._finished and bool(gone or self._stopping or now_ns >= self._linger_ns)
+    # A disconnected learner that has not left gets one lease to reconnect and receive Finish.
+    all_left = all(member.left for member in self._members.by_id.values())
+    over = self.finished and bool(all_left or self._stopping or now_ns >= self._linger_ns)
     if over:
       self._ledger.close_all(Reason.END_OF_RUN)
     if over or self._stopping:
@@ -366,22 +362,22 @@ class SyncerMachine:
     return self._pace.over and not self._gathering.open
 
   def _close_run(self, now_ns: int) -> None:
-    """Learners leave once they hear that the run is over. So first the disk has to say it: a syncer
-    that is killed behind this point begins as one that has only to tell it once more."""
+    """Sends Finish once the end of the run is durable, because learners leave when they receive it.
+    A syncer killed after this point restarts and only sends Finish again."""
     if self._saving.end_is_durable:
       self._finish(now_ns)
     elif not self._saving.running and now_ns >= self._saving.again_ns:
       self._save()
 
   def _finish(self, now_ns: int) -> None:
-    self._finished = True
+    self.finished = True
     self._linger_ns = now_ns + self._config.lease_ns
     for member in self._members.live():
-      if member.held_versions:  # else it hears it when it is welcomed
+      if member.held_versions:  # else the member receives it after its Joined
         self._out.send(member.session, messages.Finish())
 
   def _exit(self) -> None:
-    """The books are closed; the process ends once they are saved."""
+    """Begins the last save; the process ends after it."""
     self._exiting = True
     self._snapshots.abandon()
     for gather in self._gathering.open.values():
@@ -392,14 +388,15 @@ class SyncerMachine:
       self._save()
 
   @property
-  def _holds_back(self) -> bool:
-    """A save waits for the merges under way, and no other begins before it (checkpoints.py)."""
+  def _save_waits(self) -> bool:
+    """Whether a due save waits for the merges in progress: until it has begun, no other merge may
+    begin (checkpoints.py)."""
     return (self._saving.due or self._snapshot_due) and self._gathering.merging
 
   @property
   def _snapshot_due(self) -> bool:
-    """A run that is over needs none any more: who would go on from it?"""
-    free = not (self._saving.running or self._stopping or self._finished)
+    """Whether to take a run snapshot now; none is taken of a run that is over."""
+    free = not (self._saving.running or self._stopping or self.finished)
     return free and self._snapshots.due
 
   def _save_what_is_due(self, now_ns: int) -> None:
@@ -417,14 +414,14 @@ class SyncerMachine:
     self._snapshots.saved(done)
     last = self._saving.end(bool(done.error), now_ns + self._config.heartbeat_ns)
     if done.error and not last:
-      self._tell_failed(now_ns, done)
+      self._say_save_failed(now_ns, done)
     if not self._exiting:
       return
     if not last:
       self._save()
       return
     self._exited = True
-    what = 'every fragment is closed' if self._finished else f'stopped: {self._stopping}'
+    what = 'every fragment is closed' if self.finished else f'stopped: {self._stopping}'
     if done.error:
       what += f'. Its last checkpoint failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}'
     self._out.do(
@@ -434,21 +431,21 @@ class SyncerMachine:
       )
     )
 
-  def _tell_failed(self, now_ns: int, done: events.SaveDone) -> None:
-    """Once a minute: a save that has to be made is tried again and again."""
-    if now_ns < self._tell_ns:
+  def _say_save_failed(self, now_ns: int, done: events.SaveDone) -> None:
+    """Says it at most once a minute, since a save that must succeed is tried again and again."""
+    if now_ns < self._next_tell_ns:
       return
-    self._tell_ns = now_ns + TELL_AGAIN_NS
+    self._next_tell_ns = now_ns + TELL_AGAIN_NS
     wait = (
       ''
       if self._saving.end_is_durable or not self._closed
-      else (' Learners hear that the run is over once it can be written; it is tried again.')
+      else ' Learners hear that the run is over once it can be written; it is tried again.'
     )
     self._out.say(
       f'checkpoint of step {done.clock} failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}.{wait}'
     )
 
-  # --- What others may see ------------------------------------------------------------------------
+  # --- Reports, machine state, checks -------------------------------------------------------------
 
   def _report_ledger(self) -> None:
     self._out.report(
@@ -469,8 +466,8 @@ class SyncerMachine:
     }
 
   def state(self) -> dict[str, Any]:
-    """Everything that outlives a restart, as JSON types; `merging` are the syncs whose outer steps
-    are under way (recovery.py), `undecided` the other open ones."""
+    """The machine state, as JSON types: what must survive a restart. `merging` are the syncs whose
+    outer steps are in progress (recovery.py), `undecided` the other open syncs."""
     syncs = self._gathering.open
     return {
       'merging': [sync for sync, gather in syncs.items() if gather.merging],
@@ -479,7 +476,7 @@ class SyncerMachine:
       'next': self._pace.next,
       'opened': self._pace.opened,
       'counts': self._counts(),
-      'finished': self._finished,
+      'finished': self.finished,
       'members': self._members.state(),
       'ledger': self._ledger.state(),
       'norms': [[list(pair) for pair in window] for window in self._screening.windows],
@@ -495,16 +492,15 @@ class SyncerMachine:
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
   ) -> 'SyncerMachine':
-    """A syncer that goes on from a snapshot. Nobody is live; learners come back by themselves.
+    """A syncer that continues from a machine state. No learner is live; learners reconnect.
 
-    Beside what `state()` gave, it may hold MANIFESTS (which snapshots of the run are kept) and
-    recovery.UNSAVED."""
+    Beside the items of `state()`, the machine state may hold MANIFESTS (which run snapshots are
+    kept) and recovery.UNSAVED."""
     machine = cls.load(config, agreement, payload_bytes, machine_state)
     machine._pace.reopen(machine_state['undecided'])
     machine._saving.end_is_durable = machine._pace.over
     machine._saving.resume(machine_state.get(recovery.UNSAVED, 0))
-    machine._snapshots.load(machine_state.get(MANIFESTS, ()))
-    machine._snapshots.resume(machine._gathering.synced)
+    machine._snapshots.resume(machine_state.get(MANIFESTS, ()), machine._gathering.synced)
     return machine
 
   @classmethod
@@ -515,8 +511,8 @@ class SyncerMachine:
     payload_bytes: tuple[int, ...],
     machine_state: dict[str, Any],
   ) -> 'SyncerMachine':
-    """The machine of a snapshot, but for its open syncs: recovery.py ends those that were merging,
-    `restore` lets it go on."""
+    """The machine of a machine state without its open syncs: recovery.py ends the merging ones,
+    `restore` opens the undecided ones again."""
     machine_state = copy.deepcopy(machine_state)
     machine = cls(config, agreement, tuple(machine_state['digests']), payload_bytes)
     machine._published.load(machine_state)

@@ -1,16 +1,16 @@
-"""Who takes part: learners, their lives and their leases.
+"""Members: the learner ids of a run, the processes that hold them, and their leases.
 
 A learner id names a place in the run; a *nonce* names one process; an *incarnation* counts the
-processes that have held the id. Only one holds it at a time::
+processes that have held the id. One process holds it at a time::
 
     absent --Confirm--> live --session closed, lease over, Leave--> absent
 
 Joining takes two phases (Join, Offer, Confirm, Joined), because a Join may be old or repeated: only
 a Confirm that names the offered incarnation takes the id, and repeating either with the holder's
-nonce changes nothing. While the holder is live, other processes are refused. A process that comes
-back with the nonce of the last holder (its session broke, or it slept past its lease) goes on in
-the same incarnation; any other process starts the next one, and what the last one left unsettled is
-lost with it. join.py tells how.
+nonce changes nothing. While the holder is live, the syncer refuses other processes. A process that
+rejoins with the nonce of the last holder (its session broke, or it slept past its lease) continues
+the same incarnation; any other process starts the next one, and the unsettled tokens of the last
+process are lost. The code of joining is in join.py.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 
 @dataclasses.dataclass(slots=True)
 class Member:
-  """One learner id, and what each part of the syncer knows of it."""
+  """One learner id, and its state in each part of the syncer."""
 
   learner: str
   # The holder of the id (this file).
@@ -33,31 +33,27 @@ class Member:
   replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
   session: int | None = None
   heard_ns: int = 0
-  # What the process said of itself (join.py).
+  # Reports of the process (join.py).
   host: str = ''
   pid: int = 0
   clock: int = 0
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
-  anchor_tokens: dict[int, int] = dataclasses.field(
-    default_factory=dict
-  )  # tokens at its anchor of p
-  finished: bool = False
-  left: bool = False  # it said goodbye
-  # What it was given when it joined (join.py).
-  shard: int | None = None  # the shard of its last lease
-  awaited_transfer: int = (
-    0  # the donation that it has not told to be done with (moments_relay.py), 0: none
-  )
-  # What it holds (published.py).
+  # By fragment: its tokens when it adopted its anchor.
+  anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
+  finished: bool = False  # its clock has reached T
+  left: bool = False  # it sent Leave
+  # Assigned when it joined (join.py).
+  shard: int | None = None  # the last one
+  awaited_transfer: int = 0  # a donation not yet answered by Recovered (moments_relay.py); 0: none
+  # Versions of the fragments (published.py).
   held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
-  versions_in_flight: list[list[int]] = dataclasses.field(
-    default_factory=list
-  )  # sent, not told as adopted
-  lagging: set[int] = dataclasses.field(default_factory=set)  # too many versions are on their way
-  # Its updates that were refused (screening.py).
+  # By fragment: sent and not yet reported as adopted.
+  versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
+  lagging: set[int] = dataclasses.field(default_factory=set)  # too many versions are in flight
+  # Refused updates (screening.py).
   strikes: int = 0  # in a row
-  max_strikes: int = 0  # the most in a row in this life
+  max_strikes: int = 0  # the most in a row of this process
 
   @property
   def live(self) -> bool:
@@ -65,12 +61,12 @@ class Member:
 
   @property
   def caught_up(self) -> bool:
-    """It trains, on published values only, so it may contribute and set the pace."""
+    """Whether it trains on published values only, so that it may contribute and set the pace."""
     return self.live and bool(self.held_versions) and not self.due and not self.awaited_transfer
 
 
 class Members:
-  """All learner ids ever seen, and which session speaks for which."""
+  """All learner ids that ever joined, by id and by session."""
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self._config = config
@@ -82,7 +78,7 @@ class Members:
     return sorted(self.by_session.values(), key=lambda member: member.learner)
 
   def offer(self, learner: str, nonce: int) -> int:
-    """The incarnation a process would get."""
+    """The incarnation that a process would get."""
     member = self.by_id.get(learner)
     if member is None:
       return 1
@@ -94,19 +90,19 @@ class Members:
     return member if member is not None and member.live and member.nonce != nonce else None
 
   def replaced(self, learner: str, nonce: int) -> bool:
-    """Whether this process held the id once and another took its place."""
+    """Whether this process held the id before another process took it."""
     member = self.by_id.get(learner)
     return member is not None and nonce in member.replaced
 
   def quarantined(self, member: Member) -> bool:
-    """Whether the process that has the id is refused for good."""
+    """Whether the holder of the id may not take part any more."""
     return 0 < self._config.strikes <= member.max_strikes
 
   def lease_left_ns(self, member: Member, now_ns: int) -> int:
     return max(0, member.heard_ns + self._config.lease_ns - now_ns)
 
   def bind(self, learner: str, nonce: int, incarnation: int, session: int, now_ns: int) -> Member:
-    """The id is held by this process from now on, and this session speaks for it."""
+    """Gives the id to this process, on this session."""
     member = self.by_id.get(learner)
     if member is None:
       member = self.by_id[learner] = Member(learner=learner)
@@ -122,7 +118,7 @@ class Members:
     return member
 
   def release(self, session: int) -> Member | None:
-    """The session is gone; the id is free if it spoke for it."""
+    """Frees the id of a closed session."""
     member = self.by_session.pop(session, None)
     if member is not None:
       member.session = None
@@ -151,6 +147,6 @@ class Members:
     ]
 
   def load(self, rows: list) -> None:
-    """Everybody of a snapshot, not live."""
+    """Loads the members of a machine state; none of them is live."""
     for row in rows:
       self.by_id[row['learner']] = Member(**row)
