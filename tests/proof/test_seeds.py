@@ -9,6 +9,7 @@ from diloco_jax.proof.sim import many_seeds, seeds
 from diloco_jax.protocol.tape import tape
 
 PROCESSES = 2
+DIAGRAMS = ('sync', 'connection', 'training')  # even a few seeds make each of their moves
 # Seeds beyond the first thousand that have failed once (docs/log.md has the bugs).
 EVER_FAILED = (
   1066,
@@ -47,8 +48,8 @@ def test_no_seed_has_a_violation(counts):
     total.add(part)
   assert not total.failed, '\n'.join(many_seeds.explain(one, 'here') for one in total.failed[:2])
   assert total.seeds == counts.seeds
-  if counts.full:
-    assert not total.points.missing(plans.KINDS + plans.SIMULATED_KINDS)
+  missing = total.points.missing(plans.KINDS + plans.SIMULATED_KINDS)
+  assert not (missing if counts.full else [one for one in missing if one.split()[0] in DIAGRAMS])
 
 
 def test_seeds_that_failed_before_still_pass():

@@ -333,7 +333,7 @@ def test_the_log_was_compacted_and_both_checkpoints_exist(run):
   assert oldest > 1
 
 
-# --- Nobody pauses --------------------------------------------------------------------------------
+# --- No pause -------------------------------------------------------------------------------------
 
 
 def test_training_continues_after_every_kill(run):

@@ -122,14 +122,12 @@ class Checkers(observers.Observer):
     self._register()
 
   def _register(self) -> None:
-    """Fills the tables from kinds to the methods that check them; updates of the model come
-    last."""
+    """Fills the tables from kinds to the methods that check them, then to the model's updates."""
     for one in self.invariants.values():
       for method in (getattr(one, name) for name in dir(one)):
-        for role, kind in getattr(method, '_on', ()):
-          self._on[role][kind] = (*self._on[role].get(kind, ()), method)
-        for role, kind in getattr(method, '_after', ()):
-          self._after[role][kind] = (*self._after[role].get(kind, ()), method)
+        for mark, table in (('_on', self._on), ('_after', self._after)):
+          for role, kind in getattr(method, mark, ()):
+            table[role][kind] = (*table[role].get(kind, ()), method)
     for role, tables in MODEL_UPDATES.items():
       for kind, update in (pair for table in tables for pair in table.items()):
         self._on[role][kind] = (*self._on[role].get(kind, ()), update)

@@ -84,12 +84,12 @@ class Points(observers.Observer):
 
   # --- Reading ------------------------------------------------------------------------------------
 
-  def merge(self, other: 'Points | dict[str, int]') -> None:
-    """Adds the counts of another seed."""
-    self.counts.update(other.total() if isinstance(other, Points) else other)
+  def merge(self, other: 'Points') -> None:
+    """Adds the counts of other seeds."""
+    self.counts.update(other.total())
 
   def total(self) -> dict[str, int]:
-    """How often each point was reached."""
+    """The number of times that each point was reached."""
     kinds = {
       **dict.fromkeys(typing.get_args(events.Event), 'event'),
       **dict.fromkeys(typing.get_args(actions.Action), 'action'),

@@ -111,8 +111,8 @@ def welcomed(book, now_ns: int, event: events.Received, out: Sequence) -> None:
   book.begin()
 
 
-def disconnected(book, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
-  if gone.session == book.session:
+def disconnected(book, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
+  if event.session == book.session:
     book.awaited_transfer = 0
 
 

@@ -142,8 +142,8 @@ class LearnerBook:
     self.at = shard, batch + 1
     self.steps, self.clock, self.tokens = self.steps + 1, self.clock + 1, self.tokens + done.tokens
 
-  def disconnected(self, now_ns: int, gone: events.Disconnected, out: Sequence) -> None:
-    if gone.session == self.session:
+  def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
+    if event.session == self.session:
       self.joined = False
       self.pulls.clear()
       self.pulled_to.clear()
