@@ -3,4 +3,4 @@
 #   ./scripts/test.sh tests/protocol -n 0       in this process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" -m pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

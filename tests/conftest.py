@@ -56,6 +56,7 @@ class Counts(NamedTuple):
 DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3)
 _REAL_RUNS = ('tests/runs/', 'tests/test_readme.py')
+_ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (
   *_REAL_RUNS,
   'tests/proof/test_seeds.py',
@@ -80,18 +81,26 @@ def pytest_report_header(config: pytest.Config) -> str:
   return f'default suite: {DEFAULT}; without the tests marked `full`. With --all: {FULL}'
 
 
-@pytest.hookimpl(tryfirst=True)  # before the workers' groups are read
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
   left_out = [
     item for item in items if item.get_closest_marker('full') and not config.getoption('--all')
   ]
   config.hook.pytest_deselected(items=left_out)
   items[:] = sorted((item for item in items if item not in left_out), key=_place)
-  for item in items:
-    if not item.get_closest_marker('xdist_group'):
-      file = item.location[0]
-      real = file.startswith(_REAL_RUNS)
-      item.add_marker(pytest.mark.xdist_group('real runs' if real else file))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log) -> object:
+  """The tests of a group share a worker, so that its fixtures are made once."""
+  from xdist.scheduler import LoadScopeScheduling
+
+  class Groups(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+      if nodeid.startswith(_REAL_RUNS):
+        return 'real runs'
+      return nodeid if nodeid.startswith(_ONE_BY_ONE) else nodeid.split('::')[0]
+
+  return Groups(config, log)
 
 
 def _place(item: pytest.Item) -> int:
