@@ -48,8 +48,8 @@ class Counts(NamedTuple):
   def __str__(self) -> str:
     mutants = 'the seeds searched for each mutant' if self.full else 'each mutant at its known seed'
     return (
-      f'{self.seeds:,} seeds, {mutants}, a kill at each failpoint and {self.syncer_kills} others of '
-      f'the syncer, {self.learner_kills} of a learner, {self.site_kills} of everything'
+      f'{self.seeds:,} seeds, {mutants}, a kill at each failpoint and {self.syncer_kills} others '
+      f'of the syncer, {self.learner_kills} of a learner, {self.site_kills} of everything'
     )
 
 

@@ -31,7 +31,7 @@ from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
 
-# A whole fragment crosses as its float32 values, a "delta" from zero, whatever codec deltas have.
+# Whole fragments always use float32: decoded as a delta from zero.
 WHOLE = codecs.get('float32')
 
 

@@ -128,8 +128,8 @@ class Participant:
 
 @_action
 class Merge:
-  """Run the outer step that makes `version`; participants in the order of learner ids. A participant
-  whose value is not finite, or whose norm is above its limit, is left out.
+  """Run the outer step that makes `version`; participants in the order of learner ids. A
+  participant whose value is not finite, or whose norm is above its limit, is left out.
 
   Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
   step again, with `machine_state`, the machine state with this merge in progress (recovery.py). The

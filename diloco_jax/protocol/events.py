@@ -115,8 +115,8 @@ class MergeDone:
   """The outer step of `sync` is done: `payload_id` is the encoded delta to the version before.
 
   `norms` are those of the participants' pseudo-gradients, in their order (screening.py: in parts of
-  1.0, -1 not finite); `refused` are the learners that were left out. `failed` is a text if the outer
-  step was refused (no participant is left, or the result is not finite): Theta is unchanged.
+  1.0, -1 not finite); `refused` are the learners that were left out. `failed` is a text if the
+  outer step was refused (no participant is left, or the result is not finite): Theta is unchanged.
   """
 
   sync: int
@@ -142,7 +142,8 @@ class FragmentRead:
 
 @_event
 class ManifestWritten:
-  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not exist."""
+  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not
+  exist."""
 
   snapshot: int
   error: str = ''

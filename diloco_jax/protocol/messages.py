@@ -192,7 +192,8 @@ class Donation:
 
 @_message
 class NoDonation:
-  """From a donor: it cannot give. From the syncer: no donor gives, the joiner uses other moments."""
+  """From a donor: it cannot give. From the syncer: no donor gives, the joiner uses other
+  moments."""
 
   transfer: int
   reason: str
@@ -200,7 +201,8 @@ class NoDonation:
 
 @_message
 class Recovered:
-  """The joiner has its moments from a source in `Way`; it trains once it holds all due fragments."""
+  """The joiner has its moments from a source in `Way`; it trains once it holds all due
+  fragments."""
 
   transfer: int
   way: str

@@ -4,8 +4,8 @@ Sync t handles the fragment p with (t - t_p) mod H == 0 (paper section 4). The o
 evenly, t_p = floor((p + 1) H / P), so that P = H gives one fragment a step (p = (t - 1) mod P) and
 P = 1 gives DiLoCo: all fragments at once, every H steps.
 
-After the last inner step T every fragment is due once more, at T < t <= T + H: these *closing* syncs
-merge the steps since its last sync, so that the run ends without unmerged steps.
+After the last inner step T every fragment is due once more, at T < t <= T + H: these *closing*
+syncs merge the steps since its last sync, so that the run ends without unmerged steps.
 
 Another schedule must keep two assumptions of other files: `Pace.skip_overdue` skips whole periods,
 and invariant P1 (docs/simulator.md) states when a sync opens.

@@ -1,18 +1,19 @@
 """The log of outer steps: the syncer's commits, from which a restart computes Theta again.
 
-A record of the write-ahead log (wal.py) is one outer step: the Merge that the machine asked for,
-with the machine's state (protocol/syncer/recovery.py), the MergeDone that answers it, and the
-participants' payloads as received. Nothing about an outer step leaves the process before its record
-is durable. So every outer step that any learner has seen can be computed again::
+A record of the write-ahead log (wal.py) is one outer step:
 
-    Theta and machine state = checkpoint + the records behind it, each merged again by the function
-                              that merged it first; the digest of the result must be the committed
-                              one
+* the Merge that the machine asked for, with the machine state (protocol/syncer/recovery.py);
+* the MergeDone that answers it;
+* the participants' payloads as received.
+
+Nothing about an outer step leaves the process before its record is durable, so every outer step
+that any learner has seen can be computed again: start from the checkpoint and repeat each later
+record with the same merge function; each digest must equal the recorded one.
 
 A refused outer step is recorded, too, since it settled tokens.
 
-The log reaches back to the older of the two checkpoints that are kept, or to its beginning until
-there are two: if one of them does not read back, the other one suffices.
+The log reaches back to the older of the two newest checkpoints (with `sync.keep_log`, and until
+there are two, to its beginning): if one of them does not read back, the other one suffices.
 
 It needs two ports, Files and Theta, so the simulator (proof/sim) runs it on its own disks and
 arrays.
@@ -33,7 +34,8 @@ POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it st
 
 
 class NotReproduced(wal_format.WalError):
-  """An outer step of the log gives another result than before. The log is whole and unchanged."""
+  """A record of the log cannot be repeated: unreadable, misplaced, or with another result than
+  before. The log is unchanged."""
 
 
 class Merged(Protocol):

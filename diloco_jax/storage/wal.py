@@ -151,7 +151,7 @@ def _misfit(
   last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
   return fmt.WalDamaged(
     f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not started, '
-    'nothing changed. Restore the missing files of the log, or a checkpoint that fits it, or set the '
+    'nothing changed. Restore the missing files of the log, or a checkpoint that fits, or set the '
     f'log aside and continue from the newest checkpoint: {wal_recovery.RESTORE}',
     last.name,
     last.size,

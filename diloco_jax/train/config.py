@@ -70,7 +70,8 @@ class ModelConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-  """The inner optimizer, AdamW (optimizer.py). Rates follow the protocol's clock, in inner steps."""
+  """The inner optimizer, AdamW (optimizer.py). Rates follow the protocol's clock, in inner
+  steps."""
 
   learning_rate: float = 3e-3  # the peak
   warmup_steps: int = 50  # linear, from peak / warmup_steps at clock 0

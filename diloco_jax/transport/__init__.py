@@ -1,1 +1,2 @@
-"""Messages and payloads between nodes: frames, the protobuf schema, gRPC streams, in-process links."""
+"""Messages and payloads between nodes: frames, the protobuf schema, gRPC streams, in-process
+links."""

@@ -1,6 +1,7 @@
 """The primitives of chaos on small real processes under the supervisor.
 
-A child prints `tick` in a tight loop, so its output shows whether it stops, slows down or continues.
+A child prints `tick` in a tight loop, so its output shows whether it stops, slows down or
+continues.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 The run: `tiny` in lock step on real processes; l1 is killed half-way and restarts from its
 checkpoint. `golden/syncer.jsonl` is the syncer's tape, `golden/learner.jsonl` that of l1's second
-process. A change of a machine's behaviour, or of the tape's schema, makes them diverge. If the change
-is intended, record them again, look at the difference, and give its reason in the commit::
+process. A change of a machine's behaviour, or of the tape's schema, makes them diverge. If the
+change is intended, record them again, look at the difference, and give its reason in the commit::
 
     python -m tests.protocol.test_golden_tapes --record
 """

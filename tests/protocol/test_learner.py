@@ -88,7 +88,8 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
 
 
 def preempted() -> tuple:
-  """A learner that was asked to end in the middle of a step, with a pull to answer; it has saved."""
+  """A learner that was asked to end in the middle of a step, with a pull to answer; it has
+  saved."""
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))

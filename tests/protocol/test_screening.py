@@ -207,7 +207,7 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
     assert words in refused.text
   assert refused.text in said(out)
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
-  # The other learner continues alone if the quorum allows it; no sync waits for the quarantined one.
+  # The other learner continues alone if the quorum allows it; no sync waits for this one.
   assert [member.learner for member in duo.machine._members.live()] == ['l0']
 
 
@@ -289,7 +289,8 @@ def test_repeats_are_said_after_a_pause_with_their_number(pause_s):
 
 @pytest.mark.parametrize('norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD)])
 def test_recovery_of_a_record_agrees_with_the_machine(norms):
-  """Strikes, norms and tokens: the state at the decision plus its end equal the machine afterwards."""
+  """Strikes, norms and tokens: the state at the decision plus its end equal the machine
+  afterwards."""
   duo = Duo()
   duo.round(UNIT, BAD)
   before = json.loads(json.dumps(duo.machine.state()))

@@ -99,7 +99,7 @@ def test_a_restart_of_the_syncer_loses_no_version_and_stops_no_learner(day):
 STUBBORN = """
 import sys, time
 from diloco_jax.launch import entrypoints
-with entrypoints.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'What is safe.', 75):
+with entrypoints.stops(lambda reason: print('asked:', reason, flush=True), 0.5, 'Is safe.', 75):
   print('ready', flush=True)
   time.sleep(600)
 """
@@ -140,7 +140,7 @@ def test_a_process_that_does_not_end_in_time_is_ended():
   process.send_signal(signal.SIGTERM)
   output, _ = process.communicate(timeout=60)
   assert process.returncode == 75
-  assert 'asked: preempted' in output and 'within 0.5 s' in output and 'What is safe.' in output
+  assert 'asked: preempted' in output and 'within 0.5 s' in output and 'Is safe.' in output
 
 
 def test_a_second_sigterm_ends_it_at_once():

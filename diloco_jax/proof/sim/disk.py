@@ -1,4 +1,5 @@
-"""A disk that tears, forgets, flips, fills up, and fails an fsync: the port of storage/files_port.py.
+"""A disk that tears, forgets, flips, fills up, and fails an fsync: the port of
+storage/files_port.py.
 
 Written bytes are in the page cache: every process reads them, and a killed process loses none.
 fsync makes a file's bytes durable, fsync_names the changes of names. A host that loses power

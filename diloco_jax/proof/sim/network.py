@@ -186,8 +186,8 @@ class Network:
   # --- Faults -------------------------------------------------------------------------------------
 
   def gone(self, process: Any, silent: bool = False) -> None:
-    """The process has ended: messages that it had sent still arrive, then its peers are told, unless
-    its host has lost power too (`silent`)."""
+    """The process has ended: messages that it had sent still arrive, then its peers are told,
+    unless its host has lost power too (`silent`)."""
     for session in self.of(process):
       side = 'learner' if process is session.learner else 'syncer'
       if silent:

@@ -1,4 +1,5 @@
-"""Tapes of a simulated run: one hash over all tapes, and files that replay like those of real runs."""
+"""Tapes of a simulated run: one hash over all tapes, and files that replay like those of real
+runs."""
 
 import hashlib
 import pathlib

@@ -8,7 +8,11 @@ from typing import Any
 from diloco_jax.protocol import actions, messages, states
 
 SYNC_STATES = (
-  ('due', 'gathering', 'K live learners have reached t and fewer than tau syncs are in flight'),
+  (
+    'due',
+    'gathering',
+    'K live learners have reached t and fewer than max(1, tau) syncs are in flight',
+  ),
   ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
   ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
   ('merging', 'published', 'the outer step is done'),
@@ -48,7 +52,8 @@ class Gather:
     return self.quorum_at_ns + self.grace_ns
 
   def withdraw(self, learner: str, quorum: int) -> int | None:
-    """Removes a learner's payload and returns its id; None: there is none, or it is being merged."""
+    """Removes a learner's payload and returns its id; None: there is none, or it is being
+    merged."""
     if self.merging or learner not in self.payloads:
       return None
     _, payload_id = self.payloads.pop(learner)

@@ -6,11 +6,11 @@ payload or with a reason to send none; then the sync does not wait for it any mo
     asked --Pull--> waiting --Contribution that counts--> in payloads
     waiting --Contribution that does not count, Decline, disconnected--> answered, no payload
 
-The sync holds a payload that counts until it merges or is cancelled. The syncer withdraws the
-payload if its learner's session closes or its learner adopts another value of the fragment before:
-the learner then sends those tokens again, or they are overwritten. The syncer drops a payload that
-does not count at once, discards its tokens with the reason (verdicts.py) unless the learner can
-send them again, and tells the learner.
+The sync holds a payload that counts until it merges or is cancelled. Before that the syncer
+withdraws the payload when its learner's session closes (the learner sends the tokens again), or
+when its learner adopts another value of the fragment (the tokens count as overwritten). A payload
+that does not count is dropped immediately. Its tokens are discarded with the reason (verdicts.py),
+unless the sync was cancelled; the learner is told, except of repeats.
 
 A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """

@@ -25,15 +25,15 @@ that an early learner does not train alone and the others do not skip its syncs.
 members are in the *waiting room*; later only members without a free shard wait there (shards.py). A
 restored run has begun already.
 
-The syncer tells a learner that enters which syncs after its clock made no version: in lock-step
-modes the learner would wait for them.
+When a learner enters, the syncer lists the syncs after the learner's clock that produced no
+version; otherwise a lock-step learner would wait for them.
 
 A lost learner is removed from the pace and from the open syncs; other learners do not wait for it.
-While a process continues its incarnation its account stays open, since it will send the dropped
-payloads again; the syncer closes the account when another process takes the id, at Leave, or at the
-end of the run.
+Its process may reconnect and send the dropped payloads again, so its account stays open until
+another process takes the id, the learner leaves, or the run ends.
 
-Refusals are pure functions: they give the first reason that holds, with both sides and the remedy.
+Refusals are pure functions: they give the first reason that holds, with the syncer's and
+the learner's value and what to do.
 """
 
 import dataclasses

@@ -41,7 +41,8 @@ class Account:
       self.discarded[reason] = self.discarded.get(reason, 0) + count
 
   def overwrite(self, fragment: int, upto: int) -> None:
-    """The learner adopted a new value at token count `upto`: unsettled tokens before it are lost."""
+    """The learner adopted a new value at token count `upto`: unsettled tokens before it are
+    lost."""
     self.trained = max(self.trained, upto)
     if upto > self.cursors[fragment]:
       self._discard(upto - self.cursors[fragment], Reason.OVERWRITTEN)

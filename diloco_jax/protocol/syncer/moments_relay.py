@@ -12,16 +12,16 @@ only at a peer, the *donor*. The syncer relays it, since no learner listens on a
 The donor does not donate its *parameters*: they contain its steps since its anchors, and the donor
 itself contributes that displacement. In the joiner's pseudo-gradient it would count twice.
 
-A possible donor is a live learner that has caught up and has moments itself (it awaits no donation);
-it is *able* once it has reached the clock given to the joiner. The syncer asks the able donor with
-the highest clock once the joiner holds its fragments, so that the donation does not age before. When
-half of the joiner's waiting time has passed since then, the syncer asks another able donor if there
-is one. A donor sends one donation at a time, even if the syncer has abandoned it, and at most
-MAX_RELAYS donations are in transfer, because the syncer holds each one whole; further joiners wait
-for their turn, in the order in which they joined.
+A possible donor is a live learner that has caught up and has moments itself (it awaits no
+donation); it is *able* once it has reached the clock given to the joiner. The syncer asks the able
+donor with the highest clock once the joiner holds its fragments, so that the donation does not age
+before. When half of the joiner's waiting time has passed since then, the syncer asks another able
+donor if there is one. A donor sends one donation at a time, even if the syncer has abandoned it,
+and at most MAX_RELAYS donations are in transfer, because the syncer holds each one whole; further
+joiners wait for their turn, in the order in which they joined.
 
-A transfer number belongs to one joiner on one session and is never used again, so the syncer drops a
-donation for a disconnected joiner or from a replaced donor. From the promise until the joiner
+A transfer number belongs to one joiner on one session and is never used again, so the syncer drops
+a donation for a disconnected joiner or from a replaced donor. From the promise until the joiner
 reports that it has its moments (Recovered), no sync waits for the joiner.
 """
 

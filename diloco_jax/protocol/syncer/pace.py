@@ -7,8 +7,8 @@ Only a *contributor* counts: a live learner that is caught up, which means that 
 published values only. A contributor is *ready* once its step has reached the next sync. Events
 update both sets, so a report costs the same with any number of learners.
 
-The syncer skips syncs that are a whole period late: opening them would sync a fragment again after a
-few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
+The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
+a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
 """
 
 from collections.abc import Sequence

@@ -5,8 +5,9 @@ that holds a version holds it bit for bit, so the syncer sends a new one as a de
 before. To a learner whose version it does not know it sends the whole fragment::
 
     member.held_versions[p] == v      the learner holds version v of p, or v is in flight to it
-    member.held_versions[p] is None   unknown (it joined with another value, its digest differed, or its
-                             anchor must be replaced): a whole fragment is being read for it
+    member.held_versions[p] is None   unknown: it joined with another value, its digest differed,
+                                      or its anchor must be replaced; a whole fragment is being
+                                      read for it
 
 The syncer reads a whole fragment once for all learners that need it, and sends the version that the
 fragment has when the read is answered; the same read serves a learner that joins before.

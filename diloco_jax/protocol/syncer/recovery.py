@@ -3,8 +3,8 @@
 A record of the log is one outer step: the Merge that asked for it, with the machine state when the
 syncer decided it, and the MergeDone that answered it. Outer steps are decided and logged in the
 same order, so the machine state of the last record includes everything that was settled before. It
-lacks only how the merges in progress at that time ended, its own merge among them. Their records
-have that::
+does not hold the results of the merges then in progress, its own among them; the records give
+them::
 
     state = the machine of the last record's machine state,
             after the MergeDone of each merge that was in progress in it

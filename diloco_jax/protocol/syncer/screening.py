@@ -165,7 +165,7 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
   """The refusal of a process in quarantine, now and whenever it tries to join again."""
   return messages.Refused(
     code='QUARANTINED',
-    text=f'Learner "{member.learner}" is in quarantine: {member.max_strikes} of its updates in a row '
+    text=f'Learner "{member.learner}" is in quarantine: {member.max_strikes} updates in a row '
     'were refused before merging (NaN, Inf, or a norm far above the median). The model contains '
     'none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '

@@ -14,10 +14,10 @@ are durable exactly with the merges. While an outer step is in progress its shar
 reader, because their next cursor is not known yet.
 
 A process that reconnects continues at its position if it claims it and still holds the shard: its
-steps since then are unsettled, not lost. A disconnected member keeps its shard until another learner
-needs one and none is free. A restarted syncer may not know the latest readers, so it accepts the
-claims of processes that reconnect. In every case a contribution counts only if none of its batches
-was merged for its fragment before.
+steps since then are unsettled, not lost. A disconnected member keeps its shard until another
+learner needs one and none is free. A restarted syncer may not know the latest readers, so it
+accepts the claims of processes that reconnect. In every case a contribution counts only if none of
+its batches was merged for its fragment before.
 """
 
 from collections.abc import Collection, Iterable

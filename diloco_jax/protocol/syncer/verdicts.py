@@ -1,13 +1,17 @@
 """Judges a learner's message before the syncer acts on it: pure decisions.
 
 A message is *impossible* if no learner of this run would send it in this state: the syncer closes
-the session and changes nothing. The verdict on a contribution depends on earlier verdicts:
+the session and changes nothing. The verdict on a contribution is the first that holds:
 
-    it counts            ''
-    its sync was         CANCELLED: no version replaces the learner's anchor, so its tokens stay
-      cancelled          unsettled and the learner sends them again
-    it is a repeat       REPEATED: the first copy counts, nothing is settled
-    otherwise            one of messages.Reason, the reason for discarding its tokens
+    REPEATED    the open sync has this learner's payload: the first copy counts
+    CANCELLED   no version came of its sync: the tokens stay unsettled, the learner sends them again
+    BAD_VALUE   the payload has another size than the fragment
+    LATE        its sync is merging or over (REPEATED if its tokens are settled already)
+    STALE       its anchor is more than `max_staleness` versions old
+    DUPLICATE   its tokens begin before those that are settled
+    ''          it counts
+
+With a reason of messages.Reason its tokens are discarded.
 """
 
 from diloco_jax.protocol import messages

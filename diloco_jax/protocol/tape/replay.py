@@ -50,8 +50,8 @@ class Divergence:
 class Replay:
   """The result of a replay: `divergence` is None if every turn was the same.
 
-  `header` is None if not even the header of the tape is whole. `crash` is the exception of a machine
-  that crashed as recorded, with its traceback.
+  `header` is None if not even the header of the tape is whole. `crash` is the exception of a
+  machine that crashed as recorded, with its traceback.
   """
 
   header: tape.Header | None

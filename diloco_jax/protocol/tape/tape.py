@@ -17,9 +17,9 @@ The last field of every line is `hash`: SHA-256 over the previous hash and the l
 be cut into *segments*, each with a header that names the hash before it; the segments in order are
 the tape.
 
-A tape ends with an Exit (`exit`), with a crash (`crash`), or without an end (`open`: the process was
-killed, or still runs). A kill may *tear* the last line; its actions were never carried out, so the
-line does not count. Nothing here does I/O: functions take and return lines.
+A tape ends with an Exit (`exit`), with a crash (`crash`), or without an end (`open`: the process
+was killed, or still runs). A kill may *tear* the last line; its actions were never carried out, so
+the line does not count. Nothing here does I/O: functions take and return lines.
 """
 
 import dataclasses

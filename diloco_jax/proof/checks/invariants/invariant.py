@@ -1,7 +1,7 @@
 """An invariant: a statement about every run, with an id, a sentence and the records that it checks.
 
-An invariant sees each record before the model (checks/model) is updated with it, and each turn after
-the update, so it can compare what a machine does with what is true. It never asks a machine.
+An invariant sees each record before the model (checks/model) is updated with it, and each turn
+after the update, so it can compare what a machine does with what is true. It never asks a machine.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,5 @@
-"""Safety: a bad update of one learner neither reaches the model nor discards the others' updates."""
+"""Safety: a bad update of one learner neither reaches the model nor discards the others'
+updates."""
 
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.proof.checks.model import lineage as lineage_book
