@@ -203,7 +203,7 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   out = duo.ends(UNIT, BAD)
   (refused,) = [one for one in told(out, 2) if isinstance(one, messages.Refused)]
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
-  for words in ('"l1" is in quarantine', '3 of its updates', 'host (pid 1)', 'updates are safe'):
+  for words in ('"l1" is in quarantine', '3 updates in a row', 'host (pid 1)', 'updates are safe'):
     assert words in refused.text
   assert refused.text in said(out)
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
