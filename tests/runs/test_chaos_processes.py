@@ -111,7 +111,7 @@ def test_the_untouched_learner_has_one_session_for_the_whole_run(run):
     ('cut_up', 'lease expired'),
     ('partition', 'lease expired'),
     ('replace', 'lease expired'),
-    ('corrupt', 'checksum'),
+    ('corrupt', 'CRC-32'),  # of the payload, or of a chunk's header
   ],
 )
 def test_the_syncer_knows_why_it_lost_the_victim(run, kind, reason):
