@@ -1,1 +1,1 @@
-"""Decoupled DiLoCo in JAX: learners train, a syncer merges, nobody waits for anybody."""
+"""Decoupled DiLoCo in JAX: learners train, a syncer merges, no learner waits for another."""

@@ -66,9 +66,9 @@ class Standbys:
   async def _live(self, name: str, standby: _Standby) -> None:
     """Runs a standby process from its start to its death, also after it has taken over."""
 
-    def listen(who: str, line: str) -> None:
+    def listen(child: str, line: str) -> None:
       standby.ready = standby.ready or line.startswith(LINE)
-      self._listen(who, line)
+      self._listen(child, line)
 
     try:
       standby.child = await self._start(name, listen)

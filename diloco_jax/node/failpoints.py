@@ -1,13 +1,13 @@
 """Named places where a test has a process killed: DILOCO_FAILPOINT=NAME:kill.
 
 A process that reaches the place kills itself with SIGKILL, as a power button would: nothing is
-flushed, nobody is told. Without the variable, passing a place costs one comparison.
+flushed, no peer is told. Without the variable, passing a place costs one comparison.
 
 | name | where in the syncer |
 |---|---|
 | wal.before_append | the outer step has been carried out, nothing of it is written |
 | wal.after_append | the operating system has the record, the disk may not |
-| wal.after_commit | the record is durable, nobody knows of it |
+| wal.after_commit | the record is durable, no peer knows of it |
 | save.before | a checkpoint is due, nothing of it is written |
 | save.after | it is written, the log still holds all that it makes superfluous |
 | compact.after | that part of the log is dropped, the machine does not know of the checkpoint |

@@ -156,7 +156,7 @@ class Part:
 @_action
 class WriteManifest:
   """Make a snapshot whole: name the syncer's checkpoint (of `clock`), those of the learners,
-  and who is missing, (learner, why). Answered by ManifestWritten once that is durable."""
+  and the missing ones, (learner, why). Answered by ManifestWritten once that is durable."""
 
   snapshot: int
   clock: int

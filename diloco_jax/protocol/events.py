@@ -152,7 +152,7 @@ class ManifestWritten:
 @_event
 class SaveDone:
   """A Save is finished: it is checkpoint number `checkpoint`, and the SHA-256 of its record stands
-  for its content (storage/checkpoint.py). `error` in words if it failed (training goes on)."""
+  for its content (storage/checkpoint.py). `error` in words if it failed (training continues)."""
 
   clock: int
   checkpoint: int = 0

@@ -66,7 +66,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
       session.fail(grpc_session.describe(error))
     except (OSError, ValueError) as error:
       session.fail(str(error))
-    finally:  # whatever happened, the machine hears that the session is gone
+    finally:  # in every case the machine hears that the session is over
       with self._lock:
         del self._sessions[session.number]
       session.finish()

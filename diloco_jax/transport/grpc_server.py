@@ -54,7 +54,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self._server.start()
 
   def dial(self, session: int) -> None:
-    raise ValueError(f'a syncer listens and dials nobody, not session {session} either')
+    raise ValueError(f'a syncer listens, it never dials: session {session}')
 
   def shutdown(self, grace_s: float) -> None:
     with self._lock:

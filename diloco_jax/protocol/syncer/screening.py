@@ -1,20 +1,20 @@
-"""Screening: which pseudo-gradients are refused before the merge, and what comes of it for senders.
+"""Screening: which pseudo-gradients the syncer refuses before a merge, strikes and quarantine.
 
-A learner with faulty hardware must not ruin the model, nor the work of the others. Before an outer
-step each payload is looked at by itself (the shell has the arrays), and left out if
+A learner with faulty hardware must ruin neither the model nor the work of other learners. Before
+an outer step the shell, which has the arrays, looks at each payload by itself and leaves it out if
 
     its norm is not finite (NaN, Inf, or beyond float32), or
     its norm > factor * median norm * max(1, steps / median steps)
 
-The medians are those of the fragment's last WINDOW commits, each of which counts with the median of
-its participants; there is no limit before `norm_warmup` commits. A pseudo-gradient of more steps
-than usual may be longer in proportion: while the syncer was away, everybody has trained on. One of
-fewer steps is allowed what is usual.
+The medians are those of the fragment's last WINDOW commits, each of which counts with the median
+of its participants; there is no limit before `norm_warmup` commits. A pseudo-gradient of more steps
+than usual may be longer in proportion, because learners keep training while the syncer is down. One
+of fewer steps has the usual limit.
 
-Who is left out is told `bad_value`, its tokens are discarded, the others are merged without it. It
-gets a *strike*; a merged contribution takes its strikes back. With `strikes` of them in a row it is
-in *quarantine*: its session is closed, and its process is refused for good. Another process under
-the same id begins without strikes.
+The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
+it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
+is in *quarantine*: the syncer closes its session and refuses its process for good. Another process
+under the same id begins without strikes.
 
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
