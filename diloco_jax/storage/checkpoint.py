@@ -312,6 +312,8 @@ class Checkpoints:
 
   def _snapshot_of(self, number: int) -> int | None:
     """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
+    if not (self._root / str(number) / 'record').exists():
+      return None  # a killed process was deleting it: the next save completes that
     try:
       with _ONE_OPERATION:
         return self._record(number)['snapshot']

@@ -69,6 +69,14 @@ def test_keeps_the_last_two(tmp_path):
   checkpoints.close()
 
 
+def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(tmp_path):
+  _save(tmp_path, 5, 7)
+  (tmp_path / '3' / 'state').mkdir(parents=True)
+  _save(tmp_path, 8)
+  assert {path.name for path in tmp_path.iterdir() if path.name.isdecimal()} == {'7', '8'}
+  _assert_holds(_restore(tmp_path), 8)
+
+
 def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):
   """By a later process neither, nor by ordinary saves, however many."""
   _save(tmp_path, 1)
