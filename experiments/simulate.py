@@ -7,7 +7,7 @@
 Each seed draws its own settings, hardware, network and faults; then the simulator heals every
 fault, and the run must finish (docs/simulator.md). Exit code 0: no violation; 1: the first
 violations are printed with the commands that reproduce them; 42: wrong flags. A thousand seeds take
-about half a minute on two cores.
+about 45 s on two cores.
 """
 
 import pathlib

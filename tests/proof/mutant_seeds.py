@@ -2,7 +2,7 @@
 
     python -m tests.proof.mutant_seeds          searches where a remembered seed catches no more
 
-A seed that still catches its mutant is kept, so that an interrupted search goes on where it was.
+A seed that still catches its mutant is kept, so an interrupted search continues where it stopped.
 The machines' own check() is off: what must catch a mutant is a checker, which sees records only.
 """
 

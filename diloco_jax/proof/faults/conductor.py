@@ -121,7 +121,7 @@ class Conductor:
     self.nemesis = inject_faults.Nemesis(self.supervisor, self.second)
 
   async def carry_out(self) -> None:
-    """Does to the run whatever the test wants."""
+    """The kills and faults of this run; a subclass defines them."""
     raise NotImplementedError
 
   async def close(self) -> None:
