@@ -48,6 +48,7 @@ class Run:
     names = [program.name for program in programs if program.name != 'syncer']
     self.view = run_facts.RunFacts(names, 100)
     self._programs, self._kwargs = programs, kwargs
+    self._others = set(psutil.Process().children(recursive=True))  # of other tests in this worker
     self.supervisor = None
 
   def run(self, tick=lambda run: None) -> supervisor_lib.Outcome:
@@ -71,6 +72,10 @@ class Run:
 
   def said(self, name: str) -> list[str]:
     return [line for who, line in self.lines if who == name]
+
+  def family(self) -> list[int]:
+    """The pids of the processes of this run, those that children started included."""
+    return [one.pid for one in psutil.Process().children(recursive=True) if one not in self._others]
 
 
 def gone(pid: int) -> bool:
@@ -209,7 +214,7 @@ def test_a_standby_process_takes_over(tmp_path):
 
   def tick(run: Run) -> None:
     if 'standby' in run.said('syncer') and not ready:
-      ready.extend(one.pid for one in psutil.Process().children())
+      ready.extend(run.family())
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
   outcome = run.run(tick)
@@ -228,7 +233,7 @@ def test_a_new_process_is_started_if_the_standby_process_has_died(tmp_path):
   killed = []
 
   def tick(run: Run) -> None:
-    if len(psutil.Process().children()) == 2 and run.said('syncer') and not killed:
+    if len(run.family()) == 2 and run.said('syncer') and not killed:
       killed.append(run.supervisor.bring_down('syncer', 0.0, 'killed by the test'))
     elif run.supervisor.statuses['syncer'].starts == 2:
       os.kill(os.getpid(), signal.SIGINT)
@@ -245,7 +250,7 @@ def test_the_supervisor_does_not_wait_for_an_unready_standby_process(tmp_path):
 
   def tick(run: Run) -> None:
     if 'warming up' in run.said('syncer') and not pids:
-      pids.extend(one.pid for one in psutil.Process().children())
+      pids.extend(run.family())
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
     elif run.supervisor.statuses['syncer'].starts == 2:
       os.kill(os.getpid(), signal.SIGINT)
@@ -273,7 +278,7 @@ def test_a_standby_process_ends_with_the_run(tmp_path):
 
   def tick(run: Run) -> None:
     if 'standby' in run.said('syncer') and not pids:
-      pids.extend(one.pid for one in psutil.Process().children())
+      pids.extend(run.family())
       os.kill(os.getpid(), signal.SIGINT)
 
   assert run.run(tick).code == 130
@@ -294,8 +299,7 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
 
   def tick(run: Run) -> None:
     if run.said('l0') and not pids:
-      family = psutil.Process().children(recursive=True)
-      pids.extend(process.pid for process in family)
+      pids.extend(run.family())
       os.kill(os.getpid(), signal.SIGINT)
 
   outcome = run.run(tick)
