@@ -2,22 +2,33 @@
 
 The layout of fragments, the codecs and the outer optimizer follow from the config and the shapes of
 the model alone, so processes do not exchange them. The agreement text holds the settings that they
-follow from, and a digest of the layout, which proves that learner and syncer built the same one.
+follow from, and digests of the layout and of the data, which prove that learner and syncer built
+the same ones.
+
+`config.task` names what is trained (train/task.py): 'decoder' is the reference; an own model is
+'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'. The
+function is called with the config and returns a Task.
 """
 
 import dataclasses
+import functools
+import importlib
+import importlib.util
+import pathlib
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
 import optax
 
 from diloco_jax.config import run_config
-from diloco_jax.numerics import codecs, fragments, merge, outer
+from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.train import model as model_lib
-from diloco_jax.train import moments, optimizer
+from diloco_jax.train import decoder, moments, optimizer
+from diloco_jax.train import task as task_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +37,16 @@ class Assembly:
 
   config: run_config.Config
   protocol: protocol_config.ProtocolConfig
-  shapes: Any  # the model's parameters as ShapeDtypeStructs
+  init: Callable[[], Any]  # version 0: the initial parameters
+  shapes: Any  # the parameters as ShapeDtypeStructs
+  moments: Any  # the inner optimizer's state as ShapeDtypeStructs
   layout: fragments.Layout
   codec_up: codecs.Codec
   codec_down: codecs.Codec
-  rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/model.py)
+  rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/task.py)
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
+  task: task_lib.Task | None  # None: the user's own loop trains (launch/peer.py)
 
   @property
   def payload_bytes(self) -> tuple[int, ...]:
@@ -54,8 +68,7 @@ class Assembly:
   @property
   def moments_bytes(self) -> int:
     """Size of a donation: the inner optimizer's state."""
-    tx = optimizer.make_optimizer(self.config.optimizer, self.config.train.steps)
-    return moments.size_bytes(jax.eval_shape(tx.init, self.shapes))
+    return moments.size_bytes(self.moments)
 
   def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
     """Merge rules by label, then the optax transform, for fragment p."""
@@ -67,18 +80,52 @@ def assemble(config: run_config.Config) -> Assembly:
   """Builds the objects of a validated config.
 
   Raises:
-    ValueError: the model has too few tensors for P, or a codec, merge rule or outer optimizer is
-      unknown or has wrong arguments.
+    ValueError: there is no such task, its data cannot be read, the model has too few tensors for P,
+      or a codec, merge rule or outer optimizer is unknown or has wrong arguments.
+  """
+  task = make_task(config)
+  init = functools.partial(task.init, config.train.seed)
+  shapes = jax.eval_shape(init)
+  tx = optimizer.make_optimizer(config.optimizer, config.train.steps)
+  return assemble_params(
+    config,
+    init,
+    shapes,
+    task.label,
+    jax.eval_shape(tx.init, shapes),
+    {**config.agreement(), 'data': task.data_digest()},
+    task,
+  )
+
+
+def assemble_params(
+  config: run_config.Config,
+  init: Callable[[], Any],
+  shapes: Any,
+  label: Callable[[str], str],
+  moments: Any,
+  shared: dict[str, Any],
+  task: task_lib.Task | None = None,
+) -> Assembly:
+  """The same for given parameters.
+
+  Args:
+    config: validated.
+    init: returns version 0.
+    shapes: of the parameters, a tree of ShapeDtypeStructs.
+    label: path of a parameter -> label of its merge rule.
+    moments: shapes of the inner optimizer's state; an empty tree if it is not exchanged.
+    shared: what learners and syncer must agree on beside the layout.
+    task: if the run trains one.
   """
   vocabulary = _make(config, 'embedding_merge', merge.make)
-  shapes = jax.eval_shape(lambda: model_lib.init_params(config.model, config.train.seed))
-  layout = fragments.make_layout(
-    config.sync.fragmentation, shapes, config.sync.fragments, model_lib.label
-  )
+  layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
   return Assembly(
     config=config,
     protocol=config.protocol(),
+    init=init,
     shapes=shapes,
+    moments=moments,
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),
@@ -88,8 +135,41 @@ def assemble(config: run_config.Config) -> Assembly:
       'head': vocabulary,
     },
     transform=_make(config, 'outer', outer.make),
-    agreement=agreement.encode({**config.agreement(), 'layout': layout.digest()}),
+    agreement=agreement.encode({**shared, 'layout': layout.digest()}),
+    task=task,
   )
+
+
+def make_task(config: run_config.Config) -> task_lib.Task:
+  """The task that `config.task` names. Raises ValueError."""
+  if config.task == run_config.DECODER:
+    return decoder.task(config.model, config.data)
+  where, colon, call = config.task.rpartition(':')
+  if not colon:
+    raise ValueError(
+      f"task is {config.task!r}; use '{run_config.DECODER}', or 'FILE.py:FUNCTION' for an own model"
+    )
+  try:
+    name, arguments = spec.parse(call)
+    made = getattr(_load(where), name)(config, **arguments)
+  except (ImportError, AttributeError, TypeError, OSError, SyntaxError) as error:
+    raise ValueError(f'task {config.task!r}: {type(error).__name__}: {error}') from error
+  if not isinstance(made, task_lib.Task):
+    raise ValueError(f'task {config.task!r} returned a {type(made).__name__}, not a Task')
+  return made
+
+
+@functools.cache
+def _load(where: str) -> ModuleType:
+  """The module at a path, or of that name."""
+  if not where.endswith('.py'):
+    return importlib.import_module(where)
+  name = f'diloco_task_{pathlib.Path(where).stem}'
+  found = importlib.util.spec_from_file_location(name, where)
+  module = importlib.util.module_from_spec(found)
+  sys.modules[name] = module
+  found.loader.exec_module(module)
+  return module
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

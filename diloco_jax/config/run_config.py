@@ -22,6 +22,7 @@ FILE = 'config.json'  # in a run's folder: the config that started the run
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
 
+DECODER = 'decoder'  # the reference task
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 
@@ -139,20 +140,34 @@ class ChaosConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Config:
-  """All settings of a run; they are the same in all its processes."""
+  """All settings of a run; they are the same in all its processes.
+
+  Attributes:
+    name: of the run's folder.
+    task: what is trained (config/build.py): 'decoder', or 'FILE.py:FUNCTION' for an own model.
+    model, data: of the decoder; an own task may use them or not.
+    optimizer, mesh: of a learner.
+    sync, train, chaos: see their types.
+  """
 
   name: str
-  model: train_config.ModelConfig
-  optimizer: train_config.OptimizerConfig
-  data: train_config.DataConfig
-  mesh: train_config.MeshConfig
+  task: str = DECODER
+  model: train_config.ModelConfig = dataclasses.field(default_factory=train_config.ModelConfig)
+  optimizer: train_config.OptimizerConfig = dataclasses.field(
+    default_factory=train_config.OptimizerConfig
+  )
+  data: train_config.DataConfig = dataclasses.field(default_factory=train_config.DataConfig)
+  mesh: train_config.MeshConfig = dataclasses.field(default_factory=train_config.MeshConfig)
   sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
   train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
   chaos: ChaosConfig = dataclasses.field(default_factory=ChaosConfig)
 
   def validate(self) -> None:
     """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
-    train_config.validate(self.model, self.optimizer, self.data, self.mesh)
+    self.optimizer.validate()
+    self.mesh.validate()
+    if self.task == DECODER:
+      train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()
     self.chaos.validate(self.sync.learners)
@@ -185,8 +200,8 @@ class Config:
   def agreement(self) -> dict[str, Any]:
     """The settings that every learner must share with the syncer. Not among them: the mesh and the
     times of saves, which each learner chooses, and limits and retention of the syncer, which its
-    restart may change. The path of the corpus may differ, too, but batch i of shard v must be the
-    same text for all."""
+    restart may change. The paths of the task and of the corpus may differ, too, but batch i of
+    shard v must be the same for all: build.py adds a digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
     shared = (

@@ -20,7 +20,6 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
-from diloco_jax.train import data
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.transport import in_process
 
@@ -67,7 +66,6 @@ class SingleController:
 
   def start(self) -> None:
     """Starts each node on its own thread."""
-    corpus = data.load_corpus(self._assembled.config.data.corpus)
     listening = threading.Event()
 
     def make_syncer_transport(post, payloads):
@@ -87,7 +85,7 @@ class SingleController:
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
       island = learner_process.make_island(
-        self._assembled, self._workdir, name, self._islands[name], corpus
+        self._assembled, self._workdir, name, self._islands[name]
       )
       return learner_process.run(
         self._assembled,

@@ -24,7 +24,6 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import tapes
-from diloco_jax.train import data
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -55,20 +54,17 @@ def make_island(
   workdir: pathlib.Path,
   learner_id: str,
   devices: Sequence[jax.Device],
-  corpus: data.Corpus | None = None,
 ) -> island_lib.Island:
   """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
   config = assembled.config
   return island_lib.Island(
-    model=config.model,
+    task=assembled.task,
     optimizer=config.optimizer,
-    data=config.data,
     mesh=config.mesh,
     total_steps=config.train.steps,
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
-    corpus=corpus,
   )
 
 

@@ -19,7 +19,6 @@ from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.train import model as model_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
 ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
@@ -45,8 +44,8 @@ class Theta:
   """The global model, by fragment: master, published value, outer state, version."""
 
   def __init__(self, assembled: build.Assembly):
-    """Begins with version 0, which the config's seed gives on every learner, too. It is drawn on
-    first use, since a syncer with a checkpoint does not need it."""
+    """Begins with version 0, the initial parameters. They are made on first use: a syncer with a
+    checkpoint does not need them."""
     self._assembled = assembled
     layout = assembled.layout
     count = layout.num_fragments
@@ -73,8 +72,8 @@ class Theta:
     self._to_params = jax.jit(self._assemble)
 
   def _version_0(self) -> dict[str, Any]:
-    layout, config = self._assembled.layout, self._assembled.config
-    params = jax.tree.map(jnp.asarray, model_lib.init_params(config.model, config.train.seed))
+    layout = self._assembled.layout
+    params = jax.tree.map(jnp.asarray, self._assembled.init())
     published = jax.device_put(
       [codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)],
       self.place,

@@ -120,7 +120,7 @@ def run(
     cleanup.callback(tape.close)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
-    evaluation = evaluation_lib.Evaluation(assembled, theta, records)
+    evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(

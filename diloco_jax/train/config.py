@@ -131,12 +131,10 @@ class MeshConfig:
     _require_positive(self, 'data', 'fsdp', 'tensor')
 
 
-def validate(
-  model: ModelConfig, optimizer: OptimizerConfig, data: DataConfig, mesh: MeshConfig
-) -> None:
-  """Validates each part, and that the parts fit together."""
-  for part in (model, optimizer, data, mesh):
-    part.validate()
+def validate_decoder(model: ModelConfig, data: DataConfig, mesh: MeshConfig) -> None:
+  """Validates the parts of the decoder, and that they fit together and on a mesh."""
+  model.validate()
+  data.validate()
   if model.vocab_size < 256:
     raise ValueError(f'vocab_size {model.vocab_size} cannot hold bytes: use at least 256')
   ways = mesh.data * mesh.fsdp

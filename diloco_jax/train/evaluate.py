@@ -1,34 +1,26 @@
-"""Held-out loss of parameters with the island's shapes: its own, or the syncer's."""
+"""Held-out loss of parameters: of an island's own, or of the global model."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
-from diloco_jax.train import model as model_lib
+from diloco_jax.train import task as task_lib
 
 
-def make_eval_step(
-  config: config_lib.ModelConfig, mesh: jax.sharding.Mesh, params_shardings: Any
-) -> Callable:
-  """Returns jitted (params, batch_BxL1) -> mean loss in nats, a float32 scalar."""
+def make_eval_step(task: task_lib.Task, mesh: jax.sharding.Mesh, params_shardings: Any) -> Callable:
+  """Returns jitted (params, batch) -> mean loss, a float32 scalar."""
   batch_sharding = mesh_lib.batch_sharding(mesh)
-
-  def eval_step(params: Any, batch_BxL1: jax.Array) -> jax.Array:
-    return model_lib.loss(config, params, batch_BxL1.astype(jnp.int32), batch_sharding)
-
   return jax.jit(
-    eval_step,
+    lambda params, batch: task.loss(params, batch, batch_sharding),
     in_shardings=(params_shardings, batch_sharding),
     out_shardings=mesh_lib.replicated(mesh),
   )
 
 
-def evaluate(eval_step: Callable, params: Any, batches: Sequence[jax.Array]) -> float:
-  """Mean loss over equally large batches, in nats per token; blocks per batch (see island.py)."""
+def evaluate(eval_step: Callable, params: Any, batches: Sequence[task_lib.Batch]) -> float:
+  """Mean loss over equally large batches; blocks per batch (see island.py)."""
   if not batches:
-    raise ValueError('no evaluation batches: set eval_batches to at least 1')
+    raise ValueError('the task has no evaluation batches')
   return sum(float(eval_step(params, batch)) for batch in batches) / len(batches)

@@ -4,7 +4,7 @@ Its interface is what the protocol needs: a caller may replace the state between
 read and donate parameters, and switch to another shard (leases). The clock is an argument of every
 step; the island does not keep it.
 
-  island = Island(model=ModelConfig(), optimizer=OptimizerConfig(), data=DataConfig(),
+  island = Island(task=decoder.task(ModelConfig(), DataConfig()), optimizer=OptimizerConfig(),
                   mesh=MeshConfig(data=2), total_steps=1000)
   for clock in range(1000):
     print(island.step(clock).loss)
@@ -22,17 +22,17 @@ import numpy as np
 
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import data as data_lib
 from diloco_jax.train import evaluate as evaluate_lib
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
+from diloco_jax.train import task as task_lib
 
 
 class StepResult(NamedTuple):
   """The result of one inner step."""
 
-  loss: float  # of the batch before the update, nats per token
+  loss: float  # of the batch before the update
   grad_norm: float  # before clipping
   tokens: int  # predicted and trained on
   seconds: float  # wall, batch to device included
@@ -42,38 +42,34 @@ class Island:
   """The training half of a learner.
 
   Args:
-    model, optimizer, data, mesh: configurations; validated here, before any compile.
+    task: the model and its data.
+    optimizer, mesh: configurations, validated.
     total_steps: the clock at which the learning rate reaches its end.
     devices: exactly as many as the mesh has; default: all local ones.
     seed: of the initial parameters; the same for every learner of a run.
-    shard: the shard to start on, in [0, data.shards).
+    shard: the shard to start on, of the task's data.
     checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
-    corpus: a loaded corpus that the islands of a process share; default: load it.
   """
 
   def __init__(
     self,
     *,
-    model: config_lib.ModelConfig,
+    task: task_lib.Task,
     optimizer: config_lib.OptimizerConfig,
-    data: config_lib.DataConfig,
     mesh: config_lib.MeshConfig,
     total_steps: int,
     devices: Sequence[jax.Device] | None = None,
     seed: int = 0,
     shard: int = 0,
     checkpoint_dir: str | None = None,
-    corpus: data_lib.Corpus | None = None,
   ):
-    config_lib.validate(model, optimizer, data, mesh)
-    self._data = data
-    self.corpus = corpus or data_lib.load_corpus(data.corpus)
+    self._task = task
     self.read_from(shard)
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, total_steps)
-    self._state, self.shardings = step_lib.init_state(model, tx, self.mesh, seed)
-    self._train_step = step_lib.make_train_step(model, tx, self.mesh, self.shardings)
-    self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
+    self._state, self.shardings = step_lib.init_state(task, tx, self.mesh, seed)
+    self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
+    self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
     self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
 
@@ -81,12 +77,12 @@ class Island:
 
   @property
   def tokens_per_step(self) -> int:
-    return self._data.batch_size * self._data.seq_len
+    return self._task.tokens_per_batch
 
   def warm_up(self) -> float:
     """Compiles the step without running it; returns seconds. Optional, before the first step."""
     start_ns = time.monotonic_ns()
-    batch = jax.ShapeDtypeStruct((self._data.batch_size, self._data.seq_len + 1), np.uint8)
+    batch = jax.eval_shape(lambda: self._shard[self._next_index])
     clock = jax.ShapeDtypeStruct((), np.int32)
     self._train_step = self._train_step.lower(self._state, batch, clock).compile()
     return (time.monotonic_ns() - start_ns) / 1e9
@@ -94,9 +90,9 @@ class Island:
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
-    batch_BxL1 = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
+    batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
     clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
-    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch_BxL1, clock))
+    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, clock))
     self._next_index += 1
     return StepResult(
       float(metrics['loss']),
@@ -106,11 +102,10 @@ class Island:
     )
 
   def evaluate(self, params: Any = None) -> float:
-    """Held-out loss in nats per token, of the island's parameters or of `params`."""
+    """Held-out loss of the island's parameters or of `params`."""
     if self._eval_batches is None:  # most islands of a run never evaluate
       self._eval_batches = [
-        mesh_lib.put_batch(self.mesh, batch)
-        for batch in data_lib.eval_batches(self.corpus, self._data)
+        mesh_lib.put_batch(self.mesh, batch) for batch in self._task.eval_batches()
       ]
     params = self.params if params is None else self._place_params(params)
     return evaluate_lib.evaluate(self._eval_step, params, self._eval_batches)
@@ -175,7 +170,7 @@ class Island:
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a shard, at its committed cursor."""
-    self._shard = data_lib.make_shard(self.corpus, self._data, shard)
+    self._shard = self._task.batches(shard)
     self._shard_index = shard
     self.data_state = next_index
 

@@ -1,11 +1,11 @@
-"""Meshes, islands and the one table that partitions tensors over them.
+"""Meshes, islands, and the partition of tensors over them.
 
 A mesh has three axes: `data` splits the batch and replicates parameters, `fsdp` splits both,
 `tensor` splits heads and hidden units. Axis types are Auto: the partitioner places the collectives;
-the table below is its only input. Meshes are passed explicitly, never set globally, since several
-islands may share one process.
+the partition of the task (task.py) is its only input. Meshes are passed explicitly, never set
+globally, since several islands may share one process.
 
-The table maps a regular expression on the end of a leaf's path ("layers/3/query") to its partition.
+A partition maps a regular expression on the end of a leaf's path ("layers/3/query") to a spec.
 The path of an optimizer moment ends in the path of its parameter, so both have the same partition.
 Leaves without a match (norm scales, counters) are replicated.
 """
@@ -20,19 +20,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import task as task_lib
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH = P(('data', 'fsdp'))
-
-RULES = (
-  (r'embedding', P('tensor', 'fsdp')),  # V D
-  (r'head', P('fsdp', 'tensor')),  # D V
-  (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
-  (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
-  (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
-  (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
-)
-Rules = Sequence[tuple[str, P]]
 
 
 def make_mesh(
@@ -73,20 +64,20 @@ def islands(devices: Sequence[jax.Device], num_islands: int) -> list[list[jax.De
   return [ordered[i * size : (i + 1) * size] for i in range(num_islands)]
 
 
-def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, rules: Rules = RULES) -> Any:
+def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Partition) -> Any:
   """Returns the NamedSharding of every leaf; `tree` holds arrays or ShapeDtypeStructs."""
   return jax.tree_util.tree_map_with_path(
     lambda path, leaf: _leaf_sharding(
-      mesh, jax.tree_util.keystr(path, simple=True, separator='/'), leaf.shape, rules
+      mesh, jax.tree_util.keystr(path, simple=True, separator='/'), leaf.shape, partition
     ),
     tree,
   )
 
 
 def _leaf_sharding(
-  mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], rules: Rules
+  mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], partition: task_lib.Partition
 ) -> NamedSharding:
-  spec = next((s for pattern, s in rules if re.search(f'(^|/){pattern}$', path)), P())
+  spec = next((s for pattern, s in partition if re.search(f'(^|/){pattern}$', path)), P())
   for size, axis in zip(shape, spec, strict=bool(spec)):
     ways = mesh.shape[axis] if axis else 1
     if size % ways:
@@ -110,6 +101,6 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
   return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def put_batch(mesh: jax.sharding.Mesh, batch_BxL1: np.ndarray) -> jax.Array:
-  """Places a host batch with its rows split over `data` and `fsdp`."""
-  return put(batch_BxL1, batch_sharding(mesh))
+def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
+  """Places the host arrays of a batch with their rows split over `data` and `fsdp`."""
+  return jax.tree.map(lambda values: put(values, batch_sharding(mesh)), batch)

@@ -8,12 +8,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from diloco_jax.train import config as config_lib
 from diloco_jax.train import mesh as mesh_lib
-from diloco_jax.train import model as model_lib
+from diloco_jax.train import task as task_lib
 
 
 class TrainState(NamedTuple):
@@ -24,7 +22,7 @@ class TrainState(NamedTuple):
 
 
 def init_state(
-  config: config_lib.ModelConfig,
+  task: task_lib.Task,
   tx: optax.GradientTransformation,
   mesh: jax.sharding.Mesh,
   seed: int,
@@ -34,30 +32,28 @@ def init_state(
   Returns:
     The state, and a tree of the same structure of NamedShardings.
   """
-  params = model_lib.init_params(config, seed)
+  params = task.init(seed)
   abstract = jax.eval_shape(lambda tree: TrainState(tree, tx.init(tree)), params)
-  shardings = mesh_lib.tree_shardings(mesh, abstract)
+  shardings = mesh_lib.tree_shardings(mesh, abstract, task.partition)
   params = jax.tree.map(mesh_lib.put, params, shardings.params)
   opt_state = jax.jit(tx.init, out_shardings=shardings.opt_state)(params)
   return TrainState(params, opt_state), shardings
 
 
 def make_train_step(
-  config: config_lib.ModelConfig,
+  task: task_lib.Task,
   tx: optax.GradientTransformationExtraArgs,
   mesh: jax.sharding.Mesh,
   shardings: TrainState,
 ) -> Callable:
-  """Returns jitted (state, batch_BxL1 uint8 or int32, step int32) -> (state, metrics).
+  """Returns jitted (state, batch, step int32) -> (state, metrics).
 
-  Metrics are replicated float32 scalars: `loss` in nats and `grad_norm` before clipping.
+  Metrics are replicated float32 scalars: `loss` and `grad_norm` before clipping.
   """
   batch_sharding, scalar = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
 
-  def train_step(state: TrainState, batch_BxL1: jax.Array, step: jax.Array):
-    loss, grads = jax.value_and_grad(
-      lambda params: model_lib.loss(config, params, batch_BxL1.astype(jnp.int32), batch_sharding)
-    )(state.params)
+  def train_step(state: TrainState, batch: task_lib.Batch, step: jax.Array):
+    loss, grads = jax.value_and_grad(task.loss)(state.params, batch, batch_sharding)
     updates, opt_state = tx.update(grads, state.opt_state, state.params, step=step)
     params = optax.apply_updates(state.params, updates)
     metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads)}

@@ -8,9 +8,10 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.numerics import codecs, merge, outer
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, agreement
 from diloco_jax.syncer import global_model
 from experiments.configs import stdlib_lm
+from experiments.examples import digits_linen
 
 
 def participants(count: int) -> tuple[actions.Participant, ...]:
@@ -99,3 +100,37 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
   first = merged(theta)
   rng = np.random.default_rng(1)
   assert merged(again) == first
+
+
+@pytest.mark.parametrize(
+  'task, words',
+  [
+    ('mlp', "task is 'mlp'; use 'decoder', or 'FILE.py:FUNCTION'"),
+    ('/nowhere/mlp.py:task', 'FileNotFoundError'),
+    ('nowhere.mlp:task', "No module named 'nowhere'"),
+    (f'{digits_linen.__name__}:tusk', "no attribute 'tusk'"),
+    (f'{digits_linen.__name__}:task(depth=2)', "unexpected keyword argument 'depth'"),
+    (f'{digits_linen.__name__}:Digits', 'not a Task'),
+  ],
+)
+def test_a_wrong_task_is_named(config, task, words):
+  config.task = task
+  with pytest.raises(ValueError) as caught:
+    build.assemble(config)
+  assert words in str(caught.value)
+
+
+def test_learners_with_other_data_do_not_agree(config, tmp_path):
+  """The path of the text may differ, the text may not."""
+  for name in ('here', 'there', 'other'):
+    (tmp_path / name).mkdir()
+    for number in range(200):
+      text = f'{number} {"other" if name == "other" else ""} words ' * 40
+      (tmp_path / name / f'{number}.txt').write_text(text)
+  agreements = {}
+  for name in ('here', 'there', 'other'):
+    config.data.corpus = str(tmp_path / name)
+    agreements[name] = build.assemble(config).agreement
+  assert agreements['here'] == agreements['there']
+  found = agreement.differences(agreements['here'], agreements['other'])
+  assert len(found) == 1 and found[0].startswith('data ')

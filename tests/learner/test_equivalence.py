@@ -65,7 +65,7 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
 
   ours, theirs = _saved_params(together, config), _saved_params(by_itself, config)
   moved = 0.0
-  fresh = jax.tree.leaves(build.model_lib.init_params(config.model, config.train.seed))
+  fresh = jax.tree.leaves(assembled.init())
   for a, b, start in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), fresh):
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     moved = max(moved, float(np.abs(b - start).max()))

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
+from diloco_jax.train import decoder
 from diloco_jax.train import island as island_lib
 
 
@@ -29,11 +30,16 @@ def _optimizer() -> config_lib.OptimizerConfig:
   return config_lib.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
 
 
-@pytest.fixture(scope='session', name='corpus')
-def _corpus(tmp_path_factory: pytest.TempPathFactory) -> data_lib.Corpus:
+@pytest.fixture(scope='session', name='text')
+def _text(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
   root = tmp_path_factory.mktemp('corpus')
   write_corpus(root)
-  return data_lib.load_corpus(str(root))
+  return root
+
+
+@pytest.fixture(scope='session', name='corpus')
+def _corpus(text: pathlib.Path) -> data_lib.Corpus:
+  return data_lib.load_corpus(str(text))
 
 
 def write_corpus(root: pathlib.Path, num_files: int = 200) -> None:
@@ -42,24 +48,24 @@ def write_corpus(root: pathlib.Path, num_files: int = 200) -> None:
 
 
 @pytest.fixture(name='make_island')
-def _make_island(model, optimizer, data, corpus):
+def _make_island(model, optimizer, data, text):
   """Builds islands on the first devices; closes them at the end."""
   built = []
+  data.corpus = str(text)
+  model.num_layers = 1  # a second layer tests nothing more and takes time to compile
+  task = decoder.task(model, data)
 
   def make(
     mesh: config_lib.MeshConfig | None = None, first_device: int = 0, **kwargs
   ) -> island_lib.Island:
     mesh = mesh or config_lib.MeshConfig()
     devices = jax.devices()[first_device : first_device + mesh.num_devices]
-    model.num_layers = 1  # a second layer tests nothing more and takes time to compile
     settings = {
-      'model': model,
+      'task': task,
       'optimizer': optimizer,
-      'data': data,
       'mesh': mesh,
       'total_steps': 100,
       'devices': devices,
-      'corpus': corpus,
     }
     built.append(island_lib.Island(**settings | kwargs))
     return built[-1]

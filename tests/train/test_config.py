@@ -33,15 +33,14 @@ def test_each_part_refuses_bad_values(config, words):
 def test_parts_must_fit_together():
   parts = {
     'model': config_lib.ModelConfig(),
-    'optimizer': config_lib.OptimizerConfig(),
     'data': config_lib.DataConfig(),
     'mesh': config_lib.MeshConfig(data=2),
   }
-  config_lib.validate(**parts)
+  config_lib.validate_decoder(**parts)
   with pytest.raises(ValueError, match='batch_size 7 does not split 2 ways'):
-    config_lib.validate(**parts | {'data': config_lib.DataConfig(batch_size=7)})
+    config_lib.validate_decoder(**parts | {'data': config_lib.DataConfig(batch_size=7)})
   with pytest.raises(ValueError, match='vocab_size 100 .* at least 256'):
-    config_lib.validate(**parts | {'model': config_lib.ModelConfig(vocab_size=100)})
+    config_lib.validate_decoder(**parts | {'model': config_lib.ModelConfig(vocab_size=100)})
 
 
 @pytest.mark.parametrize(

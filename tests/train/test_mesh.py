@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
@@ -23,8 +24,9 @@ class Device(NamedTuple):
 def _one_step(model, optimizer, mesh_config, batch):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
   tx = optimizer_lib.make_optimizer(optimizer, 100)
-  state, shardings = step_lib.init_state(model, tx, mesh, seed=0)
-  train_step = step_lib.make_train_step(model, tx, mesh, shardings)
+  task = decoder.task(model, config_lib.DataConfig())
+  state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
+  train_step = step_lib.make_train_step(task, tx, mesh, shardings)
   clock = jax.device_put(np.int32(0), mesh_lib.replicated(mesh))
   return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), clock))
 
@@ -65,13 +67,15 @@ def test_the_error_names_the_tensor_that_does_not_split():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
   tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}
   with pytest.raises(ValueError, match=r"layers/0/key .*: 2 does not split 4 ways .*'tensor'"):
-    mesh_lib.tree_shardings(mesh, tree)
+    mesh_lib.tree_shardings(mesh, tree, decoder.PARTITION)
 
 
 def test_leaves_without_a_rule_are_replicated():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2), jax.devices()[:2])
   tree = {'count': jax.ShapeDtypeStruct((), np.int32), 'norm': jax.ShapeDtypeStruct((3,), np.int32)}
-  assert {s.spec for s in jax.tree.leaves(mesh_lib.tree_shardings(mesh, tree))} == {P()}
+  assert {
+    s.spec for s in jax.tree.leaves(mesh_lib.tree_shardings(mesh, tree, decoder.PARTITION))
+  } == {P()}
 
 
 def test_islands_are_runs_of_devices_without_slices():

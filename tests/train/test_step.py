@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
@@ -19,9 +20,10 @@ def _stepped():
   optimizer = config_lib.OptimizerConfig(learning_rate=1e-2, warmup_steps=2)
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(), jax.devices()[:1])
   tx = optimizer_lib.make_optimizer(optimizer, 100)
-  state, shardings = step_lib.init_state(model, tx, mesh, seed=0)
+  task = decoder.task(model, config_lib.DataConfig())
+  state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
   initial = jax.tree.map(lambda leaf: np.array(leaf, copy=True), state)
-  train_step = step_lib.make_train_step(model, tx, mesh, shardings)
+  train_step = step_lib.make_train_step(task, tx, mesh, shardings)
   batch = (np.arange(68) * 37 % 251).astype(np.uint8).reshape(4, 17)
   after, metrics = train_step(state, jnp.asarray(batch), jnp.int32(0))
   return state, initial, after, metrics

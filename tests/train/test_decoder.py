@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import model as model_lib
+from diloco_jax.train import decoder
 
 
 def _draw(model: config_lib.ModelConfig, batch: int = 2, length: int = 12):
-  params = jax.tree.map(jnp.asarray, model_lib.init_params(model, seed=0))
+  params = jax.tree.map(jnp.asarray, decoder.init_params(model, seed=0))
   tokens = np.random.default_rng(0).integers(0, 256, (batch, length)).astype(np.int32)
   return params, jnp.asarray(tokens)
 
 
 def _apply(model: config_lib.ModelConfig, params, tokens):
-  return jax.jit(lambda p, t: model_lib.apply(model, p, t))(params, tokens)
+  return jax.jit(lambda p, t: decoder.apply(model, p, t))(params, tokens)
 
 
 @pytest.mark.parametrize('tied_head', [True, False])
 def test_starts_at_the_loss_of_a_uniform_guess(model, tied_head):
   model.tied_head = tied_head
   params, tokens = _draw(model, batch=16, length=33)
-  loss = jax.jit(lambda p: model_lib.loss(model, p, tokens))(params)
+  loss = jax.jit(lambda p: decoder.loss(model, p, tokens))(params)
   assert abs(float(loss) - math.log(256)) < 0.1
   assert ('head' in params) == (not tied_head)
 
@@ -42,7 +42,7 @@ def test_a_token_changes_nothing_before_it(model):
 def test_every_parameter_is_float32_and_learns(model):
   model.tied_head = False
   params, tokens = _draw(model)
-  grads = jax.jit(jax.grad(lambda p: model_lib.loss(model, p, tokens)))(params)
+  grads = jax.jit(jax.grad(lambda p: decoder.loss(model, p, tokens)))(params)
   for path, grad in jax.tree_util.tree_leaves_with_path(grads):
     assert grad.dtype == jnp.float32, path
     assert float(jnp.max(jnp.abs(grad))) > 0, path
@@ -68,8 +68,8 @@ def test_logits_stay_below_the_softcap(model):
 def test_rope_scores_depend_on_distance_only(model):
   rng = np.random.default_rng(0)
   query_H, key_H = (jnp.asarray(rng.normal(size=8), jnp.float32) for _ in range(2))
-  sin_LxH, cos_LxH = model_lib._rope_table(model, 10)
-  turn = lambda v_H: model_lib._rope(
+  sin_LxH, cos_LxH = decoder._rope_table(model, 10)
+  turn = lambda v_H: decoder._rope(
     jnp.broadcast_to(v_H[None, None, None, :], (1, 10, 1, 8)), sin_LxH, cos_LxH
   )[0, :, 0]
   score_LxL = turn(query_H) @ turn(key_H).T
@@ -87,14 +87,14 @@ def test_each_layer_has_its_own_leaves(model):
   }
   assert paths["['layers'][1]['query']"] == (16, 4, 8)
   assert paths["['layers'][1]['key']"] == (16, 2, 8)
-  assert {model_lib.label(path) for path in paths} == {'embedding', 'body'}
+  assert {decoder.label(path) for path in paths} == {'embedding', 'body'}
 
 
 def test_examples_in_docstrings():
-  assert doctest.testmod(model_lib) == (0, 1)
+  assert doctest.testmod(decoder) == (0, 1)
 
 
 def test_initial_parameters_are_a_function_of_the_seed(model):
-  one, same, other = (model_lib.init_params(model, seed) for seed in (3, 3, 4))
+  one, same, other = (decoder.init_params(model, seed) for seed in (3, 3, 4))
   jax.tree.map(np.testing.assert_array_equal, one, same)
   assert not np.array_equal(one['embedding'], other['embedding'])

@@ -1,0 +1,213 @@
+r"""The reference task: a small Gemma-like decoder over bytes of text, a flax.nnx module.
+
+  x = E[tokens] sqrt(D)
+  x = x + Attention(norm(x)); x = x + GeGLU(norm(x))     for every layer
+  logits = c tanh(norm(x) E^T / c)                       softcap c; E^T, or a head of its own
+
+RMSNorm precedes each block (Gemma 2 and later also norm after it, which gains nothing at this
+size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale towards 1. Queries
+and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
+key-value heads (GQA); attention is causal.
+
+Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
+Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
+protocol cuts fragments between tensors and layers. For the same reason there is no scan over
+layers: at these depths the unrolled model compiles in seconds. Activations have `config.dtype`.
+Outside this file the parameters are a plain tree, `nnx.to_pure_dict` of the module's state.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from diloco_jax.train import config as config_lib
+from diloco_jax.train import data as data_lib
+from diloco_jax.train import task as task_lib
+
+Params = dict[str, Any]
+
+PARTITION = (
+  (r'embedding', P('tensor', 'fsdp')),  # V D
+  (r'head', P('fsdp', 'tensor')),  # D V
+  (r'layers/\d+/(query|key|value)', P('fsdp', 'tensor', None)),  # D N H
+  (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
+  (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
+  (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
+)
+_EMBED_STD = 0.02
+
+
+def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
+  """The decoder on the corpus of `data`, which is read on first use."""
+  corpus = functools.cache(lambda: data_lib.load_corpus(data.corpus))
+  return task_lib.Task(
+    init=functools.partial(init_params, model),
+    loss=functools.partial(loss, model),
+    batches=lambda shard: data_lib.make_shard(corpus(), data, shard),
+    tokens_per_batch=data.batch_size * data.seq_len,
+    eval_batches=lambda: data_lib.eval_batches(corpus(), data),
+    label=label,
+    partition=PARTITION,
+    data_digest=lambda: f'{corpus().digest:08x}',
+  )
+
+
+class Block(nnx.Module):
+  """One layer: attention, then the gated feed-forward block."""
+
+  def __init__(self, config: config_lib.ModelConfig, rng: np.random.Generator):
+    """Draws projections with standard deviation 1/sqrt(fan in); those whose output is added to the
+    residual sum are also divided by sqrt(2 layers) (GPT-2), so that its variance does not grow with
+    depth."""
+    D, N, K = config.embed_dim, config.num_heads, config.num_kv_heads
+    H, F = config.head_dim, config.hidden_dim
+    residual = (2 * config.num_layers) ** -0.5
+    self.attention_norm = nnx.Param(np.zeros((D,), np.float32))
+    self.query = _normal(rng, (D, N, H), D**-0.5)
+    self.key = _normal(rng, (D, K, H), D**-0.5)
+    self.value = _normal(rng, (D, K, H), D**-0.5)
+    self.query_norm = nnx.Param(np.zeros((H,), np.float32))
+    self.key_norm = nnx.Param(np.zeros((H,), np.float32))
+    self.out = _normal(rng, (N, H, D), (N * H) ** -0.5 * residual)
+    self.mlp_norm = nnx.Param(np.zeros((D,), np.float32))
+    self.gate = _normal(rng, (D, F), D**-0.5)
+    self.up = _normal(rng, (D, F), D**-0.5)
+    self.down = _normal(rng, (F, D), F**-0.5 * residual)
+
+  def __call__(self, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+    normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm[...])
+    x_BxLxD = x_BxLxD + self._attention(normed_BxLxD, sin_LxH, cos_LxH)
+    return x_BxLxD + self._geglu(rms_norm(x_BxLxD, self.mlp_norm[...]))
+
+  def _attention(self, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+    query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, self.query[...])
+    key_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.key[...])
+    value_BxLxKxH = jnp.einsum('bld,dkh->blkh', x_BxLxD, self.value[...])
+    query_BxLxNxH = _rope(rms_norm(query_BxLxNxH, self.query_norm[...]), sin_LxH, cos_LxH)
+    key_BxLxKxH = _rope(rms_norm(key_BxLxKxH, self.key_norm[...]), sin_LxH, cos_LxH)
+    with jax.numpy_dtype_promotion('standard'):  # JAX's own attention promotes bfloat16 logits
+      mixed_BxLxNxH = jax.nn.dot_product_attention(
+        query_BxLxNxH, key_BxLxKxH, value_BxLxKxH, is_causal=True
+      )
+    return jnp.einsum('blnh,nhd->bld', mixed_BxLxNxH, self.out[...])
+
+  def _geglu(self, x_BxLxD: jax.Array) -> jax.Array:
+    return (jax.nn.gelu(x_BxLxD @ self.gate[...]) * (x_BxLxD @ self.up[...])) @ self.down[...]
+
+
+class Decoder(nnx.Module):
+  """The whole model; the initial loss is close to ln V.
+
+  The draw is on the host (numpy float32) so that learners on different devices and meshes, and a
+  syncer without a mesh, start from the same bits, and so that nothing has to be compiled for it.
+  """
+
+  def __init__(self, config: config_lib.ModelConfig, rng: np.random.Generator):
+    self.config = config
+    self.embedding = _normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD)
+    self.final_norm = nnx.Param(np.zeros((config.embed_dim,), np.float32))
+    self.layers = nnx.List([Block(config, rng) for _ in range(config.num_layers)])
+    if not config.tied_head:
+      self.head = _normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
+
+  def __call__(
+    self, tokens_BxL: jax.Array, sharding: jax.sharding.Sharding | None = None
+  ) -> jax.Array:
+    """Returns float32 logits_BxLxV of the token that follows each position.
+
+    `sharding` pins the activations between the blocks (leading axis: the batch): without it the
+    partitioner may gather the batch instead of the split parameters.
+    """
+    config = self.config
+    scale = jnp.asarray(config.embed_dim**0.5, self.embedding[...].dtype)
+    x_BxLxD = self.embedding[...][tokens_BxL] * scale
+    sin_LxH, cos_LxH = _rope_table(config, tokens_BxL.shape[1])
+    for layer in self.layers:
+      x_BxLxD = layer(_pin(x_BxLxD, sharding), sin_LxH, cos_LxH)
+    x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...])
+    head_DxV = self.embedding[...].T if config.tied_head else self.head[...]
+    return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> nnx.Param:
+  return nnx.Param(rng.standard_normal(shape, np.float32) * np.float32(std))
+
+
+def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
+  """Draws the parameters of a Decoder, as numpy arrays."""
+  return nnx.to_pure_dict(nnx.state(Decoder(config, np.random.default_rng(seed)), nnx.Param))
+
+
+def apply(
+  config: config_lib.ModelConfig,
+  params: Params,
+  tokens_BxL: jax.Array,
+  sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+  """Logits (Decoder.__call__) of a tree of parameters, computed in `config.dtype`."""
+  dtype = jnp.dtype(config.dtype)
+  module = nnx.eval_shape(lambda: Decoder(config, np.random.default_rng(0)))
+  nnx.update(module, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
+  return module(tokens_BxL, sharding)
+
+
+def loss(
+  config: config_lib.ModelConfig,
+  params: Params,
+  tokens_BxL1: jax.Array,
+  sharding: jax.sharding.Sharding | None = None,
+) -> jax.Array:
+  """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens of an integer
+  type."""
+  tokens_BxL1 = tokens_BxL1.astype(jnp.int32)
+  logits_BxLxV = apply(config, params, tokens_BxL1[:, :-1], sharding)
+  targets_BxL = tokens_BxL1[:, 1:]
+  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
+
+
+def label(path: str) -> str:
+  """The label that selects the merge rule of a parameter, from its `jax.tree_util.keystr`.
+
+  The syncer merges the embedding and an untied head by plain averaging (paper section 4).
+
+  >>> label("['embedding']"), label("['head']"), label("['layers'][0]['query']")
+  ('embedding', 'head', 'body')
+  """
+  return {"['embedding']": 'embedding', "['head']": 'head'}.get(path, 'body')
+
+
+def rms_norm(x_xD: jax.Array, scale_D: jax.Array) -> jax.Array:
+  """x / rms(x) * (1 + scale) over the last axis, computed in float32."""
+  x32_xD = x_xD.astype(jnp.float32)
+  inverse_x1 = jax.lax.rsqrt(jnp.mean(jnp.square(x32_xD), axis=-1, keepdims=True) + 1e-6)
+  scale_xD = jnp.expand_dims(1.0 + scale_D.astype(jnp.float32), range(x_xD.ndim - 1))
+  return (x32_xD * inverse_x1 * scale_xD).astype(x_xD.dtype)
+
+
+def _rope_table(config: config_lib.ModelConfig, length: int) -> tuple[jax.Array, jax.Array]:
+  """Sines and cosines of position * theta^(-2i/H), i < H/2, one float32 array [L, H/2] each."""
+  exponent_H = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+  angle_LxH = jnp.outer(jnp.arange(length, dtype=jnp.float32), config.rope_theta**-exponent_H)
+  return jnp.sin(angle_LxH), jnp.cos(angle_LxH)
+
+
+def _rope(x_BxLxNxH: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+  """Rotates the pair (x_i, x_{i + H/2}) by its angle (arXiv 2104.09864)."""
+  sin_1xLx1xH, cos_1xLx1xH = (t[None, :, None, :] for t in (sin_LxH, cos_LxH))
+  a, b = jnp.split(x_BxLxNxH.astype(jnp.float32), 2, axis=-1)
+  turned = (a * cos_1xLx1xH - b * sin_1xLx1xH, b * cos_1xLx1xH + a * sin_1xLx1xH)
+  return jnp.concatenate(turned, axis=-1).astype(x_BxLxNxH.dtype)
+
+
+def _softcap(logits: jax.Array, cap: float) -> jax.Array:
+  return cap * jnp.tanh(logits / cap) if cap else logits
+
+
+def _pin(x: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

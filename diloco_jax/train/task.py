@@ -1,0 +1,68 @@
+"""The seam between training and what is trained: parameters, loss and data of a model.
+
+Islands, the syncer's global model and its evaluation are built from a Task and know no model. The
+reference is the decoder (decoder.py); an own model is one file with a function that returns a Task
+(config/build.py says how a config names it).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import PartitionSpec
+
+Params = Any  # a tree of float arrays whose paths do not change during a run
+Batch = Any  # a tree of host arrays with the batch as their leading axis
+Partition = Sequence[tuple[str, PartitionSpec]]
+
+
+class Batches(Protocol):
+  """The endless batches of a shard, by index from 0. A batch is a pure function of its index, so a
+  learner continues from an integer."""
+
+  def __getitem__(self, index: int) -> Batch: ...
+
+
+def embeddings(path: str) -> str:
+  """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer of
+  that name, else 'body'. The syncer merges the first two by `sync.embedding_merge` (paper section
+  4).
+
+  Args:
+    path: `jax.tree_util.keystr` of the parameter.
+
+  >>> embeddings("['params']['Embed_0']['embedding']"), embeddings("['layers'][0]['query']")
+  ('embedding', 'body')
+  """
+  lowered = path.lower()
+  return 'embedding' if 'embed' in lowered else 'head' if 'head' in lowered else 'body'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Task:
+  """What a run trains.
+
+  Attributes:
+    init: seed -> the initial parameters. Every learner and the syncer call it and must get the same
+      bits, so draw on the host (numpy) or on one device.
+    loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
+      by jit. `sharding` is that of the batch axis on the learner's mesh, for
+      `jax.lax.with_sharding_constraint`; a model may ignore it.
+    batches: shard in [0, config.data.shards) -> its batches. Shards are disjoint.
+    tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
+    eval_batches: the held-out batches, the same at every call; () for no evaluation.
+    label: path of a parameter -> 'embedding', 'head' or 'body', which selects its merge rule.
+    partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
+      the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
+    data_digest: a text that differs if the data does; compared when a learner joins.
+  """
+
+  init: Callable[[int], Params]
+  loss: Callable[[Params, Batch, jax.sharding.Sharding], jax.Array]
+  batches: Callable[[int], Batches]
+  tokens_per_batch: int
+  eval_batches: Callable[[], Sequence[Batch]] = tuple
+  label: Callable[[str], str] = embeddings
+  partition: Partition = ()
+  data_digest: Callable[[], str] = str

@@ -1,0 +1,1 @@
+"""Own models and own loops, each in one file."""
