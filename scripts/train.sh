@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains the demo on this machine: one syncer, four learners; one learner is killed and restarted.
-#   ./scripts/train.sh [--workdir=DIR] [--config=experiments/configs/stdlib_lm.py:tiny] \
+#   ./scripts/train.sh [--workdir=DIR] [--config=stdlib_lm:tiny] \
 #     [--config.sync.quorum=2 ...]
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
-exec "$python" -m experiments.local "$@"
+exec "$python" -m diloco_jax train "$@"

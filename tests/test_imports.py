@@ -21,6 +21,7 @@ ALLOWED = {
   'train': {'numerics', 'storage'},
   'config': {'protocol', 'protocol/tape', 'numerics', 'train'},
   'node': {'protocol'},
+  'configs': {'config', 'train'},
   'transport': {'protocol', 'node'},
   'report': {'protocol', 'config', 'node'},
   'learner': {
@@ -48,6 +49,7 @@ ALLOWED = {
     'report',
   },
   'launch': {
+    'configs',
     'protocol',
     'protocol/syncer',
     'storage',
@@ -87,6 +89,9 @@ ALLOWED = {
     'proof',
   },
 }
+# The commands may import every room.
+ALLOWED['commands'] = set(ALLOWED)
+
 # What each may import of others'. Rooms that are not named: anything.
 FOREIGN = {
   'protocol': set(),
@@ -174,13 +179,21 @@ def test_the_protocol_has_no_clock_no_socket_no_thread(banned: str):
 
 def test_nothing_in_production_imports_proof():
   for here, allowed in ALLOWED.items():
-    assert here.startswith('proof') or not any(other.startswith('proof') for other in allowed), here
+    assert here.startswith(('proof', 'commands')) or not any(
+      other.startswith('proof') for other in allowed
+    ), here
 
 
 def test_nothing_imports_experiments_or_tests():
   for path in sources(PACKAGE):
     roots = {name.split('.')[0] for name in imports(path)}
     assert not roots & {'experiments', 'tests'}, path
+
+
+def test_only_the_entry_point_names_the_commands():
+  for name, path in MODULES.items():
+    commands = {other for other in imports(path) if other.startswith('diloco_jax.commands')}
+    assert not commands, name
 
 
 def test_no_cycles():

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+from diloco_jax import __main__
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / 'README.md').read_text()
 
@@ -48,8 +50,8 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
 def test_files_that_the_readme_names_exist():
   for target in re.findall(r'\]\((?!https?:|#)([^)#]+)\)', README):
     assert (ROOT / target).exists(), target
-  for program in re.findall(r'python -m ([\w.]+)', README):
-    assert (ROOT / (program.replace('.', '/') + '.py')).exists(), program
+  commands = re.findall(r'^    diloco (\w+)', README, re.M)
+  assert commands and set(commands) <= __main__.COMMANDS.keys()
 
 
 def test_no_placeholder_is_left():

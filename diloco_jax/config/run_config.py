@@ -65,7 +65,7 @@ class SyncConfig(_Sync):
       second. A donation must arrive at most H steps old, so it has to cross both within that time:
       2 * moments / rate < H * step time.
     keep_log: keep every outer step in the log, so that the arrays of the whole run can be computed
-      again (experiments/replay.py --arrays); else the log drops what two checkpoints hold.
+      again (diloco replay --arrays); else the log drops what two checkpoints hold.
   """
 
   fragmentation: str = 'balanced'

@@ -194,7 +194,8 @@ def programs(
       command=[
         sys.executable,
         '-m',
-        'experiments.learner',
+        'diloco_jax',
+        'learner',
         *common,
         f'--learner_id={name}',
         f'--syncer={address}',
@@ -203,7 +204,7 @@ def programs(
 
   if alone:
     return [learner(names[0])]
-  command = [sys.executable, '-m', 'experiments.syncer', *common, '--port=0']
+  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *common, '--port=0']
   syncer = supervisor_lib.Program(
     name=supervisor_lib.SYNCER,
     environment=environment(1),

@@ -2,7 +2,7 @@
 
 Each island is a disjoint sub-mesh of `jax.devices()` (by slice where devices have one, by count on
 CPU). Machines, work and jitted steps are those of separate processes; only the transport differs.
-For tests, notebooks and `experiments/local.py --controller=single`.
+For tests, notebooks and `diloco train --controller=single`.
 """
 
 import contextlib

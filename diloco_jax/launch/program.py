@@ -22,12 +22,14 @@ import os
 import pathlib
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from diloco_jax import configs
 from diloco_jax.config import run_config
 from diloco_jax.storage import wal_format
 
@@ -77,7 +79,8 @@ def define_config() -> flags.FlagHolder:
   """
   return config_flags.DEFINE_config_file(
     'config',
-    help_string='FILE.py:VARIANT; override any field, for example --config.sync.quorum=2',
+    help_string='FILE.py:VARIANT, or NAME:VARIANT for a config of this package; override any '
+    'field, for example --config.sync.quorum=2',
   )
 
 
@@ -85,7 +88,7 @@ def config() -> run_config.Config:
   """Returns the validated config that the flags name. Raises NeverRetry."""
   value = flags.FLAGS['config'].value
   if value is None:
-    raise NeverRetry('no --config given; for example --config=experiments/configs/stdlib_lm.py:cpu')
+    raise NeverRetry('no --config given; for example --config=stdlib_lm:cpu')
   path = flags.FLAGS['config'].config_filename.split(':', 1)[0]
   if not pathlib.Path(path).is_file():  # config_flags raises this only when a field is read
     raise NeverRetry(_no_file(path))
@@ -133,6 +136,21 @@ def one_line(error: BaseException | str) -> str:
   return ' '.join(str(error).split()) or type(error).__name__
 
 
+def run_command(module: types.ModuleType) -> NoReturn:
+  """Runs a command of `diloco`: the `main` of a module. The module may also define DEFAULT_CONFIG
+  (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
+  POSITIONAL (whether it takes arguments that are not flags)."""
+  if any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in sys.argv[1:]):
+    print(_help(module))
+    sys.exit(0)
+  sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
+  run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
+
+
+def _help(module: types.ModuleType) -> str:
+  return f'{module.__doc__}\n{flags.FLAGS.module_help(module)}'
+
+
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
@@ -140,7 +158,7 @@ def run_main(
   with `positional`, `main` gets the arguments that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
   if default_config and not _config_path(argv):
-    argv.insert(1, f'--config={default_config}')
+    argv.insert(1, _config_word(default_config))
   app.run(
     lambda rest: _guarded(main, rest),
     argv=argv,
@@ -157,12 +175,26 @@ def last_config_first(argv: list[str]) -> list[str]:
   rest, chosen, words = [], [], iter(argv)
   for word in words:
     if word in ('--config', '-config'):
-      chosen = [f'--config={next(words, "")}']
+      chosen = [_config_word(next(words, ''))]
     elif word.startswith(('--config=', '-config=')):
-      chosen = ['--' + word.lstrip('-')]
+      chosen = [_config_word(word.split('=', 1)[1])]
     else:
       rest.append(word)
   return rest[:1] + chosen + rest[1:]
+
+
+def _config_word(value: str) -> str:
+  """The flag for a config; a name without a folder and without .py is a config of the package.
+
+  >>> _config_word('stdlib_lm:tiny').endswith('diloco_jax/configs/stdlib_lm.py:tiny')
+  True
+  >>> _config_word('mine.py:tiny')
+  '--config=mine.py:tiny'
+  """
+  name, colon, variant = value.partition(':')
+  if name.isidentifier():
+    name = str(pathlib.Path(configs.__file__).with_name(f'{name}.py'))
+  return f'--config={name}{colon}{variant}'
 
 
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
@@ -171,9 +203,9 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   try:
     return main(argv) or 0
   except (NeverRetry, DiskFailed) as error:
-    return _refuse(one_line(error), error.code)
+    return refuse(one_line(error), error.code)
   except app.UsageError as error:
-    return _refuse(one_line(error))
+    return refuse(one_line(error))
   except KeyboardInterrupt:
     print('interrupted', file=sys.stderr)
     return INTERRUPTED
@@ -182,23 +214,23 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     return 1
 
 
-def _refuse(text: str, code: int = NEVER_RETRY) -> int:
+def refuse(text: str, code: int = NEVER_RETRY) -> int:
+  """Prints the one line of an error and returns its exit code."""
   sys.stdout.flush()
   print(f'error: {text}', file=sys.stderr, flush=True)
   return code
 
 
 def _parse(argv: list[str], positional: bool = False) -> list[str]:
-  wants_help = any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in argv[1:])
   sys.argv = argv  # config_flags reads the overrides from there
   try:
     rest = flags.FLAGS(argv)
   except SystemExit:
-    sys.exit(0 if wants_help else NEVER_RETRY)
+    sys.exit(NEVER_RETRY)
   except (flags.Error, LookupError, ValueError, TypeError, OSError) as error:
-    sys.exit(_refuse(_explain(argv, error)))
+    sys.exit(refuse(_explain(argv, error)))
   if len(rest) > 1 and not positional:
-    sys.exit(_refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
+    sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest
 
 

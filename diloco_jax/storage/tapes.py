@@ -88,10 +88,7 @@ class Tape:
     self._guard(lambda: self._write(self._writer.crash(now_ns, event, error)))
     if self.ended:
       return f'Its tape ({self.path}) ended before this: {self.ended}.'
-    return (
-      f'Its tape is the bug report: {self.path}; replay it with: '
-      f'python -m experiments.replay {self.path}'
-    )
+    return f'Its tape is the bug report: {self.path}; replay it with: diloco replay {self.path}'
 
   def close(self) -> None:
     """Closes the newest segment and waits for the compression of the older ones."""

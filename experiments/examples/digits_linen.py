@@ -1,6 +1,6 @@
 """An own model in one file: a flax.linen classifier of handwritten-like digits, drawn by a rule.
 
-    python -m diloco_jax train --config=experiments/examples/digits_linen.py
+    diloco train --config=experiments/examples/digits_linen.py
 
 `task` returns what a run trains; `get_config` names it. Everything else (learners, syncer, faults,
 checkpoints, the report) is that of every other run.

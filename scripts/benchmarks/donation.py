@@ -155,7 +155,7 @@ def main() -> None:
   parser.add_argument('--width', type=int, default=128)
   flags = parser.parse_args()
   from diloco_jax.config import build  # pylint: disable=g-import-not-at-top
-  from experiments.configs import stdlib_lm
+  from diloco_jax.configs import stdlib_lm
 
   config = stdlib_lm.get_config('tiny')
   config.mesh.data = 1

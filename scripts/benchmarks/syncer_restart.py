@@ -24,12 +24,12 @@ from absl import app, flags
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
-from experiments.configs import stdlib_lm
 
-_VARIANT = flags.DEFINE_string('variant', 'cpu', 'variant of experiments/configs/stdlib_lm.py')
+_VARIANT = flags.DEFINE_string('variant', 'cpu', 'variant of the config stdlib_lm')
 _KILLS = flags.DEFINE_integer('kills', 5, 'number of kills of the syncer', 1)
 _COLD = flags.DEFINE_bool('cold', False, 'run without a standby process')
 _OVERRIDES = (
@@ -55,7 +55,7 @@ class Bench(conductor.Conductor):
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
     config = stdlib_lm.get_config(_VARIANT.value)
-    flag = f'--config=experiments/configs/stdlib_lm.py:{_VARIANT.value}'
+    flag = f'--config=stdlib_lm:{_VARIANT.value}'
     super().__init__(workdir, recorder, config, (flag, *_OVERRIDES), standby=not _COLD.value)
     self.lives: list[dict[str, tuple[float, float | None]]] = []  # phase: wall s, cpu s
 

@@ -7,10 +7,10 @@ import optax
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.numerics import codecs, merge, outer
 from diloco_jax.protocol import actions, agreement
 from diloco_jax.syncer import global_model
-from experiments.configs import stdlib_lm
 from experiments.examples import digits_linen
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import entrypoints, program
-from experiments.configs import stdlib_lm
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):

@@ -5,8 +5,8 @@ import pathlib
 
 import pytest
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import local
-from experiments.configs import stdlib_lm
 
 
 @pytest.fixture(name='config')

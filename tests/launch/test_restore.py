@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import local, program, restore
 from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
-from experiments.configs import stdlib_lm
 from tests.syncer import test_durability as durability
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.report import records
-from experiments.configs import stdlib_lm
 
 
 @pytest.fixture(name='config')

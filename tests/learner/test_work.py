@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.transport import payloads
-from experiments.configs import stdlib_lm
 
 
 def _host(tree):

@@ -1,6 +1,6 @@
 """Seeds keep every promise, and a thousand of them reach all there is to reach (--all).
 
-Another seed or the story of one: `python -m experiments.simulate --help`.
+Another seed or the story of one: `diloco simulate --help`.
 """
 
 from diloco_jax.proof import plans

@@ -37,7 +37,7 @@ print(hash('tape'), *sys.version_info[:2])
 """
 
 RUN = (
-  '--config=experiments/configs/stdlib_lm.py:tiny',
+  '--config=stdlib_lm:tiny',
   '--config.train.steps=36',
   '--config.train.eval_every=0',
   '--config.sync.quorum=3',
@@ -97,12 +97,12 @@ def record() -> None:
   """Runs the run, checks its tapes and copies two of them here."""
   with tempfile.TemporaryDirectory() as folder:
     subprocess.run(
-      [sys.executable, '-m', 'experiments.local', *RUN, f'--workdir={folder}'],
+      [sys.executable, '-m', 'diloco_jax', 'train', *RUN, f'--workdir={folder}'],
       cwd=ROOT,
       env={**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'},
       check=True,
     )
-    subprocess.run([sys.executable, '-m', 'experiments.replay', folder], cwd=ROOT, check=True)
+    subprocess.run([sys.executable, '-m', 'diloco_jax', 'replay', folder], cwd=ROOT, check=True)
     for name, target in zip(('syncer.1.0.jsonl', 'l1.2.0.jsonl'), TAPES):
       shutil.copyfile(pathlib.Path(folder) / 'tapes' / name, target)
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich import console as console_lib
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts, live, records, run_facts
 from diloco_jax.report import summary as summary_lib
-from experiments.configs import stdlib_lm
 
 _LEDGER = protocol_facts.Ledger(
   fragments=4,

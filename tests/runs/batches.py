@@ -7,9 +7,9 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.storage import tapes
-from experiments.configs import stdlib_lm
 from tests.runs import conductor
 
 

@@ -4,11 +4,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from experiments.configs import stdlib_lm
 
 # For runs that the test ends, with as little other work as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
@@ -17,7 +17,7 @@ ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every
 def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
   """The flags of every program of such a run."""
   return [
-    f'--config=experiments/configs/stdlib_lm.py:{variant}',
+    f'--config=stdlib_lm:{variant}',
     *(f'--config.{name}={value}' for name, value in overrides.items()),
   ]
 

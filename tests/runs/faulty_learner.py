@@ -1,4 +1,4 @@
-"""The program of a learner (experiments/learner.py) on faulty hardware.
+"""The program of a learner (`diloco learner`) on faulty hardware.
 
 --spoil=nan:N or huge:N spoils its pseudo-gradients from the N-th on, behind its encoder (an integer
 codec): scales that mean NaN, or values far too large.
@@ -30,15 +30,18 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.transport import chunks, grpc_client, grpc_session
 
 PERCENTS = (10, 50, 90)
-_PROGRAM = 'experiments.learner'
+_PROGRAM = ['diloco_jax', 'learner']
 _SCALES = {'nan': 255, 'huge': 150}  # exponent bytes of a block (numerics/codecs.py)
 _SPOILED_BLOCKS = 8
 
 
 def instead(program: supervisor_lib.Program, *faults: str) -> supervisor_lib.Program:
   """Replaces a learner's program by this one; `faults`: flags of it."""
-  command = [__spec__.name if word == _PROGRAM else word for word in program.command]
-  return dataclasses.replace(program, command=[*command, *faults])
+  python, option, *words = program.command
+  if words[: len(_PROGRAM)] != _PROGRAM:
+    return program
+  command = [python, option, __spec__.name, *words[len(_PROGRAM) :], *faults]
+  return dataclasses.replace(program, command=command)
 
 
 class Spoiler:
@@ -121,7 +124,7 @@ def main(argv: list[str]) -> int:
 if __name__ == '__main__':
   program_lib.define_config()
   for name in ('workdir', 'learner_id', 'syncer'):
-    flags.DEFINE_string(name, None, f'as that of {_PROGRAM}', required=True)
+    flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_string('spoil', '', 'nan:N or huge:N')
   flags.DEFINE_string('kills', '', 'a folder of kills')
   program_lib.run_main(main)

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import chaos_report
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.report import records
 from diloco_jax.syncer import global_model as global_model_lib
-from experiments.configs import stdlib_lm
 from tests.runs import conductor, faulty_learner, promises
 
 DEADLINE_S = 240

@@ -56,7 +56,8 @@ def _run(tmp_path_factory) -> Run:
     [
       sys.executable,
       '-m',
-      'experiments.chaos',
+      'diloco_jax',
+      'chaos',
       f'--plan={",".join(PLAN)}',
       '--fault_s=3',
       f'--workdir={workdir}',

@@ -160,12 +160,13 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     f'--workdir={tmp_path}',
     '--config.train.drain_s=2',
   ]
-  limited = shlex.join([sys.executable, '-m', 'experiments.syncer', *common])
+  limited = shlex.join([sys.executable, '-m', 'diloco_jax', 'syncer', *common])
   syncer = _start('bash', '-c', f'ulimit -f 32; exec {limited}')
   learner = _start(
     sys.executable,
     '-m',
-    'experiments.learner',
+    'diloco_jax',
+    'learner',
     *common,
     '--learner_id=l0',
     f'--syncer=file:{tmp_path}/{local.ADDRESS}',

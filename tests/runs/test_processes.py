@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CONFIG = '--config=experiments/configs/stdlib_lm.py:tiny'
+CONFIG = '--config=stdlib_lm:tiny'
 DEADLINE_S = 150
 
 
@@ -33,9 +33,9 @@ def _environment() -> dict[str, str]:
 class Program:
   """A process, and its output line by line."""
 
-  def __init__(self, module: str, *flags: str):
+  def __init__(self, command: str, *flags: str):
     self.process = subprocess.Popen(
-      [sys.executable, '-m', module, *flags],
+      [sys.executable, '-m', 'diloco_jax', command, *flags],
       cwd=ROOT,
       env=_environment(),
       text=True,
@@ -93,8 +93,8 @@ class Program:
 def _start():
   started = []
 
-  def start(module: str, *flags: str) -> Program:
-    started.append(Program(module, *flags))
+  def start(command: str, *flags: str) -> Program:
+    started.append(Program(command, *flags))
     return started[-1]
 
   yield start
@@ -137,7 +137,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     '--config.train.log_every=50',
     '--config.train.eval_every=0',
   )
-  first = start('experiments.local', *flags)
+  first = start('train', *flags)
   first.wait_for('completed step: ')
   stopped = time.monotonic()
   first.process.send_signal(signal.SIGINT)
@@ -145,10 +145,10 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert time.monotonic() - stopped < 20  # 10 s is the promise on a machine that is not busy
   assert not _of_run(workdir)
 
-  refused = start('experiments.local', *flags)
+  refused = start('train', *flags)
   assert '--resume' in _refusal(refused)
 
-  second = start('experiments.local', '--resume', *flags)
+  second = start('train', '--resume', *flags)
   assert second.end() == 0, second.lines
   assert any('continues from its checkpoint' in line for line in second.lines)
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
@@ -157,19 +157,19 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
 
 
 @pytest.mark.parametrize(
-  'module,flags,words',
+  'command,flags,words',
   [
-    ('experiments.local', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
-    ('experiments.syncer', ['--workdir={tmp}', '--host=0.0.0.0'], '127.0.0.1'),
+    ('train', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
+    ('syncer', ['--workdir={tmp}', '--host=0.0.0.0'], '127.0.0.1'),
     (
-      'experiments.learner',
+      'learner',
       ['--workdir={tmp}', '--learner_id=l0', '--syncer=10.0.0.1:7070'],
       'loopback',
     ),
   ],
 )
-def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, module, flags, words):
-  program = start(module, CONFIG, *(flag.format(tmp=tmp_path) for flag in flags))
+def test_a_wrong_command_is_refused_in_one_line(start, tmp_path, command, flags, words):
+  program = start(command, CONFIG, *(flag.format(tmp=tmp_path) for flag in flags))
   assert words in _refusal(program)
 
 
@@ -184,12 +184,12 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     '--config.sync.heartbeat_s=1',
     '--config.train.log_every=20',
   )
-  syncer = start('experiments.syncer', *run, f'--workdir={tmp_path}/s')
+  syncer = start('syncer', *run, f'--workdir={tmp_path}/s')
   address = syncer.wait_for('syncer listens on').split()[-1]
 
   def learner(name: str, folder: str, *more: str) -> Program:
     return start(
-      'experiments.learner',
+      'learner',
       *run,
       *more,
       f'--learner_id={name}',
@@ -201,10 +201,8 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')
-  taken = start(
-    'experiments.syncer', *run, f'--workdir={tmp_path}/t', f'--port={address.split(":")[1]}'
-  )
-  same = start('experiments.syncer', *run, f'--workdir={tmp_path}/s')
+  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--port={address.split(":")[1]}')
+  same = start('syncer', *run, f'--workdir={tmp_path}/s')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
   assert address.split(':')[1] in _refusal(taken)
@@ -228,9 +226,7 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
 def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path):
   """A signal for the active syncer does not end the standby either."""
   folder = tmp_path / 'run'
-  unwanted, wanted = (
-    start('experiments.syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2)
-  )
+  unwanted, wanted = (start('syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
   for program in (unwanted, wanted):
     program.wait_for('standby: ready')
   wanted.process.send_signal(signal.SIGUSR1)

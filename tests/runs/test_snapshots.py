@@ -26,7 +26,7 @@ from diloco_jax.storage import manifests
 
 DEADLINE_S = 280
 COMMON = (
-  '--config=experiments/configs/stdlib_lm.py:tiny',
+  '--config=stdlib_lm:tiny',
   '--chaos=off',
   '--config.train.steps=1000000',
   '--config.train.log_every=1000',
@@ -65,7 +65,8 @@ def running(workdir: pathlib.Path, output: pathlib.Path, *flags: str) -> Iterato
       [
         sys.executable,
         '-m',
-        'experiments.local',
+        'diloco_jax',
+        'train',
         '--nostandby',
         *COMMON,
         *flags,

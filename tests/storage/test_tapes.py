@@ -13,6 +13,7 @@ import threading
 import jax
 import pytest
 
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import config as config_lib
@@ -21,7 +22,6 @@ from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from experiments.configs import stdlib_lm
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / 'tests' / 'protocol' / 'golden'
@@ -52,7 +52,7 @@ def names(workdir: pathlib.Path) -> list[str]:
 
 def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, '-m', 'experiments.replay', *map(str, words)],
+    [sys.executable, '-m', 'diloco_jax', 'replay', *map(str, words)],
     cwd=ROOT,
     text=True,
     capture_output=True,
@@ -180,7 +180,7 @@ def test_a_crash_names_its_tape_and_the_command_reproduces_it(tmp_path):
     node = loop.Node(start.make(), event_queue, stub, stub, stub, stub, stub, out)
     with pytest.raises(loop.MachineCrash) as error:
       node.run()
-  words = str(error.value).split('python -m experiments.replay ')
+  words = str(error.value).split('diloco replay ')
   path = tmp_path / tapes.TAPES / 'l0.1.0.jsonl'
   assert words[1] == str(path) and 'TypeError: not an event of a learner' in words[0]
   done = program(path)
@@ -279,7 +279,7 @@ def test_the_commit_of_a_checkout_a_worktree_and_neither(tmp_path):
   assert tapes.commit(tmp_path) == 'ddd'
 
 
-# --- experiments/replay.py ------------------------------------------------------------------------
+# --- diloco replay -------------------------------------------------------------------------------
 
 
 def test_the_program_prints_one_line_per_tape(tmp_path):
@@ -330,7 +330,7 @@ def test_the_program_refuses_in_one_line(words, error):
 
 
 def test_the_program_starts_without_jax():
-  code = 'import sys, experiments.replay; print({"jax", "numpy"} & sys.modules.keys())'
+  code = 'import sys, diloco_jax.commands.replay; print({"jax", "numpy"} & sys.modules.keys())'
   done = subprocess.run(
     [sys.executable, '-c', code],
     cwd=ROOT,

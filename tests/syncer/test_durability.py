@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events
@@ -29,7 +30,6 @@ from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
-from experiments.configs import stdlib_lm
 
 DEADLINE_S = 120
 NAMES = ('l0', 'l1', 'l2')

@@ -7,13 +7,13 @@ import shutil
 import pytest
 
 from diloco_jax.config import build, run_config
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal, wal_format
 from diloco_jax.syncer import rebuild
-from experiments.configs import stdlib_lm
 
 
 def _config(keep_log: bool) -> run_config.Config:

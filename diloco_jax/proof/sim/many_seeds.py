@@ -114,6 +114,6 @@ def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
       f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
       f'the last {len(last.lines)} events:',
       *last.lines,
-      f'replay: python -m experiments.simulate --seed={outcome.seed} --story',
+      f'replay: diloco simulate --seed={outcome.seed} --story',
     ]
   )

@@ -4,19 +4,16 @@ What it shows: four learners, each a JAX mesh of two devices, train one model ov
 is killed during the run and restarted, and the others keep their speed. Other variants train the
 same model with other methods, each a few lines away from the next.
 
-    ./scripts/train.sh                                                         # cpu: the demo
-    ./scripts/train.sh --config=experiments/configs/stdlib_lm.py:diloco
-    C=experiments/configs/stdlib_lm.py
-    python -m experiments.learner --config=$C:decoupled --syncer=none --learner_id=l0 \
-      --workdir=runs/alone                                                     # 1/4 of the tokens
-    python -m experiments.learner --config=$C:data_parallel --syncer=none --learner_id=l0 \
-      --workdir=runs/data_parallel                                             # all the tokens
+    diloco train                                                # cpu: the demo
+    diloco train --config=stdlib_lm:diloco
+    diloco train --config=stdlib_lm:decoupled --syncer=none     # 1/4 of the tokens
+    diloco train --config=stdlib_lm:data_parallel --syncer=none # all the tokens
 
 On two cores, measured 2026-11-21: cpu 93 s, held-out loss 5.49 -> 1.56 nats per byte; decoupled
 about 120 s, 1.50 to 1.51 over three seeds; one learner alone 30 s, 1.61 to 1.62; data_parallel
 about 130 s, 1.45. README.md has the table, docs/log.md how the settings were found.
 
-In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.get_config('tiny')`.
+In a notebook: `from diloco_jax.configs import stdlib_lm; config = stdlib_lm.get_config('tiny')`.
 
 | variant | what it is |
 |---|---|
@@ -26,7 +23,6 @@ In a notebook: `from experiments.configs import stdlib_lm; config = stdlib_lm.ge
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
 | diloco | DiLoCo: K=M, one fragment, no learner trains while it is in flight |
 | data_parallel | one learner with the batch of all four, to compare with |
-| v5p_v6e | for TPUs: four v5p and four v6e learners, M=8, P=H=24, a 1B model |
 """
 
 from collections.abc import Callable
@@ -129,56 +125,8 @@ def data_parallel() -> run_config.Config:
   return config
 
 
-def v5p_v6e() -> run_config.Config:
-  """Eight TPU slices of two kinds, with different speeds, far apart. Too large for a CPU.
-
-  The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads and 1 key head of
-  256): 0.70B parameters, almost none of them in the embedding. A learner is a slice of 64 chips;
-  one sync moves 1/24 of the parameters as int8, 30 MB each way.
-  """
-  learners = 8
-  return run_config.Config(
-    name='v5p_v6e',
-    model=train_config.ModelConfig(
-      num_layers=26,
-      embed_dim=1152,
-      num_heads=4,
-      num_kv_heads=1,
-      head_dim=256,
-      hidden_dim=6912,
-      dtype='bfloat16',
-    ),
-    optimizer=train_config.OptimizerConfig(learning_rate=1e-3, warmup_steps=1_000),
-    data=train_config.DataConfig(
-      corpus='/data/text',
-      seq_len=4096,
-      batch_size=128,
-      shards=64,
-      eval_batches=8,
-      eval_batch_size=64,
-    ),
-    mesh=train_config.MeshConfig(fsdp=64),
-    sync=run_config.SyncConfig(
-      learners=learners,
-      quorum=1,
-      fragments=24,
-      period=24,
-      overlap=2,
-      codec_up='int8',
-      codec_down='int8',
-      outer='nesterov(learning_rate=0.7, momentum=0.9)',
-      lease_s=60.0,
-      heartbeat_s=10.0,
-      checkpoint_every_syncs=240,
-    ),
-    train=run_config.TrainConfig(
-      steps=100_000, log_every=20, eval_every=2_400, checkpoint_every_steps=1_000
-    ),
-  )
-
-
 VARIANTS: dict[str, Callable[[], run_config.Config]] = {
-  make.__name__: make for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel, v5p_v6e)
+  make.__name__: make for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel)
 }
 
 

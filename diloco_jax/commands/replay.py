@@ -1,8 +1,8 @@
 """Replays tapes: builds each machine again, feeds it its events and compares its actions.
 
-    python -m experiments.replay runs/cpu-20260101-120000          # every process of every node
-    python -m experiments.replay runs/cpu-20260101-120000/tapes/l1.2.0.jsonl
-    python -m experiments.replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
+    diloco replay runs/cpu-20260101-120000          # every process of every node
+    diloco replay runs/cpu-20260101-120000/tapes/l1.2.0.jsonl
+    diloco replay runs/cpu-20260101-120000 --arrays # and Theta, from the log
 
 The folder of a run (or its `tapes`) names all its tapes; a segment names the whole tape of its
 process. The program prints one line per tape, `identical: N events, hash H`, or the first
@@ -21,6 +21,7 @@ from diloco_jax.launch import program
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 
+POSITIONAL = True
 _ARRAYS = flags.DEFINE_bool(
   'arrays', False, 'also rebuild Theta from the log of each run (folders only) and compare it'
 )
@@ -28,7 +29,7 @@ _ARRAYS = flags.DEFINE_bool(
 
 def main(argv: list[str]) -> int:
   if len(argv) < 2:
-    raise program.NeverRetry('no tape given; for example: python -m experiments.replay runs/NAME')
+    raise program.NeverRetry('no tape given; for example: diloco replay runs/NAME')
   with program.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tapes.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
@@ -69,7 +70,3 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   except (tape.TapeError, wal_format.WalError, OSError) as error:
     print(f'arrays of {workdir}: {program.one_line(error)}')
   return False
-
-
-if __name__ == '__main__':
-  program.run_main(main, positional=True)

@@ -1,10 +1,10 @@
 """Runs a learner as a process; with --syncer=none it trains alone.
 
-    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:cpu \
+    diloco learner --config=stdlib_lm:cpu \
       --workdir=runs/by_hand --learner_id=l0 --syncer=127.0.0.1:7070
 
     # The data-parallel baseline: the same jitted step on all the tokens, without a syncer.
-    python -m experiments.learner --config=experiments/configs/stdlib_lm.py:data_parallel \
+    diloco learner --config=stdlib_lm:data_parallel \
       --workdir=runs/data_parallel --learner_id=l0 --syncer=none
 
 Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
@@ -37,7 +37,3 @@ def main(argv: list[str]) -> int:
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
   return entrypoints.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value)
-
-
-if __name__ == '__main__':
-  program.run_main(main)

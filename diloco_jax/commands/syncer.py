@@ -1,6 +1,6 @@
 """Runs the syncer as a process.
 
-    python -m experiments.syncer --config=experiments/configs/stdlib_lm.py:cpu \
+    diloco syncer --config=stdlib_lm:cpu \
       --workdir=runs/by_hand --port=7070
 
 The syncer listens on 127.0.0.1 and then writes HOST:PORT to WORKDIR/syncer/address; learners may
@@ -28,7 +28,3 @@ def main(argv: list[str]) -> int:
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
   return entrypoints.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value, _STANDBY.value)
-
-
-if __name__ == '__main__':
-  program.run_main(main)

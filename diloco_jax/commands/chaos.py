@@ -1,9 +1,9 @@
 """Carries out a chaos plan on real processes and checks their tapes against the invariants.
 
-    python -m experiments.chaos --plan=kill            # one fault, three learners of `tiny`
-    python -m experiments.chaos --plan=freeze,cut_up   # several, in turn against all but the first
-    python -m experiments.chaos --plan=storm           # one of each kind
-    python -m experiments.chaos --seed=3               # a plan drawn from the seed
+    diloco chaos --plan=kill            # one fault, three learners of `tiny`
+    diloco chaos --plan=freeze,cut_up   # several, in turn against all but the first
+    diloco chaos --plan=storm           # one of each kind
+    diloco chaos --seed=3               # a plan drawn from the seed
 
 One syncer and M learners run, each in a process behind a separate faulty proxy
 (proof/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners never
@@ -25,11 +25,13 @@ from diloco_jax.report import live
 
 # Enough steps for any plan (the learners leave at its end), leases that expire during a fault, and
 # syncs with time to wait for more than one learner (tau = 3).
-_DEFAULTS = """
+DEFAULT_FLAGS = """
   --config.train.steps=1000000 --config.train.log_every=200 --config.train.eval_every=0
   --config.train.checkpoint_every_steps=100 --config.sync.lease_s=1.5
   --config.sync.heartbeat_s=0.3 --config.sync.checkpoint_every_syncs=100 --config.sync.overlap=3
 """.split()
+
+DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
 program_lib.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
@@ -74,8 +76,3 @@ def main(argv: list[str]) -> int:
   text, as_promised = chaos.verdict()
   print(text)
   return run.outcome.code or int(not as_promised)
-
-
-if __name__ == '__main__':
-  sys.argv[1:1] = _DEFAULTS  # flags of the command line come later and win
-  program_lib.run_main(main, default_config='experiments/configs/stdlib_lm.py:tiny')

@@ -1,8 +1,8 @@
 """Runs the production machines in the simulated world, with faults drawn from seeds.
 
-    python -m experiments.simulate --seeds=0:1000                  # a thousand runs, no violation
-    python -m experiments.simulate --seed=17 --story               # narrates one run
-    python -m experiments.simulate --seed=17 --tapes=/tmp/seed17   # its tapes, for replay
+    diloco simulate --seeds=0:1000                  # a thousand runs, no violation
+    diloco simulate --seed=17 --story               # narrates one run
+    diloco simulate --seed=17 --tapes=/tmp/seed17   # its tapes, for replay
 
 Each seed draws its own settings, hardware, network and faults; then the simulator heals every
 fault, and the run must finish (docs/simulator.md). Exit code 0: no violation; 1: the first
@@ -62,7 +62,7 @@ def _one(seed: int) -> int:
     f'{outcome.virtual_ns / 1e9:.1f} s of virtual time, hash {tape.hash}'
   )
   if _TAPES.value:
-    print(f'tapes: python -m experiments.replay {_TAPES.value}')
+    print(f'tapes: diloco replay {_TAPES.value}')
   return _verdict([outcome])
 
 
@@ -110,7 +110,3 @@ def _verdict(outcomes: list[seeds_lib.Outcome]) -> int:
   if not failed:
     print('no violation')
   return 1 if failed else 0
-
-
-if __name__ == '__main__':
-  program.run_main(main)

@@ -1,10 +1,10 @@
 """Runs an experiment on this machine: one syncer and its learners, each in its own process.
 
-    python -m experiments.local                                  # the demo, stdlib_lm.py:cpu
-    python -m experiments.local --config=experiments/configs/stdlib_lm.py:tiny --chaos=off
-    python -m experiments.local --resume --workdir=runs/cpu-20260101-120000
-    python -m experiments.local --restore=latest --workdir=runs/cpu-20260101-120000
-    python -m experiments.local --controller=single              # all in one process
+    diloco train                                  # the demo, stdlib_lm.py:cpu
+    diloco train --config=stdlib_lm:tiny --chaos=off
+    diloco train --resume --workdir=runs/cpu-20260101-120000
+    diloco train --restore=latest --workdir=runs/cpu-20260101-120000
+    diloco train --controller=single              # all in one process
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
 timeline.png, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
@@ -16,7 +16,7 @@ from absl import flags
 
 from diloco_jax.launch import local, program
 
-_DEFAULT_CONFIG = 'experiments/configs/stdlib_lm.py:cpu'
+DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
@@ -65,7 +65,3 @@ def main(argv: list[str]) -> int:
     single=_CONTROLLER.value == 'single',
     standby=_STANDBY.value,
   )
-
-
-if __name__ == '__main__':
-  program.run_main(main, default_config=_DEFAULT_CONFIG)

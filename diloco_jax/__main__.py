@@ -1,0 +1,58 @@
+"""The command `diloco`: each of its commands is a module of diloco_jax/commands.
+
+Also `python -m diloco_jax`, which needs no installation. Flags are global, so only the module of
+the command that runs is imported.
+"""
+
+import difflib
+import importlib
+import sys
+from typing import NoReturn
+
+import diloco_jax
+from diloco_jax.launch import program
+
+COMMANDS = {
+  'train': 'run an experiment on this machine: a syncer and its learners',
+  'syncer': 'run the syncer as one process',
+  'learner': 'run one learner as one process, or train alone',
+  'simulate': 'run the state machines in a simulated world with drawn faults',
+  'chaos': 'carry out a plan of faults on real processes and check their tapes',
+  'replay': 'run the machines of a past run again from their tapes',
+}
+_HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')
+_VERSION = ('version', '--version')
+
+
+def main() -> NoReturn:
+  """Runs the command that the first argument names."""
+  name, *words = sys.argv[1:] or ['help']
+  if name in _HELP:
+    print(usage())
+    sys.exit(0)
+  if name in _VERSION:
+    print(f'diloco {diloco_jax.__version__}')
+    sys.exit(0)
+  if name not in COMMANDS:
+    sys.exit(program.refuse(_unknown(name)))
+  sys.argv = [f'diloco {name}', *words]
+  program.run_command(importlib.import_module(f'diloco_jax.commands.{name}'))
+
+
+def usage() -> str:
+  """The commands, one line each."""
+  width = max(map(len, COMMANDS))
+  lines = [f'  {name:{width}}  {text}' for name, text in COMMANDS.items()]
+  return '\n'.join(
+    ['usage: diloco COMMAND [--flag=value ...]', '', *lines, '', 'diloco COMMAND --help: its flags']
+  )
+
+
+def _unknown(name: str) -> str:
+  close = difflib.get_close_matches(name, COMMANDS, n=1)
+  hint = f'did you mean {close[0]}?' if close else f'the commands are {", ".join(COMMANDS)}'
+  return f'there is no command {name!r}; {hint}'
+
+
+if __name__ == '__main__':
+  main()

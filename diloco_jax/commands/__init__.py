@@ -1,0 +1,1 @@
+"""The commands of `diloco`, one module each: its flags and its `main` (diloco_jax/__main__.py)."""

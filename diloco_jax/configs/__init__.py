@@ -1,0 +1,1 @@
+"""Configs that are part of the package: `--config=NAME:VARIANT` means NAME.py in this folder."""

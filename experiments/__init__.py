@@ -1,1 +1,0 @@
-"""Programs and config files. Nothing imports them but tests and notebooks."""

@@ -1,1 +1,0 @@
-"""Each file is one experiment: at its top what it shows and how to run it, then `get_config`."""

@@ -1,1 +1,0 @@
-"""Own models and own loops, each in one file."""

@@ -1,0 +1,52 @@
+"""The command `diloco`: its commands, and what it says about a wrong one."""
+
+import pathlib
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import diloco_jax
+from diloco_jax import __main__, commands
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def diloco(*words: str) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words],
+    cwd=ROOT,
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+
+
+def test_the_list_of_commands_is_the_folder():
+  assert {one.name for one in pkgutil.iter_modules(commands.__path__)} == __main__.COMMANDS.keys()
+
+
+@pytest.mark.parametrize('words', [[], ['help'], ['--help']], ids=str)
+def test_without_a_command_it_lists_them(words: list[str]):
+  done = diloco(*words)
+  assert done.returncode == 0 and not done.stderr
+  for name, text in __main__.COMMANDS.items():
+    assert name in done.stdout and text in done.stdout
+
+
+def test_an_unknown_command_is_one_line_and_42():
+  done = diloco('trian', '--workdir=runs/x')
+  assert (done.returncode, done.stdout) == (42, '')
+  assert done.stderr == "error: there is no command 'trian'; did you mean train?\n"
+
+
+@pytest.mark.parametrize('command', __main__.COMMANDS)
+def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
+  done = diloco(command, '--help')
+  assert done.returncode == 0 and not done.stderr, done.stderr
+  assert f'diloco {command}' in done.stdout and '\n  --' in done.stdout
+
+
+def test_the_version():
+  assert diloco('--version').stdout == f'diloco {diloco_jax.__version__}\n'
