@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +27,8 @@ from diloco_jax.config import run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.train import decoder, moments, optimizer
+from diloco_jax.train import decoder, optimizer
+from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
 
@@ -68,7 +69,7 @@ class Assembly:
   @property
   def moments_bytes(self) -> int:
     """Size of a donation: the inner optimizer's state."""
-    return moments.size_bytes(self.moments)
+    return moments_lib.size_bytes(self.moments)
 
   def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
     """Merge rules by label, then the optax transform, for fragment p."""
@@ -87,7 +88,7 @@ def assemble(config: run_config.Config) -> Assembly:
   init = functools.partial(task.init, config.train.seed)
   shapes = jax.eval_shape(init)
   tx = optimizer.make_optimizer(config.optimizer, config.train.steps)
-  return assemble_params(
+  return _assemble(
     config,
     init,
     shapes,
@@ -98,26 +99,36 @@ def assemble(config: run_config.Config) -> Assembly:
   )
 
 
-def assemble_params(
+def assemble_own_loop(
+  config: run_config.Config,
+  init: Callable[[], Any],
+  shapes: Any,
+  labels: Mapping[str, str],
+  moments: Any,
+) -> Assembly:
+  """The same for a loop of the user's own, whose parameters are a dict of named arrays.
+
+  Args:
+    config: validated, without a task.
+    init: returns version 0.
+    shapes: name -> shape of each parameter, a ShapeDtypeStruct.
+    labels: name -> label of its merge rule.
+    moments: shapes of the inner optimizer's state; {} if it is not donated.
+  """
+  shared = {**config.agreement(), 'moments_bytes': moments_lib.size_bytes(moments)}
+  label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
+  return _assemble(config, init, shapes, label, moments, shared, None)
+
+
+def _assemble(
   config: run_config.Config,
   init: Callable[[], Any],
   shapes: Any,
   label: Callable[[str], str],
   moments: Any,
   shared: dict[str, Any],
-  task: task_lib.Task | None = None,
+  task: task_lib.Task | None,
 ) -> Assembly:
-  """The same for given parameters.
-
-  Args:
-    config: validated.
-    init: returns version 0.
-    shapes: of the parameters, a tree of ShapeDtypeStructs.
-    label: path of a parameter -> label of its merge rule.
-    moments: shapes of the inner optimizer's state; an empty tree if it is not exchanged.
-    shared: what learners and syncer must agree on beside the layout.
-    task: if the run trains one.
-  """
   vocabulary = _make(config, 'embedding_merge', merge.make)
   layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
   return Assembly(

@@ -23,6 +23,7 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
 
 DECODER = 'decoder'  # the reference task
+OWN_LOOP = ''  # no task: loops of the user's own train (launch/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 
@@ -144,7 +145,8 @@ class Config:
 
   Attributes:
     name: of the run's folder.
-    task: what is trained (config/build.py): 'decoder', or 'FILE.py:FUNCTION' for an own model.
+    task: what is trained (config/build.py): 'decoder', 'FILE.py:FUNCTION' for an own model, or ''
+      if loops of the user's own train, so that the first learner brings the model.
     model, data: of the decoder; an own task may use them or not.
     optimizer, mesh: of a learner.
     sync, train, chaos: see their types.
@@ -204,17 +206,16 @@ class Config:
     shard v must be the same for all: build.py adds a digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
     own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
-    shared = (
-      'model.',
-      'optimizer.',
-      'sync.',
-      'train.steps',
-      'train.seed',
-      'data.seq_len',
-      'data.batch_size',
-      'data.shards',
-      'data.seed',
-    )
+    shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
+    if self.task != OWN_LOOP:
+      shared += (
+        'model.',
+        'optimizer.',
+        'train.seed',
+        'data.seq_len',
+        'data.batch_size',
+        'data.seed',
+      )
     return {
       name: value
       for name, value in self.flat().items()

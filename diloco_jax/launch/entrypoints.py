@@ -69,7 +69,7 @@ def syncer(
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        f'{host}:{port}', post, payloads, _limits(assembled)
+        f'{host}:{port}', post, payloads, limits(assembled)
       )
       _write_address(folder, f'{host}:{transport.port}')
     records.say(f'the syncer listens on {host}:{transport.port}')
@@ -119,7 +119,7 @@ def learner(
   event_queue = loop.EventQueue()
 
   def connect(post, payloads):
-    return transport_class(_resolver(address), post, payloads, _limits(assembled))
+    return transport_class(resolver(address), post, payloads, limits(assembled))
 
   with (
     stops(
@@ -135,7 +135,7 @@ def learner(
   return _end(result, records)
 
 
-def _limits(assembled: build.Assembly) -> link.Limits:
+def limits(assembled: build.Assembly) -> link.Limits:
   """The limits of a transport. A joining learner receives every fragment at once, and new versions
   on top, and the announcement of a payload may arrive after its bytes, since the two use separate
   gRPC streams."""
@@ -176,7 +176,8 @@ def _write_address(folder: pathlib.Path, address: str) -> None:
   temporary.replace(path)
 
 
-def _resolver(address: str) -> Callable[[], str]:
+def resolver(address: str) -> Callable[[], str]:
+  """Returns a function that reads the syncer's address at each call: 'HOST:PORT' or 'file:PATH'."""
   if not address.startswith(FILE):
     with program.never_retry(ValueError):
       grpc_client.grpc_session.check_loopback(address)

@@ -9,10 +9,10 @@ import threading
 
 import jax
 
+from diloco_jax.learner import held
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
-from diloco_jax.train import island as island_lib
 from diloco_jax.train import moments as moments_lib
 from diloco_jax.transport import payloads as payloads_lib
 
@@ -22,7 +22,7 @@ class Moments:
 
   def __init__(
     self,
-    island: island_lib.Island,
+    island: held.Held,
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
@@ -35,7 +35,8 @@ class Moments:
 
   def compile(self) -> None:
     """Compiles ahead of use: a donor that compiled on request would stop training and be late."""
-    self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
+    if jax.tree.leaves(self._island.moments):
+      self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
 
   def read(self, transfer: int) -> None:
     """Copies the state as it is now; posts MomentsRead once the copy is on the host."""

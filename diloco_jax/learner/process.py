@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
 import jax
 
@@ -88,6 +89,40 @@ def run(
   restored = island.restore()
   payloads = payloads_lib.PayloadStore()
   work = work_class(assembled, island, event_queue.post, payloads, records)
+  if restored is not None:
+    records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
+  try:
+    if own_process:
+      with _compile_in_turn():
+        island.warm_up()
+        work.compile_all()
+    else:  # islands of one process have different devices and share no compiled functions
+      threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
+      island.warm_up()
+    state = None if restored is None else restored.protocol
+    with running_node(
+      assembled, work, workdir, learner_id, state, event_queue, make_transport, payloads, records
+    ) as ended:
+      work.run()
+  finally:
+    island.close()
+  return ended.result()
+
+
+@contextlib.contextmanager
+def running_node(
+  assembled: build.Assembly,
+  work: learner_work.LearnerWork,
+  workdir: pathlib.Path,
+  learner_id: str,
+  state: dict[str, Any] | None,
+  event_queue: loop.EventQueue,
+  make_transport: ports.MakeTransport,
+  payloads: payloads_lib.PayloadStore,
+  records: records_lib.Recorder,
+) -> Iterator[futures.Future[actions.Exit]]:
+  """Runs the machine on its own thread; the body of the `with` carries out the work until the
+  machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
   identity = learner_machine.Identity(
     learner=learner_id,
     nonce=secrets.randbits(NONCE_BITS),
@@ -101,18 +136,9 @@ def run(
     node=learner_id,
     config=assembled.protocol,
     identity=identity,
-    digests=work.exchange.digests() if restored is None else None,
-    state=None if restored is None else restored.protocol,
+    digests=work.exchange.digests() if state is None else None,
+    state=state,
   )
-  if restored is not None:
-    records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
-  if own_process:
-    with _compile_in_turn():
-      island.warm_up()
-      work.compile_all()
-  else:  # islands of one process have different devices and share no compiled functions
-    threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
-    island.warm_up()
   transport = make_transport(event_queue.post, payloads)
   tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
   node = loop.Node(
@@ -131,12 +157,10 @@ def run(
   )
   thread.start()
   try:
-    work.run()
+    yield ended
     thread.join()
   finally:
     transport.shutdown(ports.SHUTDOWN_S)
-    island.close()
-  return ended.result()
 
 
 def _run_node(

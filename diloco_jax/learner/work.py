@@ -1,16 +1,17 @@
 """The work of a learner: inner steps, encoding, adoptions and saves on one island.
 
-Two threads. The *step thread* (the caller of `run`) takes work first in, first out and is the only
-one that touches the island: between two steps it only dispatches encodings and adoptions, all on
-the device and inside jit. The *egress thread* waits for the few results that must reach the host
-(encoded bytes, digests), announces them and posts their events, so the next step does not wait for
-a copy, a checksum or the network.
+Two threads. The *step thread* (the caller of `run`, or of `next_step` in a loop of the user's own)
+takes work first in, first out and is the only one that touches the island: between two steps it
+only dispatches encodings and adoptions, all on the device and inside jit. The *egress thread* waits
+for the few results that must reach the host (encoded bytes, digests), announces them and posts
+their events, so the next step does not wait for a copy, a checksum or the network.
 """
 
+import contextlib
 import functools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import moments_work
+from diloco_jax.learner import held, moments_work
 from diloco_jax.node import ports
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
@@ -42,7 +43,7 @@ class Exchange:
   function is not compiled yet waits for that function only.
   """
 
-  def __init__(self, assembled: build.Assembly, island: island_lib.Island):
+  def __init__(self, assembled: build.Assembly, island: held.Held):
     self._island = island
     self._layout = assembled.layout
     self._codec_up = assembled.codec_up
@@ -146,7 +147,7 @@ class LearnerWork:
   def __init__(
     self,
     assembled: build.Assembly,
-    island: island_lib.Island,
+    island: held.Held,
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
@@ -176,15 +177,30 @@ class LearnerWork:
     self._queue.put(None)
 
   def run(self) -> None:
-    """Performs work until `stop`. An exception ends it and reaches the caller."""
-    egress = threading.Thread(target=self._drain, name='egress', daemon=True)
-    egress.start()
+    """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
+    with self.egress():
+      while (clock := self.next_step()) is not None:
+        self._step(clock)
+
+  @contextlib.contextmanager
+  def egress(self) -> Iterator[None]:
+    """Runs the egress thread."""
+    thread = threading.Thread(target=self._drain, name='egress', daemon=True)
+    thread.start()
     try:
-      while (action := self._queue.get()) is not None:
-        self._perform(action)
+      yield
     finally:
       self._egress.put(None)
-      egress.join()
+      thread.join()
+
+  def next_step(self) -> int | None:
+    """Performs work until the machine asks for an inner step; returns the step's clock, None after
+    `stop`."""
+    while (action := self._queue.get()) is not None:
+      if isinstance(action, actions.Step):
+        return action.clock
+      self._perform(action)
+    return None
 
   def _drain(self) -> None:
     while (task := self._egress.get()) is not None:
@@ -192,8 +208,6 @@ class LearnerWork:
 
   def _perform(self, action: actions.Work) -> None:
     match action:
-      case actions.Step(clock=step):
-        self._step(step)
       case actions.Encode(sync=sync, fragment=fragment):
         data, ok = self.exchange.encode(fragment)
         self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))

@@ -63,7 +63,7 @@ class TakeSnapshot:
 
 @_event
 class StepDone:
-  """One inner step is done; it trained on `tokens` tokens and took `step_ns`."""
+  """One inner step is done; it took `step_ns` and trained on `tokens` tokens (0: given up)."""
 
   tokens: int
   step_ns: int

@@ -51,7 +51,7 @@ class Theta:
     count = layout.num_fragments
     self._outer = [assembled.outer_optimizer(p) for p in range(count)]
     # The same sharding as restored arrays, so that one compiled function serves both.
-    self.place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     self._values: dict[str, Any] | None = None
     self._warm = False
     self.versions = [0] * count
@@ -143,7 +143,8 @@ class Theta:
 
   def norm(self, p: int, payload: memoryview | bytes) -> int:
     """The norm of a payload in screening.UNIT, or screening.NOT_FINITE."""
-    norm = float(self._norm[p](np.frombuffer(payload, np.uint8)))
+    on_cpu = jax.device_put(np.frombuffer(payload, np.uint8), self.place)
+    norm = float(self._norm[p](on_cpu))
     return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
 
   def merge(

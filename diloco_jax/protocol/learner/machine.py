@@ -314,6 +314,8 @@ class LearnerMachine:
 
   def _step_done(self, done: events.StepDone) -> None:
     self._running = False
+    if not done.tokens:  # given up: a loop of the user's own was left
+      return
     self.clock += 1
     self.steps += 1
     self.tokens += done.tokens

@@ -1,0 +1,260 @@
+"""The model of a user's own loop: its parameters by name, and how the syncer learns of them.
+
+Frameworks disagree about trees (dicts, nnx states, dataclasses), so here the parameters are one
+dict from name to array, the name being the path in the tree: 'layers/3/kernel'. flax.nnx ends every
+path in '.value', which is left out, since it would change with flax.
+
+A syncer without a task needs names, shapes, labels and version 0. The first learner sends them
+before it joins, in one gRPC call (SERVICE) that the syncer serves until they have arrived; the
+syncer writes them to WORKDIR/syncer/model, so that a restarted syncer has them. A syncer that is
+complete does not know the call, which tells the learner to go on and join.
+"""
+
+import dataclasses
+import json
+import pathlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from typing import Any
+
+import grpc
+import jax
+import numpy as np
+
+from diloco_jax.config import build, run_config
+from diloco_jax.storage import arrays
+from diloco_jax.transport import grpc_session
+
+SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
+FOLDER = pathlib.Path('syncer') / 'model'
+_PIECE_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 16 << 20
+_DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """What a syncer must know of a user's own model.
+
+  Attributes:
+    shapes: name -> ShapeDtypeStruct of each parameter.
+    labels: name -> the label of its merge rule (train/task.py).
+    moments: the leaves of the inner optimizer's state, ShapeDtypeStructs; () if not donated.
+    values: returns version 0, name -> float32 array.
+  """
+
+  shapes: Mapping[str, jax.ShapeDtypeStruct]
+  labels: Mapping[str, str]
+  moments: tuple[jax.ShapeDtypeStruct, ...]
+  values: Callable[[], dict[str, Any]]
+
+  def header(self) -> str:
+    """Everything but the values, as JSON."""
+    return json.dumps(
+      {
+        'shapes': {name: [leaf.shape, str(leaf.dtype)] for name, leaf in self.shapes.items()},
+        'labels': dict(self.labels),
+        'moments': [[leaf.shape, str(leaf.dtype)] for leaf in self.moments],
+      }
+    )
+
+
+def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
+  """The inverse of `Model.header`. Raises ValueError if it is not one."""
+  try:
+    given = json.loads(text)
+    shapes = {
+      name: jax.ShapeDtypeStruct(tuple(shape), dtype)
+      for name, (shape, dtype) in given['shapes'].items()
+    }
+    moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
+    return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
+
+
+def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) -> Model:
+  """The model of a tree of parameters; `label` maps a name to a label."""
+  named = by_name(params)
+  shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+  return Model(
+    shapes={name: shape(leaf) for name, leaf in named.items()},
+    labels={name: label(name) for name in named},
+    moments=tuple(map(shape, jax.tree.leaves(opt_state))),
+    values=lambda: {name: np.asarray(leaf, np.float32) for name, leaf in named.items()},
+  )
+
+
+def by_name(tree: Any) -> dict[str, Any]:
+  """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
+  named = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    parts = jax.tree_util.keystr(path, simple=True, separator='/')
+    name = parts.removesuffix('/value').removesuffix('.value')
+    if name in named:
+      raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
+    named[name] = leaf
+  return named
+
+
+def assemble(
+  model: Model, total_steps: int, sync: run_config.SyncConfig | None, shards: int
+) -> build.Assembly:
+  """The objects of a run of own loops. Without `moments` nothing is donated. Raises ValueError."""
+  config = run_config.Config(name='own_loop', task=run_config.OWN_LOOP)
+  config.train.steps, config.data.shards = total_steps, shards
+  if sync is not None:
+    config.sync = sync
+  return complete(model, config)
+
+
+def complete(model: Model, config: run_config.Config) -> build.Assembly:
+  """The objects of a config without a task, and a model. Raises ValueError."""
+  donates = bool(model.moments)
+  config = dataclasses.replace(
+    config,
+    train=dataclasses.replace(config.train, checkpoint_every_steps=0),
+    sync=config.sync if donates else dataclasses.replace(config.sync, donor_wait_s=0.0),
+  )
+  config.validate()
+  return build.assemble_own_loop(
+    config, model.values, dict(model.shapes), model.labels, model.moments
+  )
+
+
+# --- On disk --------------------------------------------------------------------------------------
+
+
+def obtain(
+  workdir: pathlib.Path,
+  address: str,
+  listening: Callable[[int], None],
+  stopped: threading.Event,
+) -> Model:
+  """The model in the run's folder, or else what the first learner brings (`receive`)."""
+  model = read(workdir)
+  if model is None:
+    model = receive(address, listening, stopped)
+    write(workdir, model)
+  return model
+
+
+def write(workdir: pathlib.Path, model: Model) -> None:
+  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError."""
+  folder = workdir / FOLDER
+  arrays.save(folder / 'values', model.values())
+  partial = folder / 'model.json.new'
+  partial.write_text(model.header())
+  partial.replace(folder / 'model.json')
+
+
+def read(workdir: pathlib.Path) -> Model | None:
+  """The model in a folder, None if there is none. Raises ValueError if it is damaged."""
+  folder = workdir / FOLDER
+  if not (folder / 'model.json').is_file():
+    return None
+  text = (folder / 'model.json').read_text()
+  return from_header(text, lambda: arrays.load(folder / 'values'))
+
+
+# --- The call -------------------------------------------------------------------------------------
+
+
+def bring(model: Model, address: Callable[[], str], wait_s: float) -> None:
+  """Sends the model to the syncer, if it has none; waits until one listens.
+
+  Raises:
+    TimeoutError: no syncer has listened within `wait_s`.
+    ValueError: the syncer refused the model.
+  """
+  deadline_s = time.monotonic() + wait_s
+  while True:
+    try:
+      with grpc.insecure_channel(address(), options=grpc_session.COMMON_OPTIONS) as channel:
+        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(model), timeout=wait_s)
+      return
+    except grpc.RpcError as error:
+      if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+        return  # the syncer has a model; Join compares ours with it
+      if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
+        raise ValueError(f'the syncer refused the model: {error.details()}') from None
+      reason = error.details()
+    except OSError as error:  # no address yet
+      reason = str(error)
+    if time.monotonic() >= deadline_s:
+      raise TimeoutError(f'no syncer answered within {wait_s:g} s: {reason}')
+    threading.Event().wait(_DIAL_S)
+
+
+def _pieces(model: Model) -> Iterator[bytes]:
+  yield model.header().encode()
+  values = model.values()
+  for name in model.shapes:
+    data = memoryview(np.ascontiguousarray(values[name])).cast('B')
+    for start in range(0, len(data), _PIECE_BYTES):
+      yield bytes(data[start : start + _PIECE_BYTES])
+
+
+def receive(address: str, listening: Callable[[int], None], stopped: threading.Event) -> Model:
+  """Serves the call until a model has arrived.
+
+  Args:
+    address: 'host:port' to listen on.
+    listening: called with the port.
+    stopped: gives up when it is set.
+
+  Raises:
+    OSError: the port cannot be bound.
+    InterruptedError: `stopped` was set.
+  """
+  arrived: queue.SimpleQueue[Model] = queue.SimpleQueue()
+
+  def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
+    try:
+      arrived.put(_read_pieces(requests))
+    except ValueError as error:
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    return b''
+
+  pool = futures.ThreadPoolExecutor(4, thread_name_prefix='model')
+  server = grpc.server(pool, options=(*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0)))
+  handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
+  server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+  try:
+    port = server.add_insecure_port(address)
+  except RuntimeError:
+    raise OSError(f'cannot listen on {address}: the port is in use; choose another') from None
+  server.start()
+  try:
+    listening(port)
+    while not stopped.is_set():
+      try:
+        return arrived.get(timeout=_DIAL_S)
+      except queue.Empty:
+        pass
+    raise InterruptedError('stopped before a learner brought the model')
+  finally:
+    server.stop(grace=1.0).wait()
+    pool.shutdown()
+
+
+def _read_pieces(requests: Iterator[bytes]) -> Model:
+  header = next(requests, b'')
+  if len(header) > _MAX_HEADER_BYTES:
+    raise ValueError(f'the header has {len(header)} bytes, at most {_MAX_HEADER_BYTES}')
+  values: dict[str, np.ndarray] = {}
+  model = from_header(header.decode(errors='replace'), lambda: values)
+  for name, leaf in model.shapes.items():
+    data, size = bytearray(), 4 * leaf.size
+    while len(data) < size:
+      piece = next(requests, b'')
+      if not piece or len(data) + len(piece) > size:
+        raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
+      data += piece
+    values[name] = np.frombuffer(data, np.float32).reshape(leaf.shape)
+    if not np.isfinite(values[name]).all():
+      raise ValueError(f'{name} has values that are not finite')
+  return model

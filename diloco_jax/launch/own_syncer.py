@@ -1,0 +1,149 @@
+"""A syncer inside a program of the user's own, for notebooks and tests.
+
+    with diloco_jax.run_syncer(total_steps=1000) as server:
+      ... loops that join server.address ...
+      params = server.wait()
+
+It listens on a loopback port and runs on threads of this process; its arrays are on the CPU.
+"""
+
+import contextlib
+import pathlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco_jax.config import run_config
+from diloco_jax.launch import entrypoints, own_model, peer
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
+from diloco_jax.transport import grpc_server
+
+_HOST = '127.0.0.1'
+
+
+class Server:
+  """A running syncer. Made by `run_syncer`.
+
+  Attributes:
+    address: 'HOST:PORT', for `diloco_jax.join`.
+  """
+
+  def __init__(self):
+    self.address = ''
+    self._listens = threading.Event()
+    self._stopped = threading.Event()
+    self._event_queue = loop.EventQueue()
+    self._theta: global_model_lib.Theta | None = None
+    self._result: actions.Exit | BaseException | None = None
+    self._thread: threading.Thread | None = None
+
+  def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
+    """Waits for the end of the run; returns the global model, name -> float32 array.
+
+    Raises:
+      TimeoutError: the run has not ended within `timeout_s`; it continues.
+    """
+    self._thread.join(timeout_s)
+    if self._thread.is_alive():
+      raise TimeoutError(f'the run has not ended within {timeout_s:g} s')
+    if isinstance(self._result, BaseException):
+      raise self._result
+    return self._theta.params()
+
+  def _stop(self) -> None:
+    self._stopped.set()
+    self._event_queue.post(events.Stop(reason='the program ended'))
+    self._thread.join()
+
+  def _found(self, port: int) -> None:
+    self.address = f'{_HOST}:{port}'
+    self._listens.set()
+
+  def _run(
+    self,
+    model: own_model.Model | None,
+    workdir: pathlib.Path,
+    port: int,
+    config: run_config.Config,
+    records: records_lib.Recorder,
+  ) -> None:
+    try:
+      if model is None:
+        model = own_model.obtain(workdir, f'{_HOST}:{port}', self._found, self._stopped)
+      assembled = own_model.complete(model, config)
+
+      def listen(post, payloads):
+        address = self.address or f'{_HOST}:{port}'
+        transport = grpc_server.GrpcSyncerTransport(
+          address, post, payloads, entrypoints.limits(assembled)
+        )
+        self._found(transport.port)
+        return transport
+
+      self._theta = global_model_lib.Theta(assembled)
+      self._result = syncer_process.run(
+        assembled, self._theta, workdir, self._event_queue, listen, records
+      )
+    except BaseException as error:  # `wait` and the end of the `with` raise it
+      self._result = error
+    finally:
+      self._listens.set()
+
+
+@contextlib.contextmanager
+def run_syncer(
+  init: Any = None,
+  *,
+  total_steps: int,
+  sync: run_config.SyncConfig | None = None,
+  opt_state: Any = None,
+  label: Callable[[str], str] = task_lib.embeddings,
+  shards: int = 16,
+  port: int = 0,
+  workdir: str | pathlib.Path | None = None,
+) -> Iterator[Server]:
+  """Runs a syncer for the time of the `with`, for learners that `diloco_jax.join`.
+
+  Args:
+    init: version 0: a tree of arrays, a function that returns one, or the path of one that Orbax
+      wrote. None: the first learner brings it.
+    total_steps, sync, label, shards: as for `join`.
+    opt_state: with `init`, and if the learners give theirs: a tree of the same shapes.
+    port: to listen on; 0: the kernel chooses.
+    workdir: a folder for log, checkpoints and tape, from which the same call continues the run;
+      None: a temporary one.
+
+  Raises:
+    ValueError: settings or arrays cannot work.
+    OSError: the port is in use.
+  """
+  server = Server()
+  config = run_config.Config(name='own_loop', task=run_config.OWN_LOOP)
+  config.train.steps, config.data.shards = total_steps, shards
+  config.sync = sync or config.sync
+  config.validate()
+  model = None
+  if init is not None:
+    tree = init() if callable(init) else init
+    tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
+    model = own_model.describe(tree, label, opt_state)
+  with contextlib.ExitStack() as cleanup:
+    folder = peer.folder(workdir, cleanup)
+    records = cleanup.enter_context(
+      contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
+    )
+    server._thread = threading.Thread(
+      target=server._run, args=(model, folder, port, config, records), name='syncer', daemon=True
+    )
+    server._thread.start()
+    cleanup.callback(server._stop)
+    server._listens.wait()
+    if isinstance(server._result, BaseException):
+      raise server._result
+    yield server

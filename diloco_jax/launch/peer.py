@@ -1,0 +1,299 @@
+"""A learner inside a training loop of the user's own.
+
+    with diloco_jax.join(params, learner='l0', syncer='host:port', total_steps=1000) as peer:
+      params = peer.params
+      for clock in peer.steps():
+        params, loss = my_step(params, next(batches))
+        params = peer.sync(params, tokens=4096)
+
+The loop keeps its model, optimizer, data and checkpoints. `sync` is the boundary between two inner
+steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
+the same dtypes and shardings; a fragment that has arrived is adopted in it. `sync` never waits for
+the network, except after the last step, when the learner waits for the end of the run, and with
+settings of lock step.
+"""
+
+import contextlib
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from diloco_jax.config import run_config
+from diloco_jax.launch import entrypoints, own_model
+from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.syncer import members
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint
+from diloco_jax.train import task as task_lib
+from diloco_jax.transport import grpc_client
+from diloco_jax.transport import payloads as payloads_lib
+
+WAIT_S = 120.0
+
+
+class Ended(RuntimeError):
+  """The learner cannot go on: it was refused, or its node failed."""
+
+
+class _Shardings(NamedTuple):
+  params: Any
+  opt_state: Any
+
+
+class _Arrays:
+  """The user's arrays between two steps (learner/held.py)."""
+
+  def __init__(self, params: dict[str, jax.Array], moments: Any):
+    sharding = lambda leaf: leaf.sharding
+    self.shardings = _Shardings(jax.tree.map(sharding, params), jax.tree.map(sharding, moments))
+    self.replicated = _replicated(self.shardings.params)
+    self.params, self.moments = params, moments
+    self.shard, self.next_index = 0, 0
+
+  def read_from(self, shard: int, next_index: int = 0) -> None:
+    self.shard, self.next_index = shard, next_index
+
+  def save(
+    self,
+    clock: int,
+    anchors: Sequence[jax.Array],
+    protocol: dict[str, Any],
+    snapshot: int | None,
+    keep: Sequence[int],
+  ) -> Callable[[], checkpoint.Saved]:
+    """The user's program keeps the checkpoints, so there is nothing to write."""
+    del anchors, protocol, keep
+    if snapshot is not None:
+      raise checkpoint.CheckpointError('the checkpoints of this learner belong to its own program')
+    return lambda: checkpoint.Saved(clock, '')
+
+
+def _replicated(shardings: dict[str, jax.sharding.Sharding]) -> jax.sharding.Sharding:
+  """Of a flat array on the same devices. Raises ValueError."""
+  devices = {frozenset(sharding.device_set) for sharding in shardings.values()}
+  if len(devices) != 1:
+    raise ValueError(
+      f'the parameters are on {len(devices)} different sets of devices; put all of them on the '
+      'devices of one learner'
+    )
+  for sharding in shardings.values():
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return next(iter(shardings.values()))
+
+
+class Peer:
+  """A learner that the user's loop drives. Made by `join`; all calls come from one thread."""
+
+  def __init__(self, params: Any, moments: Any):
+    self._structure = jax.tree.structure(params)
+    self._arrays = _Arrays(own_model.by_name(params), moments)
+    self._work: learner_work.LearnerWork | None = None
+    self._post: Callable[[events.Event], None] | None = None
+    self._taken = False  # the loop has read `params`
+    self._synced = True  # since the last step that `steps` yielded
+    self._boundary_ns = 0
+    self._steps = self._tokens = 0
+    self.clock: int | None = None
+
+  @property
+  def params(self) -> Any:
+    """The parameters to go on with."""
+    self._taken = True
+    return jax.tree.unflatten(self._structure, self._arrays.params.values())
+
+  @property
+  def opt_state(self) -> Any:
+    """The inner optimizer's state to begin with: a donor's, or else the one given."""
+    return self._arrays.moments
+
+  @property
+  def shard(self) -> tuple[int, int]:
+    """(shard, index of the next batch in it): where this learner reads."""
+    return self._arrays.shard, self._arrays.next_index
+
+  def steps(self, stream: Callable[[int, int], Any] | None = None) -> Iterator[Any]:
+    """Yields the clock of each inner step until the run is over; with `stream`, (clock, batch).
+
+    The clock is the step of learning-rate schedules: it is the same on all learners. `stream` maps
+    (shard, index) to a batch; shards are leased, and a learner that takes one over reads on where
+    the merged work ends.
+    """
+    while self.clock is not None:
+      if not self._synced:
+        raise RuntimeError('peer.sync was not called after the last step: call it once per step')
+      self._synced = False
+      yield self.clock if stream is None else (self.clock, stream(*self.shard))
+
+  def sync(self, params: Any, *, tokens: int, opt_state: Any = None) -> Any:
+    """The boundary after an inner step.
+
+    Args:
+      params: after the step, a tree like the one given to `join`. Consumed, as by donation: go on
+        with what is returned.
+      tokens: trained on in this step, the weight of this learner in merges.
+      opt_state: the inner optimizer's state after the step, if `join` was given one: this learner
+        may be asked to donate it.
+
+    Returns:
+      The parameters to go on with: the same tree, dtypes and shardings.
+
+    Raises:
+      Ended: the learner was refused, or its node failed.
+    """
+    if self.clock is None:
+      raise Ended('the run is over: leave the loop once peer.clock is None')
+    if not self._taken:
+      raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
+    self._give(params, opt_state)
+    step_ns = time.monotonic_ns() - self._boundary_ns
+    self._arrays.next_index += 1
+    self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+    self._synced = True
+    self._post(events.StepDone(tokens=tokens, step_ns=step_ns))
+    self._next()
+    return self.params
+
+  def state_dict(self) -> dict[str, int]:
+    """Plain integers for the user's own checkpoint, for `join(..., state=...)` after a restart."""
+    return {'clock': self.clock or 0, 'steps': self._steps, 'tokens': self._tokens}
+
+  def _give(self, params: Any, opt_state: Any) -> None:
+    named = own_model.by_name(params)
+    held = self._arrays.params
+    for name in sorted(held.keys() | named.keys()):
+      if _shape(named.get(name)) != _shape(held.get(name)):
+        raise ValueError(
+          f'{name} is {_shape(named.get(name))}, join was given {_shape(held.get(name))}'
+        )
+    self._arrays.params = jax.device_put(named, self._arrays.shardings.params)
+    if (opt_state is None) != (self._arrays.moments is None):
+      given = 'no opt_state' if opt_state is not None else 'an opt_state'
+      raise ValueError(f'join was given {given}: give it to both or to neither')
+    self._arrays.moments = opt_state
+
+  def _next(self) -> None:
+    """Performs work until the next step may begin or the node has ended."""
+    self.clock = self._work.next_step()
+    self._boundary_ns = time.monotonic_ns()
+
+
+def _shape(leaf: Any) -> str:
+  return 'absent' if leaf is None else f'{leaf.dtype}{list(leaf.shape)}'
+
+
+@contextlib.contextmanager
+def join(
+  params: Any,
+  *,
+  learner: str,
+  syncer: str,
+  total_steps: int,
+  sync: run_config.SyncConfig | None = None,
+  opt_state: Any = None,
+  label: Callable[[str], str] = task_lib.embeddings,
+  shards: int = 16,
+  workdir: str | pathlib.Path | None = None,
+  state: dict[str, int] | None = None,
+  wait_s: float = WAIT_S,
+) -> Iterator[Peer]:
+  """Makes this program a learner of a run for the time of the `with`.
+
+  The first learner of a run brings the model to the syncer: its parameters are version 0. Later
+  learners must have the same tree of shapes, and take the values from the syncer.
+
+  Args:
+    params: a tree of float jax arrays, all on the devices of this learner.
+    learner: the id of this learner, for example 'l0'; one process per id.
+    syncer: 'HOST:PORT', or 'file:PATH' of a file with it.
+    total_steps: T, the clock at which the run ends; as for the syncer.
+    sync: the settings of the protocol; as for the syncer.
+    opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
+      none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
+    label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head' or 'body', which selects
+      its merge rule.
+    shards: how many shards `Peer.steps` deals out; as for the syncer.
+    workdir: a folder for the tape and the records of this learner; None: a temporary one.
+    state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
+      are. The values of the parameters come from the syncer in any case, as the run has gone on;
+      the inner optimizer's state is kept unless a donor gives a newer one.
+    wait_s: how long to wait for a syncer to listen.
+
+  Raises:
+    ValueError: settings or arrays cannot work; nothing was sent.
+    TimeoutError: no syncer listens.
+    Ended: the syncer refused this learner.
+  """
+  if not members.ID.fullmatch(learner):
+    raise ValueError(
+      f'learner is {learner!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
+    )
+  model = own_model.describe(params, label, opt_state)
+  assembled = own_model.assemble(model, total_steps, sync, shards)
+  address = entrypoints.resolver(syncer)
+  own_model.bring(model, address, wait_s)
+  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
+  event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
+  with contextlib.ExitStack() as cleanup:
+    place = folder(workdir, cleanup)
+    records = cleanup.enter_context(
+      contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
+    )
+    work = learner_work.LearnerWork(assembled, peer._arrays, event_queue.post, payloads, records)
+    work.compile_all()
+
+    def connect(post, store):
+      return grpc_client.GrpcLearnerTransport(address, post, store, entrypoints.limits(assembled))
+
+    cleanup.enter_context(work.egress())
+    ended = cleanup.enter_context(
+      learner_process.running_node(
+        assembled,
+        work,
+        place,
+        learner,
+        None if state is None else {'learner': learner, **state},
+        event_queue,
+        connect,
+        payloads,
+        records,
+      )
+    )
+    peer._work, peer._post = work, event_queue.post
+    peer._next()
+    _require_well(peer, ended)
+    try:
+      yield peer
+    finally:
+      event_queue.post(events.Stop(reason='its loop ended'))
+      if peer.clock is not None:
+        event_queue.post(events.StepDone(tokens=0, step_ns=0))
+      while peer.clock is not None:
+        peer._next()
+    _require_well(peer, ended)
+    records.say(ended.result().text)
+
+
+def _require_well(peer: Peer, ended: Any) -> None:
+  """Raises Ended if the node has failed or the syncer has refused this learner."""
+  if peer.clock is not None:
+    return
+  result: actions.Exit = ended.result()
+  if result.code:
+    raise Ended(result.text)
+
+
+def folder(workdir: str | pathlib.Path | None, cleanup: contextlib.ExitStack) -> pathlib.Path:
+  """The folder to work in; a temporary one is removed by `cleanup`."""
+  if workdir is None:
+    return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
+  made = pathlib.Path(workdir).absolute()
+  made.mkdir(parents=True, exist_ok=True)
+  return made

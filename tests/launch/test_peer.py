@@ -1,0 +1,249 @@
+"""Loops of the user's own as learners: two plain loops learn together over a real syncer."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import diloco_jax
+
+_WIDTH, _WORDS = 16, 32
+_RULE = np.random.default_rng(7).permutation(_WORDS)
+_TX = optax.adamw(1e-2)
+_DEADLINE_S = 60.0
+
+
+def _sync(**settings) -> diloco_jax.SyncConfig:
+  return diloco_jax.SyncConfig(
+    learners=2, quorum=1, fragments=3, period=3, overlap=1, checkpoint_every_syncs=0, **settings
+  )
+
+
+def _params(seed: int = 0):
+  rng = np.random.default_rng(seed)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32) * 0.1)
+  return {
+    'embed': draw(_WORDS, _WIDTH),
+    'hidden': draw(_WIDTH, _WIDTH),
+    'out': draw(_WIDTH, _WORDS),
+  }
+
+
+def _batch(shard: int, index: int) -> jax.Array:
+  return jnp.asarray(np.random.default_rng([shard, index]).integers(0, _WORDS, 32))
+
+
+def _loss(params, words):
+  logits = jax.nn.relu(params['embed'][words] @ params['hidden']) @ params['out']
+  targets = jnp.asarray(_RULE)[words]
+  return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@jax.jit
+def _step(params, opt_state, words):
+  loss, grads = jax.value_and_grad(_loss)(params, words)
+  with jax.numpy_dtype_promotion('standard'):
+    updates, opt_state = _TX.update(grads, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, loss
+
+
+def _loop(server, name, losses, seed=0, **kwargs):
+  params = _params(seed)
+  opt_state = _TX.init(params)
+  with diloco_jax.join(
+    params, learner=name, syncer=server.address, total_steps=120, sync=_sync(), **kwargs
+  ) as peer:
+    params = peer.params
+    for _clock, words in peer.steps(_batch):
+      params, opt_state, loss = _step(params, opt_state, words)
+      losses.append(float(loss))
+      params = peer.sync(params, tokens=words.size)
+  return params
+
+
+def _threads(*calls):
+  """Runs calls side by side; returns their results or raises the first error."""
+  results = {}
+
+  def run(number, call):
+    try:
+      results[number] = call()
+    except BaseException as error:
+      results[number] = error
+
+  threads = [threading.Thread(target=run, args=one, daemon=True) for one in enumerate(calls)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(_DEADLINE_S)
+    assert not thread.is_alive(), 'a loop has not ended'
+  for result in results.values():
+    if isinstance(result, BaseException):
+      raise result
+  return [results[number] for number in range(len(calls))]
+
+
+def test_two_loops_learn_together_and_the_first_brings_the_model():
+  losses = {'l0': [], 'l1': []}
+  with diloco_jax.run_syncer(total_steps=120, sync=_sync()) as server:
+    ends = _threads(
+      lambda: _loop(server, 'l0', losses['l0']),
+      lambda: _loop(server, 'l1', losses['l1'], seed=1),  # takes version 0 from the syncer
+    )
+    merged = server.wait(_DEADLINE_S)
+  assert sorted(merged) == ['embed', 'hidden', 'out']
+  words = jnp.arange(_WORDS)
+  assert float(_loss(merged, words)) < 2.0 < np.log(_WORDS)
+  for params in ends:
+    assert jax.tree.structure(params) == jax.tree.structure(_params())
+    assert float(_loss(params, words)) < 2.0
+
+
+def test_a_left_loop_rejoins_from_its_own_checkpoint_and_a_donor(tmp_path):
+  """The loop is left in the middle, as by an exception, and a new program continues."""
+  came_back = threading.Event()
+
+  def steady(server):
+    losses = []
+    params = _params()
+    opt_state = _TX.init(params)
+    with diloco_jax.join(
+      params,
+      learner='l0',
+      syncer=server.address,
+      total_steps=400,
+      sync=_sync(),
+      opt_state=opt_state,
+    ) as peer:
+      params = peer.params
+      for _clock, words in peer.steps(_batch):
+        params, opt_state, loss = _step(params, opt_state, words)
+        losses.append(float(loss))
+        params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+        if peer.clock == 200:  # the run does not end before the other is back
+          assert came_back.wait(_DEADLINE_S)
+    return losses
+
+  def unsteady(server):
+    params = _params()
+    opt_state = _TX.init(params)
+    with pytest.raises(KeyboardInterrupt):
+      with diloco_jax.join(
+        params,
+        learner='l1',
+        syncer=server.address,
+        total_steps=400,
+        sync=_sync(),
+        opt_state=opt_state,
+      ) as peer:
+        params = peer.params
+        for clock, words in peer.steps(_batch):
+          params, opt_state, _ = _step(params, opt_state, words)
+          params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+          if clock >= 20:
+            saved = jax.tree.map(np.asarray, (params, opt_state)), peer.state_dict()
+            raise KeyboardInterrupt
+    (params, opt_state), state = saved
+    opt_state = jax.tree.map(jnp.asarray, opt_state)
+    with diloco_jax.join(
+      jax.tree.map(jnp.asarray, params),
+      learner='l1',
+      syncer=server.address,
+      total_steps=400,
+      sync=_sync(),
+      opt_state=opt_state,
+      state=state,
+      workdir=tmp_path,
+    ) as peer:
+      came_back.set()
+      assert peer.clock > 0
+      params, opt_state = peer.params, peer.opt_state
+      assert int(opt_state[0].count) > 21  # the donor's, which trained on meanwhile
+      for _clock, words in peer.steps(_batch):
+        params, opt_state, _ = _step(params, opt_state, words)
+        params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+    return params
+
+  with diloco_jax.run_syncer(
+    _params(), total_steps=400, sync=_sync(), opt_state=_TX.init(_params())
+  ) as server:
+    losses, params = _threads(lambda: steady(server), lambda: unsteady(server))
+  assert losses[-1] < 0.5 and float(_loss(params, jnp.arange(_WORDS))) < 0.5
+
+
+def test_the_same_tree_dtypes_and_shardings_come_back():
+  """Bfloat16 leaves, nested trees and leaves split over a mesh, next to replicated ones."""
+  mesh = jax.make_mesh(
+    (2,), ('x',), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+  )
+  place = lambda value, *spec: jax.device_put(
+    value, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+  )
+  params = {
+    'layers': [(place(jnp.ones((8, 4), jnp.bfloat16), 'x'), place(jnp.zeros(4)))],
+    'embed': place(jnp.ones((16, 8)), None, 'x'),
+  }
+  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
+  with (
+    diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
+    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
+  ):
+    mine = peer.params
+    for _ in peer.steps():
+      mine = jax.tree.map(lambda leaf: (leaf - 0.25).astype(leaf.dtype), mine)
+      back = peer.sync(mine, tokens=1)
+      assert jax.tree.structure(back) == jax.tree.structure(params)
+      for one, other in zip(jax.tree.leaves(back), jax.tree.leaves(params)):
+        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
+      mine = back
+  assert float(mine['embed'][0, 0]) < 0.5
+
+
+def test_wrong_calls_are_refused_with_a_remedy():
+  params = {'w': jnp.zeros((8, 8))}
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=1, overlap=0)
+  with diloco_jax.run_syncer(params, total_steps=4, sync=sync) as server:
+    kwargs = {'learner': 'l0', 'syncer': server.address, 'total_steps': 4}
+    with diloco_jax.join(params, sync=sync, **kwargs) as peer:
+      with pytest.raises(RuntimeError, match='params = peer.params'):
+        peer.sync(params, tokens=1)
+      mine = peer.params
+      with pytest.raises(ValueError, match='join was given no opt_state'):
+        peer.sync(mine, tokens=1, opt_state={})
+      with pytest.raises(ValueError, match=r'w is float32\[4, 8\], join was given float32\[8, 8\]'):
+        peer.sync({'w': mine['w'][:4]}, tokens=1)
+      steps = peer.steps()
+      next(steps)
+      with pytest.raises(RuntimeError, match='once per step'):
+        next(steps)
+    with pytest.raises(diloco_jax.Ended, match='train.steps is 5 here, 4 there'):
+      with diloco_jax.join(params, sync=sync, **kwargs | {'total_steps': 5, 'learner': 'l1'}):
+        pass
+    with pytest.raises(diloco_jax.Ended, match='layout is .* here, .* there'):
+      with diloco_jax.join({'v': params['w']}, sync=sync, **kwargs | {'learner': 'l2'}):
+        pass
+  with pytest.raises(ValueError, match="learner is 'L 0'"):
+    with diloco_jax.join(params, sync=sync, **kwargs | {'learner': 'L 0'}):
+      pass
+  with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
+    with diloco_jax.join(params, sync=sync, wait_s=0.5, **kwargs):
+      pass
+
+
+def test_a_syncer_continues_with_the_model_that_a_learner_brought(tmp_path):
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0, codec_down='float32')
+  params = {'w': jnp.ones((8, 8))}
+  for _ in range(2):
+    with diloco_jax.run_syncer(total_steps=20, sync=sync, workdir=tmp_path) as server:
+      with diloco_jax.join(
+        params, learner='l0', syncer=server.address, total_steps=20, sync=sync
+      ) as peer:
+        first, mine = peer.clock, peer.params
+        for clock in peer.steps():
+          mine = peer.sync({'w': mine['w'] * 0.9}, tokens=1)
+          if first == 0 and clock == 9:
+            break
+  assert first >= 8 and float(mine['w'][0, 0]) < 0.3
