@@ -1,10 +1,10 @@
 """The config of a run, checked once before any compilation.
 
-One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it, an override
-`--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses settings that
-cannot work. The identity of a process (its learner id, port, workdir) is in plain flags and not
-here, so the config is the same in all processes. `agreement()` is the part that learners and syncer
-must share; the syncer compares it when a learner joins.
+One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it (load.py), an
+override `--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses
+settings that cannot work. The identity of a process (its learner id, port, workdir) is in plain
+flags and not here, so the config is the same in all processes. `agreement()` is the part that
+learners and syncer must share; the syncer compares it when a learner joins.
 
 The dataclasses are mutable because overrides assign to fields; no code assigns after `validate()`.
 """
@@ -16,8 +16,6 @@ from typing import Annotated, Any
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
-
-FILE = 'config.json'  # in a run's folder: the config that started the run
 
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
