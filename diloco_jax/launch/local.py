@@ -73,8 +73,10 @@ def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
   """Refuses another run's config. Raises ValueError."""
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
-  before = load.read(workdir).agreement()
-  found = agreement.differences(agreement.encode(config.agreement()), agreement.encode(before))
+  ours, theirs = (
+    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
+  )
+  found = agreement.differences(ours, theirs)
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '

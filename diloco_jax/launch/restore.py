@@ -30,7 +30,7 @@ from diloco_jax.storage import files as files_lib
 
 LATEST = 'latest'
 CHECKPOINT = 'checkpoint'
-MAY_DIFFER = ('sync.learners', 'sync.quorum')
+MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
 _WAL = 'wal'
 
 Say = Callable[[str], None]
