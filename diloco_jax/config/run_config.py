@@ -109,8 +109,13 @@ TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KillConfig:
-  """One SIGKILL: the victim ('' draws one by chaos.seed), the share of the run that is done at the
-  kill, and the seconds before the restart."""
+  """One SIGKILL.
+
+  Attributes:
+    victim: the learner, for example 'l1'; '' draws one by chaos.seed.
+    at_fraction: the share of the run that is done at the kill.
+    down_s: seconds from the kill to the restart.
+  """
 
   victim: str = ''
   at_fraction: float = 0.45
@@ -119,7 +124,13 @@ class KillConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ChaosConfig:
-  """Faults that the local supervisor injects (launch/kill_plan.py)."""
+  """Faults that the local supervisor injects (launch/kill_plan.py).
+
+  Attributes:
+    enabled: whether the kills happen.
+    seed: draws the victims that are not named.
+    kills: the kills, in order; --config.chaos.kills[0].down_s=3 changes one.
+  """
 
   enabled: bool = False
   seed: int = 0
@@ -137,7 +148,18 @@ class ChaosConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Config:
-  """All settings of a run; they are the same in all its processes."""
+  """All settings of a run; they are the same in all its processes.
+
+  Attributes:
+    name: of the run, in the name of its folder and on its screens.
+    model: the shape of the model.
+    optimizer: the inner optimizer.
+    data: what is trained on.
+    mesh: the devices of one learner.
+    sync: how learners and syncer exchange fragments.
+    train: how long to train, and how often to evaluate and log.
+    chaos: kills of processes during the run.
+  """
 
   name: str
   model: train_config.ModelConfig

@@ -31,7 +31,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco_jax.config import load, run_config
+from diloco_jax.config import fields, load, run_config
 from diloco_jax.storage import wal_format
 
 NEVER_RETRY = 42
@@ -163,7 +163,11 @@ def run_command(module: types.ModuleType) -> NoReturn:
 
 
 def _help(module: types.ModuleType) -> str:
-  return f'{module.__doc__}\n{flags.FLAGS.module_help(module)}'
+  lines = [module.__doc__, 'Flags:', flags.FLAGS.module_help(module).strip().partition('\n')[2]]
+  if 'config' in flags.FLAGS:
+    lines += ['', 'Fields of the config, --config.NAME=VALUE (type, default):', '']
+    lines += [field.text() for field in fields.walk()]
+  return '\n'.join(lines)
 
 
 def run_main(
@@ -265,27 +269,11 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
 
 def _explain_lookup(argv: list[str], error: LookupError) -> str:
   """Explains an override of an unknown field."""
-  known = _known_names()
+  known = [field.name for field in fields.walk()]
   for word in argv:
     match = _OVERRIDE.match(word)
-    if match and known and re.sub(r'\[\d+\]', '', match[1]) not in known:
+    if match and known and re.sub(r'\[\d+\]', '[0]', match[1]) not in known:
       close = difflib.get_close_matches(match[1], known, n=1, cutoff=0.5)
       hint = f'did you mean --config.{close[0]}?' if close else f'it begins: {", ".join(known[:8])}'
       return f'--config.{match[1]}: the config has no such field; {hint}'
   return one_line(error)
-
-
-def _known_names() -> list[str]:
-  """The dotted names of all fields of a Config, from its types."""
-  import dataclasses  # pylint: disable=g-import-not-at-top
-  import typing  # pylint: disable=g-import-not-at-top
-
-  def walk(kind, prefix):
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-      inner = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
-      yield prefix + field.name
-      if dataclasses.is_dataclass(inner):
-        yield from walk(inner, f'{prefix}{field.name}.')
-
-  return list(walk(run_config.Config, ''))
