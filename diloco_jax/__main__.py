@@ -18,6 +18,7 @@ COMMANDS = {
   'learner': 'run one learner as one process, or train alone',
   'simulate': 'run the state machines in a simulated world with drawn faults',
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
+  'restore': 'bring a run back to a snapshot or a checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
 }
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')

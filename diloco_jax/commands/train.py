@@ -3,7 +3,6 @@
     diloco train                                  # the demo, stdlib_lm.py:cpu
     diloco train --config=stdlib_lm:tiny --chaos=off
     diloco train --resume --workdir=runs/cpu-20260101-120000
-    diloco train --restore=latest --workdir=runs/cpu-20260101-120000
     diloco train --controller=single              # all in one process
 
 Every process gets the same --config and overrides. At the end WORKDIR/report holds summary.json and
@@ -20,13 +19,7 @@ DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 program.define_config()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
-_RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir')
-_RESTORE = flags.DEFINE_string(
-  'restore',
-  '',
-  'bring the run in --workdir back to a run snapshot (its number, or latest) or to the newest '
-  'checkpoint of the syncer (checkpoint; sets its log aside), and continue',
-)
+_RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
 _CONTROLLER = flags.DEFINE_enum(
   'controller',
   'processes',
@@ -52,11 +45,9 @@ def main(argv: list[str]) -> int:
   config = program.config()
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
-  workdir, restored = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, bool(_RESTORE.value)
+  workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   with program.never_retry():
-    if restored and workdir is not None:
-      local.restore(config, workdir, _RESTORE.value)
-    workdir = local.open_workdir(config, workdir, resume=_RESUME.value, restored=restored)
+    workdir = local.open_workdir(config, workdir, resume=_RESUME.value)
   return local.run(
     config,
     workdir,

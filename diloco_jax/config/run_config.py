@@ -1,10 +1,10 @@
 """The config of a run, checked once before any compilation.
 
-One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it, an override
-`--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses settings that
-cannot work. The identity of a process (its learner id, port, workdir) is in plain flags and not
-here, so the config is the same in all processes. `agreement()` is the part that learners and syncer
-must share; the syncer compares it when a learner joins.
+One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it (load.py), an
+override `--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses
+settings that cannot work. The identity of a process (its learner id, port, workdir) is in plain
+flags and not here, so the config is the same in all processes. `agreement()` is the part that
+learners and syncer must share; the syncer compares it when a learner joins.
 
 The dataclasses are mutable because overrides assign to fields; no code assigns after `validate()`.
 """
@@ -16,8 +16,6 @@ from typing import Annotated, Any
 from diloco_jax.protocol import config as protocol_config
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
-
-FILE = 'config.json'  # in a run's folder: the config that started the run
 
 OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
@@ -113,8 +111,13 @@ TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class KillConfig:
-  """One SIGKILL: the victim ('' draws one by chaos.seed), the share of the run that is done at the
-  kill, and the seconds before the restart."""
+  """One SIGKILL.
+
+  Attributes:
+    victim: the learner, for example 'l1'; '' draws one by chaos.seed.
+    at_fraction: the share of the run that is done at the kill.
+    down_s: seconds from the kill to the restart.
+  """
 
   victim: str = ''
   at_fraction: float = 0.45
@@ -123,7 +126,13 @@ class KillConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ChaosConfig:
-  """Faults that the local supervisor injects (launch/kill_plan.py)."""
+  """Faults that the local supervisor injects (launch/kill_plan.py).
+
+  Attributes:
+    enabled: whether the kills happen.
+    seed: draws the victims that are not named.
+    kills: the kills, in order; --config.chaos.kills[0].down_s=3 changes one.
+  """
 
   enabled: bool = False
   seed: int = 0
@@ -144,12 +153,16 @@ class Config:
   """All settings of a run; they are the same in all its processes.
 
   Attributes:
-    name: of the run's folder.
+    name: of the run, in the name of its folder and on its screens.
     task: what is trained (config/build.py): 'decoder', 'FILE.py:FUNCTION' for an own model, or ''
       if loops of the user's own train, so that the first learner brings the model.
-    model, data: of the decoder; an own task may use them or not.
-    optimizer, mesh: of a learner.
-    sync, train, chaos: see their types.
+    model: the shape of the decoder.
+    optimizer: the inner optimizer.
+    data: what the decoder is trained on; `shards` also for other tasks.
+    mesh: the devices of one learner.
+    sync: how learners and syncer exchange fragments.
+    train: how long to train, and how often to evaluate and log.
+    chaos: kills of processes during the run.
   """
 
   name: str

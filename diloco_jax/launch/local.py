@@ -13,16 +13,14 @@ WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
 import asyncio
-import json
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.launch import kill_plan, program
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import agreement
@@ -34,7 +32,6 @@ from diloco_jax.storage import files
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUPERVISOR = 'supervisor'
 ADDRESS = 'syncer/address'
-_ERROR = 'error: '
 
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault each; for
 # buffers that live as long as one fragment this costs more than the arithmetic. 32 MiB is the
@@ -47,18 +44,16 @@ _MALLOC = {
 
 
 def open_workdir(
-  config: run_config.Config, workdir: pathlib.Path | None, resume: bool, restored: bool = False
+  config: run_config.Config, workdir: pathlib.Path | None, resume: bool
 ) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue; `restored`: a restore has just brought
-  it back (restore.py), perhaps with other learners. Raises ValueError."""
+  """Makes the folder of a run, or opens the one to continue. Raises ValueError."""
   if workdir is None:
-    if resume or restored:
-      flag = '--restore' if restored else '--resume'
-      raise ValueError(f'{flag} needs --workdir=DIR, the run to continue')
+    if resume:
+      raise ValueError('--resume needs --workdir=DIR, the run to continue')
     workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
   workdir = workdir.absolute()
-  if resume or restored:
-    _check_same_run(config, workdir, restored)
+  if resume:
+    _check_same_run(config, workdir)
   elif workdir.is_dir() and any(workdir.iterdir()):
     raise ValueError(
       f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
@@ -66,7 +61,7 @@ def open_workdir(
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
-    (workdir / run_config.FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+    load.write(workdir, config)
   except OSError as error:
     raise ValueError(
       f'cannot write {workdir} ({error.strerror}); choose another --workdir'
@@ -74,48 +69,18 @@ def open_workdir(
   return workdir
 
 
-def restore(config: run_config.Config, workdir: pathlib.Path, which: str) -> None:
-  """Brings the run in a folder back to a run snapshot or a checkpoint (restore.py, in a separate
-  process, which imports jax) and prints each change. Call `open_workdir` with `restored` next.
-
-  Raises:
-    ValueError: the restore is impossible; nothing was changed.
-    DiskFailed: the disk failed during the restore; repeat it.
-  """
-  if not (workdir / run_config.FILE).is_file():
-    raise ValueError(f'there is no run in {workdir} to restore')
-  done = subprocess.run(
-    [sys.executable, '-m', 'diloco_jax.launch.restore', str(workdir.absolute()), which],
-    env=environment(1),
-    input=json.dumps(config.to_dict()),
-    stdout=subprocess.PIPE,
-    text=True,
-    check=False,
-  )
-  *lines, last = done.stdout.splitlines() or ['']
-  for line in (*lines, last):
-    if not line.startswith(_ERROR):
-      print(line, flush=True)
-  if done.returncode:
-    text = last.removeprefix(_ERROR) or f'the restore ended with exit code {done.returncode}'
-    raise (program.DiskFailed if done.returncode == program.DISK_FAILED else ValueError)(text)
-
-
-def _check_same_run(
-  config: run_config.Config, workdir: pathlib.Path, restored: bool = False
-) -> None:
-  """Refuses another run's config; after a restore (`restored`) restore.py has compared them."""
-  path = workdir / run_config.FILE
-  if not path.is_file():
+def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
+  """Refuses another run's config. Raises ValueError."""
+  if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
-  if restored:
-    return
-  before = run_config.Config.from_dict(json.loads(path.read_text())).agreement()
-  found = agreement.differences(agreement.encode(config.agreement()), agreement.encode(before))
+  ours, theirs = (
+    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
+  )
+  found = agreement.differences(ours, theirs)
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config, or choose another --workdir'
+      'continue it with its own config (leave --config out), or choose another --workdir'
     )
 
 
@@ -237,7 +202,8 @@ def run(
   summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
   if outcome.code:
-    print(f'{outcome.text}; continue with: --resume --workdir={workdir}', file=sys.stderr)
+    again = program.command('train', '--resume', f'--workdir={workdir}')
+    print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
   return outcome.code
 
 

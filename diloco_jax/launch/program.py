@@ -21,6 +21,8 @@ import functools
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -29,14 +31,16 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diloco_jax import configs
-from diloco_jax.config import run_config
+from diloco_jax.config import fields, load, run_config
 from diloco_jax.storage import wal_format
 
 NEVER_RETRY = 42
 DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
+
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
+CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
 
@@ -72,16 +76,30 @@ flags.disclaim_key_flags()  # --help lists --config under the program that defin
 config_flags.register_flag_parser_for_type(run_config.OptionalInt, _OptionalIntParser())
 
 
+class _ConfigParser(flags.ArgumentParser):
+  """Loads the config that --config names (config/load.py)."""
+
+  def parse(self, argument: str) -> run_config.Config:
+    with never_retry(ValueError, OSError):
+      return load.load(argument)
+
+  def flag_type(self) -> str:
+    return 'config'
+
+
 def define_config() -> flags.FlagHolder:
-  """Defines --config=FILE.py[:VARIANT] and, with it, the overrides --config.a.b=value.
+  """Defines --config and, with it, the overrides --config.a.b=value.
 
   It has no default here, since a default would be read at import, outside every error handler.
   """
-  return config_flags.DEFINE_config_file(
+  holder = config_flags.DEFINE_config_file(
     'config',
-    help_string='FILE.py:VARIANT, or NAME:VARIANT for a config of this package; override any '
-    'field, for example --config.sync.quorum=2',
+    help_string='FILE.py:VARIANT; NAME:VARIANT, a config of the package, for example '
+    'stdlib_lm:cpu; or the folder of a run. Without it: the config of the run in --workdir, if '
+    'there is one. Override any field, for example --config.sync.quorum=2',
   )
+  flags.FLAGS['config'].parser = _ConfigParser()
+  return holder
 
 
 def config() -> run_config.Config:
@@ -89,9 +107,6 @@ def config() -> run_config.Config:
   value = flags.FLAGS['config'].value
   if value is None:
     raise NeverRetry('no --config given; for example --config=stdlib_lm:cpu')
-  path = flags.FLAGS['config'].config_filename.split(':', 1)[0]
-  if not pathlib.Path(path).is_file():  # config_flags raises this only when a field is read
-    raise NeverRetry(_no_file(path))
   with never_retry():
     value.validate()
   return value
@@ -148,17 +163,25 @@ def run_command(module: types.ModuleType) -> NoReturn:
 
 
 def _help(module: types.ModuleType) -> str:
-  return f'{module.__doc__}\n{flags.FLAGS.module_help(module)}'
+  lines = [module.__doc__, 'Flags:', flags.FLAGS.module_help(module).strip().partition('\n')[2]]
+  if 'config' in flags.FLAGS:
+    lines += ['', 'Fields of the config, --config.NAME=VALUE (type, default):', '']
+    lines += [field.text() for field in fields.walk()]
+  return '\n'.join(lines)
 
 
 def run_main(
   main: Callable[[list[str]], int | None], default_config: str = '', positional: bool = False
 ) -> NoReturn:
-  """Calls absl's app.run with the exit codes above. `default_config` replaces a missing --config;
-  with `positional`, `main` gets the arguments that are not flags, else they are refused."""
+  """Calls absl's app.run with the exit codes above. Without --config the config is that of the run
+  in --workdir, if there is one, else `default_config`. With `positional`, `main` gets the arguments
+  that are not flags, else they are refused."""
   argv = last_config_first(sys.argv)
-  if default_config and not _config_path(argv):
-    argv.insert(1, _config_word(default_config))
+  workdir = _value(argv, 'workdir')
+  if workdir and (pathlib.Path(workdir) / load.FILE).is_file():
+    default_config = workdir
+  if default_config and 'config' in flags.FLAGS and not _value(argv, 'config'):
+    argv.insert(1, f'--config={default_config}')
   app.run(
     lambda rest: _guarded(main, rest),
     argv=argv,
@@ -175,26 +198,34 @@ def last_config_first(argv: list[str]) -> list[str]:
   rest, chosen, words = [], [], iter(argv)
   for word in words:
     if word in ('--config', '-config'):
-      chosen = [_config_word(next(words, ''))]
+      chosen = [f'--config={next(words, "")}']
     elif word.startswith(('--config=', '-config=')):
-      chosen = [_config_word(word.split('=', 1)[1])]
+      chosen = ['--' + word.lstrip('-')]
     else:
       rest.append(word)
   return rest[:1] + chosen + rest[1:]
 
 
-def _config_word(value: str) -> str:
-  """The flag for a config; a name without a folder and without .py is a config of the package.
+def _value(argv: list[str], name: str) -> str:
+  """The last value of a flag on a command line, or ''.
 
-  >>> _config_word('stdlib_lm:tiny').endswith('diloco_jax/configs/stdlib_lm.py:tiny')
-  True
-  >>> _config_word('mine.py:tiny')
-  '--config=mine.py:tiny'
+  >>> _value(['x', '--workdir=a', '-workdir', 'b'], 'workdir')
+  'b'
   """
-  name, colon, variant = value.partition(':')
-  if name.isidentifier():
-    name = str(pathlib.Path(configs.__file__).with_name(f'{name}.py'))
-  return f'--config={name}{colon}{variant}'
+  value, words = '', iter(argv)
+  for word in words:
+    flag, equals, text = word.lstrip('-').partition('=')
+    if word.startswith('-') and flag == name:
+      value = text if equals else next(words, '')
+  return value
+
+
+def command(*words: str) -> str:
+  """The text of a command of `diloco` that works when it is pasted into a shell."""
+  python = shlex.join([sys.executable, '-m', 'diloco_jax', *words])
+  if CHECKOUT:
+    return f'cd {shlex.quote(str(CHECKOUT))} && {python}'
+  return shlex.join(['diloco', *words]) if shutil.which('diloco') else python
 
 
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
@@ -227,57 +258,22 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     rest = flags.FLAGS(argv)
   except SystemExit:
     sys.exit(NEVER_RETRY)
-  except (flags.Error, LookupError, ValueError, TypeError, OSError) as error:
-    sys.exit(refuse(_explain(argv, error)))
+  except LookupError as error:
+    sys.exit(refuse(_explain_lookup(argv, error)))
+  except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
+    sys.exit(refuse(one_line(error)))
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest
 
 
-def _explain(argv: list[str], error: Exception) -> str:
-  """Explains an error of the command line in one line."""
-  path = _config_path(argv)
-  if path and not pathlib.Path(path).is_file():
-    return _no_file(path)
-  if isinstance(error, LookupError) and path:
-    return _explain_lookup(argv, path, error)
-  if 'Error whilst parsing config file' in str(error):
-    return f'--config={path}: {str(error).strip().splitlines()[-1]}'
-  return one_line(error)
-
-
-def _no_file(path: str) -> str:
-  return f'--config: there is no file {path!r} (seen from {pathlib.Path.cwd()})'
-
-
-def _config_path(argv: list[str]) -> str:
-  values = [word.split('=', 1)[1] for word in argv if word.startswith('--config=')]
-  return values[-1].split(':', 1)[0] if values else ''
-
-
-def _explain_lookup(argv: list[str], path: str, error: Exception) -> str:
-  """Explains an override of an unknown field, or an unknown variant of the config file."""
-  known = _known_names()
+def _explain_lookup(argv: list[str], error: LookupError) -> str:
+  """Explains an override of an unknown field."""
+  known = [field.name for field in fields.walk()]
   for word in argv:
     match = _OVERRIDE.match(word)
-    if match and known and re.sub(r'\[\d+\]', '', match[1]) not in known:
+    if match and known and re.sub(r'\[\d+\]', '[0]', match[1]) not in known:
       close = difflib.get_close_matches(match[1], known, n=1, cutoff=0.5)
       hint = f'did you mean --config.{close[0]}?' if close else f'it begins: {", ".join(known[:8])}'
       return f'--config.{match[1]}: the config has no such field; {hint}'
-  return f'--config={path}: {one_line(error)}'
-
-
-def _known_names() -> list[str]:
-  """The dotted names of all fields of a Config, from its types."""
-  import dataclasses  # pylint: disable=g-import-not-at-top
-  import typing  # pylint: disable=g-import-not-at-top
-
-  def walk(kind, prefix):
-    hints = typing.get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-      inner = (typing.get_args(hints[field.name]) or (hints[field.name],))[0]
-      yield prefix + field.name
-      if dataclasses.is_dataclass(inner):
-        yield from walk(inner, f'{prefix}{field.name}.')
-
-  return list(walk(run_config.Config, ''))
+  return one_line(error)

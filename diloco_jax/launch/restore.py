@@ -1,6 +1,4 @@
-"""Brings a whole run back to an earlier, verified state; runs in a separate process, with jax.
-
-    python -m diloco_jax.launch.restore WORKDIR latest|N|checkpoint < config.json
+"""Brings a whole run back to an earlier, verified state: `diloco restore`.
 
 `latest` or a number: back to that run snapshot (manifests.py). The restore first verifies the
 manifest, and every array of every checkpoint that it pins against the manifest. A damaged or
@@ -22,21 +20,17 @@ be repeated from the beginning; until then no process of the run starts (manifes
 import json
 import os
 import pathlib
-import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from absl import logging
-
-from diloco_jax.config import build, run_config
-from diloco_jax.launch import program
+from diloco_jax.config import build, load, run_config
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import checkpoint, manifests, outer_log
 from diloco_jax.storage import files as files_lib
 
 LATEST = 'latest'
 CHECKPOINT = 'checkpoint'
-MAY_DIFFER = ('sync.learners', 'sync.quorum')
+MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
 _WAL = 'wal'
 
 Say = Callable[[str], None]
@@ -63,6 +57,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: S
     DirectoryError: a syncer runs there, or the folder cannot be written.
     OSError: the disk failed; repeat the restore.
   """
+  if not manifests.syncer_folder(workdir).is_dir():
+    raise ValueError(f'there is no run in {workdir} to restore')
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
     log_files.lock('restore')
@@ -97,12 +93,12 @@ def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Sa
   if which == LATEST:
     raise ValueError(
       f'no snapshot in {workdir / manifests.FOLDER} is whole ({_there_are(known)}). '
-      'Nothing was changed: --resume continues from the newest checkpoint and the log'
+      'Nothing was changed: train --resume continues from the newest checkpoint and the log'
     )
   others = [number for number in known if number != int(which)]
   raise ValueError(
     f'snapshot {which} is not whole, nothing was changed; {_there_are(others)}: '
-    '--restore=latest takes the newest that is whole'
+    '--to=latest takes the newest that is whole'
   )
 
 
@@ -126,10 +122,8 @@ def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> Goal:
 def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say) -> Goal:
   """Finds the syncer's newest checkpoint that verifies; before the first one the goal is the start
   of the run. Raises ValueError; only reads."""
-  known = workdir / run_config.FILE
-  if known.is_file():  # absent if the processes were started one by one
-    before = run_config.Config.from_dict(json.loads(known.read_text()))
-    _require_same_run(config, before.agreement(), 'it is')
+  if (workdir / load.FILE).is_file():  # absent if the processes were started one by one
+    _require_same_run(config, load.read(workdir).agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
   found = _numbers(syncer)
   for number in reversed(found):
@@ -213,6 +207,7 @@ def _go_back(
         'aside': aside.name,
       },
     )
+  load.write(workdir, config)
   (syncer / manifests.RESTORING).unlink()
   _fsync(syncer)
   say(f'the run continues from {goal.text}')
@@ -264,27 +259,3 @@ def _fsync(path: pathlib.Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
-
-
-def main(argv: list[str]) -> int:
-  """Returns the exit code; an error is the last line, as in every program (program.py)."""
-  logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
-  workdir, which = argv[1:]
-  try:
-    config = run_config.Config.from_dict(json.load(sys.stdin))
-    restore(config, pathlib.Path(workdir), which, lambda text: print(text, flush=True))
-  except (ValueError, files_lib.DirectoryError) as error:
-    print(f'error: {program.one_line(error)}', flush=True)
-    return program.NEVER_RETRY
-  except OSError as error:
-    print(
-      f'error: the disk failed: {program.one_line(error)}. Nothing is lost; run it again with '
-      'the same --restore.',
-      flush=True,
-    )
-    return program.DISK_FAILED
-  return 0
-
-
-if __name__ == '__main__':
-  sys.exit(main(sys.argv))

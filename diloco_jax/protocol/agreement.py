@@ -6,6 +6,9 @@ compares it at Join, before the learner can contribute.
 
 import json
 
+MAY_CHANGE = ('train.steps',)
+"""Settings that all processes share, and that a run which has ended may continue with another value
+of: the clock at which training ends is no part of what has been trained."""
 DIFFERENCES_SHOWN = 5
 VALUE_CHARS = 80
 
@@ -13,6 +16,12 @@ VALUE_CHARS = 80
 def encode(facts: dict) -> str:
   """Canonical text: equal facts have equal texts."""
   return json.dumps(facts, sort_keys=True, separators=(',', ':'))
+
+
+def of_run(text: str) -> str:
+  """The part of an agreement that stays the same as long as the run goes on."""
+  facts = _decode(text)
+  return encode({name: value for name, value in facts.items() if name not in MAY_CHANGE})
 
 
 def differences(here: str, there: str) -> list[str]:

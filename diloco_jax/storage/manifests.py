@@ -102,7 +102,7 @@ def require_no_restore(workdir: pathlib.Path) -> None:
   if path.exists():
     raise files_lib.DirectoryError(
       f'{workdir} is in the middle of a restore ({path}). Nothing is lost, nothing was started. '
-      'Run it again with the same --restore.'
+      'Run diloco restore again, with the same --to.'
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files_port, wal, wal_format
 
@@ -86,7 +87,7 @@ class OuterStep(NamedTuple):
 
 def run_of(agreement: str) -> str:
   """The name of a run in its log."""
-  return hashlib.sha256(agreement.encode()).hexdigest()[:32]
+  return hashlib.sha256(agreement_lib.of_run(agreement).encode()).hexdigest()[:32]
 
 
 def encode(step: OuterStep) -> list[Any]:

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from diloco_jax.storage import files_port as files_port_lib
 from diloco_jax.storage import wal_format as fmt
 
-# The flag of `diloco train` that repairs a damaged log: it moves the log aside and begins a
-# new one behind the newest checkpoint.
-RESTORE = '--restore=checkpoint'
+# The command that repairs a damaged log: it moves the log aside and begins a new one behind the
+# newest checkpoint.
+RESTORE = 'diloco restore --to=checkpoint'
 
 
 @dataclasses.dataclass

@@ -12,11 +12,10 @@ reads the log and the tapes.
 """
 
 import hashlib
-import json
 import pathlib
 from typing import NamedTuple
 
-from diloco_jax.config import build, run_config
+from diloco_jax.config import build, load, run_config
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
@@ -85,10 +84,9 @@ def rebuild(workdir: pathlib.Path) -> Rebuilt:
 
 
 def _config(workdir: pathlib.Path) -> run_config.Config:
-  path = workdir / run_config.FILE
-  if not path.is_file():
-    raise ValueError(f'there is no run in {workdir} ({run_config.FILE} is missing)')
-  return run_config.Config.from_dict(json.loads(path.read_text()))
+  if not (workdir / load.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir} ({load.FILE} is missing)')
+  return load.read(workdir)
 
 
 def _digests_on_tape(workdir: pathlib.Path) -> Versions:

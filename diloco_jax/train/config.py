@@ -27,19 +27,33 @@ def _require_fraction(config: object, *names: str) -> None:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelConfig:
-  """A Gemma-like decoder (model.py). The letters are the axes in the names of arrays."""
+  """A Gemma-like decoder (model.py). The letters are the axes in the names of arrays.
 
-  vocab_size: int = 256  # V; 256 = bytes
+  Attributes:
+    vocab_size: V, the number of tokens; 256 = bytes.
+    num_layers: how many blocks of attention and feed-forward.
+    embed_dim: D, the width of the residual stream.
+    num_heads: N, query heads.
+    num_kv_heads: K, key and value heads; divides num_heads.
+    head_dim: H, even, because RoPE rotates pairs.
+    hidden_dim: F, of the gated feed-forward block.
+    tied_head: whether the output head is the embedding, transposed.
+    rope_theta: wavelengths run from 2 pi to 2 pi rope_theta positions.
+    logit_softcap: c of logits <- c tanh(logits / c); 0 = off.
+    dtype: of activations, 'float32' or 'bfloat16'; parameters are always float32.
+  """
+
+  vocab_size: int = 256
   num_layers: int = 4
-  embed_dim: int = 128  # D
-  num_heads: int = 4  # N, query heads
-  num_kv_heads: int = 2  # K, key and value heads; divides num_heads
-  head_dim: int = 32  # H, even (RoPE rotates pairs)
-  hidden_dim: int = 512  # F, of the gated feed-forward block
-  tied_head: bool = True  # the output head is the embedding, transposed
-  rope_theta: float = 10_000.0  # wavelengths run from 2 pi to 2 pi rope_theta positions
-  logit_softcap: float = 30.0  # logits <- c tanh(logits / c); 0 = off
-  dtype: str = 'float32'  # of activations; parameters are always float32
+  embed_dim: int = 128
+  num_heads: int = 4
+  num_kv_heads: int = 2
+  head_dim: int = 32
+  hidden_dim: int = 512
+  tied_head: bool = True
+  rope_theta: float = 10_000.0
+  logit_softcap: float = 30.0
+  dtype: str = 'float32'
 
   def validate(self) -> None:
     _require_positive(
@@ -71,16 +85,27 @@ class ModelConfig:
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
   """The inner optimizer, AdamW (optimizer.py). Rates follow the protocol's clock, in inner
-  steps."""
+  steps.
 
-  learning_rate: float = 3e-3  # the peak
-  warmup_steps: int = 50  # linear, from peak / warmup_steps at clock 0
-  end_lr_ratio: float = 0.1  # of the peak, at total_steps and after (cosine)
+  Attributes:
+    learning_rate: the peak.
+    warmup_steps: linear, from peak / warmup_steps at clock 0.
+    end_lr_ratio: the rate at train.steps and after (cosine), as a share of the peak.
+    b1: decay of the mean of the gradients.
+    b2: decay of the mean of their squares.
+    eps: added to the root of the second moment.
+    weight_decay: of tensors of two axes and more.
+    clip_norm: the largest global norm of the gradient; 0 = no clipping.
+  """
+
+  learning_rate: float = 3e-3
+  warmup_steps: int = 50
+  end_lr_ratio: float = 0.1
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
-  weight_decay: float = 0.1  # on tensors of two axes and more
-  clip_norm: float = 1.0  # global norm of the gradient; 0 = no clipping
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0
 
   def validate(self) -> None:
     _require_positive(self, 'learning_rate', 'eps')
@@ -97,15 +122,25 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DataConfig:
-  """Bytes of text, cut into windows, divided into disjoint shards (data.py)."""
+  """Bytes of text, cut into windows, divided into disjoint shards (data.py).
 
-  corpus: str = 'stdlib'  # 'stdlib' = Python's own sources; else a directory or a glob of files
-  seq_len: int = 128  # L, tokens predicted per sequence
-  batch_size: int = 8  # B, sequences per inner step of one learner
-  shards: int = 16  # V, disjoint shards; at least the largest number of learners
-  seed: int = 0  # of the shuffle; the same on every learner of a run
-  eval_batches: int = 8  # of the held-out files
-  eval_batch_size: int = 32  # sequences
+  Attributes:
+    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files.
+    seq_len: L, tokens predicted per sequence.
+    batch_size: B, sequences per inner step of one learner.
+    shards: V, disjoint shards; at least the largest number of learners.
+    seed: of the shuffle; the same on every learner of a run.
+    eval_batches: how many batches of the held-out files an evaluation reads.
+    eval_batch_size: sequences per batch of an evaluation.
+  """
+
+  corpus: str = 'stdlib'
+  seq_len: int = 128
+  batch_size: int = 8
+  shards: int = 16
+  seed: int = 0
+  eval_batches: int = 8
+  eval_batch_size: int = 32
 
   def validate(self) -> None:
     _require_positive(self, 'seq_len', 'batch_size', 'shards', 'eval_batches', 'eval_batch_size')
@@ -117,11 +152,17 @@ class DataConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class MeshConfig:
-  """Devices per axis of one island's mesh (mesh.py). The product is the island's devices."""
+  """Devices per axis of one island's mesh (mesh.py). The product is the island's devices.
 
-  data: int = 1  # batch split, parameters replicated
-  fsdp: int = 1  # batch split, parameters split
-  tensor: int = 1  # heads and hidden units split
+  Attributes:
+    data: batch split, parameters replicated.
+    fsdp: batch split, parameters split.
+    tensor: heads and hidden units split.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  tensor: int = 1
 
   @property
   def num_devices(self) -> int:

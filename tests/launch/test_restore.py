@@ -9,13 +9,15 @@ import pathlib
 import random
 import re
 import shutil
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.config import build
+from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import local, program, restore
 from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
@@ -223,7 +225,7 @@ def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
     with pytest.raises(ValueError, match='there is no snapshot .* there are: 1, 2'):
       _restore(config, workdir, which)
   _damage(workdir, 1)
-  with pytest.raises(ValueError, match='no snapshot in .* is whole .* --resume continues from'):
+  with pytest.raises(ValueError, match='no snapshot in .* is whole .* train --resume continues'):
     _restore(config, workdir)
   _damage(workdir, 1)  # the same bit once more
   gc.collect()
@@ -312,16 +314,31 @@ def test_not_under_a_syncer_that_runs(config, workdir):
   files.close()
 
 
-def test_from_the_launcher(config, workdir, capfd):
-  """A process of its own says what it did, or why not, in one line."""
+def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
+  """Without --config it takes that of the run."""
+
+  def diloco(*words: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+      [sys.executable, '-m', 'diloco_jax', 'restore', *words],
+      cwd=pathlib.Path(__file__).parents[2],
+      text=True,
+      capture_output=True,
+      check=False,
+    )
+
+  load.write(workdir, config)
   _damage(workdir, 2)
-  with pytest.raises(ValueError, match='snapshot 2 is not whole'):
-    local.restore(config, workdir, '2')
-  local.restore(config, workdir, 'latest')
-  assert 'the run continues from snapshot 1' in capfd.readouterr().out
+  done = diloco(f'--workdir={workdir}', '--to=2')
+  assert done.returncode == program.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
+  assert 'snapshot 2 is not whole' in done.stderr
+  done = diloco(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
+  assert done.returncode == 0, done.stderr
+  assert 'the run continues from snapshot 1' in done.stdout
+  assert f'diloco_jax train --resume --workdir={workdir}' in done.stdout.splitlines()[-1]
   assert syncer_process.restored(workdir)['log'] == 10
-  with pytest.raises(ValueError, match='there is no run in'):
-    local.restore(config, workdir / 'nowhere', 'latest')
+  assert load.read(workdir).sync.learners == 2
+  done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
+  assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr
 
 
 # --- A damaged log --------------------------------------------------------------------------------
@@ -350,7 +367,7 @@ def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   place = next(place for place, entry in entries if entry.kind and entry.number == 6)
   _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
   with pytest.raises(
-    program.NeverRetry, match='is damaged at byte.*--restore=checkpoint'
+    program.NeverRetry, match='is damaged at byte.*restore --to=checkpoint'
   ) as refused:
     with program.log_failures():
       durability.Rig(assembled, workdir / 'syncer')

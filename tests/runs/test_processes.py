@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -148,7 +149,9 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   refused = start('train', *flags)
   assert '--resume' in _refusal(refused)
 
-  second = start('train', '--resume', *flags)
+  (hint,) = [line for line in first.lines if 'continue with: ' in line]
+  *_, command, resume, folder = shlex.split(hint.split('continue with: ')[1])
+  second = start(command, resume, folder, '--nostandby', '--config.train.log_every=25')
   assert second.end() == 0, second.lines
   assert any('continues from its checkpoint' in line for line in second.lines)
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]

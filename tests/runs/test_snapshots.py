@@ -1,8 +1,9 @@
 """Real processes, all killed, then restored from a run snapshot with other learners and meshes.
 
 One run serves all tests: `tiny` with three learners of two devices takes run snapshots; all
-processes are killed at once; a bit of the newest snapshot flips; `--restore=latest` continues with
-two learners of one device, from the snapshot before, until the test requests another one.
+processes are killed at once; a bit of the newest snapshot flips; `diloco restore --to=latest`
+brings it back to the snapshot before, with two learners of one device, and `diloco train --resume`
+continues until the test requests another one.
 """
 
 import contextlib
@@ -58,20 +59,13 @@ class Story:
 
 
 @contextlib.contextmanager
-def running(workdir: pathlib.Path, output: pathlib.Path, *flags: str) -> Iterator[subprocess.Popen]:
+def running(
+  command: str, workdir: pathlib.Path, output: pathlib.Path, *flags: str
+) -> Iterator[subprocess.Popen]:
   environment = local.environment(1, {**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
-  with open(output, 'wb') as file:
+  with open(output, 'ab') as file:
     process = subprocess.Popen(
-      [
-        sys.executable,
-        '-m',
-        'diloco_jax',
-        'train',
-        '--nostandby',
-        *COMMON,
-        *flags,
-        f'--workdir={workdir}',
-      ],
+      [sys.executable, '-m', 'diloco_jax', command, *flags, f'--workdir={workdir}'],
       cwd=ROOT,
       env=environment,
       stdout=file,
@@ -101,7 +95,8 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 def _story(tmp_path_factory) -> Story:
   folder = tmp_path_factory.mktemp('snapshots')
   workdir, first, second = folder / 'run', folder / 'first.txt', folder / 'second.txt'
-  with running(workdir, first, '--config.sync.snapshot_every_syncs=4') as process:
+  flags = (*COMMON, '--nostandby', '--config.sync.snapshot_every_syncs=4')
+  with running('train', workdir, first, *flags) as process:
     until(lambda: len(manifests.numbers(workdir)) >= 2, first)
     members = family(process)
     for one in members:
@@ -118,8 +113,10 @@ def _story(tmp_path_factory) -> Story:
   data = bytearray(record.read_bytes())
   data[len(data) // 2] ^= 1
   record.write_bytes(data)
-  flags = ('--restore=latest', '--config.sync.learners=2', '--config.mesh.data=1')
-  with running(workdir, second, *flags) as process:
+  flags = ('--to=latest', '--config.sync.learners=2', '--config.mesh.data=1')
+  with running('restore', workdir, second, *flags) as process:
+    assert process.wait(DEADLINE_S) == 0, second.read_text()
+  with running('train', workdir, second, '--resume', '--nostandby') as process:
     facts = []
 
     def under_way() -> bool:

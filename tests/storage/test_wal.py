@@ -563,8 +563,8 @@ def test_damage_names_file_offset_and_what_helps():
   assert words == (
     f'WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
     'damaged. The syncer did not start and nothing was changed; records 1 to 2 are whole. Put the '
-    'file back, or go back to the newest checkpoint with --restore=checkpoint: it moves the log '
-    'aside, and the run repeats the outer steps behind record 0.'
+    'file back, or go back to the newest checkpoint with diloco restore --to=checkpoint: it moves '
+    'the log aside, and the run repeats the outer steps behind record 0.'
   )
 
 

@@ -1,12 +1,11 @@
 """Rebuilds the arrays of a run from its log, and reports every difference."""
 
 import dataclasses
-import json
 import shutil
 
 import pytest
 
-from diloco_jax.config import build, run_config
+from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.protocol import actions, events
@@ -31,7 +30,7 @@ def _config(keep_log: bool) -> run_config.Config:
 
 def _run(config: run_config.Config, folder) -> None:
   one_process.run(config, folder, lambda name: records.Recorder(folder, name, tensorboard=False))
-  (folder / run_config.FILE).write_text(json.dumps(config.to_dict()))
+  load.write(folder, config)
 
 
 @pytest.fixture(scope='module', name='config')

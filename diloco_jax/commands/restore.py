@@ -1,0 +1,49 @@
+"""Brings a run back to an earlier state that is whole; nothing is deleted.
+
+    diloco restore --workdir=runs/x --to=latest        # the newest run snapshot that is whole
+    diloco restore --workdir=runs/x --to=3             # run snapshot 3: runs/x/snapshots/3.json
+    diloco restore --workdir=runs/x --to=checkpoint    # the syncer's newest checkpoint
+    diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
+
+`diloco train --resume --workdir=runs/x` then continues the run. `--to=checkpoint` repairs a damaged
+log: it sets the log aside. The number of learners, the quorum and the mesh may change. All
+processes of the run must have ended. Exit codes: 0 restored, 42 impossible and nothing was changed,
+74 the disk failed: restore again.
+"""
+
+import os
+import pathlib
+
+from absl import flags, logging
+
+from diloco_jax.launch import program
+from diloco_jax.storage import files
+
+program.define_config()
+_WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
+_TO = flags.DEFINE_string(
+  'to',
+  None,
+  "'latest' or the number of a run snapshot, or 'checkpoint': the syncer's newest.",
+  required=True,
+)
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  config, workdir = program.config(), pathlib.Path(_WORKDIR.value).absolute()
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
+  from diloco_jax.launch import restore  # after the config is validated: imports jax
+
+  try:
+    with program.never_retry(ValueError, files.DirectoryError):
+      restore.restore(config, workdir, _TO.value, lambda text: print(text, flush=True))
+  except OSError as error:
+    raise program.DiskFailed(
+      f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '
+      'same --to'
+    ) from error
+  again = program.command('train', '--resume', f'--workdir={workdir}')
+  print(f'continue the run with: {again}')
+  return 0

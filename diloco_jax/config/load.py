@@ -1,0 +1,76 @@
+"""Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
+
+import importlib.util
+import json
+import pathlib
+import sys
+import traceback
+import types
+
+from diloco_jax.config import run_config
+
+FILE = 'config.json'  # in a run's folder: the config that started or continued the run
+_SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
+_MODULE = 'diloco_config'  # the name of a config file's module
+
+
+def load(name: str) -> run_config.Config:
+  """Returns the config of this name, not yet validated.
+
+  Args:
+    name: `FILE.py` or `FILE.py:VARIANT`, a file with a function get_config; `NAME:VARIANT`, such a
+      file of the package's folder `configs`; or the folder of a run, for the config of that run.
+
+  Raises:
+    ValueError: there is no such config, or its file has an error; the text names file and line.
+  """
+  if (pathlib.Path(name) / FILE).is_file():
+    return read(pathlib.Path(name))
+  file, *variant = name.split(':', 1)
+  path = _SHIPPED / f'{file}.py' if file.isidentifier() else pathlib.Path(file)
+  if not path.is_file():
+    shipped = ', '.join(sorted(one.stem for one in _SHIPPED.glob('[!_]*.py')))
+    raise ValueError(
+      f'there is no config {file!r} (seen from {pathlib.Path.cwd()}); name a FILE.py, the folder '
+      f'of a run, or a config of the package: {shipped}'
+    )
+  try:
+    config = _module(path).get_config(*variant)
+  except Exception as error:
+    raise ValueError(f'{_place(path, error)}: {type(error).__name__}: {error}') from error
+  if not isinstance(config, run_config.Config):
+    raise ValueError(
+      f'{path}: get_config returned {type(config).__name__}, it must return a run_config.Config'
+    )
+  return config
+
+
+def write(workdir: pathlib.Path, config: run_config.Config) -> None:
+  """Writes the config of the run in a folder. Raises OSError."""
+  (workdir / FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+
+
+def read(workdir: pathlib.Path) -> run_config.Config:
+  """Reads the config of the run in a folder. Raises ValueError, OSError."""
+  path = workdir / FILE
+  try:
+    return run_config.Config.from_dict(json.loads(path.read_text()))
+  except ValueError as error:
+    raise ValueError(f'{path}: {error}') from error
+
+
+def _module(path: pathlib.Path) -> types.ModuleType:
+  spec = importlib.util.spec_from_file_location(_MODULE, path)
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[_MODULE] = module  # dataclasses look up the module of a class by its name
+  spec.loader.exec_module(module)
+  return module
+
+
+def _place(path: pathlib.Path, error: Exception) -> str:
+  """The file, and its last line that led to the error."""
+  frames = traceback.extract_tb(error.__traceback__)
+  lines = [one.lineno for one in frames if pathlib.Path(one.filename) == path]
+  if isinstance(error, SyntaxError) and pathlib.Path(error.filename or '') == path:
+    lines.append(error.lineno)
+  return f'{path}:{lines[-1]}' if lines else f'{path}'

@@ -1,0 +1,44 @@
+"""Every field of the config has a doc, which `--help` shows with its type and default."""
+
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.config import fields
+from diloco_jax.protocol import config as protocol_config
+
+FIELDS = {field.name: field for field in fields.walk()}
+
+
+def test_every_field_has_a_doc():
+  assert not [name for name, field in FIELDS.items() if not field.doc]
+  assert FIELDS.keys() > {one.name for one in protocol_config.TABLE.values()}
+
+
+@pytest.mark.parametrize(
+  'name, kind, default, doc',
+  [
+    ('model.num_layers', 'int', '4', 'how many blocks of attention and feed-forward'),
+    ('sync.max_lag', 'int or none', 'none', 'how many steps a learner may run ahead of the oldest'),
+    ('sync.lease_s', 'float', '10.0', 'a learner that sends nothing for this long is lost'),
+    ('sync.keep_log', 'bool', 'false', 'keep every outer step in the log'),
+    ('chaos.kills[0].victim', 'str', "''", "the learner, for example 'l1'"),
+    ('model', 'section', '', 'the shape of the model'),
+  ],
+)
+def test_a_field(name: str, kind: str, default: str, doc: str):
+  field = FIELDS[name]
+  assert (field.type, field.default) == (kind, default) and field.doc.startswith(doc)
+
+
+def test_help_shows_every_field():
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'train', '--help'],
+    text=True,
+    capture_output=True,
+    check=True,
+  )
+  shown = ' '.join(done.stdout.split())
+  for field in FIELDS.values():
+    assert ' '.join(field.text().split()) in shown

@@ -1,0 +1,48 @@
+"""Runs as threads of one process: a run that has ended is given more steps."""
+
+import json
+import pathlib
+
+from diloco_jax.config import run_config
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import one_process
+from diloco_jax.report import records
+
+STEPS, MORE = 8, 24
+
+
+def _config(steps: int) -> run_config.Config:
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = config.sync.quorum = 2
+  config.train.steps, config.train.eval_every = steps, 0
+  config.validate()
+  return config
+
+
+def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
+  rows = (folder / 'records' / f'{node}.jsonl').read_text().splitlines()
+  return [fact for fact in map(json.loads, filter(None, rows)) if fact['name'] == name]
+
+
+def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
+  """Its clock goes on behind the closing syncs; the same log, checkpoints and ledger continue."""
+
+  def run(steps: int) -> dict:
+    make = lambda name: records.Recorder(tmp_path, name, tensorboard=False)
+    exits = one_process.run(_config(steps), tmp_path, make)
+    assert {one.code for one in exits.values()} == {0}, exits
+    return _facts(tmp_path, 'syncer', 'ledger')[-1]
+
+  first, second = run(STEPS), run(MORE)
+  (recovered,) = _facts(tmp_path, 'syncer', 'recovered')
+  assert sum(recovered['versions']) == first['synced'] > 0
+  assert second['synced'] > first['synced'] and second['trained'] > first['trained']
+  period = _config(STEPS).sync.period
+  for learner in ('l0', 'l1'):
+    steps = [fact['step'] for fact in _facts(tmp_path, learner, 'step')]
+    assert (max(steps[: steps.index(STEPS) + 1]), max(steps)) == (STEPS, MORE)
+    assert min(steps[steps.index(STEPS) + 1 :]) == STEPS + period + 1
+  for ledger in (first, second):
+    assert ledger['trained'] * ledger['fragments'] == (
+      ledger['merged'] + sum(ledger['discarded'].values())
+    )
