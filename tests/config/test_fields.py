@@ -24,7 +24,7 @@ def test_every_field_has_a_doc():
     ('sync.lease_s', 'float', '10.0', 'a learner that sends nothing for this long is lost'),
     ('sync.keep_log', 'bool', 'false', 'keep every outer step in the log'),
     ('chaos.kills[0].victim', 'str', "''", "the learner, for example 'l1'"),
-    ('model', 'section', '', 'the shape of the model'),
+    ('model', 'section', '', 'the shape of the decoder'),
   ],
 )
 def test_a_field(name: str, kind: str, default: str, doc: str):
