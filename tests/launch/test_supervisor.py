@@ -363,6 +363,8 @@ outcome = asyncio.run(supervisor.Supervisor(
   programs, workdir, run_facts.RunFacts(["l0"], 10), records.Recorder(workdir, "supervisor", False),
   listen=display.listen, tick=display.tick).run())
 display.close()
+print("the summary", flush=True)
+print("the error", file=sys.stderr, flush=True)
 (workdir / "outcome").write_text(outcome.text)
 """
   terminal, theirs = os.openpty()
