@@ -140,7 +140,13 @@ def running_node(
     state=state,
   )
   transport = make_transport(event_queue.post, payloads)
-  tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+  tape = tapes.Tape(
+    workdir,
+    start,
+    records.say,
+    assembled.config.to_dict(),
+    limit_bytes=assembled.config.train.tapes_mib << 20,
+  )
   node = loop.Node(
     start.make(),
     event_queue,

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
+import subprocess
+import sys
 import typing
 from typing import Any
 
@@ -82,6 +85,32 @@ def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
   assert capsys.readouterr().err.count('records are incomplete') == 1
 
 
+_FILLS_ITS_DISK = """
+import resource, signal, sys
+from diloco_jax.report import records
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+recorder = records.Recorder(sys.argv[1], 'l0')
+for step in range(2_000):
+  recorder.scalars(step, {'learning/loss': 1.0})
+recorder.close()
+print('ended')
+"""
+
+
+def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
+  """A queue behind a writer that has died would block the step thread."""
+  ended = subprocess.run(
+    [sys.executable, '-c', _FILLS_ITS_DISK, str(tmp_path)],
+    cwd=pathlib.Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert ended.stdout == 'ended\n'
+  assert ended.stderr.count('records are incomplete') == 1
+
+
 def test_curves_and_log_lines(tmp_path, capsys):
   recorder = records.Recorder(tmp_path, 'l0')
   recorder.scalars(3, {'learning/loss': 2.0, 'perf/step_time_seconds': 0.1})
@@ -153,6 +182,25 @@ def test_the_fold_follows_a_process():
   assert (run.syncs[-1].sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
   run.take([('supervisor', row(2.0, facts.Process(child='l0', state='down', text='killed')))])
   assert (learner.state, learner.tokens_per_second, run.last_event) == ('down', 0, 'l0: killed')
+
+
+def test_a_learner_that_joins_by_hand_is_followed():
+  run = run_facts.RunFacts(['l0'], total_steps=10)
+
+  def member(state: str, reason: str = '') -> tuple[str, dict[str, Any]]:
+    fact = protocol_facts.Member(learner='hand', state=state, incarnation=1, reason=reason)
+    return 'syncer', row(1.0, fact)
+
+  run.take([member('waits')])
+  assert list(run.learners) == ['l0']
+  run.take([member('joined'), ('hand', row(2.0, step(5)))])
+  assert list(run.learners) == ['l0', 'hand']
+  hand = run.learners['hand']
+  assert (hand.state, hand.step, hand.incarnation) == ('training', 5, 1)
+  run.take([member('lost', 'lease expired')])
+  assert hand.state == 'down'
+  run.take([member('joined'), member('lost', 'left: done')])
+  assert hand.state == 'done'
 
 
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:

@@ -154,10 +154,60 @@ def test_a_resumed_run_shows_its_processes_in_order():
   assert run.learners['l0'].seconds_down(run.end_s) == 0
 
 
+def test_a_process_that_was_not_seen_to_end_ends_with_its_last_fact():
+  """The supervisor was killed; the run continues half an hour later, without l1."""
+  run = run_facts.RunFacts(['l0', 'l1', 'l2'], 10, longest_pause_s=30).take(
+    [
+      *[('supervisor', child(1, name, 'starting')) for name in ('syncer', 'l0', 'l1')],
+      ('l0', step(2, 1, 1, 5.0)),
+      ('l1', step(3, 1, 1, 5.0)),
+      ('syncer', row(4, _SYNCED)),
+      *[('supervisor', child(1_804, name, 'starting')) for name in ('syncer', 'l0')],
+      ('l0', step(1_805, 2, 1, 4.0)),
+      ('supervisor', exited(1_806, 'syncer', -9)),
+      ('l2', row(1_807, facts.Eval(step=1, loss=5.0))),
+    ]
+  )
+  assert run.pauses == [(3, 1_800)] and run.end_s == 36
+  assert [process.last_s for process in run.learners['l1'].processes] == [2]
+  assert [(one.first_step_s, one.ended_s, one.ended) for one in run.syncer_processes] == [
+    (3, 3, 'stopped'),
+    (None, 35, 'killed'),
+  ]
+  assert run.learners['l2'].processes == []  # never trained: no row in the picture
+
+
+def test_a_second_process_by_hand_is_a_process_of_its_own():
+  """Its counts begin again; no supervisor tells of it."""
+  run = run_facts.RunFacts(['l0'], 10).take(
+    [('l0', step(1, 1, 1, 5.0)), ('l0', step(2, 2, 2, 5.0)), ('l0', step(9, 3, 1, 4.0))]
+  )
+  assert [(one.started_s, one.ended_s) for one in run.learners['l0'].processes] == [
+    (0, 1),
+    (8, None),
+  ]
+
+
+def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
+  """The clocks went back from 8 to 4."""
+  recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
+  run = run_facts.RunFacts(['l0'], 10).take(
+    [
+      ('l0', step(1, 4, 1, 5.0)),
+      ('l0', step(2, 8, 2, 5.0)),
+      ('syncer', row(3, facts.Eval(step=8, loss=3.0))),
+      ('syncer', row(4, recovered)),
+      ('l0', step(5, 8, 1, 5.0)),
+      ('syncer', row(6, facts.Eval(step=8, loss=2.9))),
+    ]
+  )
+  assert run.evaluated_tokens == [100, 150]
+
+
 def test_curves_are_over_the_tokens_of_all_learners(run):
   assert [s.tokens for s in run.learners['l0'].steps] == [50, 150, 250]
   assert [s.tokens for s in run.learners['l1'].steps] == [100, 200]
-  assert [run.tokens_at(e.step) for e in run.evaluations] == [0, 250]
+  assert run.evaluated_tokens == [0, 250]
 
 
 def test_bytes_add_up_over_the_processes_of_a_syncer():
@@ -176,19 +226,47 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',
-    f'{tmp_path / "report"}',
   ):
     assert words in text
 
 
-def test_the_report_is_written_from_the_records_of_a_run(config, tmp_path):
+@pytest.fixture(name='workdir')
+def _workdir(tmp_path):
+  """The folder of a run with records."""
   for name in ('supervisor', 'syncer', 'l0', 'l1'):
     path = tmp_path / 'records' / f'{name}.jsonl'
     path.parent.mkdir(exist_ok=True)
     path.write_text(''.join(json.dumps(fact) + '\n' for who, fact in _ROWS if who == name))
-  summary = summary_lib.write(config, tmp_path, _FATES, wall_seconds=15.0)
-  assert json.loads((tmp_path / 'report' / 'summary.json').read_text()) == summary
-  assert (tmp_path / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
+  return tmp_path
+
+
+def test_the_text_names_only_files_that_exist(config, workdir):
+  """After Ctrl-C there is no picture, and early on there are no checkpoints."""
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0, plot=False)
+  text = summary_lib.text(summary, workdir)
+  assert f'{workdir / "report"} (summary.json)' in text
+  for word in ('timeline.png', 'checkpoints', 'tensorboard'):
+    assert word not in text
+  (workdir / 'islands').mkdir()
+  assert f'checkpoints  {workdir / "islands"}\n' in summary_lib.text(summary, workdir) + '\n'
+
+
+def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
+  (workdir / 'report').mkdir()
+  for name in ('summary.json', 'timeline.png'):
+    (workdir / 'report' / name).symlink_to('/dev/full')
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  assert summary['tokens_trained'] == 250
+  errors = capsys.readouterr().err.splitlines()
+  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 2
+  assert list((workdir / 'report').iterdir()) == []
+  assert 'report  ' not in summary_lib.text(summary, workdir)
+
+
+def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  assert json.loads((workdir / 'report' / 'summary.json').read_text()) == summary
+  assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_run_without_a_step_has_a_report(config, tmp_path):
@@ -211,7 +289,7 @@ def test_a_learner_alone_has_no_ledger(config):
 def test_the_live_picture_shows_learners_syncer_and_the_last_event():
   view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
   console = console_lib.Console(file=io.StringIO(), width=100)
-  console.print(live.picture(view, elapsed_s=14))
+  console.print(live.picture(view, elapsed_s=14, width=100))
   text = console.file.getvalue()
   for words in (
     'l0',
@@ -224,6 +302,33 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     'restarted',
   ):
     assert words in text
+
+
+@pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
+def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
+  view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
+  console = console_lib.Console(file=io.StringIO(), width=width)
+  console.print(live.picture(view, elapsed_s=14, width=width))
+  lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+  assert '50%' in lines[0] or width == 20  # a low terminal shows the beginning
+  heads = [line for line in lines if line.strip().startswith(('learner', 'syncer'))]
+  assert len(heads) == 2 and all(len(line) <= width for line in lines)
+  for head, last in zip(heads, ('incarnation', 'participants')):
+    assert head.endswith(last if width >= 88 else '…')
+
+
+def test_a_resized_terminal_is_drawn_anew():
+  """It has wrapped the lines of the old table, so they cannot be erased one by one."""
+  console = console_lib.Console(
+    file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={'TERM': 'xterm'}
+  )
+  display = live.LiveDisplay(console)
+  view = run_facts.RunFacts(['l0'], 10)
+  display.tick(view)
+  assert '\x1b[2J' not in console.file.getvalue()
+  console.size = (60, 20)
+  display.close()
+  assert console.file.getvalue().count('\x1b[2J') == 1
 
 
 def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):
