@@ -13,9 +13,11 @@ _HOME = {
   'SyncConfig': 'config.run_config',
   'Task': 'train.task',
   'join': 'launch.peer',
+  'load_params': 'launch.trained',
+  'run': 'launch.one_process',
   'run_syncer': 'launch.own_syncer',
 }
-__all__ = ['Ended', 'Peer', 'SyncConfig', 'Task', 'join', 'run_syncer']
+__all__ = ['Ended', 'Peer', 'SyncConfig', 'Task', 'join', 'load_params', 'run', 'run_syncer']
 
 
 def __getattr__(name: str) -> object:

@@ -13,17 +13,15 @@ function is called with the config and returns a Task.
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import pathlib
-import sys
+import types
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import jax
 import optax
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
@@ -162,7 +160,7 @@ def make_task(config: run_config.Config) -> task_lib.Task:
     )
   try:
     name, arguments = spec.parse(call)
-    made = getattr(_load(where), name)(config, **arguments)
+    made = getattr(_module(where), name)(config, **arguments)
   except (ImportError, AttributeError, TypeError, OSError, SyntaxError) as error:
     raise ValueError(f'task {config.task!r}: {type(error).__name__}: {error}') from error
   if not isinstance(made, task_lib.Task):
@@ -171,16 +169,11 @@ def make_task(config: run_config.Config) -> task_lib.Task:
 
 
 @functools.cache
-def _load(where: str) -> ModuleType:
-  """The module at a path, or of that name."""
-  if not where.endswith('.py'):
-    return importlib.import_module(where)
-  name = f'diloco_task_{pathlib.Path(where).stem}'
-  found = importlib.util.spec_from_file_location(name, where)
-  module = importlib.util.module_from_spec(found)
-  sys.modules[name] = module
-  found.loader.exec_module(module)
-  return module
+def _module(where: str) -> types.ModuleType:
+  """The module in a file, or of that name."""
+  if where.endswith('.py'):
+    return load.module(pathlib.Path(where))
+  return importlib.import_module(where)
 
 
 def _make(config: run_config.Config, name: str, make: Callable[[str], Any]) -> Any:

@@ -35,7 +35,7 @@ def load(name: str) -> run_config.Config:
       f'of a run, or a config of the package: {shipped}'
     )
   try:
-    config = _module(path).get_config(*variant)
+    config = module(path).get_config(*variant)
   except Exception as error:
     raise ValueError(f'{_place(path, error)}: {type(error).__name__}: {error}') from error
   if not isinstance(config, run_config.Config):
@@ -59,7 +59,8 @@ def read(workdir: pathlib.Path) -> run_config.Config:
     raise ValueError(f'{path}: {error}') from error
 
 
-def _module(path: pathlib.Path) -> types.ModuleType:
+def module(path: pathlib.Path) -> types.ModuleType:
+  """Runs a file as a module. Raises whatever the file raises, and OSError."""
   spec = importlib.util.spec_from_file_location(_MODULE, path)
   module = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = module  # dataclasses look up the module of a class by its name

@@ -51,7 +51,7 @@ def syncer(
   With `stands_by` the process compiles its functions, touches no file of the run, and begins when
   it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
   """
-  _prepare_jax(1)
+  prepare_jax(1)
   with program.never_retry(ValueError):
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
@@ -104,7 +104,7 @@ def learner(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
   resolve = None if address == 'none' else resolver(address)
-  _prepare_jax(config.mesh.num_devices)
+  prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
@@ -149,11 +149,12 @@ def limits(assembled: build.Assembly) -> link.Limits:
   )
 
 
-def _prepare_jax(devices: int) -> None:
+def prepare_jax(devices: int) -> None:
   """Emulates as many devices as the mesh needs and turns asynchronous dispatch off: data-parallel
   steps on emulated CPU devices have aborted when the host ran ahead of the devices."""
   if 'JAX_NUM_CPU_DEVICES' not in os.environ:
-    jax.config.update('jax_num_cpu_devices', devices)
+    with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
+      jax.config.update('jax_num_cpu_devices', devices)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
 
 

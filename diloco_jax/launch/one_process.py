@@ -12,8 +12,10 @@ import threading
 from collections.abc import Callable
 
 import jax
+from absl import flags
 
-from diloco_jax.config import build, run_config
+from diloco_jax.config import build, load, run_config
+from diloco_jax.launch import entrypoints, local
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
@@ -137,10 +139,28 @@ class SingleController:
 
 def run(
   config: run_config.Config,
-  workdir: pathlib.Path,
+  workdir: str | pathlib.Path,
   make_recorder: MakeRecorder | None = None,
 ) -> dict[str, actions.Exit]:
-  """Runs a whole experiment in this process; returns the exit of each node by name."""
-  controller = SingleController(config, workdir, make_recorder)
+  """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
+
+  Args:
+    config: of the run.
+    workdir: its folder; if it holds this run already, the run is continued.
+    make_recorder: as for SingleController.
+
+  Returns:
+    The exit of each node by its name.
+
+  Raises:
+    ValueError: a setting cannot work, the folder holds another run, or there are too few devices.
+  """
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # grain reads absl flags
+  config.validate()
+  entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
+  folder = pathlib.Path(workdir)
+  folder = local.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
+  controller = SingleController(config, folder, make_recorder)
   controller.start()
   return controller.join()

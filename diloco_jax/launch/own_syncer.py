@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.launch import entrypoints, own_model, peer
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
@@ -76,6 +76,8 @@ class Server:
     try:
       if model is None:
         model = own_model.obtain(workdir, f'{_HOST}:{port}', self._found, self._stopped)
+      else:
+        own_model.write(workdir, model)
       assembled = own_model.complete(model, config)
 
       def listen(post, payloads):
@@ -135,6 +137,7 @@ def run_syncer(
     model = own_model.describe(tree, label, opt_state)
   with contextlib.ExitStack() as cleanup:
     folder = peer.folder(workdir, cleanup)
+    load.write(folder, config)
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
     )

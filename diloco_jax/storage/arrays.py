@@ -1,5 +1,7 @@
 """A tree of arrays in a folder that plain Orbax reads: an exported model, an initial one.
 
+import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 params = ocp.load('runs/NAME/model')
 """
@@ -7,22 +9,26 @@ params = ocp.load('runs/NAME/model')
 import pathlib
 from typing import Any
 
+import jax
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.storage import checkpoint
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
-  """Writes a tree of numpy or jax arrays, replacing an older one. Raises CheckpointError."""
+  """Writes a tree of numpy or jax arrays, replacing an older one; without shardings, so that any
+  machine can read it. Raises CheckpointError."""
   try:
-    ocp.save(path.absolute(), tree, overwrite=True)
+    ocp.save(path.absolute(), jax.tree.map(np.asarray, tree), overwrite=True)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from error
 
 
-def load(path: pathlib.Path) -> Any:
-  """Reads a tree, nested dicts of arrays. Raises CheckpointError."""
+def load(path: pathlib.Path, like: Any = None, name: str = 'AUTO') -> Any:
+  """Reads a tree: nested dicts of arrays, or the tree of ShapeDtypeStructs `like`. `name`: of one
+  tree in a checkpoint of several; Orbax finds a single one. Raises CheckpointError."""
   try:
-    return ocp.load(path.absolute())
+    return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error

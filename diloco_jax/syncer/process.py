@@ -24,7 +24,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, manifests, outer_log, tapes
+from diloco_jax.storage import arrays, checkpoint, manifests, outer_log, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -32,6 +32,8 @@ from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
+
+MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
 
 
 class SyncerRecords:
@@ -157,9 +159,22 @@ def run(
     work.stop()
     if machine.finished:  # a syncer that was asked to stop has no time for it
       evaluation.submit(machine.clock)
+      _export(theta, workdir, records)
     evaluation.stop()
     checkpoints.close()
     return result
+
+
+def _export(
+  theta: global_model_lib.Theta, workdir: pathlib.Path, records: records_lib.Recorder
+) -> None:
+  """Writes the trained model as a tree of named arrays."""
+  try:
+    arrays.save(workdir / MODEL, theta.params())
+  except checkpoint.CheckpointError as error:
+    records.say(
+      f'{error}. The model is safe in the checkpoints; diloco_jax.load_params reads them.'
+    )
 
 
 def recover(

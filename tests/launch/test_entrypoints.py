@@ -26,6 +26,7 @@ def test_an_address_without_a_port_is_refused(tmp_path):
 
 _LEARNER = """
 import sys
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import entrypoints, program
 program.run_main(lambda argv: entrypoints.learner(
   stdlib_lm.get_config('tiny'), argv[1], 'l0', 'none'), positional=True)

@@ -1,0 +1,61 @@
+"""The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint.
+
+WORKDIR/model is a tree of named arrays that plain Orbax reads (storage/arrays.py); the syncer
+writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.config import build, load
+from diloco_jax.launch import own_model
+from diloco_jax.storage import arrays, manifests
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
+
+
+def load_params(workdir: str | pathlib.Path) -> Any:
+  """The global model of a run, float32 numpy arrays in the tree that the task's loss takes; of
+  loops of the user's own a dict, name -> array. The run may be under way: then it is the model of
+  the syncer's newest checkpoint.
+
+  Raises:
+    ValueError: there is no run in the folder, or it has no model yet.
+    CheckpointError: the model cannot be read.
+  """
+  folder = pathlib.Path(workdir).absolute()
+  assembled = assemble(folder)
+  if (folder / syncer_process.MODEL).is_dir():
+    tree = arrays.load(folder / syncer_process.MODEL)
+  else:
+    tree = _newest(assembled, folder)
+  named = own_model.by_name(tree)
+  leaves = [np.asarray(named[name]) for name in own_model.by_name(assembled.shapes)]
+  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+
+
+def assemble(workdir: pathlib.Path) -> build.Assembly:
+  """The objects of the run in a folder. Raises ValueError."""
+  model = own_model.read(workdir)
+  if not (workdir / load.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')
+  config = load.read(workdir)
+  return build.assemble(config) if model is None else own_model.complete(model, config)
+
+
+def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
+  """The model in the syncer's newest checkpoint; later outer steps are not in it."""
+  root = manifests.syncer_folder(workdir) / manifests.CHECKPOINTS
+  numbers = sorted(int(path.name) for path in root.glob('*') if path.name.isdecimal())
+  if not numbers:
+    raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
+  theta = global_model_lib.Theta(assembled)
+  like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
+  )
+  saved = arrays.load(root / str(numbers[-1]), like, 'state')
+  theta.restore(saved, [0] * assembled.layout.num_fragments)
+  return theta.params()
