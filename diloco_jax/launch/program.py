@@ -262,6 +262,9 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(refuse(_explain_lookup(argv, error)))
   except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     sys.exit(refuse(one_line(error)))
+  for path in (_value(argv, 'workdir'), *rest[1:]):
+    if re.match(r'\w[\w+.-]*://', path):
+      sys.exit(refuse(f'{path} is a URL: only folders of a file system work. Nothing was started'))
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest
