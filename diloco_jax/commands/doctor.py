@@ -114,11 +114,12 @@ def devices() -> str:
 
   try:
     found = jax.devices()
-  except RuntimeError as error:
+  except Exception as error:  # of several types, also AssertionError
     platforms = os.environ.get('JAX_PLATFORMS')
     remedy = f'unset JAX_PLATFORMS={platforms}' if platforms else 'JAX_PLATFORMS=cpu uses the CPU'
     raise Bad(
-      f'{program.one_line(error)}; {remedy}; another process may hold the device'
+      f'jax finds no device ({program.one_line(error)}): another process may hold it, or jax lacks '
+      f'the package for it; {remedy}'
     ) from error
   kinds = sorted({f'{one.platform} ({one.device_kind})' for one in found})
   text = f'{len(found)} of {", ".join(kinds)}'
@@ -139,7 +140,7 @@ def memory(available: int) -> str:
   text = f'{available / _GIB:.1f} GiB available'
   if available < MEMORY_GIB * _GIB:
     raise Bad(
-      f'{text}: the demo takes about {MEMORY_GIB}; end other programs, or run fewer learners'
+      f'{text}, the demo takes about {MEMORY_GIB}: end other programs, or run fewer learners'
     )
   return text
 
