@@ -228,7 +228,9 @@ def run(
   summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
   if outcome.code:
-    again = program.command('train', '--resume', f'--workdir={workdir}')
+    given = {'--syncer=none': alone, '--controller=single': single, '--standby': standby}
+    words = [word for word, is_given in given.items() if is_given]
+    again = program.command('train', '--resume', f'--workdir={workdir}', *words)
     print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
   return outcome.code
 
