@@ -276,7 +276,8 @@ class Supervisor:
     rows = self._tails.read()
     self._view.take(rows)
     for process, row in rows:
-      if row['name'] == 'synced' and process in self._running:
+      # A fast process may report before its start is booked in _running.
+      if row['name'] == 'synced' and process in self._runners:
         if self._programs[process].standby:
           self._standbys.prepare(process)
     due, self._kills = kill_plan_lib.due(self._kills, self._view.progress)
