@@ -155,9 +155,8 @@ def run_command(module: types.ModuleType) -> NoReturn:
   """Runs a command of `diloco`: the `main` of a module. The module may also define DEFAULT_CONFIG
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
-  if any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in sys.argv[1:]):
-    print(_help(module))
-    sys.exit(0)
+  if any(re.fullmatch(r'-?-(h|help|helpfull|\?)', word) for word in sys.argv[1:]):
+    sys.exit(_guarded(lambda argv: print(_help(module), flush=True), []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
 
