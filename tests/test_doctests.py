@@ -5,7 +5,7 @@ import doctest
 import pytest
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import kill_plan, program, supervisor
+from diloco_jax.launch import accelerators, kill_plan, program, supervisor
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts as report_facts
@@ -16,6 +16,7 @@ from tests.runs import faulty_learner
 @pytest.mark.parametrize(
   'module',
   [
+    accelerators,
     kill_plan,
     run_config,
     failpoints,

@@ -48,5 +48,24 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   assert f'diloco {command}' in done.stdout and '\n  --' in done.stdout
 
 
+@pytest.mark.parametrize(
+  'words',
+  [
+    ['train', '--workdir=gs://bucket/run'],
+    ['train', '--resume', '--workdir', 's3://bucket/run'],
+    ['restore', '--workdir=gs://bucket/run', '--to=latest'],
+    ['chaos', '--workdir=gs://bucket/run'],
+    ['syncer', '--workdir=gs://bucket/run', '--config=stdlib_lm:tiny'],
+    ['replay', 'gs://bucket/run'],
+  ],
+  ids=lambda words: words[0],
+)
+def test_a_url_is_refused_in_one_line(words: list[str]):
+  done = diloco(*words)
+  assert done.returncode == 42 and done.stderr.count('\n') == 1, done.stderr
+  assert '://bucket/run is a URL' in done.stderr
+  assert not (ROOT / 'gs:').exists() and not (ROOT / 's3:').exists()
+
+
 def test_the_version():
   assert diloco('--version').stdout == f'diloco {diloco_jax.__version__}\n'

@@ -9,6 +9,8 @@ any end, the syncer continues from its checkpoint and its log in WORKDIR/syncer.
 42 never retry, 74 the disk failed or is full (retry), anything else retry.
 """
 
+import os
+
 from absl import flags
 
 from diloco_jax.launch import program
@@ -25,6 +27,7 @@ program.define_config()
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
+  os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
   return entrypoints.syncer(config, _WORKDIR.value, _HOST.value, _PORT.value, _STANDBY.value)

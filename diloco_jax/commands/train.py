@@ -31,7 +31,7 @@ _SYNCER = flags.DEFINE_enum(
 )
 _STANDBY = flags.DEFINE_bool(
   'standby',
-  True,
+  False,
   'keep a standby syncer process ready to take over; it costs memory: its own and, while it '
   'compiles, that of a second global model',
 )

@@ -28,7 +28,7 @@ def load(name: str) -> run_config.Config:
     return read(pathlib.Path(name))
   file, *variant = name.split(':', 1)
   path = _SHIPPED / f'{file}.py' if file.isidentifier() else pathlib.Path(file)
-  if not path.is_file():
+  if path.suffix != '.py' or not path.is_file():
     shipped = ', '.join(sorted(one.stem for one in _SHIPPED.glob('[!_]*.py')))
     raise ValueError(
       f'there is no config {file!r} (seen from {pathlib.Path.cwd()}); name a FILE.py, the folder '
@@ -59,8 +59,15 @@ def read(workdir: pathlib.Path) -> run_config.Config:
     raise ValueError(f'{path}: {error}') from error
 
 
+<<<<<<< HEAD
 def module(path: pathlib.Path) -> types.ModuleType:
   """Runs a file as a module. Raises whatever the file raises, and OSError."""
+=======
+def _module(path: pathlib.Path) -> types.ModuleType:
+  folder = str(path.resolve().parent)
+  if folder not in sys.path:
+    sys.path.append(folder)  # a config file may import files beside it, as a script does
+>>>>>>> cli
   spec = importlib.util.spec_from_file_location(_MODULE, path)
   module = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = module  # dataclasses look up the module of a class by its name

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from diloco_jax.config import load, run_config
-from diloco_jax.launch import kill_plan, program
+from diloco_jax.launch import accelerators, kill_plan, program
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.protocol import agreement
 from diloco_jax.report import live, run_facts
@@ -30,7 +30,6 @@ from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
 from diloco_jax.train import corpus_files
 
-_ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUPERVISOR = 'supervisor'
 ADDRESS = 'syncer/address'
 
@@ -87,26 +86,50 @@ def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
     )
 
 
+def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
+  """The folder of compiled functions: in the checkout, else in the user's cache folder."""
+  if program.CHECKOUT:
+    return program.CHECKOUT / '.cache' / 'jax'
+  home = base.get('XDG_CACHE_HOME') or pathlib.Path.home() / '.cache'
+  return pathlib.Path(home) / 'diloco_jax' / 'jax'
+
+
 def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-  """The environment of a process with `devices` emulated devices; the user's settings win."""
-  cache = _ROOT / '.cache' / 'jax'
+  """The environment of a process that has `devices` emulated devices if jax finds no accelerator;
+  the user's settings win."""
   ours = {
-    'JAX_PLATFORMS': 'cpu',
-    'JAX_COMPILATION_CACHE_DIR': str(cache),
+    'JAX_COMPILATION_CACHE_DIR': str(cache_folder(base)),
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TF_CPP_MIN_LOG_LEVEL': '2',
     'GRPC_VERBOSITY': 'ERROR',
     **_MALLOC,
   }
-  path = os.pathsep.join(filter(None, [str(_ROOT), base.get('PYTHONPATH', '')]))
+  path = os.pathsep.join(filter(None, [str(program.CHECKOUT or ''), base.get('PYTHONPATH', '')]))
   return {
     **ours,
     **base,
     'JAX_NUM_CPU_DEVICES': str(devices),
     'PYTHONUNBUFFERED': '1',
-    'PYTHONPATH': path,
+    **({'PYTHONPATH': path} if path else {}),
   }
+
+
+def learner_environments(
+  learners: int, devices: int, found: accelerators.Accelerators | None
+) -> list[dict[str, str]]:
+  """The environment of each learner: accelerators of its own if there are enough, else emulated CPU
+  devices. A user's JAX_PLATFORMS wins."""
+  shares = accelerators.share(found, learners, devices)
+  if shares is None:
+    shares = [{'JAX_PLATFORMS': 'cpu'}] * learners
+    if found and 'JAX_PLATFORMS' not in os.environ:
+      print(
+        f'{learners} learners with {devices} devices each cannot share the {found.count} '
+        f'{found.kind} devices of this machine: they use emulated CPU devices',
+        flush=True,
+      )
+  return [{**share, **environment(devices)} for share in shares]
 
 
 def available_cpus() -> list[int]:
@@ -142,7 +165,7 @@ def programs(
   workdir: pathlib.Path,
   config_flags: Sequence[str],
   alone: bool,
-  standby: bool = True,
+  standby: bool = False,
 ) -> list[supervisor_lib.Program]:
   """The programs of a run. `alone`: one learner and no syncer. `standby`: the syncer has a standby
   process."""
@@ -152,13 +175,16 @@ def programs(
   address = 'none' if alone else f'file:{workdir / ADDRESS}'
 
   names = run_config.learner_ids(1 if alone else config.sync.learners)
-  shares = dict(zip(names, share_cpus(len(names), available_cpus())))
+  cpus = dict(zip(names, share_cpus(len(names), available_cpus())))
+  environments = dict(
+    zip(names, learner_environments(len(names), config.mesh.num_devices, accelerators.find()))
+  )
 
   def learner(name: str) -> supervisor_lib.Program:
     return supervisor_lib.Program(
       name=name,
-      environment=environment(config.mesh.num_devices),
-      cpus=shares[name],
+      environment=environments[name],
+      cpus=cpus[name],
       command=[
         sys.executable,
         '-m',
@@ -188,7 +214,7 @@ def run(
   config_flags: Sequence[str],
   alone: bool = False,
   single: bool = False,
-  standby: bool = True,
+  standby: bool = False,
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
@@ -205,7 +231,9 @@ def run(
   summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
   if outcome.code:
-    again = program.command('train', '--resume', f'--workdir={workdir}')
+    given = {'--syncer=none': alone, '--controller=single': single, '--standby': standby}
+    words = [word for word, is_given in given.items() if is_given]
+    again = program.command('train', '--resume', f'--workdir={workdir}', *words)
     print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
   return outcome.code
 
@@ -238,7 +266,8 @@ def _run_processes(
 
 def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_lib.Outcome:
   """Runs all nodes in this process."""
-  os.environ.update(environment(config.mesh.num_devices * config.sync.learners))
+  devices = config.mesh.num_devices * config.sync.learners
+  os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
   from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
 
   with program.never_retry():

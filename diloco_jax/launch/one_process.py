@@ -112,6 +112,8 @@ class SingleController:
       try:
         with contextlib.closing(self._make_recorder(name)) as recorder:
           self._exits[name] = run(recorder)
+        if name == 'syncer':  # of a run that had ended before, no learner hears a Finish
+          self.stop('the run is over')
       except BaseException as error:  # `join` raises it in the caller's thread
         self._exits[name] = error
         self.stop(f'{name} failed')

@@ -155,9 +155,8 @@ def run_command(module: types.ModuleType) -> NoReturn:
   """Runs a command of `diloco`: the `main` of a module. The module may also define DEFAULT_CONFIG
   (the config without --config), DEFAULT_FLAGS (flags that those of the command line override) and
   POSITIONAL (whether it takes arguments that are not flags)."""
-  if any(word.lstrip('-').split('=')[0] in ('help', 'helpfull') for word in sys.argv[1:]):
-    print(_help(module))
-    sys.exit(0)
+  if any(re.fullmatch(r'-?-(h|help|helpfull|\?)', word) for word in sys.argv[1:]):
+    sys.exit(_guarded(lambda argv: print(_help(module), flush=True), []))
   sys.argv[1:1] = getattr(module, 'DEFAULT_FLAGS', [])
   run_main(module.main, getattr(module, 'DEFAULT_CONFIG', ''), getattr(module, 'POSITIONAL', False))
 
@@ -262,6 +261,9 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(refuse(_explain_lookup(argv, error)))
   except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     sys.exit(refuse(one_line(error)))
+  for path in (_value(argv, 'workdir'), *rest[1:]):
+    if re.match(r'\w[\w+.-]*://', path):
+      sys.exit(refuse(f'{path} is a URL: only folders of a file system work. Nothing was started'))
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest

@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import sys
 
 import pytest
 
@@ -27,6 +28,13 @@ def test_a_file_with_and_without_a_variant(file):
   file.write_text(GOOD)
   assert (load.load(str(file)).name, load.load(f'{file}:cpu').name) == ('tiny', 'cpu')
   assert load.load(f'{file}:cpu').sync.alpha == 0.5
+
+
+def test_a_file_may_import_one_beside_it(file, monkeypatch):
+  monkeypatch.setattr(sys, 'path', [*sys.path])
+  file.write_text('import beside_the_config\n' + GOOD)
+  file.with_name('beside_the_config.py').write_text('')
+  assert load.load(str(file)).name == 'tiny'
 
 
 def test_a_config_of_the_package():

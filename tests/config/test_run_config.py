@@ -180,6 +180,7 @@ def test_overrides_arrive_and_can_be_passed_on_without_jax():
       "there is no variant 'gpu'; use one of: cpu",
     ),
     (['--config=nowhere.py'], "there is no config 'nowhere.py'"),
+    (['--config=scripts/setup.sh'], "there is no config 'scripts/setup.sh'"),
     (['--config=nowhere.py', '--config.sync.quorum=1'], "there is no config 'nowhere.py'"),
     (['--unknown=1'], "Unknown command line flag 'unknown'"),
     (['stray'], "unexpected argument 'stray'"),

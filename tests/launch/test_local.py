@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import local
+from diloco_jax.launch import accelerators, local, program
 
 
 @pytest.fixture(name='config')
@@ -72,17 +72,18 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
   programs = {p.name: p for p in local.programs(config, tmp_path, flags, alone=False)}
   assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
-  for program in programs.values():
-    assert set(flags) | {f'--workdir={tmp_path}'} <= set(program.command)
+  for one in programs.values():
+    assert set(flags) | {f'--workdir={tmp_path}'} <= set(one.command)
   assert f'--syncer=file:{tmp_path}/syncer/address' in programs['l1'].command
   assert '--learner_id=l1' in programs['l1'].command
   assert programs['l1'].environment['JAX_NUM_CPU_DEVICES'] == '2'
   assert programs['syncer'].environment['JAX_NUM_CPU_DEVICES'] == '1'
+  assert programs['syncer'].standby == ()
 
 
 def test_a_lone_learner_has_no_syncer(config, tmp_path):
-  [program] = local.programs(config, tmp_path, [], alone=True)
-  assert '--syncer=none' in program.command
+  [learner] = local.programs(config, tmp_path, [], alone=True)
+  assert '--syncer=none' in learner.command
 
 
 def test_the_users_environment_wins():
@@ -92,3 +93,28 @@ def test_the_users_environment_wins():
   assert environment['JAX_PLATFORMS'] == 'tpu'
   assert environment['JAX_NUM_CPU_DEVICES'] == '2'  # the mesh of the config
   assert environment['PYTHONPATH'].endswith(':/x')
+
+
+def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
+  monkeypatch.delenv('JAX_PLATFORMS')
+  monkeypatch.setattr(accelerators, 'find', lambda: accelerators.Accelerators('cuda', 8))
+  _, *learners = local.programs(config, tmp_path, [], alone=False)
+  assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == ['0,1', '2,3', '4,5']
+  assert not any('JAX_PLATFORMS' in one.environment for one in learners)
+
+
+def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):
+  monkeypatch.delenv('JAX_PLATFORMS')
+  found = accelerators.Accelerators('cuda', 1)
+  environments = local.learner_environments(2, 1, found)
+  assert [one['JAX_PLATFORMS'] for one in environments] == ['cpu', 'cpu']
+  assert 'use emulated CPU devices' in capsys.readouterr().out
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
+  assert local.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'
+
+
+def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):
+  assert local.cache_folder() == program.CHECKOUT / '.cache' / 'jax'
+  monkeypatch.setattr(program, 'CHECKOUT', None)
+  assert local.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
+  assert local.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'

@@ -24,7 +24,6 @@ def _environment() -> dict[str, str]:
   """Tests compile quickly rather than well."""
   return {
     **os.environ,
-    'JAX_PLATFORMS': 'cpu',
     'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     'PYTHONUNBUFFERED': '1',
     'PYTHONWARNINGS': '',
@@ -134,7 +133,6 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     f'--workdir={workdir}',
     '--config.train.steps=300',
     '--config.sync.learners=2',
-    '--nostandby',
     '--config.train.log_every=50',
     '--config.train.eval_every=0',
   )
@@ -151,7 +149,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
 
   (hint,) = [line for line in first.lines if 'continue with: ' in line]
   *_, command, resume, folder = shlex.split(hint.split('continue with: ')[1])
-  second = start(command, resume, folder, '--nostandby', '--config.train.log_every=25')
+  second = start(command, resume, folder, '--config.train.log_every=25')
   assert second.end() == 0, second.lines
   assert any('continues from its checkpoint' in line for line in second.lines)
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
@@ -226,8 +224,9 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     assert program.end() == 0, program.lines
 
 
-def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path):
-  """A signal for the active syncer does not end the standby either."""
+def test_a_standby_syncer_touches_no_file_before_it_takes_over(start, tmp_path, monkeypatch):
+  """A signal for the active syncer does not end the standby either. A syncer runs on CPU."""
+  monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
   folder = tmp_path / 'run'
   unwanted, wanted = (start('syncer', CONFIG, f'--workdir={folder}', '--standby') for _ in range(2))
   for program in (unwanted, wanted):

@@ -95,7 +95,7 @@ def family(process: subprocess.Popen) -> list[psutil.Process]:
 def _story(tmp_path_factory) -> Story:
   folder = tmp_path_factory.mktemp('snapshots')
   workdir, first, second = folder / 'run', folder / 'first.txt', folder / 'second.txt'
-  flags = (*COMMON, '--nostandby', '--config.sync.snapshot_every_syncs=4')
+  flags = (*COMMON, '--config.sync.snapshot_every_syncs=4')
   with running('train', workdir, first, *flags) as process:
     until(lambda: len(manifests.numbers(workdir)) >= 2, first)
     members = family(process)
@@ -116,7 +116,7 @@ def _story(tmp_path_factory) -> Story:
   flags = ('--to=latest', '--config.sync.learners=2', '--config.mesh.data=1')
   with running('restore', workdir, second, *flags) as process:
     assert process.wait(DEADLINE_S) == 0, second.read_text()
-  with running('train', workdir, second, '--resume', '--nostandby') as process:
+  with running('train', workdir, second, '--resume') as process:
     facts = []
 
     def under_way() -> bool:

@@ -1,0 +1,197 @@
+"""Says what this machine has, what would not work on it, and what to do.
+
+    diloco doctor
+    diloco doctor --workdir=/data/runs      # also whether a run can be written there
+
+One line per check: `ok`, or `BAD` with the remedy. Exit codes: 0 all is well, 1 otherwise.
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+
+import psutil
+from absl import flags
+
+from diloco_jax.launch import accelerators, local, program
+
+_WORKDIR = flags.DEFINE_string('workdir', '', 'folder of a run; default runs, in this folder')
+
+PYTHON = (3, 11)
+PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'grpcio', 'numpy')
+MEMORY_GIB = 4  # the demo: five processes of about half a GiB, and their compilers
+DISK_GIB = 2  # the demo writes a few hundred MiB
+OPEN_FILES = 1024
+# Settings of jax that the programs do not work with; a value means on.
+_FORBIDDEN = ('JAX_ENABLE_X64', 'JAX_DISABLE_JIT', 'JAX_DEBUG_NANS')
+_OFF = ('', '0', 'false', 'f', 'no', 'off')
+_GIB = 1 << 30
+
+
+class Bad(Exception):
+  """A check that failed: what is wrong, and the remedy."""
+
+
+def main(argv: list[str]) -> int:
+  del argv
+  workdir = pathlib.Path(_WORKDIR.value or 'runs').absolute()
+  checks: dict[str, Callable[[], str]] = {
+    'python': python,
+    'packages': packages,
+    'settings': lambda: settings(os.environ),
+    'devices': devices,
+    'cores': cores,
+    'memory': lambda: memory(psutil.virtual_memory().available),
+    'open files': lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+    'ports': ports,
+    'disk': lambda: disk(workdir),
+    'cache': cache,
+  }
+  return report(checks)
+
+
+def report(checks: dict[str, Callable[[], str]]) -> int:
+  """Makes the checks, prints a line for each, and returns the exit code."""
+  failed = 0
+  for name, check in checks.items():
+    try:
+      verdict, text = 'ok', check()
+    except Bad as error:
+      verdict, text = 'BAD', program.one_line(error)
+    except Exception as error:
+      verdict, text = 'BAD', f'{type(error).__name__}: {program.one_line(error)}'
+    failed += verdict == 'BAD'
+    print(f'{verdict:3}  {name:{max(map(len, checks))}}  {text}', flush=True)
+  print(f'{failed} of {len(checks)} checks failed' if failed else 'all is well')
+  return int(failed > 0)
+
+
+def python(version: Sequence[int] = sys.version_info) -> str:
+  found = '.'.join(map(str, version[:3]))
+  if tuple(version[:2]) < PYTHON:
+    raise Bad(f'{found} at {sys.executable}: install Python {PYTHON[0]}.{PYTHON[1]} or newer')
+  return f'{found} at {sys.executable}'
+
+
+def packages(names: Sequence[str] = PACKAGES) -> str:
+  found, missing = [], []
+  for name in names:
+    try:
+      found.append(f'{name} {importlib.metadata.version(name)}')
+    except importlib.metadata.PackageNotFoundError:
+      missing.append(name)
+  if missing:
+    install = f'{sys.executable} -m pip install {" ".join(missing)}'
+    raise Bad(f'{", ".join(missing)} not installed: {install}')
+  return ', '.join(found)
+
+
+def settings(environment: os._Environ[str] | dict[str, str]) -> str:
+  """The settings of jax in the environment."""
+  bad = [name for name in _FORBIDDEN if environment.get(name, '').lower() not in _OFF]
+  if 'xla_force_host_platform_device_count' in environment.get('XLA_FLAGS', ''):
+    bad.append('XLA_FLAGS')  # the number of emulated devices follows from the mesh of the config
+  if bad:
+    raise Bad(f'{", ".join(bad)} set: the programs do not work with it; unset {" ".join(bad)}')
+  found = [
+    f'{name}={value}' for name, value in environment.items() if name.startswith(('JAX_', 'XLA_'))
+  ]
+  return (
+    f'{", ".join(sorted(found)) or "no setting of jax in the environment"}; the processes of a '
+    'run switch asynchronous dispatch on CPU off, in a notebook do so, too'
+  )
+
+
+def devices() -> str:
+  """The devices of jax."""
+  import jax  # pylint: disable=g-import-not-at-top  # a check of its own, which may fail
+
+  try:
+    found = jax.devices()
+  except Exception as error:  # of several types, also AssertionError
+    platforms = os.environ.get('JAX_PLATFORMS')
+    remedy = f'unset JAX_PLATFORMS={platforms}' if platforms else 'JAX_PLATFORMS=cpu uses the CPU'
+    raise Bad(
+      f'jax finds no device ({program.one_line(error)}): another process may hold it, or jax lacks '
+      f'the package for it; {remedy}'
+    ) from error
+  kinds = sorted({f'{one.platform} ({one.device_kind})' for one in found})
+  text = f'{len(found)} of {", ".join(kinds)}'
+  if found[0].platform != 'cpu':
+    return text
+  there = accelerators.find()
+  hint = f', though there are {there.count} of {there.kind}' if there else ''
+  return f'{text}{hint}; learners emulate the devices of their mesh'
+
+
+def cores() -> str:
+  usable = len(local.available_cpus()) or os.cpu_count()
+  slow = '; the demo needs two for its two minutes' if usable < 2 else ''
+  return f'{usable} of {os.cpu_count()} may be used{slow}'
+
+
+def memory(available: int) -> str:
+  text = f'{available / _GIB:.1f} GiB available'
+  if available < MEMORY_GIB * _GIB:
+    raise Bad(
+      f'{text}, the demo takes about {MEMORY_GIB}: end other programs, or run fewer learners'
+    )
+  return text
+
+
+def open_files(limit: int) -> str:
+  if limit == resource.RLIM_INFINITY:
+    return 'no limit'
+  if limit < OPEN_FILES:
+    raise Bad(f'at most {limit}: ulimit -n {4 * OPEN_FILES}')
+  return f'at most {limit}'
+
+
+def ports(host: str = '127.0.0.1') -> str:
+  """A port of the loopback interface can be bound and connected to."""
+  try:
+    with socket.create_server((host, 0)) as server:
+      port = server.getsockname()[1]
+      socket.create_connection((host, port), timeout=5).close()
+  except OSError as error:
+    raise Bad(
+      f'no connection over {host}: {error}; the syncer listens there, allow it in the firewall or '
+      'the sandbox'
+    ) from error
+  return f'a port of {host} can be bound and connected to'
+
+
+def disk(workdir: pathlib.Path) -> str:
+  """Space, and whether the folder or the nearest one above it can be written."""
+  folder = next(one for one in (workdir, *workdir.parents) if one.exists())
+  _require_writable(folder, 'choose another --workdir')
+  free = shutil.disk_usage(folder).free / _GIB
+  if free < DISK_GIB:
+    raise Bad(f'{free:.1f} GiB free in {folder}: make space, or choose another --workdir')
+  return f'{free:.1f} GiB free in {folder}'
+
+
+def cache() -> str:
+  """The folder of compiled functions."""
+  folder = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR') or local.cache_folder())
+  remedy = 'set JAX_COMPILATION_CACHE_DIR to a folder that this user may write'
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise Bad(f'{folder}: {error.strerror}; {remedy}') from error
+  _require_writable(folder, remedy)
+  return f'{folder} can be written'
+
+
+def _require_writable(folder: pathlib.Path, remedy: str) -> None:
+  try:
+    with tempfile.NamedTemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise Bad(f'{folder} cannot be written: {error.strerror}; {remedy}') from error
