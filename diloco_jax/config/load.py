@@ -59,20 +59,16 @@ def read(workdir: pathlib.Path) -> run_config.Config:
     raise ValueError(f'{path}: {error}') from error
 
 
-<<<<<<< HEAD
 def module(path: pathlib.Path) -> types.ModuleType:
   """Runs a file as a module. Raises whatever the file raises, and OSError."""
-=======
-def _module(path: pathlib.Path) -> types.ModuleType:
   folder = str(path.resolve().parent)
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does
->>>>>>> cli
   spec = importlib.util.spec_from_file_location(_MODULE, path)
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[_MODULE] = module  # dataclasses look up the module of a class by its name
-  spec.loader.exec_module(module)
-  return module
+  made = importlib.util.module_from_spec(spec)
+  sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
+  spec.loader.exec_module(made)
+  return made
 
 
 def _place(path: pathlib.Path, error: Exception) -> str:
