@@ -15,9 +15,9 @@ ready standby process takes over when the active one fails, without a pause afte
 
 The run is over when its syncer is done, refused or failed, or when no learner is left. The
 remaining processes then have FINISH_S to end by themselves (learners save); after that the
-supervisor sends SIGTERM, and STOP_S later SIGKILL. Ctrl-C or SIGTERM starts the same ending at
-once; a second signal kills at once. `retire` ends a run in order: all learners leave, then the
-syncer ends.
+supervisor sends SIGTERM, and STOP_S later SIGKILL. Ctrl-C, SIGTERM or the end of the terminal
+(SIGHUP) starts the same ending at once; a second signal kills at once. `retire` ends a run in
+order: all learners leave, then the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
@@ -328,8 +328,8 @@ class Supervisor:
   def _interrupt(self) -> None:
     self._interrupts += 1
     if self._interrupts == 1:
-      self._listen('local', 'stopping (interrupt again to kill at once)')
       self._stop()
+      self._listen('local', 'stopping (interrupt again to kill at once)')
     else:
       for child in list(self._running.values()):
         child.kill()

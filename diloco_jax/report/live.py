@@ -5,8 +5,10 @@ is a file or a pipe, every line is printed with the name of its process, and a s
 seconds.
 """
 
+import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rich import box, live, progress_bar
@@ -75,23 +77,23 @@ class PlainDisplay:
 
 
 class LiveDisplay:
-  """One table, redrawn in place."""
+  """One table, redrawn in place; once the terminal is closed, nothing."""
 
   def __init__(self, console: console_lib.Console):
     self._live = live.Live(console=console, auto_refresh=False)
-    self._live.start()
+    self._guard(self._live.start)
     self._started_s = time.monotonic()
     self._next_s = 0.0
     self._view: run_facts.RunFacts | None = None
 
   def listen(self, name: str, line: str) -> None:
     if name == LOCAL or line.startswith('error: '):
-      self._live.console.print(text_lib.Text(f'[{name}] {line}'))
+      self._guard(lambda: self._live.console.print(text_lib.Text(f'[{name}] {line}')))
 
   def tick(self, view: run_facts.RunFacts) -> None:
     if time.monotonic() >= self._next_s:
       self._next_s = time.monotonic() + _REDRAW_S
-      self._draw(view)
+      self._guard(lambda: self._draw(view))
 
   def _draw(self, view: run_facts.RunFacts) -> None:
     self._view = view
@@ -99,8 +101,15 @@ class LiveDisplay:
 
   def close(self) -> None:
     if self._view is not None:
-      self._draw(self._view)  # the final state
-    self._live.stop()
+      self._guard(lambda: self._draw(self._view))  # the final state
+    self._guard(self._live.stop)
+
+  def _guard(self, draw: Callable[[], None]) -> None:
+    """Draws; a closed terminal (EIO) must not end the supervisor. Later output goes nowhere."""
+    try:
+      draw()
+    except OSError:
+      os.dup2(os.open(os.devnull, os.O_WRONLY), self._live.console.file.fileno())
 
 
 def status_line(view: run_facts.RunFacts) -> str:

@@ -346,6 +346,48 @@ asyncio.run(main())
   await_true(lambda: gone(child_pid), 'the death of the child')
 
 
+def test_a_closed_terminal_ends_a_run_with_a_live_table(tmp_path):
+  """The kernel sends SIGHUP, and every later write to the terminal fails."""
+  script = f"""
+import asyncio, pathlib, sys
+from diloco_jax.launch import supervisor
+from diloco_jax.report import live, records, run_facts
+workdir = pathlib.Path(sys.argv[1])
+command = [sys.executable, "-S", "-c", {_FOREVER!r}]
+programs = [
+  supervisor.Program(name=name, command=command, environment={{}}) for name in ("syncer", "l0")
+]
+display = live.make()
+print(type(display).__name__, flush=True)
+outcome = asyncio.run(supervisor.Supervisor(
+  programs, workdir, run_facts.RunFacts(["l0"], 10), records.Recorder(workdir, "supervisor", False),
+  listen=display.listen, tick=display.tick).run())
+display.close()
+(workdir / "outcome").write_text(outcome.text)
+"""
+  terminal, theirs = os.openpty()
+  supervisor = subprocess.Popen(
+    [sys.executable, '-c', script, str(tmp_path)],
+    preexec_fn=lambda: os.login_tty(theirs),
+    env={**os.environ, 'TERM': 'xterm'},
+    cwd=pathlib.Path(__file__).parents[2],
+  )
+  os.close(theirs)
+  try:
+    shown = b''
+    while b'l0' not in shown or len(psutil.Process(supervisor.pid).children()) < 2:
+      shown += os.read(terminal, 1 << 16)
+    assert b'LiveDisplay' in shown
+    pids = [one.pid for one in psutil.Process(supervisor.pid).children()]
+    os.close(terminal)
+    assert supervisor.wait(_DEADLINE_S) == 0
+  finally:
+    supervisor.kill()  # and with it, its children
+    supervisor.wait()
+  assert all(gone(pid) for pid in pids)
+  assert (tmp_path / 'outcome').read_text() == 'interrupted'
+
+
 def test_an_endless_line_is_cut(tmp_path):
   run = Run(tmp_path, [program('l0', 'import sys; sys.stdout.write("x" * 200_000)')])
   run.run()
