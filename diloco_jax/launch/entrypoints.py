@@ -105,7 +105,7 @@ def learner(
     )
   _prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
-  with program.never_retry(ValueError):
+  with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
     island = learner_process.make_island(assembled, folder, learner_id, devices)

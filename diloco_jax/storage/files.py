@@ -112,7 +112,7 @@ class Files:
       os.close(descriptor)
       raise DirectoryError(
         f'{self.place} is already used by {holder}. Nothing was changed. Stop that process, '
-        'or use another state directory.'
+        'or choose another folder or learner id.'
       ) from error
     except OSError as error:
       if self._lock < 0:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from diloco_jax.storage import checkpoint
+from diloco_jax.storage import files as files_lib
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
 from diloco_jax.train import evaluate as evaluate_lib
@@ -47,8 +48,13 @@ class Island:
     devices: exactly as many as the mesh has; default: all local ones.
     seed: of the initial parameters; the same for every learner of a run.
     shard: the shard to start on, in [0, data.shards).
-    checkpoint_dir: this island's own folder; None = `save` and `restore` are refused.
+    checkpoint_dir: this island's own folder, locked until `close`; None = `save` and `restore` are
+      refused.
     corpus: a loaded corpus that the islands of a process share; default: load it.
+
+  Raises:
+    DirectoryError: another process has the folder of checkpoints. Two that save in one folder would
+      remove each other's unfinished saves.
   """
 
   def __init__(
@@ -75,7 +81,11 @@ class Island:
     self._train_step = step_lib.make_train_step(model, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(model, self.mesh, self.shardings.params)
     self._eval_batches = None
-    self._checkpoints = checkpoint.Checkpoints(checkpoint_dir) if checkpoint_dir else None
+    self._folder = self._checkpoints = None
+    if checkpoint_dir:
+      self._folder = files_lib.Files(checkpoint_dir)
+      self._folder.lock('learner')
+      self._checkpoints = checkpoint.Checkpoints(checkpoint_dir)
 
   # Training.
 
@@ -211,7 +221,10 @@ class Island:
 
   def close(self) -> None:
     if self._checkpoints:
-      self._checkpoints.close()
+      try:
+        self._checkpoints.close()
+      finally:
+        self._folder.close()
 
   def _require_checkpoints(self) -> checkpoint.Checkpoints:
     if self._checkpoints is None:

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from diloco_jax.storage import files
 from diloco_jax.train import config as config_lib
 
 
@@ -33,7 +34,7 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   anchors = [jax.device_put(np.arange(64, dtype=np.float32), island.replicated)]
   island.save(3, anchors, {'versions': [1, 2]})
   expected = [island.step(clock) for clock in range(3, 6)]
-  island.wait()
+  island.close()
 
   other = make_island(checkpoint_dir=str(tmp_path), seed=9)
   restored = other.restore()
@@ -43,6 +44,15 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   again = [other.step(clock) for clock in range(3, 6)]
   assert [r[:3] for r in again] == [r[:3] for r in expected]
   _assert_same(other.state, island.state)
+
+
+def test_a_second_island_in_the_same_folder_is_refused(make_island, tmp_path):
+  """It would remove the unfinished saves of the first."""
+  island = make_island(checkpoint_dir=str(tmp_path))
+  with pytest.raises(files.DirectoryError, match='already used by learner pid'):
+    make_island(checkpoint_dir=str(tmp_path))
+  island.close()
+  make_island(checkpoint_dir=str(tmp_path)).close()
 
 
 def test_without_a_checkpoint_restore_changes_nothing(make_island, tmp_path):
