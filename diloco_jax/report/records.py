@@ -36,7 +36,7 @@ class Recorder:
 
     workdir: the run's folder; created if it does not exist (OSError if that fails).
     process: the name of the process, for example 'l0' or 'syncer'.
-    tensorboard: also write curves (tensorboardX, its own thread and queue).
+    tensorboard: also write curves. A killed process loses the last 8 KiB of them.
     prefix: of every line for people, if several nodes share an output.
     """
     self._process = process
@@ -46,9 +46,11 @@ class Recorder:
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'ab', buffering=0)
-    if self._file.tell():
-      self._file.write(b'\n')  # ends a torn line of a killed predecessor; readers skip blanks
-    self._writer = _tensorboard(pathlib.Path(workdir) / TENSORBOARD / process, tensorboard)
+    if self._file.tell():  # ends a torn line of a killed predecessor; readers skip blanks
+      self._guard(lambda: self._file.write(b'\n'))
+    self._curves = None
+    if tensorboard:
+      self._guard(lambda: self._open_curves(pathlib.Path(workdir) / TENSORBOARD / process))
 
   def report(self, fact: facts.Fact) -> None:
     """Appends one fact."""
@@ -61,9 +63,8 @@ class Recorder:
   def scalars(self, step: int, values: dict[str, float]) -> None:
     """Adds points to curves such as `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
     with self._lock:
-      if self._writer is not None:
-        for key, value in values.items():
-          self._guard(lambda key=key, value=value: self._writer.add_scalar(key, value, step))
+      if self._curves is not None:
+        self._guard(lambda: self._curves.add(step, values))
 
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
@@ -80,9 +81,12 @@ class Recorder:
     """Flushes everything to disk."""
     with self._lock:
       self._guard(self._file.close)
-      if self._writer is not None:
-        self._guard(self._writer.close)
-        self._writer = None
+      if self._curves is not None:
+        self._guard(self._curves.close)
+        self._curves = None
+
+  def _open_curves(self, folder: pathlib.Path) -> None:
+    self._curves = Curves(folder)
 
   def _guard(self, write) -> None:
     """Runs `write`; a failing disk is reported once and then tolerated."""
@@ -101,12 +105,30 @@ class Recorder:
           pass  # standard error is closed, too
 
 
-def _tensorboard(folder: pathlib.Path, wanted: bool):
-  if not wanted:
-    return None
-  import tensorboardX  # pylint: disable=g-import-not-at-top  # 0.4 s that a reader does not pay
+class Curves:
+  """Curves for TensorBoard. tensorboardX.SummaryWriter writes in a thread of its own, which a full
+  disk ends; then its queue fills and `add_scalar` blocks for ever. So the caller's thread writes,
+  into a buffer."""
 
-  return tensorboardX.SummaryWriter(str(folder), flush_secs=5, max_queue=1000)
+  def __init__(self, folder: pathlib.Path):
+    from tensorboardX import event_file_writer  # pylint: disable=g-import-not-at-top  # 0.4 s
+
+    folder.mkdir(parents=True, exist_ok=True)
+    self._writer = event_file_writer.EventsWriter(str(folder / 'events'))
+
+  def add(self, step: int, values: dict[str, float]) -> None:
+    """Adds a point to each curve. Raises OSError."""
+    from tensorboardX import summary  # pylint: disable=g-import-not-at-top
+    from tensorboardX.proto import event_pb2  # pylint: disable=g-import-not-at-top
+
+    for key, value in values.items():
+      self._writer.write_event(
+        event_pb2.Event(summary=summary.scalar(key, value), step=step, wall_time=time.time())
+      )
+
+  def close(self) -> None:
+    """Writes the buffer to disk. Raises OSError."""
+    self._writer.close()
 
 
 def report_startup(records: ports.Records, phase: str) -> None:

@@ -8,7 +8,8 @@ number of fragments and rounds so that the sums still add up.
 import json
 import pathlib
 import statistics
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_jax.config import run_config
@@ -27,6 +28,7 @@ _REASONS = {
   'unsettled': 'not settled before the records ended',
 }
 
+REPORT, SUMMARY, TIMELINE = 'report', 'summary.json', 'timeline.png'
 KILL_WINDOW_S = 10
 
 
@@ -37,18 +39,27 @@ def write(
   wall_seconds: float,
   plot: bool = True,
 ) -> dict[str, Any]:
-  """Writes the report of a finished run and returns the summary."""
+  """Writes the report of a finished run and returns the summary. A full disk costs the report, not
+  the run: an error line names each file that is missing."""
   run = run_facts.RunFacts(_learners(config, workdir), config.train.steps)
   run.take(records_lib.TailAll(workdir).read())
   summary = summarize(config, run, statuses, wall_seconds)
-  folder = workdir / 'report'
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / 'summary.json').write_text(json.dumps(summary, indent=2) + '\n')
+  folder = workdir / REPORT
+  _write(folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=2) + '\n'))
   if plot and any(learner.steps for learner in run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    picture.draw(run, folder / 'timeline.png', title=f'{config.name}')
+    _write(folder / TIMELINE, lambda path: picture.draw(run, path, title=f'{config.name}'))
   return summary
+
+
+def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path)
+  except OSError as error:
+    path.unlink(missing_ok=True)  # half of it
+    print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
 
 
 def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
@@ -172,14 +183,20 @@ def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
-  lines += [
-    '',
-    f'report       {workdir / "report"} (timeline.png, summary.json)',
-    f'checkpoints  {workdir / "islands"}'
-    + (f' and {workdir / "syncer"}' if summary['outer_steps'] else ''),
-    f'curves       tensorboard --logdir {workdir / "tensorboard"}',
-  ]
-  return '\n'.join(lines)
+  return '\n'.join([*lines, '', *_place_lines(workdir)])
+
+
+def _place_lines(workdir: pathlib.Path) -> list[str]:
+  """Where the files of the run are; an interrupted run has fewer."""
+  report = workdir / REPORT
+  files = [name for name in (TIMELINE, SUMMARY) if (report / name).is_file()]
+  folders = [str(path) for path in (workdir / 'islands', workdir / 'syncer') if path.is_dir()]
+  lines = [f'report       {report} ({", ".join(files)})'] if files else []
+  if folders:
+    lines.append(f'checkpoints  {" and ".join(folders)}')
+  if (workdir / records_lib.TENSORBOARD).is_dir():
+    lines.append(f'curves       tensorboard --logdir {workdir / records_lib.TENSORBOARD}')
+  return lines
 
 
 def _loss_lines(summary: Mapping[str, Any]) -> list[str]:

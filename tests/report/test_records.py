@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
+import subprocess
+import sys
 import typing
 from typing import Any
 
@@ -80,6 +83,32 @@ def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
   recorder.close()
   recorder.report(step(9))
   assert capsys.readouterr().err.count('records are incomplete') == 1
+
+
+_FILLS_ITS_DISK = """
+import resource, signal, sys
+from diloco_jax.report import records
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
+recorder = records.Recorder(sys.argv[1], 'l0')
+for step in range(2_000):
+  recorder.scalars(step, {'learning/loss': 1.0})
+recorder.close()
+print('ended')
+"""
+
+
+def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
+  """A queue behind a writer that has died would block the step thread."""
+  ended = subprocess.run(
+    [sys.executable, '-c', _FILLS_ITS_DISK, str(tmp_path)],
+    cwd=pathlib.Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+    timeout=60,
+  )
+  assert ended.stdout == 'ended\n'
+  assert ended.stderr.count('records are incomplete') == 1
 
 
 def test_curves_and_log_lines(tmp_path, capsys):

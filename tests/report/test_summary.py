@@ -176,19 +176,47 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',
-    f'{tmp_path / "report"}',
   ):
     assert words in text
 
 
-def test_the_report_is_written_from_the_records_of_a_run(config, tmp_path):
+@pytest.fixture(name='workdir')
+def _workdir(tmp_path):
+  """The folder of a run with records."""
   for name in ('supervisor', 'syncer', 'l0', 'l1'):
     path = tmp_path / 'records' / f'{name}.jsonl'
     path.parent.mkdir(exist_ok=True)
     path.write_text(''.join(json.dumps(fact) + '\n' for who, fact in _ROWS if who == name))
-  summary = summary_lib.write(config, tmp_path, _FATES, wall_seconds=15.0)
-  assert json.loads((tmp_path / 'report' / 'summary.json').read_text()) == summary
-  assert (tmp_path / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
+  return tmp_path
+
+
+def test_the_text_names_only_files_that_exist(config, workdir):
+  """After Ctrl-C there is no picture, and early on there are no checkpoints."""
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0, plot=False)
+  text = summary_lib.text(summary, workdir)
+  assert f'{workdir / "report"} (summary.json)' in text
+  for word in ('timeline.png', 'checkpoints', 'tensorboard'):
+    assert word not in text
+  (workdir / 'islands').mkdir()
+  assert f'checkpoints  {workdir / "islands"}\n' in summary_lib.text(summary, workdir) + '\n'
+
+
+def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
+  (workdir / 'report').mkdir()
+  for name in ('summary.json', 'timeline.png'):
+    (workdir / 'report' / name).symlink_to('/dev/full')
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  assert summary['tokens_trained'] == 250
+  errors = capsys.readouterr().err.splitlines()
+  assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 2
+  assert list((workdir / 'report').iterdir()) == []
+  assert 'report  ' not in summary_lib.text(summary, workdir)
+
+
+def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
+  assert json.loads((workdir / 'report' / 'summary.json').read_text()) == summary
+  assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
 
 def test_a_run_without_a_step_has_a_report(config, tmp_path):
