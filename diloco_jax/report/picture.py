@@ -1,4 +1,4 @@
-"""The picture of a run: loss against tokens, and below it the learners' processes against time.
+"""The picture of a run: loss against tokens, and below it the processes against time.
 
 The colours are Okabe and Ito's, distinct for every kind of colour vision. The global model is black
 and thick; every learner has one colour in both halves.
@@ -16,12 +16,14 @@ from matplotlib import pyplot as plt
 from diloco_jax.report import run_facts
 
 _COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#999999')
+_SYNCER = '#444444'
 _SMOOTHING_STEPS = 10
 
 
 def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
   """Writes the picture as PNG."""
-  rows = len(run.learners)
+  learners = [name for name, learner in run.learners.items() if learner.processes]
+  rows = len(learners) + bool(run.syncer_processes)
   figure, (top, bottom) = plt.subplots(
     2,
     1,
@@ -29,7 +31,7 @@ def draw(run: run_facts.RunFacts, path: pathlib.Path, title: str) -> None:
     layout='constrained',
     gridspec_kw={'height_ratios': [4.2, 0.6 + 0.42 * rows]},
   )
-  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(run.learners)}
+  colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(learners)}
   _draw_loss(top, run, colours)
   _draw_processes(bottom, run, colours)
   top.set_title(title, loc='left', fontsize=11)
@@ -49,13 +51,13 @@ def smooth(values: list[float], steps: int = _SMOOTHING_STEPS) -> list[float]:
 
 
 def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
-  for name, learner in run.learners.items():
-    for tokens, losses in _process_curves(learner):
+  for name in colours:
+    for tokens, losses in _process_curves(run.learners[name]):
       axes.plot(tokens, losses, color=colours[name], linewidth=0.5, alpha=0.25)
       axes.plot(tokens, smooth(losses), color=colours[name], linewidth=1.2, label=name)
   if run.evaluations:
     axes.plot(
-      [run.tokens_at(e.step) for e in run.evaluations],
+      run.evaluated_tokens,
       [e.loss for e in run.evaluations],
       color='black',
       linewidth=2.2,
@@ -100,16 +102,21 @@ def _process_curves(learner: run_facts.Learner):
 
 
 def _draw_processes(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, str]) -> None:
-  names = list(run.learners)
-  for row, name in enumerate(names):
-    learner = run.learners[name]
+  names = ['syncer'] if run.syncer_processes else []
+  for process in run.syncer_processes:
+    _draw_process(axes, 0, process, process is run.syncer_processes[0], _SYNCER)
+  for name, colour in colours.items():
+    row, learner = len(names), run.learners[name]
     for process in learner.processes:
-      _draw_process(axes, row, process, learner, run.end_s, colours[name])
+      _draw_process(axes, row, process, process is learner.processes[0], colour)
     axes.vlines(learner.merged_s, row - 0.36, row - 0.22, color='black', linewidth=0.6)
+    names.append(name)
+  for at_s, pause_s in run.pauses:
+    _draw_pause(axes, at_s, pause_s)
   axes.set_yticks(range(len(names)), names)
   axes.set_ylim(len(names) - 0.4, -0.6)
   axes.set_xlim(0, run.end_s * 1.01)
-  axes.set_xlabel('seconds since the start')
+  axes.set_xlabel('seconds since the start' + (', with shorter pauses' if run.pauses else ''))
   axes.legend(
     handles=_process_legend(),
     frameon=False,
@@ -127,13 +134,12 @@ def _draw_process(
   axes: axes_lib.Axes,
   row: int,
   process: run_facts.Process,
-  learner: run_facts.Learner,
-  end_s: float,
+  first: bool,
   colour: str,
 ) -> None:
-  over_s = end_s if process.ended_s is None else process.ended_s
+  """A process that was not seen to end ends with its last fact."""
+  over_s = process.last_s if process.ended_s is None else process.ended_s
   ready_s = over_s if process.first_step_s is None else process.first_step_s
-  first = process is learner.processes[0]
   axes.barh(
     row,
     ready_s - process.started_s,
@@ -150,6 +156,28 @@ def _draw_process(
     axes.plot(ready_s, row, marker='>', color='black', markersize=9, zorder=4, clip_on=False)
 
 
+def _draw_pause(axes: axes_lib.Axes, at_s: float, pause_s: float) -> None:
+  axes.axvline(at_s, color='black', linewidth=0.8, linestyle=':')
+  axes.annotate(
+    f' {_duration(pause_s)} pause',
+    (at_s, 0),
+    xycoords=('data', 'axes fraction'),
+    fontsize=8,
+    va='bottom',
+  )
+
+
+def _duration(seconds: float) -> str:
+  """Seconds for people.
+
+  >>> _duration(90), _duration(1_830), _duration(40_000)
+  ('90 s', '30 min', '11 h')
+  """
+  if seconds < 120:
+    return f'{seconds:.0f} s'
+  return f'{seconds / 60:.0f} min' if seconds < 7200 else f'{seconds / 3600:.0f} h'
+
+
 def _process_legend() -> list:
   def mark(marker: str, label: str, size: float = 7):
     return lines.Line2D(
@@ -157,10 +185,10 @@ def _process_legend() -> list:
     )
 
   return [
-    patches.Patch(color='#666666', label='training'),
+    patches.Patch(color='#666666', label='training or merging'),
     patches.Patch(color='#666666', alpha=0.25, label='starting'),
     mark('X', 'killed'),
-    mark('>', 'trains again'),
+    mark('>', 'works again'),
     mark('|', 'contribution merged'),
   ]
 

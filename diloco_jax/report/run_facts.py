@@ -7,6 +7,7 @@ together by then, so that the curves of restarted learners are at the right plac
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -42,12 +43,21 @@ class Step:
 
 @dataclasses.dataclass(slots=True)
 class Process:
-  """One process of a learner. `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
+  """One process of a program. `first_step_s`: its first inner or outer step; `last_s`: its last
+  fact; `ended`: done, killed, failed, refused, stopped, '' (still runs)."""
 
   started_s: float
+  steps: int = 0
   first_step_s: float | None = None
   ended_s: float | None = None
   ended: str = ''
+  last_s: float = dataclasses.field(init=False)
+
+  def __post_init__(self):
+    self.last_s = self.started_s
+
+  def end(self, at_s: float, how: str) -> None:
+    self.ended_s, self.ended = at_s, how
 
 
 @dataclasses.dataclass(slots=True)
@@ -118,30 +128,42 @@ class RunFacts:
 
   Attributes:
     learners: by learner id.
-    syncer: its state; None: the learner has no syncer.
+    syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
     syncs: every outer step; merges_s: when it was published.
-    evaluations: of the held-out loss.
+    evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
     ledger: the newest one.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
     last_event: the newest event of a process, for people.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
+    pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
+      times are without what is above it, so that a run continued on the next day can be drawn.
   """
 
-  def __init__(self, learners: Iterable[str], total_steps: int, syncer: bool = True):
+  def __init__(
+    self,
+    learners: Iterable[str],
+    total_steps: int,
+    syncer: bool = True,
+    longest_pause_s: float = math.inf,
+  ):
     self.learners = {name: Learner() for name in learners}
     self.syncer = 'waiting' if syncer else None
+    self.syncer_processes: list[Process] = []
     self.total_steps = total_steps
     self.syncs: list[protocol_facts.Synced] = []
     self.merges_s: list[float] = []
     self.evaluations: list[facts.Eval] = []
+    self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
     self.wire = Wire()
     self.tokens = 0
     self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
+    self.pauses: list[tuple[float, float]] = []
+    self._longest_pause_s, self._cut_s = longest_pause_s, 0.0
     self._reached: list[tuple[int, int]] = []  # (clock, tokens of all), ascending
 
   @property
@@ -161,7 +183,11 @@ class RunFacts:
       if (fact := facts.parse(row)) is not None:
         if self.began_s is None:
           self.began_s = row['time']
-        at_s = row['time'] - self.began_s
+        at_s = row['time'] - self.began_s - self._cut_s
+        if (pause_s := at_s - self.end_s) > self._longest_pause_s:
+          self.pauses.append((self.end_s, pause_s))
+          self._cut_s += pause_s - self._longest_pause_s
+          at_s -= pause_s - self._longest_pause_s
         self.end_s = max(self.end_s, at_s)
         self._take(process, at_s, fact)
     return self
@@ -169,9 +195,14 @@ class RunFacts:
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
     if process in self.learners:
       self._of_learner(self.learners[process], at_s, fact)
+    if processes := self._processes(process):
+      processes[-1].last_s = at_s
     match fact:
       case facts.Eval():
         self.evaluations.append(fact)
+        self.evaluated_tokens.append(self.tokens_at(fact.step))
+      case facts.Recovered(sync=sync):  # after a restore the clocks go back
+        self._reached = [one for one in self._reached if one[0] <= sync]
       case facts.Traffic():
         self.wire.take(fact)
       case protocol_facts.Ledger():
@@ -185,11 +216,16 @@ class RunFacts:
           self.learners[name].lost.append((at_s, fact.reason))
       case facts.Process():
         self._process(at_s, fact)
-      case facts.Exit(child=name, code=code) if name in self.learners:
-        processes = self.learners[name].processes
-        if processes:
+      case facts.Exit(child=name, code=code):
+        if processes := self._processes(name):
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
-          processes[-1].ended_s, processes[-1].ended = at_s, ended
+          processes[-1].end(at_s, ended)
+
+  def _processes(self, name: str) -> list[Process]:
+    """The processes of a program, oldest first."""
+    if name in self.learners:
+      return self.learners[name].processes
+    return self.syncer_processes if name == 'syncer' else []
 
   def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
     match fact:
@@ -212,8 +248,9 @@ class RunFacts:
     learner.steps.append(Step(at_s, self.tokens, fact.step, fact.loss, fact.seconds))
     if not self._reached or fact.step > self._reached[-1][0]:
       self._reached.append((fact.step, self.tokens))
-    if not learner.processes:
-      learner.processes.append(Process(at_s))  # a run without a supervisor
+    if not learner.processes or learner.processes[-1].steps >= fact.steps:
+      self._begin(learner.processes, at_s)  # started by hand: no supervisor has told of it
+    learner.processes[-1].steps = fact.steps
     if learner.processes[-1].first_step_s is None:
       learner.processes[-1].first_step_s = at_s
 
@@ -222,6 +259,8 @@ class RunFacts:
       self.syncer = 'merging'
     self.syncs.append(fact)
     self.merges_s.append(at_s)
+    if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
+      self.syncer_processes[-1].first_step_s = at_s
     for name in fact.participants:
       if name in self.learners:
         self.learners[name].merged_s.append(at_s)
@@ -232,11 +271,13 @@ class RunFacts:
       self.last_event = f'{fact.child}: {fact.text}'
     if fact.child == 'syncer':
       self.syncer = fact.state
-    if (learner := self.learners.get(fact.child)) is None:
-      return
-    learner.state = fact.state
-    if fact.state == 'starting':
-      if learner.processes and learner.processes[-1].ended_s is None:  # its supervisor was killed
-        last_s = learner.steps[-1].at_s if learner.steps else at_s
-        learner.processes[-1].ended_s, learner.processes[-1].ended = last_s, 'stopped'
-      learner.processes.append(Process(at_s))
+    elif fact.child in self.learners:
+      self.learners[fact.child].state = fact.state
+    if fact.state == 'starting' and (fact.child == 'syncer' or fact.child in self.learners):
+      self._begin(self._processes(fact.child), at_s)
+
+  @staticmethod
+  def _begin(processes: list[Process], at_s: float) -> None:
+    if processes and processes[-1].ended_s is None:  # no supervisor has told of its end
+      processes[-1].end(processes[-1].last_s, 'stopped')
+    processes.append(Process(at_s))

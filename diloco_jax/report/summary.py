@@ -30,6 +30,7 @@ _REASONS = {
 
 REPORT, SUMMARY, TIMELINE = 'report', 'summary.json', 'timeline.png'
 KILL_WINDOW_S = 10
+LONGEST_PAUSE_S = 30.0  # a longer one is cut to this in the picture
 
 
 def write(
@@ -41,7 +42,9 @@ def write(
 ) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary. A full disk costs the report, not
   the run: an error line names each file that is missing."""
-  run = run_facts.RunFacts(_learners(config, workdir), config.train.steps)
+  run = run_facts.RunFacts(
+    _learners(config, workdir), config.train.steps, longest_pause_s=LONGEST_PAUSE_S
+  )
   run.take(records_lib.TailAll(workdir).read())
   summary = summarize(config, run, statuses, wall_seconds)
   folder = workdir / REPORT

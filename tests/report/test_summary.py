@@ -154,10 +154,60 @@ def test_a_resumed_run_shows_its_processes_in_order():
   assert run.learners['l0'].seconds_down(run.end_s) == 0
 
 
+def test_a_process_that_was_not_seen_to_end_ends_with_its_last_fact():
+  """The supervisor was killed; the run continues half an hour later, without l1."""
+  run = run_facts.RunFacts(['l0', 'l1', 'l2'], 10, longest_pause_s=30).take(
+    [
+      *[('supervisor', child(1, name, 'starting')) for name in ('syncer', 'l0', 'l1')],
+      ('l0', step(2, 1, 1, 5.0)),
+      ('l1', step(3, 1, 1, 5.0)),
+      ('syncer', row(4, _SYNCED)),
+      *[('supervisor', child(1_804, name, 'starting')) for name in ('syncer', 'l0')],
+      ('l0', step(1_805, 2, 1, 4.0)),
+      ('supervisor', exited(1_806, 'syncer', -9)),
+      ('l2', row(1_807, facts.Eval(step=1, loss=5.0))),
+    ]
+  )
+  assert run.pauses == [(3, 1_800)] and run.end_s == 36
+  assert [process.last_s for process in run.learners['l1'].processes] == [2]
+  assert [(one.first_step_s, one.ended_s, one.ended) for one in run.syncer_processes] == [
+    (3, 3, 'stopped'),
+    (None, 35, 'killed'),
+  ]
+  assert run.learners['l2'].processes == []  # never trained: no row in the picture
+
+
+def test_a_second_process_by_hand_is_a_process_of_its_own():
+  """Its counts begin again; no supervisor tells of it."""
+  run = run_facts.RunFacts(['l0'], 10).take(
+    [('l0', step(1, 1, 1, 5.0)), ('l0', step(2, 2, 2, 5.0)), ('l0', step(9, 3, 1, 4.0))]
+  )
+  assert [(one.started_s, one.ended_s) for one in run.learners['l0'].processes] == [
+    (0, 1),
+    (8, None),
+  ]
+
+
+def test_evaluations_after_a_restore_stand_at_the_tokens_trained_by_then():
+  """The clocks went back from 8 to 4."""
+  recovered = facts.Recovered(replayed=0, sync=4, log=1, versions=[1])
+  run = run_facts.RunFacts(['l0'], 10).take(
+    [
+      ('l0', step(1, 4, 1, 5.0)),
+      ('l0', step(2, 8, 2, 5.0)),
+      ('syncer', row(3, facts.Eval(step=8, loss=3.0))),
+      ('syncer', row(4, recovered)),
+      ('l0', step(5, 8, 1, 5.0)),
+      ('syncer', row(6, facts.Eval(step=8, loss=2.9))),
+    ]
+  )
+  assert run.evaluated_tokens == [100, 150]
+
+
 def test_curves_are_over_the_tokens_of_all_learners(run):
   assert [s.tokens for s in run.learners['l0'].steps] == [50, 150, 250]
   assert [s.tokens for s in run.learners['l1'].steps] == [100, 200]
-  assert [run.tokens_at(e.step) for e in run.evaluations] == [0, 250]
+  assert run.evaluated_tokens == [0, 250]
 
 
 def test_bytes_add_up_over_the_processes_of_a_syncer():
