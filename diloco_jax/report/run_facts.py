@@ -66,6 +66,7 @@ class Learner:
 
   Attributes:
     state: its activity, in a word for people.
+    by_hand: no supervisor of this folder has started it.
     step_s: time of a step, a moving average.
     merged_s: when each outer step with a contribution of it was published.
     joined: when it joined, and in which incarnation.
@@ -73,6 +74,7 @@ class Learner:
   """
 
   state: str = 'waiting'
+  by_hand: bool = False
   steps: list[Step] = dataclasses.field(default_factory=list)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
@@ -127,7 +129,7 @@ class RunFacts:
   """The whole run.
 
   Attributes:
-    learners: by learner id.
+    learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
     syncs: every outer step; merges_s: when it was published.
@@ -209,11 +211,8 @@ class RunFacts:
         self.ledger = fact
       case protocol_facts.Synced():
         self._synced(at_s, fact)
-      case protocol_facts.Member(learner=name) if name in self.learners:
-        if fact.state == 'joined':
-          self.learners[name].joined.append((at_s, fact.incarnation))
-        elif fact.state == 'lost':
-          self.learners[name].lost.append((at_s, fact.reason))
+      case protocol_facts.Member():
+        self._member(at_s, fact)
       case facts.Process():
         self._process(at_s, fact)
       case facts.Exit(child=name, code=code):
@@ -226,6 +225,20 @@ class RunFacts:
     if name in self.learners:
       return self.learners[name].processes
     return self.syncer_processes if name == 'syncer' else []
+
+  def _member(self, at_s: float, fact: protocol_facts.Member) -> None:
+    """Takes what the syncer says of a learner, also of one that was started by hand."""
+    if fact.state == 'joined':
+      learner = self.learners.setdefault(fact.learner, Learner(by_hand=True))
+      learner.joined.append((at_s, fact.incarnation))
+    elif fact.state == 'lost' and (learner := self.learners.get(fact.learner)):
+      learner.lost.append((at_s, fact.reason))
+    else:
+      return
+    if learner.by_hand:  # the last word on it, unless it says more in this folder
+      gone = 'done' if fact.reason.startswith('left') else 'down'
+      learner.state = 'training' if fact.state == 'joined' else gone
+      learner.incarnation = max(learner.incarnation, fact.incarnation)
 
   def _of_learner(self, learner: Learner, at_s: float, fact: facts.Fact) -> None:
     match fact:

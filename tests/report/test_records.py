@@ -184,5 +184,24 @@ def test_the_fold_follows_a_process():
   assert (learner.state, learner.tokens_per_second, run.last_event) == ('down', 0, 'l0: killed')
 
 
+def test_a_learner_that_joins_by_hand_is_followed():
+  run = run_facts.RunFacts(['l0'], total_steps=10)
+
+  def member(state: str, reason: str = '') -> tuple[str, dict[str, Any]]:
+    fact = protocol_facts.Member(learner='hand', state=state, incarnation=1, reason=reason)
+    return 'syncer', row(1.0, fact)
+
+  run.take([member('waits')])
+  assert list(run.learners) == ['l0']
+  run.take([member('joined'), ('hand', row(2.0, step(5)))])
+  assert list(run.learners) == ['l0', 'hand']
+  hand = run.learners['hand']
+  assert (hand.state, hand.step, hand.incarnation) == ('training', 5, 1)
+  run.take([member('lost', 'lease expired')])
+  assert hand.state == 'down'
+  run.take([member('joined'), member('lost', 'left: done')])
+  assert hand.state == 'done'
+
+
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
   return {'t_ns': 0, 'time': at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
