@@ -103,13 +103,14 @@ def learner(
     raise program.NeverRetry(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
+  resolve = None if address == 'none' else _resolver(address)
   _prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
     island = learner_process.make_island(assembled, folder, learner_id, devices)
-  if address == 'none':
+  if resolve is None:
     stopped = threading.Event()
     with (
       stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
@@ -119,7 +120,7 @@ def learner(
   event_queue = loop.EventQueue()
 
   def connect(post, payloads):
-    return transport_class(_resolver(address), post, payloads, _limits(assembled))
+    return transport_class(resolve, post, payloads, _limits(assembled))
 
   with (
     stops(

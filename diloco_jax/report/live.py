@@ -5,11 +5,12 @@ is a file or a pipe, every line is printed with the name of its process, and a s
 seconds.
 """
 
+import itertools
 import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich import box, live, progress_bar
 from rich import console as console_lib
@@ -85,6 +86,7 @@ class LiveDisplay:
     self._started_s = time.monotonic()
     self._next_s = 0.0
     self._view: run_facts.RunFacts | None = None
+    self._size = console.size
 
   def listen(self, name: str, line: str) -> None:
     if name == LOCAL or line.startswith('error: '):
@@ -97,7 +99,12 @@ class LiveDisplay:
 
   def _draw(self, view: run_facts.RunFacts) -> None:
     self._view = view
-    self._live.update(picture(view, time.monotonic() - self._started_s), refresh=True)
+    console = self._live.console
+    if console.size != self._size:  # the terminal has wrapped the old lines anew
+      self._size = console.size
+      console.clear()
+    elapsed_s = time.monotonic() - self._started_s
+    self._live.update(picture(view, elapsed_s, console.width), refresh=True)
 
   def close(self) -> None:
     if self._view is not None:
@@ -125,62 +132,86 @@ def status_line(view: run_facts.RunFacts) -> str:
   )
 
 
-def picture(view: run_facts.RunFacts, elapsed_s: float) -> console_lib.Group:
-  """The whole display: learners, syncer, progress, the last event."""
-  parts = [_learner_table(view)]
-  if view.syncer is not None:
-    parts.append(_syncer_table(view))
-  parts.append(_progress(view, elapsed_s))
+def picture(view: run_facts.RunFacts, elapsed_s: float, width: int) -> console_lib.Group:
+  """The whole display: progress, the last event, learners, syncer. A terminal that is too low shows
+  its beginning."""
+  parts = [_progress(view, elapsed_s)]
   if view.last_event:
-    parts.append(text_lib.Text(f' {view.last_event}', style='yellow'))
+    parts.append(text_lib.Text(f' {view.last_event}', style='yellow', no_wrap=True))
+  parts.append(_table(_learner_columns(view), width))
+  if view.syncer is not None:
+    parts.append(_table(_syncer_columns(view), width))
   return console_lib.Group(*parts)
 
 
-def _learner_table(view: run_facts.RunFacts) -> table_lib.Table:
-  table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-  table.add_column('learner')
-  table.add_column('state', min_width=9)
-  for name in ('step', 'tokens/s', 'loss', 'staleness', 'incarnation', 'contributions'):
-    table.add_column(name, justify='right', min_width=8)
-  for name, learner in view.learners.items():
+class _Column(NamedTuple):
+  name: str
+  cells: list[str]
+  colours: list[str] | None = None  # of the cells of a column of states
+  text: bool = False  # left aligned; a number is right aligned
+
+  @property
+  def width(self) -> int:
+    return max(map(len, [self.name, *self.cells]))
+
+
+_GAP, _MORE = 2, '…'
+
+
+def _table(columns: list[_Column], width: int) -> table_lib.Table:
+  """The columns that fit into `width` characters; if some do not, the last one is a mark."""
+  needs = [column.width + _GAP for column in columns]
+  if sum(needs) > width:
+    room = width - len(_MORE) - _GAP
+    fit = sum(total <= room for total in itertools.accumulate(needs))
+    columns = [*columns[:fit], _Column(_MORE, [''] * len(columns[0].cells), text=True)]
+  table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+  for column in columns:
+    table.add_column(column.name, justify='left' if column.text else 'right', no_wrap=True)
+  for row in range(len(columns[0].cells)):
     table.add_row(
-      name,
-      text_lib.Text(learner.state, style=_COLOURS.get(learner.state, '')),
-      str(learner.step),
-      f'{learner.tokens_per_second:,.0f}',
-      f'{learner.steps[-1].loss:.3f}' if learner.steps else '',
-      str(learner.staleness),
-      str(learner.incarnation),
-      str(len(learner.merged_s)),
+      *(text_lib.Text(c.cells[row], style=c.colours[row] if c.colours else '') for c in columns)
     )
   return table
 
 
-def _syncer_table(view: run_facts.RunFacts) -> table_lib.Table:
+def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
+  """The columns of the learners, the less important ones last."""
+  learners = list(view.learners.values())
+  states = [learner.state for learner in learners]
+  losses = [f'{learner.steps[-1].loss:.3f}' if learner.steps else '' for learner in learners]
+  rates = [f'{learner.tokens_per_second:,.0f}' for learner in learners]
+  return [
+    _Column('learner', list(view.learners), text=True),
+    _Column('state    ', states, [_COLOURS.get(state, '') for state in states], text=True),
+    _Column('    step', [str(learner.step) for learner in learners]),
+    _Column('tokens/s', rates),
+    _Column('   loss', losses),
+    _Column('contributions', [str(len(learner.merged_s)) for learner in learners]),
+    _Column('staleness', [str(learner.staleness) for learner in learners]),
+    _Column('incarnation', [str(learner.incarnation) for learner in learners]),
+  ]
+
+
+def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
   last = view.syncs[-1] if view.syncs else None
-  table = table_lib.Table(box=box.SIMPLE_HEAD, pad_edge=False)
-  for name in ('syncer', 'participants'):
-    table.add_column(name)
-  for name in ('sync', 'outer steps', 'grace', 'up', 'down', 'held-out loss'):
-    table.add_column(name, justify='right')
-  table.add_row(
-    text_lib.Text(view.syncer, style=_COLOURS.get(view.syncer, '')),
-    ' '.join(last.participants) if last else '-',
-    str(last.sync if last else 0),
-    str(len(view.syncs)),
-    f'{last.grace_ns / 1e6 if last else 0:.0f} ms',
-    size(view.wire.bytes_up),
-    size(view.wire.bytes_down),
-    f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '',
-  )
-  return table
+  return [
+    _Column('syncer ', [view.syncer], [_COLOURS.get(view.syncer, '')], text=True),
+    _Column('sync', [str(last.sync if last else 0)]),
+    _Column('outer steps', [str(len(view.syncs))]),
+    _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
+    _Column('      up', [size(view.wire.bytes_up)]),
+    _Column('    down', [size(view.wire.bytes_down)]),
+    _Column('  grace', [f'{last.grace_ns / 1e6 if last else 0:.0f} ms']),
+    _Column('participants', [' '.join(last.participants) if last else '-'], text=True),
+  ]
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:
   grid = table_lib.Table.grid(padding=(0, 1))
   grid.add_row(
     '',
-    progress_bar.ProgressBar(total=1.0, completed=view.progress, width=40),
+    progress_bar.ProgressBar(total=1.0, completed=view.progress, width=20),
     f'{view.progress:4.0%} of {view.total_steps} steps, {elapsed_s:.0f} s',
   )
   return grid

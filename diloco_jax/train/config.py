@@ -7,6 +7,7 @@ remedy.
 """
 
 import dataclasses
+import math
 
 _ACTIVATION_DTYPES = ('float32', 'bfloat16')
 
@@ -14,7 +15,7 @@ _ACTIVATION_DTYPES = ('float32', 'bfloat16')
 def _require_positive(config: object, *names: str) -> None:
   for name in names:
     value = getattr(config, name)
-    if value <= 0:
+    if not 0 < value < math.inf:  # written so that NaN fails
       raise ValueError(f'{type(config).__name__}.{name} is {value}: set it to more than 0')
 
 
@@ -62,8 +63,8 @@ class ModelConfig:
       raise ValueError(
         f'head_dim {self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}'
       )
-    if self.logit_softcap < 0:
-      raise ValueError(f'logit_softcap {self.logit_softcap} is negative: use 0 to switch it off')
+    if not self.logit_softcap >= 0:
+      raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
     if self.dtype not in _ACTIVATION_DTYPES:
       raise ValueError(f'dtype {self.dtype!r} is unknown: choose one of {_ACTIVATION_DTYPES}')
 
@@ -86,7 +87,7 @@ class OptimizerConfig:
     _require_positive(self, 'learning_rate', 'eps')
     _require_fraction(self, 'b1', 'b2')
     for name in ('warmup_steps', 'weight_decay', 'clip_norm'):
-      if getattr(self, name) < 0:
+      if not getattr(self, name) >= 0:
         raise ValueError(f'OptimizerConfig.{name} is {getattr(self, name)}: use 0 for none')
     if not 0 <= self.end_lr_ratio <= 1:
       raise ValueError(

@@ -18,6 +18,12 @@ def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+def test_an_address_without_a_port_is_refused(tmp_path):
+  with pytest.raises(program.NeverRetry, match="'localhost' is not HOST:PORT"):
+    entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
+  assert not (tmp_path / 'run').exists()
+
+
 _LEARNER = """
 import sys
 from diloco_jax.launch import entrypoints, program

@@ -289,7 +289,7 @@ def test_a_learner_alone_has_no_ledger(config):
 def test_the_live_picture_shows_learners_syncer_and_the_last_event():
   view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
   console = console_lib.Console(file=io.StringIO(), width=100)
-  console.print(live.picture(view, elapsed_s=14))
+  console.print(live.picture(view, elapsed_s=14, width=100))
   text = console.file.getvalue()
   for words in (
     'l0',
@@ -302,6 +302,33 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     'restarted',
   ):
     assert words in text
+
+
+@pytest.mark.parametrize('width', [20, 50, 80, 88, 120])
+def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
+  view = run_facts.RunFacts(['l0', 'l1'], 10).take(_ROWS[:13])
+  console = console_lib.Console(file=io.StringIO(), width=width)
+  console.print(live.picture(view, elapsed_s=14, width=width))
+  lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+  assert '50%' in lines[0] or width == 20  # a low terminal shows the beginning
+  heads = [line for line in lines if line.strip().startswith(('learner', 'syncer'))]
+  assert len(heads) == 2 and all(len(line) <= width for line in lines)
+  for head, last in zip(heads, ('incarnation', 'participants')):
+    assert head.endswith(last if width >= 88 else '…')
+
+
+def test_a_resized_terminal_is_drawn_anew():
+  """It has wrapped the lines of the old table, so they cannot be erased one by one."""
+  console = console_lib.Console(
+    file=io.StringIO(), force_terminal=True, width=100, height=30, _environ={'TERM': 'xterm'}
+  )
+  display = live.LiveDisplay(console)
+  view = run_facts.RunFacts(['l0'], 10)
+  display.tick(view)
+  assert '\x1b[2J' not in console.file.getvalue()
+  console.size = (60, 20)
+  display.close()
+  assert console.file.getvalue().count('\x1b[2J') == 1
 
 
 def test_plain_lines_name_their_process_and_a_closed_pipe_stops_no_process(tmp_path):

@@ -1,5 +1,8 @@
 """Wrong configurations are refused with both values and the remedy."""
 
+import dataclasses
+import math
+
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -28,6 +31,15 @@ def test_each_part_refuses_bad_values(config, words):
   with pytest.raises(ValueError) as error:
     config.validate()
   assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize('kind', [config_lib.ModelConfig, config_lib.OptimizerConfig])
+def test_nan_is_refused_in_every_field_of_floats(kind):
+  names = [field.name for field in dataclasses.fields(kind) if field.type is float]
+  assert names
+  for name in names:
+    with pytest.raises(ValueError, match=f'{name}.* nan'):
+      kind(**{name: math.nan}).validate()
 
 
 def test_parts_must_fit_together():
