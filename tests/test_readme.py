@@ -17,10 +17,12 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
   (cell,) = re.findall(r'```python\n(.*?)```', README, re.S)
   cell, replaced = re.subn(r'train\.steps = \d+', 'train.steps = 24', cell)
   assert replaced == 1
-  subprocess.run(
+  ended = subprocess.run(
     [sys.executable, '-c', cell],
     cwd=tmp_path,
     check=True,
+    text=True,
+    stdout=subprocess.PIPE,
     timeout=250,
     env={
       **os.environ,
@@ -30,6 +32,8 @@ def test_the_notebook_cell_trains_three_learners_in_one_process(tmp_path):
       'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     },
   )
+  lines = ended.stdout.splitlines()
+  assert all(line.startswith(('[syncer] ', '[l0] ', '[l1] ', '[l2] ')) for line in lines), lines
   facts = {
     path.stem: [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for path in (tmp_path / 'runs' / 'notebook' / 'records').glob('*.jsonl')

@@ -30,6 +30,7 @@ from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
+from diloco_jax.train import corpus_files
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 SUPERVISOR = 'supervisor'
@@ -63,6 +64,7 @@ def open_workdir(
     raise ValueError(
       f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
     )
+  corpus_files.list_files(config.data.corpus)
   try:
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
@@ -272,9 +274,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
 
   with program.never_retry():
-    controller = one_process.SingleController(
-      config, workdir, lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
-    )
+    controller = one_process.SingleController(config, workdir)
   interrupts = []
 
   def interrupt(number: int, frame) -> None:

@@ -33,7 +33,8 @@ class SingleController:
   Args:
     config: a validated config.
     workdir: the folder of checkpoints; a run in it is continued.
-    make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...).
+    make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
+      writes to `workdir`, and each printed line begins with the name.
     devices: the devices that the islands share; default all.
 
   Raises:
@@ -44,12 +45,14 @@ class SingleController:
     self,
     config: run_config.Config,
     workdir: pathlib.Path,
-    make_recorder: MakeRecorder,
+    make_recorder: MakeRecorder | None = None,
     devices: list[jax.Device] | None = None,
   ):
     self._assembled = build.assemble(config)
     self._workdir = workdir
-    self._make_recorder = make_recorder
+    self._make_recorder = make_recorder or (
+      lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
+    )
     self._hub = in_process.InProcessHub()
     names = run_config.learner_ids(config.sync.learners)
     needed = config.mesh.num_devices * len(names)
@@ -137,7 +140,7 @@ class SingleController:
 def run(
   config: run_config.Config,
   workdir: pathlib.Path,
-  make_recorder: MakeRecorder,
+  make_recorder: MakeRecorder | None = None,
 ) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process; returns the exit of each node by name."""
   controller = SingleController(config, workdir, make_recorder)

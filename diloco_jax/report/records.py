@@ -68,7 +68,8 @@ class Recorder:
 
   def say(self, text: str) -> None:
     """Prints a line for people on standard output."""
-    self._guard(lambda: print(self._prefix + text, flush=True))
+    # In one write, so that the threads of one process do not mix their lines.
+    self._guard(lambda: print(f'{self._prefix}{text}\n', end='', flush=True))
 
   def completed(self, step: int, seconds: float, tokens: int, loss: float) -> None:
     """Prints a line about a step like MaxText's: `seconds` and `tokens` are of one step."""

@@ -64,12 +64,13 @@ class Found:
 
   def damaged(self, files: files_port_lib.Files, damage: Damage, after: int = 0) -> fmt.WalDamaged:
     """The error for people; `after`: the last record that the checkpoint holds."""
+    some = self.last >= self.first
+    whole = f'records {self.first} to {self.last} are whole' if some else 'no record is whole'
     return fmt.WalDamaged(
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
-      f'{damage.why}. The syncer did not start and nothing was changed; records {self.first} to '
-      f'{self.last} are whole. Put the file back, or go back to the newest checkpoint with '
-      f'{RESTORE}: it moves the log aside, and the run repeats the outer steps behind record '
-      f'{after}.',
+      f'{damage.why}. The syncer did not start and nothing was changed; {whole}. Put the file '
+      f'back, or go back to the newest checkpoint with {RESTORE}: it moves the log aside, and the '
+      f'run repeats the outer steps behind record {after}.',
       damage.name,
       damage.offset,
       self.last,

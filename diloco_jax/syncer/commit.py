@@ -4,14 +4,19 @@ While the disk is full nothing is committed: the outer step waits, and all later
 learners keep training. A failing disk ends the process.
 """
 
+import contextlib
+import pathlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from diloco_jax.node import failpoints
+from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.storage import checkpoint, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
 
+AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
 RETRY_S = 0.5
 SAY_AGAIN_S = 60.0
 
@@ -41,10 +46,25 @@ class CommitLog(outer_log.OuterLog):
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
     super().__init__(files, agreement, say)
+    self._agreement = agreement
     self._retry_s = retry_s
     self._closed = threading.Event()
     files.lock()
     files.probe()
+
+  def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
+    """As OuterLog.recover; the refusal of another run's log names the settings that differ."""
+    path = pathlib.Path(self._files.place) / AGREEMENT
+    before = path.read_text() if path.exists() else self._agreement
+    try:
+      ended = super().recover(theta, position)
+    except wal_format.WalUnsupported as error:
+      found = agreement_lib.differences(self._agreement, before)
+      raise wal_format.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error
+    if not path.exists() or before != self._agreement:
+      with contextlib.suppress(OSError):  # a full disk; the refusal would be shorter
+        path.write_text(self._agreement)
+    return ended
 
   def write(self, step: outer_log.OuterStep) -> None:
     """Returns once the outer step is durable; waits while the disk has no space for it.

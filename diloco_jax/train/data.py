@@ -14,9 +14,6 @@ twice: an epoch is V / M passes.
 """
 
 import dataclasses
-import glob
-import os
-import sysconfig
 import zlib
 from collections.abc import Sequence
 
@@ -24,9 +21,9 @@ import grain
 import numpy as np
 
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import corpus_files
 
 _HELD_OUT_OF_1000 = 30
-_SKIPPED_DIRECTORIES = frozenset({'__pycache__', 'site-packages', 'dist-packages'})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,7 +41,7 @@ def load_corpus(source: str) -> Corpus:
   Raises:
     ValueError: there is no file, or a file is not readable.
   """
-  names = _list_files(source)
+  names = corpus_files.list_files(source)
   parts: tuple[list[bytes], list[bytes]] = [], []
   for name, path in names:
     try:
@@ -57,32 +54,6 @@ def load_corpus(source: str) -> Corpus:
   train_bytes, eval_bytes = map(_concatenate, parts)
   digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
   return Corpus(train_bytes, eval_bytes, digest)
-
-
-def _list_files(source: str) -> list[tuple[str, str]]:
-  """Returns sorted (relative name, path); names use '/' so that hashes agree on every system."""
-  if source == 'stdlib':
-    root, suffix = sysconfig.get_path('stdlib'), '.py'
-    paths = _walk(root, suffix)
-  elif os.path.isdir(source):
-    root, paths = source, _walk(source, '')
-  else:
-    paths = [p for p in glob.glob(source, recursive=True) if os.path.isfile(p)]
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths] or ['/'])
-  if not paths:
-    raise ValueError(
-      f"corpus {source!r} has no files: use 'stdlib', a directory that holds "
-      'files, or a glob that matches some'
-    )
-  return sorted((os.path.relpath(p, root).replace(os.sep, '/'), p) for p in paths)
-
-
-def _walk(root: str, suffix: str) -> list[str]:
-  paths = []
-  for directory, subdirectories, files in os.walk(root):
-    subdirectories[:] = [d for d in subdirectories if d not in _SKIPPED_DIRECTORIES]
-    paths += [os.path.join(directory, name) for name in files if name.endswith(suffix)]
-  return paths
 
 
 def _held_out(name: str) -> bool:

@@ -55,6 +55,13 @@ def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
     local.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
 
 
+def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path):
+  config.data.corpus = str(tmp_path / 'texts')
+  with pytest.raises(ValueError, match='texts. has no files: use'):
+    local.open_workdir(config, tmp_path / 'run', resume=False)
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_folder_that_cannot_be_written_is_refused(config):
   with pytest.raises(ValueError, match='cannot write /proc/run .* choose another --workdir'):
     local.open_workdir(config, pathlib.Path('/proc/run'), resume=False)

@@ -568,6 +568,15 @@ def test_damage_names_file_offset_and_what_helps():
   )
 
 
+def test_damage_before_the_first_record_leaves_none_that_is_whole():
+  disk = Storage()
+  write_log(disk, 5, group=1)
+  ((name, data),) = disk.copy().items()
+  place = fmt.SEGMENT_HEADER_BYTES
+  bad = data[:place] + b'\0' + data[place + 1 :]
+  assert '; no record is whole. Put' in refused(Storage(files={name: bad}))
+
+
 def test_a_log_of_another_version_is_refused_with_both():
   disk = Storage()
   write_log(disk, 1)

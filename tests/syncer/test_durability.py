@@ -6,6 +6,7 @@ with a machine state that differs for each record.
 """
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import os
@@ -406,15 +407,22 @@ def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assemb
     rig()
 
 
-def test_the_log_of_another_run_is_refused(rig, assembled, tmp_path):
+def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_named(
+  rig, assembled, tmp_path
+):
+  """For example a cell of a notebook, run again with more steps."""
   rig().crash()
+  config = copy.deepcopy(assembled.config)
+  config.train.steps += 1
   with contextlib.closing(
-    commit.CommitLog(files_lib.Files(tmp_path / 'wal'), '{"another": "run"}', print)
+    commit.CommitLog(files_lib.Files(tmp_path / 'wal'), build.assemble(config).agreement, print)
   ) as other:
     with pytest.raises(program.NeverRetry, match='belongs to the run') as refusal:
       with program.log_failures():
         other.recover(None, {})
   assert refusal.value.code == 42
+  steps = config.train.steps
+  assert str(refusal.value).endswith(f' train.steps is {steps} here, {steps - 1} there')
 
 
 def _content(folder: pathlib.Path) -> dict[str, bytes]:
