@@ -88,22 +88,25 @@ SyncConfig.__doc__ = protocol_config.described(SyncConfig.__doc__, _SYNC)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class TrainConfig(_Train):
-  """How long to train, and how often to evaluate and log.
+  """How long to train, how often to evaluate and log, and how much to keep of it.
 
   Attributes:
     log_every: inner steps between two log lines.
     eval_every: clock steps between two evaluations of the global model (0: first and last).
     seed: of the initial parameters.
+    tapes_mib: the most that the tapes of one node may take on disk, in MiB (storage/tapes.py).
   """
 
   log_every: int = 10
   eval_every: int = 60
   seed: int = 0
+  tapes_mib: int = 2048
 
   def validate(self) -> None:
     _within('train.log_every', self.log_every, 1, 10**9, 'a large number gives few lines')
     _within('train.eval_every', self.eval_every, 0, 10**9, '0 evaluates at the start and the end')
     _within('train.seed', self.seed, 0, 2**31 - 1, 'seeds are 31-bit')
+    _within('train.tapes_mib', self.tapes_mib, 32, 10**6, 'a day of a small run needs about 1000')
 
 
 TrainConfig.__doc__ = protocol_config.described(TrainConfig.__doc__, _TRAIN)

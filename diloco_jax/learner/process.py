@@ -118,7 +118,13 @@ def run(
     threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
     island.warm_up()
   transport = make_transport(event_queue.post, payloads)
-  tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+  tape = tapes.Tape(
+    workdir,
+    start,
+    records.say,
+    assembled.config.to_dict(),
+    limit_bytes=assembled.config.train.tapes_mib << 20,
+  )
   node = loop.Node(
     start.make(),
     event_queue,

@@ -9,10 +9,17 @@ The operating system has a line before the actions of its turn are carried out, 
 loses no turn with a visible effect. A host that loses power may lose the last lines (there is no
 fsync, which would cost milliseconds per turn); the end of the tape is then damaged.
 
+The tapes of a node take at most `limit_bytes` on disk: at its start a process removes the oldest
+tapes until the others take at most half of it, and its own tape ends when it reaches the other
+half. A tape cannot lose its beginning: only the events since the start of the process lead to the
+present state of its machine (a checkpoint holds less: no session, no open sync), so it could not be
+replayed.
+
 A failing disk ends the tape, not the run: the tape is cut back to its last whole line, the process
 prints one warning and writes nothing more. A tape may therefore end early but never has a gap.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import hashlib
@@ -34,6 +41,8 @@ from diloco_jax.protocol.tape import tape
 
 TAPES = 'tapes'
 SEGMENT_BYTES = 64 << 20
+LIMIT_BYTES = 2 << 30
+_SEGMENTS = 32  # at least so many segments in `limit_bytes`
 PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each piece
 UNKNOWN = 'unknown'
 
@@ -54,6 +63,7 @@ class Tape:
     say: Callable[[str], None],
     config: dict[str, Any] | None = None,
     segment_bytes: int = SEGMENT_BYTES,
+    limit_bytes: int = LIMIT_BYTES,
   ):
     """Begins a new tape in WORKDIR/tapes.
 
@@ -63,11 +73,13 @@ class Tape:
       say: prints the one warning.
       config: of the whole run; tapes of one run have the same digest of it.
       segment_bytes: a segment is closed once it is larger.
+      limit_bytes: the most that the tapes of this node may take on disk.
     """
     self._folder = pathlib.Path(workdir) / TAPES
     self._node = start.node
     self._say = say
-    self._segment_bytes = segment_bytes
+    self._segment_bytes = min(segment_bytes, limit_bytes // _SEGMENTS)
+    self._half_bytes = limit_bytes // 2
     self._writer = tape.Writer(start, _digest(config), commit(), versions())
     self._segment = -1
     self._written = 0  # bytes of the segment
@@ -111,11 +123,36 @@ class Tape:
         self._open(life)
       except FileExistsError:
         pass
+    self._remove_old(life)
+
+  def _remove_old(self, newest: int) -> None:
+    """Removes the oldest tapes of this node until those before `newest` take half of the limit."""
+    total = 0
+    for life in range(newest - 1, 0, -1):
+      sizes = self._sizes(life)
+      total += sum(sizes.values())
+      if total > self._half_bytes:
+        for path in sizes:
+          path.unlink(missing_ok=True)
+
+  def _sizes(self, life: int) -> dict[pathlib.Path, int]:
+    """The files of one tape of this node, packed or not, and their bytes."""
+    sizes = {}
+    for path in self._folder.glob(f'{self._node}.{life}.*.jsonl*'):
+      with contextlib.suppress(FileNotFoundError):  # packed meanwhile
+        sizes[path] = path.stat().st_size
+    return sizes
 
   def _rotate(self) -> None:
     full = self.path
+    life = _place(full)[1]
+    size = sum(self._sizes(life).values())
+    if size + self._segment_bytes > self._half_bytes:
+      raise tape.TapeError(
+        f'it has {size >> 20} MiB, half of what the tapes of a node may take (train.tapes_mib)'
+      )
     self._close()
-    self._open(_place(full)[1])
+    self._open(life)
     thread = threading.Thread(target=_compress, args=(full,), name='tape', daemon=True)
     self._compressing = [*(t for t in self._compressing if t.is_alive()), thread]
     thread.start()

@@ -116,7 +116,13 @@ def run(
     start = recover(
       assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
     )
-    tape = tapes.Tape(workdir, start, records.say, assembled.config.to_dict())
+    tape = tapes.Tape(
+      workdir,
+      start,
+      records.say,
+      assembled.config.to_dict(),
+      limit_bytes=assembled.config.train.tapes_mib << 20,
+    )
     cleanup.callback(tape.close)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()

@@ -255,6 +255,35 @@ def test_an_impossible_folder_is_reported_once(tmp_path):
   assert len(said) == 1 and said[0].startswith('[l1] the tape ends here, the run continues: ')
 
 
+# --- Retention ------------------------------------------------------------------------------------
+
+
+def test_the_oldest_tapes_of_a_node_are_removed_first(tmp_path):
+  """The tapes of earlier processes take at most half of the limit; other nodes keep theirs."""
+  for _ in range(4):
+    write(tmp_path)
+  size = (tmp_path / tapes.TAPES / 'l1.1.0.jsonl').stat().st_size
+  (tmp_path / tapes.TAPES / 'l11.1.0.jsonl').write_bytes(b'of another node')
+  tapes.Tape(tmp_path, golden()[0], print, limit_bytes=5 * size).close()
+  kept = [f'l1.{life}.0.jsonl' for life in (3, 4, 5)]
+  assert names(tmp_path) == [*kept, 'l11.1.0.jsonl']
+
+
+def test_a_tape_ends_at_its_limit_and_what_is_on_it_replays(tmp_path):
+  start, turns = golden()
+  said: list[str] = []
+  with contextlib.closing(tapes.Tape(tmp_path, start, said.append, limit_bytes=64_000)) as out:
+    for turn in turns:
+      out.record(turn.now_ns, turn.event, turn.actions)
+    assert 'train.tapes_mib' in out.ended
+  assert len(said) == 1 and 'the tape ends here, the run continues: it has' in said[0]
+  assert sum(path.stat().st_size for path in (tmp_path / tapes.TAPES).iterdir()) <= 32_000
+  [life] = tapes.find(tmp_path)
+  result = tapes.replay(life)
+  assert (result.identical, result.end, result.torn) == (True, 'open', False)
+  assert 0 < result.events < len(turns)
+
+
 # --- The commit of a checkout ---------------------------------------------------------------------
 
 
