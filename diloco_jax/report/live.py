@@ -116,7 +116,11 @@ class LiveDisplay:
     try:
       draw()
     except OSError:
-      os.dup2(os.open(os.devnull, os.O_WRONLY), self._live.console.file.fileno())
+      terminal = os.fstat(self._live.console.file.fileno())
+      nowhere = os.open(os.devnull, os.O_WRONLY)
+      for stream in (sys.__stdout__.fileno(), sys.__stderr__.fileno()):
+        if os.fstat(stream).st_rdev == terminal.st_rdev:
+          os.dup2(nowhere, stream)
 
 
 def status_line(view: run_facts.RunFacts) -> str:
