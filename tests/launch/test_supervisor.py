@@ -349,7 +349,8 @@ asyncio.run(main())
 def test_a_closed_terminal_ends_a_run_with_a_live_table(tmp_path):
   """The kernel sends SIGHUP, and every later write to the terminal fails."""
   script = f"""
-import asyncio, pathlib, sys
+import asyncio, os, pathlib, sys
+os.login_tty(os.open(sys.argv[2], os.O_RDWR))
 from diloco_jax.launch import supervisor
 from diloco_jax.report import live, records, run_facts
 workdir = pathlib.Path(sys.argv[1])
@@ -369,17 +370,16 @@ print("the error", file=sys.stderr, flush=True)
 """
   terminal, theirs = os.openpty()
   supervisor = subprocess.Popen(
-    [sys.executable, '-c', script, str(tmp_path)],
-    preexec_fn=lambda: os.login_tty(theirs),
+    [sys.executable, '-c', script, str(tmp_path), os.ttyname(theirs)],
     env={**os.environ, 'TERM': 'xterm'},
     cwd=pathlib.Path(__file__).parents[2],
   )
-  os.close(theirs)
   try:
     shown = b''
     while b'l0' not in shown or len(psutil.Process(supervisor.pid).children()) < 2:
       shown += os.read(terminal, 1 << 16)
     assert b'LiveDisplay' in shown
+    os.close(theirs)
     pids = [one.pid for one in psutil.Process(supervisor.pid).children()]
     os.close(terminal)
     assert supervisor.wait(_DEADLINE_S) == 0
