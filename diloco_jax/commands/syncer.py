@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
   place = config, _WORKDIR.value, _HOST.value, _PORT.value
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:
-      raise program.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
+      raise program.NeverRetry(
+        f'--init={_INIT.value}: the model of this config is that of its task'
+      )
     return entrypoints.syncer(*place, _STANDBY.value)
   if _STANDBY.value:
     raise program.NeverRetry(

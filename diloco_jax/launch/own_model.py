@@ -101,9 +101,7 @@ def by_name(tree: Any) -> dict[str, Any]:
   return named
 
 
-def config(
-  total_steps: int, sync: run_config.SyncConfig | None, shards: int
-) -> run_config.Config:
+def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) -> run_config.Config:
   """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py."""
   made = own_loop.get_config()
   made.train.steps, made.data.shards = total_steps, shards

@@ -100,6 +100,7 @@ class Peer:
 
   def __init__(self, params: Any, moments: Any):
     self._structure = jax.tree.structure(params)
+    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = _Arrays(own_model.by_name(params), moments)
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
@@ -113,7 +114,7 @@ class Peer:
   def params(self) -> Any:
     """The parameters to go on with."""
     self._taken = True
-    return jax.tree.unflatten(self._structure, self._arrays.params.values())
+    return jax.tree.unflatten(self._structure, map(self._arrays.params.get, self._names))
 
   @property
   def opt_state(self) -> Any:
@@ -172,14 +173,18 @@ class Peer:
     return {'clock': self.clock or 0, 'steps': self._steps, 'tokens': self._tokens}
 
   def _give(self, params: Any, opt_state: Any) -> None:
-    named = own_model.by_name(params)
-    held = self._arrays.params
+    leaves, structure = jax.tree.flatten(params)
+    same = structure == self._structure
+    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    held, shardings = self._arrays.params, self._arrays.shardings.params
     for name in sorted(held.keys() | named.keys()):
-      if _shape(named.get(name)) != _shape(held.get(name)):
-        raise ValueError(
-          f'{name} is {_shape(named.get(name))}, join was given {_shape(held.get(name))}'
-        )
-    self._arrays.params = jax.device_put(named, self._arrays.shardings.params)
+      mine, its = held.get(name), named.get(name)
+      if mine is None or its is None or (mine.shape, mine.dtype) != (its.shape, its.dtype):
+        raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
+    self._arrays.params = {
+      name: leaf if _is_at(leaf, shardings[name]) else jax.device_put(leaf, shardings[name])
+      for name, leaf in named.items()
+    }
     if (opt_state is None) != (self._arrays.moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
@@ -189,6 +194,10 @@ class Peer:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._work.next_step()
     self._boundary_ns = time.monotonic_ns()
+
+
+def _is_at(leaf: Any, sharding: jax.sharding.Sharding | None) -> bool:
+  return isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
 
 
 def _shape(leaf: Any) -> str:

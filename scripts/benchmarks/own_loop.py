@@ -63,9 +63,7 @@ def measure(
   params = {f'w{k:02}': jnp.zeros((WIDTH, WIDTH)) for k in range(ARRAYS)}
   step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1e-3, params))
   seconds, changed = [], []
-  with diloco_jax.join(
-    params, learner='l0', syncer=syncer, total_steps=STEPS, sync=sync
-  ) as peer:
+  with diloco_jax.join(params, learner='l0', syncer=syncer, total_steps=STEPS, sync=sync) as peer:
     params = peer.params
     for _ in peer.steps():
       time.sleep(step_s)

@@ -1,6 +1,6 @@
 """The loop of experiments/examples/loop_linen.py, which waits at batch GATE until a file exists.
 
-    python tests/runs/gated_loop.py FILE LEARNER SYNCER
+python tests/runs/gated_loop.py FILE LEARNER SYNCER
 """
 
 import importlib.util
