@@ -18,6 +18,12 @@ def get_config(variant: str = '') -> run_config.Config:
     name='own_loop',
     task=run_config.OWN_LOOP,
     sync=run_config.SyncConfig(
-      learners=2, quorum=1, fragments=4, period=8, overlap=2, checkpoint_every_syncs=100
+      learners=2,
+      quorum=1,
+      fragments=4,
+      period=8,
+      overlap=2,
+      outer='nesterov(learning_rate=0.7, momentum=0.6)',
+      checkpoint_every_syncs=100,
     ),
   )

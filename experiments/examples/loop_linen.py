@@ -11,7 +11,8 @@ manner of nanodo. With --checkpoints=FOLDER the loop saves parameters, optimizer
 with Orbax, and started again with the same command it continues: a learner that was killed takes
 the parameters of the run, which went on without it, and its own optimizer state.
 
-@MEASURED@
+On two cores, measured 2026-11-22: alone 300 steps, mean loss of the last 20 0.82, in 8 s; together
+0.83 and 0.84, in 22 s, of which most is compilation by three processes.
 """
 
 import jax

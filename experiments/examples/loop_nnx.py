@@ -9,7 +9,8 @@
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
 after a token; its embedding is merged by averaging, since its path says `embed`.
 
-@MEASURED@
+On two cores, measured 2026-11-22: alone 300 steps, mean loss of the last 20 0.79, in 4 s; together
+0.79 and 0.82, in 16 s, of which most is compilation by three processes.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ from flax import nnx
 import diloco_jax
 
 STEPS = 300
-VOCABULARY, WIDTH, BATCH = 64, 32, 128
+VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
 
 

@@ -10,7 +10,8 @@
 after a token. `LABEL` says which arrays are merged by averaging: the table of embeddings and the
 last layer; the rest is merged by RDA (paper section 4).
 
-@MEASURED@
+On two cores, measured 2026-11-22: alone 300 steps, mean loss of the last 20 0.80, in 2 s; together
+0.81 and 0.83, in 13 s, of which most is compilation by three processes.
 """
 
 import jax
@@ -22,7 +23,7 @@ from absl import app, flags
 import diloco_jax
 
 STEPS = 300
-VOCABULARY, WIDTH, BATCH = 64, 32, 128
+VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
 LABEL = {'table': 'embedding', 'hidden': 'body', 'bias': 'body', 'last': 'head'}.get
 TX = optax.adamw(3e-3)

@@ -18,12 +18,13 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
+from diloco_jax.configs import own_loop
 from tests.runs import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
 CHANGED_LINES = 5
-LEARNED = 1.5  # from 4.2; the noise of the data leaves 0.75
+LEARNED = 1.3  # from 4.2; the noise of the data leaves 0.73
 
 
 @pytest.mark.parametrize('name', ['loop_nnx', 'loop_linen', 'loop_optax'])
@@ -140,12 +141,16 @@ def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path)
   params = {name: jnp.full((8, 8), float(value)) for value, name in enumerate('abcd')}
   ocp.save(tmp_path / 'init', params)
   workdir = tmp_path / 'run'
-  syncer = _syncer(start, workdir, f'--init={tmp_path / "init"}', '--config.train.steps=8')
+  sync = own_loop.get_config().sync
+  sync.learners = 1
+  flags = (f'--init={tmp_path / "init"}', '--config.train.steps=8', '--config.sync.learners=1')
+  syncer = _syncer(start, workdir, *flags)
   with diloco_jax.join(
     jax.tree.map(jnp.zeros_like, params),
     learner='l0',
     syncer=f'file:{workdir}/syncer/address',
     total_steps=8,
+    sync=sync,
   ) as peer:
     mine = peer.params
     np.testing.assert_array_equal(mine['d'], params['d'])
