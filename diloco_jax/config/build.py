@@ -156,7 +156,8 @@ def make_task(config: run_config.Config) -> task_lib.Task:
   where, colon, call = config.task.rpartition(':')
   if not colon:
     raise ValueError(
-      f"task is {config.task!r}; use '{run_config.DECODER}', or 'FILE.py:FUNCTION' for an own model"
+      f"task is {config.task!r}; use '{run_config.DECODER}', or 'FILE.py:FUNCTION' for an own "
+      "model; loops of one's own are no task: `diloco syncer --config=own_loop` and diloco_jax.join"
     )
   try:
     name, arguments = spec.parse(call)

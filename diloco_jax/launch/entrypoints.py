@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import program, standby
+from diloco_jax.launch import own_model, program, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -25,9 +25,10 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import files
+from diloco_jax.storage import arrays, checkpoint, files
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
 from diloco_jax.transport import grpc_client, grpc_server, link
 
 FILE = 'file:'
@@ -63,6 +64,55 @@ def syncer(
     if not sys.stdin.readline():
       return 0
   folder, records = _open(workdir, 'syncer')
+  return _serve(assembled, theta, folder, records, host, port)
+
+
+def own_loop_syncer(
+  config: run_config.Config, workdir: str, host: str, port: int, init: str = ''
+) -> int:
+  """Runs the syncer process of a run without a task: learners are loops of the user's own.
+
+  The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
+  the first learner brings it (own_model.py); then the folder keeps it. No standby process could
+  compile anything ahead, so there are none.
+  """
+  _prepare_jax(1)
+  folder, records = _open(workdir, 'syncer')
+
+  def listening(bound: int) -> None:
+    nonlocal port
+    port = bound
+    _write_address(folder, f'{host}:{port}')
+    records.say(f'the syncer waits on {host}:{port} for the first learner, which brings the model')
+
+  stopped = threading.Event()
+  with (
+    stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, program.DISK_FAILED),
+    program.never_retry(ValueError, OSError, checkpoint.CheckpointError),
+    _snapshot_on_signal(lambda: None),
+  ):
+    grpc_client.grpc_session.check_loopback(f'{host}:{port}')
+    if init and own_model.read(folder) is None:
+      tree = arrays.load(pathlib.Path(init))
+      own_model.write(folder, own_model.describe(tree, task_lib.embeddings))
+    try:
+      model = own_model.obtain(folder, f'{host}:{port}', listening, stopped)
+    except InterruptedError as error:
+      return _end(actions.Exit(code=0, text=str(error)), records)
+    assembled = own_model.complete(model, config)
+    theta = global_model_lib.Theta(assembled)
+  return _serve(assembled, theta, folder, records, host, port)
+
+
+def _serve(
+  assembled: build.Assembly,
+  theta: global_model_lib.Theta,
+  folder: pathlib.Path,
+  records: records_lib.Recorder,
+  host: str,
+  port: int,
+) -> int:
+  """Runs the syncer of a run whose model is known; returns the exit code of the process."""
   records_lib.report_startup(records, 'assembled')
   event_queue = loop.EventQueue()
 
@@ -78,7 +128,7 @@ def syncer(
   with (
     stops(
       lambda reason: event_queue.post(events.Stop(reason=reason)),
-      config.train.drain_s,
+      assembled.config.train.drain_s,
       _SYNCER_SAFE,
       program.DISK_FAILED,
     ),

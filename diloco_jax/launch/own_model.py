@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import build, run_config
+from diloco_jax.configs import own_loop
 from diloco_jax.storage import arrays
 from diloco_jax.transport import grpc_session
 
@@ -100,19 +101,17 @@ def by_name(tree: Any) -> dict[str, Any]:
   return named
 
 
-def assemble(
-  model: Model, total_steps: int, sync: run_config.SyncConfig | None, shards: int
-) -> build.Assembly:
-  """The objects of a run of own loops. Without `moments` nothing is donated. Raises ValueError."""
-  config = run_config.Config(name='own_loop', task=run_config.OWN_LOOP)
-  config.train.steps, config.data.shards = total_steps, shards
-  if sync is not None:
-    config.sync = sync
-  return complete(model, config)
+def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) -> run_config.Config:
+  """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py."""
+  made = own_loop.get_config()
+  made.train.steps, made.data.shards = total_steps, shards
+  made.sync = sync or made.sync
+  return made
 
 
 def complete(model: Model, config: run_config.Config) -> build.Assembly:
-  """The objects of a config without a task, and a model. Raises ValueError."""
+  """The objects of a config without a task, and a model. Without `moments` nothing is donated.
+  Raises ValueError."""
   donates = bool(model.moments)
   config = dataclasses.replace(
     config,

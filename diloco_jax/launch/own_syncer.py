@@ -126,9 +126,7 @@ def run_syncer(
     OSError: the port is in use.
   """
   server = Server()
-  config = run_config.Config(name='own_loop', task=run_config.OWN_LOOP)
-  config.train.steps, config.data.shards = total_steps, shards
-  config.sync = sync or config.sync
+  config = own_model.config(total_steps, sync, shards)
   config.validate()
   model = None
   if init is not None:

@@ -48,12 +48,15 @@ class _Shardings(NamedTuple):
 
 
 class _Arrays:
-  """The user's arrays between two steps (learner/held.py)."""
+  """The user's arrays between two steps (learner/held.py). Arrays that are committed to no device
+  stay so, since a jitted step is compiled anew for committed ones."""
 
   def __init__(self, params: dict[str, jax.Array], moments: Any):
-    sharding = lambda leaf: leaf.sharding
-    self.shardings = _Shardings(jax.tree.map(sharding, params), jax.tree.map(sharding, moments))
-    self.replicated = _replicated(self.shardings.params)
+    self.replicated = _replicated(params)
+    self.shardings = _Shardings(
+      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
+      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
+    )
     self.params, self.moments = params, moments
     self.shard, self.next_index = 0, 0
 
@@ -75,18 +78,21 @@ class _Arrays:
     return lambda: checkpoint.Saved(clock, '')
 
 
-def _replicated(shardings: dict[str, jax.sharding.Sharding]) -> jax.sharding.Sharding:
-  """Of a flat array on the same devices. Raises ValueError."""
-  devices = {frozenset(sharding.device_set) for sharding in shardings.values()}
+def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
+  """Of a flat array on the same devices; None if no array is committed. Raises ValueError."""
+  shardings = [leaf.sharding for leaf in params.values()]
+  devices = {frozenset(sharding.device_set) for sharding in shardings}
   if len(devices) != 1:
     raise ValueError(
       f'the parameters are on {len(devices)} different sets of devices; put all of them on the '
       'devices of one learner'
     )
-  for sharding in shardings.values():
+  if not any(leaf.committed for leaf in params.values()):
+    return None
+  for sharding in shardings:
     if isinstance(sharding, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
-  return next(iter(shardings.values()))
+  return shardings[0]
 
 
 class Peer:
@@ -94,6 +100,7 @@ class Peer:
 
   def __init__(self, params: Any, moments: Any):
     self._structure = jax.tree.structure(params)
+    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
     self._arrays = _Arrays(own_model.by_name(params), moments)
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
@@ -107,7 +114,7 @@ class Peer:
   def params(self) -> Any:
     """The parameters to go on with."""
     self._taken = True
-    return jax.tree.unflatten(self._structure, self._arrays.params.values())
+    return jax.tree.unflatten(self._structure, map(self._arrays.params.get, self._names))
 
   @property
   def opt_state(self) -> Any:
@@ -166,14 +173,18 @@ class Peer:
     return {'clock': self.clock or 0, 'steps': self._steps, 'tokens': self._tokens}
 
   def _give(self, params: Any, opt_state: Any) -> None:
-    named = own_model.by_name(params)
-    held = self._arrays.params
+    leaves, structure = jax.tree.flatten(params)
+    same = structure == self._structure
+    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    held, shardings = self._arrays.params, self._arrays.shardings.params
     for name in sorted(held.keys() | named.keys()):
-      if _shape(named.get(name)) != _shape(held.get(name)):
-        raise ValueError(
-          f'{name} is {_shape(named.get(name))}, join was given {_shape(held.get(name))}'
-        )
-    self._arrays.params = jax.device_put(named, self._arrays.shardings.params)
+      mine, its = held.get(name), named.get(name)
+      if mine is None or its is None or (mine.shape, mine.dtype) != (its.shape, its.dtype):
+        raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
+    self._arrays.params = {
+      name: leaf if _is_at(leaf, shardings[name]) else jax.device_put(leaf, shardings[name])
+      for name, leaf in named.items()
+    }
     if (opt_state is None) != (self._arrays.moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
@@ -183,6 +194,10 @@ class Peer:
     """Performs work until the next step may begin or the node has ended."""
     self.clock = self._work.next_step()
     self._boundary_ns = time.monotonic_ns()
+
+
+def _is_at(leaf: Any, sharding: jax.sharding.Sharding | None) -> bool:
+  return isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
 
 
 def _shape(leaf: Any) -> str:
@@ -214,7 +229,7 @@ def join(
     learner: the id of this learner, for example 'l0'; one process per id.
     syncer: 'HOST:PORT', or 'file:PATH' of a file with it.
     total_steps: T, the clock at which the run ends; as for the syncer.
-    sync: the settings of the protocol; as for the syncer.
+    sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
     opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
       none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head' or 'body', which selects
@@ -236,7 +251,7 @@ def join(
       f'learner is {learner!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
   model = own_model.describe(params, label, opt_state)
-  assembled = own_model.assemble(model, total_steps, sync, shards)
+  assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
   address = entrypoints.resolver(syncer)
   own_model.bring(model, address, wait_s)
   peer = Peer(jax.device_put(params), jax.device_put(opt_state))

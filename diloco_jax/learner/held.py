@@ -14,14 +14,15 @@ class Held(Protocol):
   Attributes:
     params: a tree of float arrays; an assigned tree has the same paths, shapes and dtypes.
     moments: the inner optimizer's state, a tree of arrays.
-    shardings: `.params` and `.opt_state`, trees of their shardings.
-    replicated: the sharding of anchors and other flat arrays.
+    shardings: `.params` and `.opt_state`, trees of their shardings; None stands for an array that
+      is committed to no device.
+    replicated: the sharding of anchors and other flat arrays, or None.
   """
 
   params: Any
   moments: Any
   shardings: Any
-  replicated: jax.sharding.Sharding
+  replicated: jax.sharding.Sharding | None
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     """Switches to a data shard, at its committed cursor."""

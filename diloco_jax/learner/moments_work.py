@@ -74,7 +74,7 @@ class Moments:
     except ValueError as error:
       self._records.say(f'donation refused: {error}. This learner keeps its own moments.')
       return False
-    placed = jax.tree.map(jax.device_put, given, self._island.shardings.opt_state)
+    placed = jax.device_put(given, self._island.shardings.opt_state)
     found = moments_lib.digest(self._snapshot(placed).digests)
     if found != digest:
       return False

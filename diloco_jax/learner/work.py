@@ -111,9 +111,10 @@ class Exchange:
 
   def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     params = jax.tree.map(
-      lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      self._island.params,
+      lambda sharding, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
       self._island.shardings.params,
+      self._island.params,
+      is_leaf=lambda sharding: sharding is None,
     )
     size = self._layout.size(p)
     return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)

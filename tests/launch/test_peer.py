@@ -179,6 +179,36 @@ def test_the_same_tree_dtypes_and_shardings_come_back():
   assert float(mine['embed'][0, 0]) < 0.5
 
 
+def test_every_array_keeps_its_place_in_the_tree():
+  """Of twelve layers, '10' comes before '2' among names, and after it in the tree."""
+  params = [jnp.full((8, 8), float(layer)) for layer in range(12)]
+  sync = diloco_jax.SyncConfig(learners=1, fragments=2, period=2, overlap=1)
+  with (
+    diloco_jax.run_syncer(params, total_steps=12, sync=sync) as server,
+    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=12, sync=sync) as peer,
+  ):
+    mine = peer.params
+    for _ in peer.steps():
+      mine = peer.sync(mine, tokens=1)
+      np.testing.assert_allclose([leaf[0, 0] for leaf in mine], np.arange(12), atol=1e-3)
+
+
+def test_a_jitted_step_is_compiled_once():
+  """Also if its other arguments are committed to no device, as those of an optimizer are."""
+  params = {'w': jnp.ones((8, 8))}
+  step = jax.jit(lambda params, count: ({'w': params['w'] * 0.9}, count + params['w'].sum()))
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  with (
+    diloco_jax.run_syncer(params, total_steps=8, sync=sync) as server,
+    diloco_jax.join(params, learner='l0', syncer=server.address, total_steps=8, sync=sync) as peer,
+  ):
+    mine, count = peer.params, jnp.zeros(())
+    for _ in peer.steps():
+      mine, count = step(mine, count)
+      mine = peer.sync(mine, tokens=1)
+  assert step._cache_size() == 1
+
+
 def test_wrong_calls_are_refused_with_a_remedy():
   params = {'w': jnp.zeros((8, 8))}
   sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=1, overlap=0)

@@ -1,0 +1,29 @@
+"""A run of training loops of the user's own (launch/peer.py): the syncer's config.
+
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own --port=7070
+
+The first learner that joins brings the model, so there is none here, and `diloco train` cannot
+start such a run. The settings are those of `diloco_jax.join` and `diloco_jax.run_syncer` without
+`sync=`: a loop that joins with others must be given the same.
+"""
+
+from diloco_jax.config import run_config
+
+
+def get_config(variant: str = '') -> run_config.Config:
+  """Two learners and four fragments, so the model must have four arrays at least."""
+  if variant:
+    raise ValueError(f'there is no variant {variant!r}; own_loop has none')
+  return run_config.Config(
+    name='own_loop',
+    task=run_config.OWN_LOOP,
+    sync=run_config.SyncConfig(
+      learners=2,
+      quorum=1,
+      fragments=4,
+      period=8,
+      overlap=2,
+      outer='nesterov(learning_rate=0.7, momentum=0.6)',
+      checkpoint_every_syncs=100,
+    ),
+  )

@@ -1,0 +1,91 @@
+"""A training loop of one's own as a learner: flax.nnx.
+
+    python experiments/examples/loop_nnx.py     # alone
+
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/nnx --port=7070
+    python experiments/examples/loop_nnx.py --learner=l0 --syncer=127.0.0.1:7070
+    python experiments/examples/loop_nnx.py --learner=l1 --syncer=127.0.0.1:7070
+
+`train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
+after a token; its embedding is merged by averaging, since its path says `embed`.
+
+On two cores, measured 2026-11-22: alone 300 steps, mean loss of the last 20 0.79, in 4 s; together
+0.79 and 0.82, in 16 s, of which most is compilation by three processes.
+"""
+
+import numpy as np
+import optax
+from absl import app, flags
+from flax import nnx
+
+import diloco_jax
+
+STEPS = 300
+VOCABULARY, WIDTH, BATCH = 64, 32, 1024
+AFTER = np.random.default_rng(0).permutation(VOCABULARY)
+
+
+class Model(nnx.Module):
+  """Logits of the token after each token."""
+
+  def __init__(self, rngs: nnx.Rngs):
+    self.embed = nnx.Embed(VOCABULARY, WIDTH, rngs=rngs)
+    self.hidden = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+    self.head = nnx.Linear(WIDTH, VOCABULARY, rngs=rngs)
+
+  def __call__(self, tokens_B):
+    return self.head(nnx.gelu(self.hidden(self.embed(tokens_B))))
+
+
+def read(shard: int, index: int) -> np.ndarray:
+  """Batch `index` of a shard: pairs of tokens, one in ten of them random."""
+  rng = np.random.default_rng([shard, index])
+  tokens_B, noise_B = rng.integers(0, VOCABULARY, (2, BATCH), np.int32)
+  after_B = np.where(rng.random(BATCH) < 0.1, noise_B, AFTER[tokens_B])
+  return np.stack([tokens_B, after_B], axis=1)
+
+
+@nnx.jit
+def step(model, optimizer, batch_Bx2):
+  def loss_of(model):
+    logits_BxV = model(batch_Bx2[:, 0])
+    return optax.softmax_cross_entropy_with_integer_labels(logits_BxV, batch_Bx2[:, 1]).mean()
+
+  loss, grads = nnx.value_and_grad(loss_of)(model)
+  optimizer.update(model, grads)
+  return loss
+
+
+def train_alone() -> list[float]:
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+  losses = []
+  for clock in range(STEPS):
+    batch = read(0, clock)
+    losses.append(float(step(model, optimizer, batch)))
+  return losses
+
+
+def train(**run: str) -> list[float]:
+  model = Model(nnx.Rngs(0))
+  optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+  losses = []
+  with diloco_jax.join(nnx.state(model, nnx.Param), total_steps=STEPS, **run) as peer:
+    nnx.update(model, peer.params)
+    for _, batch in peer.steps(read):
+      losses.append(float(step(model, optimizer, batch)))
+      nnx.update(model, peer.sync(nnx.state(model, nnx.Param), tokens=BATCH))
+  return losses
+
+
+def main(argv: list[str]) -> None:
+  del argv
+  run = {'learner': flags.FLAGS.learner, 'syncer': flags.FLAGS.syncer}
+  losses = train(**run) if flags.FLAGS.learner else train_alone()
+  print(f'{len(losses)} steps, the mean loss of the last 20 is {np.mean(losses[-20:]):.2f}')
+
+
+if __name__ == '__main__':
+  flags.DEFINE_string('learner', '', 'Id of this learner; without it the loop is alone.')
+  flags.DEFINE_string('syncer', '127.0.0.1:7070', 'HOST:PORT of the syncer.')
+  app.run(main)

@@ -1,0 +1,174 @@
+"""Loops of the user's own (experiments/examples) learn together, as threads and as processes."""
+
+import difflib
+import inspect
+import json
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import diloco_jax
+from diloco_jax.configs import own_loop
+from tests.runs import gated_loop
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+CHANGED_LINES = 5
+LEARNED = 1.3  # from 4.2; the noise of the data leaves 0.73
+
+
+@pytest.mark.parametrize('name', ['loop_nnx', 'loop_linen', 'loop_optax'])
+def test_a_loop_becomes_a_learner_by_five_lines(name):
+  """Lines without their indentation, which `with` changes."""
+  module = gated_loop.example(name)
+  alone, learner = (
+    [line.strip() for line in inspect.getsource(function).splitlines()[1:]]
+    for function in (module.train_alone, module.train)
+  )
+  changed = [line for line in difflib.ndiff(alone, learner) if line.startswith('+ ')]
+  assert 0 < len(changed) <= CHANGED_LINES, '\n'.join(changed)
+
+
+@pytest.mark.parametrize('name', ['loop_nnx', 'loop_optax'])
+def test_two_loops_learn_together_as_threads(name):
+  module, losses = gated_loop.example(name), {}
+  alone = _in_standard_types(module.train_alone)
+
+  def learn(learner: str) -> None:
+    losses[learner] = _in_standard_types(
+      lambda: module.train(learner=learner, syncer=server.address)
+    )
+
+  with diloco_jax.run_syncer(total_steps=module.STEPS) as server:
+    threads = [threading.Thread(target=learn, args=(name,), daemon=True) for name in ('l0', 'l1')]
+    for thread in threads:
+      thread.start()
+    server.wait(DEADLINE_S)
+    for thread in threads:
+      thread.join(DEADLINE_S)
+  assert losses.keys() == {'l0', 'l1'}
+  for one in (alone, *losses.values()):
+    assert np.mean(one[-20:]) < LEARNED < one[0]
+
+
+def _in_standard_types(call):
+  """The examples are written for JAX's defaults, the tests have stricter ones."""
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    return call()
+
+
+# --- Processes ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name='start')
+def _start(tmp_path):
+  started = []
+
+  def start(*command: str) -> subprocess.Popen:
+    started.append(
+      subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={
+          **os.environ,
+          'PYTHONPATH': str(ROOT),
+          'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+          'PYTHONWARNINGS': '',
+        },
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+      )
+    )
+    return started[-1]
+
+  yield start
+  for process in started:
+    process.kill()
+    process.communicate()
+
+
+def _syncer(start, workdir: pathlib.Path, *flags: str) -> subprocess.Popen:
+  return start('-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={workdir}', *flags)
+
+
+def _facts(workdir: pathlib.Path, name: str) -> list[dict]:
+  path = workdir / 'records' / 'syncer.jsonl'
+  lines = path.read_text().split('\n')[:-1] if path.exists() else ()
+  return [fact for fact in map(json.loads, lines) if fact['name'] == name]
+
+
+def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp_path):
+  """The other learner waits in the middle of the run until the killed one is merged again."""
+  workdir, saved, back = tmp_path / 'run', tmp_path / 'saved', tmp_path / 'back'
+  address = f'--syncer=file:{workdir}/syncer/address'
+  again = [str(gated_loop.EXAMPLES / 'loop_linen.py'), '--learner=l0', address]
+  again.append(f'--checkpoints={saved}')
+  syncer = _syncer(start, workdir)
+  first = start(*again)
+  other = start(
+    str(ROOT / 'tests' / 'runs' / 'gated_loop.py'), str(back), 'l1', address.split('=')[1]
+  )
+  gated_loop.until(lambda: any(saved.glob('[0-9]*0')) or first.poll() is not None)
+  first.send_signal(signal.SIGKILL)
+  assert first.wait() == -signal.SIGKILL, first.communicate()
+
+  merged = lambda: [one for one in _facts(workdir, 'synced') if 'l0' in one['participants']]
+  before = len(merged())
+  second = start(*again)
+  gated_loop.until(lambda: len(merged()) >= before + 4 or second.poll() is not None)
+  back.touch()
+  for process in (second, other):
+    text = process.communicate(timeout=DEADLINE_S)[0]
+    steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
+    assert process.returncode == 0 and int(steps) > 20 and float(loss) < LEARNED, text
+  assert syncer.wait(DEADLINE_S) == 0
+  rows = _facts(workdir, 'ledger')[-1]['learners']
+  assert rows['l0']['steps'] > 20 and rows['l1']['steps'] >= gated_loop.GATE
+
+
+def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path):
+  params = {name: jnp.full((8, 8), float(value)) for value, name in enumerate('abcd')}
+  ocp.save(tmp_path / 'init', params)
+  workdir = tmp_path / 'run'
+  sync = own_loop.get_config().sync
+  sync.learners = 1
+  flags = (f'--init={tmp_path / "init"}', '--config.train.steps=8', '--config.sync.learners=1')
+  syncer = _syncer(start, workdir, *flags)
+  with diloco_jax.join(
+    jax.tree.map(jnp.zeros_like, params),
+    learner='l0',
+    syncer=f'file:{workdir}/syncer/address',
+    total_steps=8,
+    sync=sync,
+  ) as peer:
+    mine = peer.params
+    np.testing.assert_array_equal(mine['d'], params['d'])
+    for _ in peer.steps():
+      mine = peer.sync(mine, tokens=1)
+  assert syncer.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize(
+  ('flags', 'text'),
+  [
+    (['--config=own_loop', '--standby'], 'no model to compile'),
+    (['--config=stdlib_lm:tiny', '--init=there'], 'that of its task'),
+    (['--config=own_loop', '--init=nowhere'], 'cannot read nowhere'),
+    (['--config=own_loop', '--host=0.0.0.0'], 'not a loopback address'),
+  ],
+)
+def test_a_syncer_that_cannot_work_is_refused_in_one_line(start, tmp_path, flags, text):
+  refused = start('-m', 'diloco_jax', 'syncer', f'--workdir={tmp_path / "run"}', *flags)
+  said = refused.communicate(timeout=DEADLINE_S)[0]
+  assert refused.returncode == 42 and said.count('error: ') == 1 and text in said, said
