@@ -17,8 +17,8 @@ import sys
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import local
 from diloco_jax.launch import program as program_lib
+from diloco_jax.launch import run_folder
 from diloco_jax.proof import plans
 from diloco_jax.proof.faults import chaos_run, conductor
 from diloco_jax.report import live
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     else:
       plan = plans.draw(_SEED.value, names, round(_DURATION_S.value * plans.SECOND_NS))
     config.name = f'chaos-{_PLAN.value if _SEED.value is None else _SEED.value}'
-    workdir = local.open_workdir(
+    workdir = run_folder.open_workdir(
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)

@@ -13,7 +13,7 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.launch import local, program
+from diloco_jax.launch import local, program, run_folder
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     config.chaos.enabled = _CHAOS.value == 'on'
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   with program.never_retry():
-    workdir = local.open_workdir(config, workdir, resume=_RESUME.value)
+    workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value)
   return local.run(
     config,
     workdir,

@@ -1,16 +1,4 @@
-"""Runs a whole experiment on this machine: makes the folder, starts programs, writes the report.
-
-WORKDIR/config.json        the config that started the run
-WORKDIR/records/           facts of every process        (report/records.py)
-WORKDIR/logs/              output of every process
-WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
-WORKDIR/tensorboard/       curves
-WORKDIR/syncer/, islands/  checkpoints
-WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
-WORKDIR/snapshots/         run snapshots                 (storage/manifests.py)
-WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
-WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
-"""
+"""Runs a whole experiment on this machine: starts its programs, writes the report."""
 
 import asyncio
 import os
@@ -20,18 +8,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from diloco_jax.config import load, run_config
-from diloco_jax.launch import accelerators, kill_plan, program
+from diloco_jax.config import run_config
+from diloco_jax.launch import accelerators, kill_plan, program, run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.protocol import agreement
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
 from diloco_jax.storage import files
-from diloco_jax.train import corpus_files
 
 SUPERVISOR = 'supervisor'
-ADDRESS = 'syncer/address'
 
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault each; for
 # buffers that live as long as one fragment this costs more than the arithmetic. 32 MiB is the
@@ -41,49 +26,6 @@ _MALLOC = {
   'MALLOC_TRIM_THRESHOLD_': str(1 << 30),
   'MALLOC_TOP_PAD_': str(16 << 20),
 }
-
-
-def open_workdir(
-  config: run_config.Config, workdir: pathlib.Path | None, resume: bool
-) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue. Raises ValueError."""
-  if workdir is None:
-    if resume:
-      raise ValueError('--resume needs --workdir=DIR, the run to continue')
-    workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
-  workdir = workdir.absolute()
-  if resume:
-    _check_same_run(config, workdir)
-  elif workdir.is_dir() and any(workdir.iterdir()):
-    raise ValueError(
-      f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
-    )
-  if config.task == run_config.DECODER:
-    corpus_files.list_files(config.data.corpus)
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
-    load.write(workdir, config)
-  except OSError as error:
-    raise ValueError(
-      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
-    ) from None
-  return workdir
-
-
-def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
-  """Refuses another run's config. Raises ValueError."""
-  if not (workdir / load.FILE).is_file():
-    raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
-  ours, theirs = (
-    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
-  )
-  found = agreement.differences(ours, theirs)
-  if found:
-    raise ValueError(
-      f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config (leave --config out), or choose another --workdir'
-    )
 
 
 def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -172,7 +114,7 @@ def programs(
   common = [*config_flags, f'--workdir={workdir}']
   # Learners read the address file at every dial, so they may start before the syncer, and a
   # restarted syncer may listen on another port.
-  address = 'none' if alone else f'file:{workdir / ADDRESS}'
+  address = 'none' if alone else f'file:{workdir / run_folder.ADDRESS}'
 
   names = run_config.learner_ids(1 if alone else config.sync.learners)
   cpus = dict(zip(names, share_cpus(len(names), available_cpus())))

@@ -15,7 +15,7 @@ import jax
 from absl import flags
 
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import entrypoints, local
+from diloco_jax.launch import entrypoints, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
@@ -162,7 +162,7 @@ def run(
   config.validate()
   entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
   folder = pathlib.Path(workdir)
-  folder = local.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
+  folder = run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
   controller = SingleController(config, folder, make_recorder)
   controller.start()
   return controller.join()

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import accelerators, local, program
+from diloco_jax.launch import accelerators, local, program, run_folder
 
 
 @pytest.fixture(name='config')
@@ -15,33 +15,33 @@ def _config():
 
 
 def test_a_new_run_writes_its_config(config, tmp_path):
-  workdir = local.open_workdir(config, tmp_path / 'a' / 'b', resume=False)
+  workdir = run_folder.open_workdir(config, tmp_path / 'a' / 'b', resume=False)
   assert json.loads((workdir / 'config.json').read_text()) == config.to_dict()
 
 
 def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  workdir = local.open_workdir(config, None, resume=False)
+  workdir = run_folder.open_workdir(config, None, resume=False)
   assert workdir.parent == tmp_path / 'runs' and workdir.name.startswith('tiny-')
 
 
 def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
-  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   with pytest.raises(ValueError, match='already holds a run: continue it .--resume.'):
-    local.open_workdir(config, workdir, resume=False)
+    run_folder.open_workdir(config, workdir, resume=False)
   (workdir / 'syncer').mkdir()
   (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
   config.train.log_every += 1  # not part of the agreement
   config.train.steps += 1  # a run may be given more steps
-  assert local.open_workdir(config, workdir, resume=True) == workdir
+  assert run_folder.open_workdir(config, workdir, resume=True) == workdir
   assert not (workdir / 'syncer' / 'address').exists()
 
 
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):
-  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1
   with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.0 there.*leave --config out'):
-    local.open_workdir(config, workdir, resume=True)
+    run_folder.open_workdir(config, workdir, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_a_run_continues_with_its_own_config_only(config, tmp_path):
 )
 def test_resume_needs_an_existing_run(config, tmp_path, workdir, words):
   with pytest.raises(ValueError, match=words):
-    local.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
+    run_folder.open_workdir(config, tmp_path / workdir if workdir else None, resume=True)
 
 
 def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path):
   config.data.corpus = str(tmp_path / 'texts')
   with pytest.raises(ValueError, match='texts. has no files: use'):
-    local.open_workdir(config, tmp_path / 'run', resume=False)
+    run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   assert not (tmp_path / 'run').exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused(config):
   with pytest.raises(ValueError, match='cannot write /proc/run .* choose another --workdir'):
-    local.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
+    run_folder.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
 
 
 def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):

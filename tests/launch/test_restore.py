@@ -19,7 +19,7 @@ import pytest
 
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import local, program, restore
+from diloco_jax.launch import program, restore, run_folder
 from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
@@ -96,7 +96,7 @@ def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[
 @pytest.fixture(name='workdir')
 def _workdir(config, agreement, tmp_path) -> pathlib.Path:
   """A run with the snapshots 1 and 2, and what came after them."""
-  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   for number in (1, 2):
     _take(workdir, number, agreement)
   for node in (manifests.syncer_folder(workdir), manifests.island_folder(workdir, 'l0')):
@@ -161,7 +161,7 @@ def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
 def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
   """In arrays, records and manifest, wherever they are on the disk. What is not found does not
   matter: everything reads back as it was."""
-  workdir = local.open_workdir(config, tmp_path / 'run', resume=False)
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   _take(workdir, 1, agreement, ['l0'])
   roots = [_ckpt(workdir / 'syncer'), _ckpt(workdir / 'islands' / 'l0')]
   truth = [_held(root) for root in roots]
@@ -347,7 +347,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
 @pytest.fixture(scope='module', name='past')
 def _past(assembled, tmp_path_factory) -> pathlib.Path:
   """The folder of a run whose syncer was killed after seven outer steps, saved after 2 and 5."""
-  workdir = local.open_workdir(assembled.config, tmp_path_factory.mktemp('past'), resume=False)
+  workdir = run_folder.open_workdir(assembled.config, tmp_path_factory.mktemp('past'), resume=False)
   life = durability.Rig(assembled, workdir / 'syncer')
   for sync in range(1, durability.SYNCS + 1):
     life.merge(sync)

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-from diloco_jax.launch import local, program
+from diloco_jax.launch import program, run_folder
 from diloco_jax.proof.faults import chaos_report
 from tests.runs import conductor
 from tests.runs import day as day_lib
@@ -169,7 +169,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     'learner',
     *common,
     '--learner_id=l0',
-    f'--syncer=file:{tmp_path}/{local.ADDRESS}',
+    f'--syncer=file:{tmp_path}/{run_folder.ADDRESS}',
   )
   try:
     words = _wait_for(syncer, 'No space')

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import local
+from diloco_jax.launch import run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof import plans
 from diloco_jax.proof.faults import chaos_report, conductor
@@ -56,7 +56,7 @@ class ChaosRun(conductor.Conductor):
     super().__init__(
       workdir, recorder, config, config_flags, change=self._connect_to_proxy, display=display
     )
-    address = workdir / local.ADDRESS
+    address = workdir / run_folder.ADDRESS
     self._proxies = {name: proxy_lib.Proxy(lambda: address.read_text().strip()) for name in names}
     self._plan = plan
     self._others = [name for name in names if all(fault.node != name for fault in plan)]

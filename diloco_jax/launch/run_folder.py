@@ -1,0 +1,66 @@
+"""The folder of a run.
+
+WORKDIR/config.json        the config that started the run
+WORKDIR/records/           facts of every process        (report/records.py)
+WORKDIR/logs/              output of every process
+WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
+WORKDIR/tensorboard/       curves
+WORKDIR/syncer/, islands/  checkpoints
+WORKDIR/model/             the trained model, for Orbax (storage/arrays.py)
+WORKDIR/syncer/wal/        the log of outer steps        (storage/outer_log.py)
+WORKDIR/snapshots/         run snapshots                 (storage/manifests.py)
+WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
+WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
+"""
+
+import pathlib
+import time
+
+from diloco_jax.config import load, run_config
+from diloco_jax.protocol import agreement
+from diloco_jax.train import corpus_files
+
+ADDRESS = 'syncer/address'
+
+
+def open_workdir(
+  config: run_config.Config, workdir: pathlib.Path | None, resume: bool
+) -> pathlib.Path:
+  """Makes the folder of a run, or opens the one to continue. Raises ValueError."""
+  if workdir is None:
+    if resume:
+      raise ValueError('--resume needs --workdir=DIR, the run to continue')
+    workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
+  workdir = workdir.absolute()
+  if resume:
+    _check_same_run(config, workdir)
+  elif workdir.is_dir() and any(workdir.iterdir()):
+    raise ValueError(
+      f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
+    )
+  if config.task == run_config.DECODER:
+    corpus_files.list_files(config.data.corpus)
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
+    load.write(workdir, config)
+  except OSError as error:
+    raise ValueError(
+      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
+    ) from None
+  return workdir
+
+
+def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
+  """Refuses another run's config. Raises ValueError."""
+  if not (workdir / load.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir} to continue; leave --resume out to start one')
+  ours, theirs = (
+    agreement.of_run(agreement.encode(one.agreement())) for one in (config, load.read(workdir))
+  )
+  found = agreement.differences(ours, theirs)
+  if found:
+    raise ValueError(
+      f'the run in {workdir} was started with another config: {"; ".join(found)}; '
+      'continue it with its own config (leave --config out), or choose another --workdir'
+    )
