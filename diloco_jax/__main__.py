@@ -20,6 +20,7 @@ COMMANDS = {
   'chaos': 'carry out a plan of faults on real processes and check their tapes',
   'restore': 'bring a run back to a snapshot or a checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
+  'sample': 'print text of a trained model',
   'doctor': 'say what this machine has, and what would not work on it',
 }
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')

@@ -17,6 +17,8 @@ Outside this file the parameters are a plain tree, `nnx.to_pure_dict` of the mod
 """
 
 import functools
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -169,6 +171,41 @@ def loss(
   logits_BxLxV = apply(config, params, tokens_BxL1[:, :-1], sharding)
   targets_BxL = tokens_BxL1[:, 1:]
   return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
+
+
+def sample(
+  config: config_lib.ModelConfig,
+  params: Params,
+  prompt: bytes,
+  length: int,
+  temperature: float = 0.8,
+  seed: int = 0,
+) -> Iterator[int]:
+  """Draws one byte after the other, without end, each from the `length` bytes before it.
+
+  Args:
+    config, params: of the model.
+    prompt: what comes first, at least one byte.
+    length: L, as in training.
+    temperature: divides the logits; 0 takes the likeliest byte.
+    seed: of the draws.
+  """
+
+  @jax.jit
+  def draw(params: Params, window_L: jax.Array, end: jax.Array, key: jax.Array) -> jax.Array:
+    logits_V = apply(config, params, window_L[None])[0, end - 1]
+    likeliest = jnp.argmax(logits_V)
+    drawn = jax.random.categorical(key, logits_V / (temperature or 1.0))
+    return drawn if temperature else likeliest
+
+  params, key = jax.device_put(params), jax.random.key(seed)
+  text = list(prompt)
+  for index in itertools.count():
+    window = text[-length:]
+    window_L = np.zeros(length, np.int32)  # what comes after `end` changes nothing before it
+    window_L[: len(window)] = window
+    text.append(int(draw(params, window_L, np.int32(len(window)), jax.random.fold_in(key, index))))
+    yield text[-1]
 
 
 def label(path: str) -> str:

@@ -1,0 +1,92 @@
+"""The trained model of a run: plain Orbax opens it, load_params and sample use it."""
+
+import itertools
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import diloco_jax
+from diloco_jax.commands import sample
+from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import program, trained
+from diloco_jax.report import records
+from diloco_jax.train import decoder
+
+
+@pytest.fixture(name='run', scope='module')
+def _run(tmp_path_factory) -> pathlib.Path:
+  """The folder of a short run, in this process."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners, config.train.steps = 2, 12
+  folder = tmp_path_factory.mktemp('trained') / 'run'
+  make = lambda name: records.Recorder(folder, name, tensorboard=False)
+  exits = diloco_jax.run(config, folder, make)
+  assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0, 'l1': 0}
+  return folder
+
+
+def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
+  tree = ocp.load(run / 'model')
+  assert tree['embedding'].shape == (256, 32)
+  assert tree['layers']['1']['query'].shape == (32, 2, 16)
+  params = diloco_jax.load_params(run)
+  np.testing.assert_array_equal(params['layers'][1]['query'], tree['layers']['1']['query'])
+
+
+def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_path):
+  """The last checkpoint of an ended run has all its outer steps."""
+  shutil.copytree(run, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    diloco_jax.load_params(tmp_path / 'run'),
+    diloco_jax.load_params(run),
+  )
+
+
+def test_the_parameters_are_those_that_the_loss_takes(run):
+  config = trained.assemble(run).config
+  task = build.make_task(config)
+  loss = jax.jit(lambda params, batch: task.loss(params, batch, None))
+  batch = task.eval_batches()[0]
+  before, after = task.init(config.train.seed), diloco_jax.load_params(run)
+  assert jax.tree.structure(before) == jax.tree.structure(after)
+  assert float(loss(after, batch)) < float(loss(before, batch)) - 0.1
+
+
+def test_the_same_seed_draws_the_same_text(run):
+  config, params = trained.assemble(run).config, diloco_jax.load_params(run)
+
+  def draw(seed: int, temperature: float = 0.8) -> list[int]:
+    drawn = decoder.sample(config.model, params, b'def ', config.data.seq_len, temperature, seed)
+    return list(itertools.islice(drawn, 40))  # more than the window of 32
+
+  assert draw(1) == draw(1) != draw(2)
+  assert draw(1, temperature=0.0) == draw(2, temperature=0.0)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, run):
+  with pytest.raises(ValueError, match='there is no run in'):
+    diloco_jax.load_params(tmp_path)
+  shutil.copy(run / 'config.json', tmp_path)
+  with pytest.raises(ValueError, match='has no model yet'):
+    diloco_jax.load_params(tmp_path)
+
+
+def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path, capfdbinary):
+  from absl import flags
+
+  flags.FLAGS.unparse_flags() if False else None
+  with_flags = lambda **values: [setattr(flags.FLAGS, name, value) for name, value in values.items()]
+  with_flags(workdir=str(run), prompt='import ', tokens=30)
+  assert sample.main([]) == 0
+  text = capfdbinary.readouterr().out
+  assert text.startswith(b'import ') and len(text) == len(b'import ') + 30 + 1
+  with_flags(workdir=str(tmp_path))
+  with pytest.raises(program.NeverRetry, match='there is no run in'):
+    sample.main([])
