@@ -76,7 +76,7 @@ def own_loop_syncer(
   the first learner brings it (own_model.py); then the folder keeps it. No standby process could
   compile anything ahead, so there are none.
   """
-  _prepare_jax(1)
+  prepare_jax(1)
   folder, records = _open(workdir, 'syncer')
 
   def listening(bound: int) -> None:
