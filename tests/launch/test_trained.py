@@ -3,6 +3,8 @@
 import itertools
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
-from diloco_jax.commands import sample
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, trained
@@ -78,15 +79,14 @@ def test_a_folder_without_a_model_is_refused(tmp_path, run):
     diloco_jax.load_params(tmp_path)
 
 
-def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path, capfdbinary):
-  from absl import flags
+def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path):
+  def sample(workdir: pathlib.Path) -> subprocess.CompletedProcess:
+    words = ['sample', f'--workdir={workdir}', '--prompt=import ', '--tokens=30']
+    return subprocess.run([sys.executable, '-m', 'diloco_jax', *words], capture_output=True)
 
-  flags.FLAGS.unparse_flags() if False else None
-  with_flags = lambda **values: [setattr(flags.FLAGS, name, value) for name, value in values.items()]
-  with_flags(workdir=str(run), prompt='import ', tokens=30)
-  assert sample.main([]) == 0
-  text = capfdbinary.readouterr().out
-  assert text.startswith(b'import ') and len(text) == len(b'import ') + 30 + 1
-  with_flags(workdir=str(tmp_path))
-  with pytest.raises(program.NeverRetry, match='there is no run in'):
-    sample.main([])
+  done = sample(run)
+  assert (done.returncode, done.stderr) == (0, b'')
+  assert done.stdout.startswith(b'import ') and len(done.stdout) == len('import ') + 30 + 1
+  refused = sample(tmp_path)
+  assert refused.returncode == program.NEVER_RETRY
+  assert refused.stderr.startswith(b'error: there is no run in')
