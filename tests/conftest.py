@@ -55,7 +55,7 @@ class Counts(NamedTuple):
 
 DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3)
-_REAL_RUNS = ('tests/runs/', 'tests/test_readme.py')
+_REAL_RUNS = ('tests/runs/',)
 _ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (
   *_REAL_RUNS,

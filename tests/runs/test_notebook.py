@@ -1,6 +1,7 @@
 """The notebook runs from top to bottom in a kernel of its own."""
 
 import ast
+import json
 import pathlib
 
 import nbformat
@@ -39,6 +40,18 @@ def test_it_trains_a_run_and_a_loop_of_its_own_and_plots_them(notebook, tmp_path
   assert last[1] < first[1] - 0.2
   assert float(_text(outputs['cell-7'])) < 1.5 < 4.16  # the logarithm of the number of words
   assert 'image/png' in outputs['cell-8'][-1].data
+
+  facts = {
+    path.stem: [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    for path in (tmp_path / 'runs' / 'notebook' / 'records').glob('*.jsonl')
+  }
+  assert set(facts) == {'syncer', 'l0', 'l1', 'l2'}
+  ledger = [fact for fact in facts['syncer'] if fact['name'] == 'ledger'][-1]
+  # With K = 1 no sync waits, so the share of each learner depends on the scheduler.
+  assert ledger['merged'] > 0 and all(row['tokens'] > 0 for row in ledger['learners'].values())
+  assert ledger['trained'] * ledger['fragments'] == (
+    ledger['merged'] + sum(ledger['discarded'].values())
+  )
 
 
 def _text(outputs: list[nbformat.NotebookNode]) -> str:
