@@ -10,7 +10,7 @@ import threading
 import time
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / 'experiments' / 'examples'
-GATE, DEADLINE_S = 100, 200
+GATE, DEADLINE_S = 100, 100
 
 
 def example(name: str):

@@ -119,7 +119,7 @@ def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp
   other = start(
     str(ROOT / 'tests' / 'runs' / 'gated_loop.py'), str(back), 'l1', address.split('=')[1]
   )
-  gated_loop.until(lambda: any(saved.glob('[0-9]*0')) or first.poll() is not None)
+  gated_loop.until(lambda: any(saved.glob('[0-9]*/commit_success.txt')) or first.poll() is not None)
   first.send_signal(signal.SIGKILL)
   assert first.wait() == -signal.SIGKILL, first.communicate()
 
