@@ -1,4 +1,4 @@
-"""An own model in one file: a flax.linen classifier of handwritten-like digits, drawn by a rule.
+"""An own model in one file: a flax.linen classifier of ten patterns under noise.
 
     diloco train --config=experiments/examples/digits_linen.py
 
