@@ -153,7 +153,8 @@ def learner(
     raise program.NeverRetry(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
-  resolve = None if address == 'none' else resolver(address)
+  with program.never_retry(ValueError):
+    resolve = None if address == 'none' else resolver(address)
   prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   with program.never_retry(ValueError, files.DirectoryError):
@@ -229,10 +230,10 @@ def _write_address(folder: pathlib.Path, address: str) -> None:
 
 
 def resolver(address: str) -> Callable[[], str]:
-  """Returns a function that reads the syncer's address at each call: 'HOST:PORT' or 'file:PATH'."""
+  """Returns a function that reads the syncer's address at each call: 'HOST:PORT' or 'file:PATH'.
+  Raises ValueError if it is neither."""
   if not address.startswith(FILE):
-    with program.never_retry(ValueError):
-      grpc_client.grpc_session.check_loopback(address)
+    grpc_client.grpc_session.check_loopback(address)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
   return lambda: path.read_text().strip()

@@ -145,7 +145,7 @@ class Peer:
     Args:
       params: after the step, a tree like the one given to `join`. Consumed, as by donation: go on
         with what is returned.
-      tokens: trained on in this step, the weight of this learner in merges.
+      tokens: trained on in this step, more than 0: the weight of this learner in merges.
       opt_state: the inner optimizer's state after the step, if `join` was given one: this learner
         may be asked to donate it.
 
@@ -153,10 +153,13 @@ class Peer:
       The parameters to go on with: the same tree, dtypes and shardings.
 
     Raises:
-      Ended: the learner was refused, or its node failed.
+      Ended: the run is over.
+      ValueError: the arrays are not like those given to `join`, or there are no tokens.
     """
     if self.clock is None:
       raise Ended('the run is over: leave the loop once peer.clock is None')
+    if tokens <= 0:
+      raise ValueError(f'tokens is {tokens}: a step trains on at least one')
     if not self._taken:
       raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
     self._give(params, opt_state)

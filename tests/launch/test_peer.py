@@ -218,6 +218,8 @@ def test_wrong_calls_are_refused_with_a_remedy():
       with pytest.raises(RuntimeError, match='params = peer.params'):
         peer.sync(params, tokens=1)
       mine = peer.params
+      with pytest.raises(ValueError, match='tokens is 0'):
+        peer.sync(mine, tokens=0)
       with pytest.raises(ValueError, match='join was given no opt_state'):
         peer.sync(mine, tokens=1, opt_state={})
       with pytest.raises(ValueError, match=r'w is float32\[4, 8\], join was given float32\[8, 8\]'):
@@ -234,6 +236,9 @@ def test_wrong_calls_are_refused_with_a_remedy():
         pass
   with pytest.raises(ValueError, match="learner is 'L 0'"):
     with diloco_jax.join(params, sync=sync, **kwargs | {'learner': 'L 0'}):
+      pass
+  with pytest.raises(ValueError, match='not a loopback address'):
+    with diloco_jax.join(params, sync=sync, **kwargs | {'syncer': '10.0.0.1:7070'}):
       pass
   with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
     with diloco_jax.join(params, sync=sync, wait_s=0.5, **kwargs):
