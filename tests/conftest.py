@@ -44,17 +44,19 @@ class Counts(NamedTuple):
   syncer_kills: int  # at any moment; beside these, one at each failpoint
   learner_kills: int
   site_kills: int
+  flips: int  # of bits in a run snapshot
 
   def __str__(self) -> str:
     mutants = 'the seeds searched for each mutant' if self.full else 'each mutant at its known seed'
     return (
       f'{self.seeds:,} seeds, {mutants}, a kill at each failpoint and {self.syncer_kills} others '
-      f'of the syncer, {self.learner_kills} of a learner, {self.site_kills} of everything'
+      f'of the syncer, {self.learner_kills} of a learner, {self.site_kills} of everything, '
+      f'{self.flips} flipped bits'
     )
 
 
-DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1)
-FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3)
+DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
+FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = ('tests/runs/',)
 _ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (

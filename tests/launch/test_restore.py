@@ -31,7 +31,6 @@ pytestmark = [
   pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning'),
   pytest.mark.filterwarnings('ignore::pytest.PytestUnraisableExceptionWarning'),
 ]
-FLIPS = 100
 CHAIN = bytes(range(32))
 LEARNERS = ('l0', 'l1', 'l2')
 assembled = durability._assembled
@@ -158,7 +157,7 @@ def _same(one: checkpoint.Restored, other: checkpoint.Restored) -> bool:
 # --- What is found --------------------------------------------------------------------------------
 
 
-def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
+def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
   """In arrays, records and manifest, wherever they are on the disk. What is not found does not
   matter: everything reads back as it was."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
@@ -172,7 +171,7 @@ def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
     if path.is_file() and path.stat().st_size
   ]
   draw, found, harmless = random.Random(4), 0, 0
-  while found < FLIPS:
+  while found < counts.flips:
     path = files[(found + harmless) % len(files)]  # each of them, small or large
     whole = path.read_bytes()
     _flip(path, draw.randrange(len(whole)), draw.randrange(8))
@@ -186,7 +185,7 @@ def test_a_hundred_flipped_bits_are_found(config, agreement, tmp_path):
     path.write_bytes(whole)
   gc.collect()
   assert restore.choose(config, workdir, 'latest', print).manifest['snapshot'] == 1
-  assert harmless < 3 * FLIPS, 'it looks at next to nothing'
+  assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 
 @pytest.mark.parametrize('where', ['manifest', 'syncer', 'l0', 'gone'])

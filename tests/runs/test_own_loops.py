@@ -39,7 +39,7 @@ def test_a_loop_becomes_a_learner_by_five_lines(name):
   assert 0 < len(changed) <= CHANGED_LINES, '\n'.join(changed)
 
 
-@pytest.mark.parametrize('name', ['loop_nnx', 'loop_optax'])
+@pytest.mark.parametrize('name', ['loop_nnx', pytest.param('loop_optax', marks=pytest.mark.full)])
 def test_two_loops_learn_together_as_threads(name):
   module, losses = gated_loop.example(name), {}
   alone = _in_standard_types(module.train_alone)
@@ -137,6 +137,7 @@ def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp
   assert rows['l0']['steps'] > 20 and rows['l1']['steps'] >= gated_loop.GATE
 
 
+@pytest.mark.full
 def test_a_syncer_begins_with_the_arrays_of_an_orbax_checkpoint(start, tmp_path):
   params = {name: jnp.full((8, 8), float(value)) for value, name in enumerate('abcd')}
   ocp.save(tmp_path / 'init', params)

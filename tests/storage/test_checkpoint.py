@@ -17,6 +17,7 @@ import pytest
 
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
 
 
@@ -26,7 +27,7 @@ def _state(value: float):
 
 def _shardings(mesh_config: config_lib.MeshConfig, like):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-  return mesh_lib.tree_shardings(mesh, like), mesh_lib.replicated(mesh)
+  return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION), mesh_lib.replicated(mesh)
 
 
 def _restore(root: pathlib.Path, like=None):

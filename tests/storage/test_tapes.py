@@ -389,6 +389,7 @@ class Watched(records.Recorder):
         self._enough.set()
 
 
+@pytest.mark.full  # the day of tests/runs/test_day.py stops, resumes and replays, too
 def test_a_stopped_and_resumed_run_replays(tmp_path):
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = config.sync.quorum = 2  # so that both have trained before the stop

@@ -410,10 +410,10 @@ def test_a_log_that_does_not_fit_the_checkpoint_is_refused(rig, tmp_path, assemb
 def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_named(
   rig, assembled, tmp_path
 ):
-  """For example a cell of a notebook, run again with more steps."""
+  """For example a cell of a notebook, run again with another seed."""
   rig().crash()
   config = copy.deepcopy(assembled.config)
-  config.train.steps += 1
+  config.train.seed += 1
   with contextlib.closing(
     commit.CommitLog(files_lib.Files(tmp_path / 'wal'), build.assemble(config).agreement, print)
   ) as other:
@@ -421,8 +421,8 @@ def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_name
       with program.log_failures():
         other.recover(None, {})
   assert refusal.value.code == 42
-  steps = config.train.steps
-  assert str(refusal.value).endswith(f' train.steps is {steps} here, {steps - 1} there')
+  seed = config.train.seed
+  assert str(refusal.value).endswith(f' train.seed is {seed} here, {seed - 1} there')
 
 
 def _content(folder: pathlib.Path) -> dict[str, bytes]:
