@@ -14,6 +14,8 @@ STEPS, MORE = 8, 24
 def _config(steps: int) -> run_config.Config:
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = config.sync.quorum = 2
+  config.sync.fragments = config.sync.period = 2
+  config.sync.overlap = config.mesh.data = 1
   config.train.steps, config.train.eval_every = steps, 0
   config.validate()
   return config
