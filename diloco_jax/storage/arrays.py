@@ -1,9 +1,7 @@
 """A tree of arrays in a folder that plain Orbax reads: an exported model, an initial one.
 
-import jax
-import numpy as np
 from orbax.checkpoint import v1 as ocp
-params = ocp.load('runs/NAME/model')
+params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 """
 
 import pathlib
