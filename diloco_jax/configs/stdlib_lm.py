@@ -9,11 +9,11 @@ same model with other methods, each a few lines away from the next.
     diloco train --config=stdlib_lm:decoupled --syncer=none     # 1/4 of the tokens
     diloco train --config=stdlib_lm:data_parallel --syncer=none # all the tokens
 
-On two cores, measured 2026-11-21: cpu 93 s, held-out loss 5.49 -> 1.56 nats per byte; decoupled
-about 120 s, 1.50 to 1.51 over three seeds; one learner alone 30 s, 1.61 to 1.62; data_parallel
-about 130 s, 1.45. README.md has the table, docs/log.md how the settings were found.
+On two cores, measured 2026-11-22: cpu 125 s, held-out loss 5.49 -> 1.55 nats per byte; decoupled
+about 130 s, 1.51 and 1.53 with two seeds; one learner alone 30 s, 1.61; data_parallel about 150 s,
+1.44 and 1.45. README.md has the table, docs/log.md how the settings were found.
 
-In a notebook: `from diloco_jax.configs import stdlib_lm; config = stdlib_lm.get_config('tiny')`.
+In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 
 | variant | what it is |
 |---|---|
