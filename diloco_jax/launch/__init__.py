@@ -1,1 +1,1 @@
-"""Starts and ends programs: flags, exit codes, the supervisor of a run on one machine."""
+"""Starts and ends programs and nodes: flags, exit codes, the supervisor, loops of a user's own."""

@@ -52,14 +52,18 @@ class Server:
     self._thread.join(timeout_s)
     if self._thread.is_alive():
       raise TimeoutError(f'the run has not ended within {timeout_s:g} s')
-    if isinstance(self._result, BaseException):
-      raise self._result
+    self._require_well()
     return self._theta.params()
 
   def _stop(self) -> None:
     self._stopped.set()
     self._event_queue.post(events.Stop(reason='the program ended'))
     self._thread.join()
+
+  def _require_well(self) -> None:
+    """Raises the error of the syncer, if it has failed."""
+    if isinstance(self._result, BaseException):
+      raise self._result
 
   def _found(self, port: int) -> None:
     self.address = f'{_HOST}:{port}'
@@ -76,6 +80,8 @@ class Server:
     try:
       if model is None:
         model = own_model.obtain(workdir, f'{_HOST}:{port}', self._found, self._stopped)
+      elif known := own_model.read(workdir):  # a run that continues keeps its version 0
+        model = known
       else:
         own_model.write(workdir, model)
       assembled = own_model.complete(model, config)
@@ -118,12 +124,13 @@ def run_syncer(
     total_steps, sync, label, shards: as for `join`.
     opt_state: with `init`, and if the learners give theirs: a tree of the same shapes.
     port: to listen on; 0: the kernel chooses.
-    workdir: a folder for log, checkpoints and tape, from which the same call continues the run;
-      None: a temporary one.
+    workdir: a folder for log, checkpoints and tape, from which the same call continues the run,
+      with the model that it has; None: a temporary one.
 
   Raises:
     ValueError: settings or arrays cannot work.
     OSError: the port is in use.
+    Any error that ended the syncer, at the end of the `with`.
   """
   server = Server()
   config = own_model.config(total_steps, sync, shards)
@@ -145,6 +152,8 @@ def run_syncer(
     server._thread.start()
     cleanup.callback(server._stop)
     server._listens.wait()
-    if isinstance(server._result, BaseException):
-      raise server._result
+    server._require_well()
     yield server
+    server._stop()
+    if not isinstance(server._result, InterruptedError):  # no learner has come: that is no error
+      server._require_well()

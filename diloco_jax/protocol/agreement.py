@@ -19,7 +19,7 @@ def encode(facts: dict) -> str:
 
 
 def of_run(text: str) -> str:
-  """The part of an agreement that stays the same as long as the run goes on."""
+  """The settings that stay the same for the whole run, as an agreement: all but MAY_CHANGE."""
   facts = _decode(text)
   return encode({name: value for name, value in facts.items() if name not in MAY_CHANGE})
 

@@ -27,7 +27,7 @@ def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
 
 
 def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
-  """Its clock goes on behind the closing syncs; the same log, checkpoints and ledger continue."""
+  """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
     make = lambda name: records.Recorder(tmp_path, name, tensorboard=False)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import diloco_jax
+from diloco_jax.launch import own_model
 
 _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
@@ -259,3 +260,25 @@ def test_a_syncer_continues_with_the_model_that_a_learner_brought(tmp_path):
           if first == 0 and clock == 9:
             break
   assert first >= 8 and float(mine['w'][0, 0]) < 0.3
+
+
+def test_a_run_that_continues_keeps_its_version_0(tmp_path):
+  """Whatever `init` the second call gives."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0, codec_down='float32')
+  kwargs, init = {'total_steps': 20, 'sync': sync}, {'w': jnp.ones((8, 8))}
+  with diloco_jax.run_syncer(init, workdir=tmp_path, **kwargs):
+    pass
+  with (
+    diloco_jax.run_syncer({'w': init['w'] * 5}, workdir=tmp_path, **kwargs) as server,
+    diloco_jax.join({'w': init['w'] * 7}, learner='l0', syncer=server.address, **kwargs) as peer,
+  ):
+    np.testing.assert_array_equal(peer.params['w'], init['w'])
+
+
+def test_the_error_of_a_syncer_reaches_its_program():
+  """Here the first learner brings a model that has too few arrays for the syncer's fragments."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=64, period=64)
+  with pytest.raises(ValueError, match='64 balanced fragments'):
+    with diloco_jax.run_syncer(total_steps=100, sync=sync) as server:
+      model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
+      own_model.bring(model, lambda: server.address, wait_s=_DEADLINE_S)
