@@ -25,8 +25,9 @@ no part calls it::
 
     join.py           how a process joins, and how a member is lost or leaves
     pace.py           which sync opens next, and when
+    plausible.py      whether a learner of this run could send a message at all
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
-    quorum.py         when a sync has waited enough;  grace.py: how long it may wait
+    gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
     moments_relay.py  which donor gives its moments to which joiner
     checkpoints.py    when to save;  run snapshots
@@ -50,7 +51,6 @@ from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
-from diloco_jax.protocol.syncer import quorum as quorum_lib
 from diloco_jax.protocol.syncer import recovery, verdicts
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
@@ -277,7 +277,7 @@ class SyncerMachine:
 
   def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
     closing = gather.sync > self._config.total_steps
-    verdict, why = quorum_lib.decide(
+    verdict, why = gather_lib.decide(
       gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
     )
     if verdict == 'merge':
