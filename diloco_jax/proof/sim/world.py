@@ -26,6 +26,7 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'
+RUN = 'r0'
 CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
 
 
@@ -111,6 +112,7 @@ class World:
       node='syncer',
       config=self.config,
       agreement=AGREEMENT,
+      run=RUN,
       payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
       digests=self.initial,
     )

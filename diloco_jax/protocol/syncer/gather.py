@@ -1,5 +1,4 @@
-"""An open sync: its state, the learners that it waits for, its payloads, and when it has waited long
-enough.
+"""An open sync: its state, the learners that it waits for, its payloads, and when it may end.
 
 The grace window runs once K payloads have arrived; the sync merges all payloads that have arrived
 when it ends. If a withdrawn payload breaks the quorum, the window starts again with the next K-th
