@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
-MAX_DIGITS = 20  # of an integer, its sign included: 64 bits
+MAX_DIGITS = 100  # of an integer; a norm (syncer/screening.py) has up to 60
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _NOT_A_BRACKET = re.compile(r'[^\[\]{}]+')
 
@@ -21,23 +21,34 @@ class Unreadable(ValueError):
   """The text is no JSON that this package would write; the error says what is wrong with it."""
 
 
-def parse(text: str | bytes, max_bytes: int = MAX_BYTES, max_depth: int = MAX_DEPTH) -> Any:
+def parse(
+  text: str | bytes,
+  max_bytes: int = MAX_BYTES,
+  max_depth: int = MAX_DEPTH,
+  finite: bool = True,
+) -> Any:
   """The value of a JSON text, which is UTF-8 if given as bytes.
 
   Args:
     text: from anywhere.
     max_bytes: the longest text (of a str: characters) that is read at all.
     max_depth: the most lists and objects that may lie in each other.
+    finite: refuse NaN and infinite numbers.
 
   Raises:
-    Unreadable: it is not JSON, too long or too deep; or it has NaN, an infinite number, an integer
-      beyond MAX_DIGITS, or a half of a surrogate pair, which no output could encode.
+    Unreadable: it is not JSON, too long or too deep; or it has an integer beyond MAX_DIGITS, or a
+      half of a surrogate pair, which no output could encode.
   """
   if len(text) > max_bytes:
     raise Unreadable(f'it has {len(text)} bytes, at most {max_bytes} are read')
   try:
     text = text if isinstance(text, str) else bytes(text).decode()
-    value = json.loads(text, parse_constant=_constant, parse_int=_integer, parse_float=_finite)
+    value = json.loads(
+      text,
+      parse_constant=_constant if finite else None,
+      parse_int=_integer,
+      parse_float=_finite if finite else None,
+    )
     if '\\u' in text:
       json.dumps(value, ensure_ascii=False).encode()
   except Unreadable:
