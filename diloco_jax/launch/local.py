@@ -14,7 +14,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files
+from diloco_jax.storage import files, seals
 
 SUPERVISOR = 'supervisor'
 
@@ -228,7 +228,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupt)
   controller.start()
-  with program.log_failures(), program.never_retry(files.DirectoryError):
+  with program.log_failures(), program.never_retry(files.DirectoryError, seals.Unproved):
     exits = controller.join()
   if interrupts:
     code, text = program.INTERRUPTED, 'interrupted'
