@@ -24,14 +24,13 @@ the line does not count. Nothing here does I/O: functions take and return lines.
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
+from diloco_jax.protocol import events, safe_json
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -317,6 +316,6 @@ class Reader:
 
 def _parse(body: bytes) -> dict[str, Any]:
   try:
-    return json.loads(body + b'}')
+    return safe_json.parse(body + b'}')
   except ValueError as error:
     raise TapeError(f'not JSON: {error}') from None
