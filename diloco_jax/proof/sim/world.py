@@ -66,7 +66,9 @@ class World:
   def link(self, name: str) -> network_lib.Link:
     """The link of a learner's host to the syncer."""
     if name not in self._links:
-      self._links[name] = network_lib.Link(random_streams.random_stream(self.seed, 'network', name))
+      draw = random_streams.random_stream(self.seed, 'network', name)
+      # As in production, a tenth of a lease.
+      self._links[name] = network_lib.Link(draw, queue_ns=self.config.lease_ns // 10)
     return self._links[name]
 
   def island(self, name: str) -> hardware.Island:

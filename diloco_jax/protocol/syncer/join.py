@@ -422,6 +422,7 @@ class Membership:
     member.awaited_transfer = 0
     self._relay.done(recovered.transfer)
     self._report(member, 'recovered', by=recovered.way)
+    self._published.catch_up(member)
     if member.caught_up:
       self._caught_up(member)
 

@@ -60,7 +60,8 @@ class Member:
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
   # By fragment: sent and not yet reported as adopted.
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
-  lagging: set[int] = dataclasses.field(default_factory=set)  # too many versions are in flight
+  lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
+  wholes: set[int] = dataclasses.field(default_factory=set)  # to be sent whole, or in flight so
   repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again
   # Refused updates (screening.py).
   strikes: int = 0  # in a row

@@ -56,10 +56,9 @@ def needs_anchor(
   """Whether the syncer must send the fragment (now at `version`) after discarding a payload.
 
   A range that starts before the settled tokens, from an anchor that no publish is about to replace,
-  would be refused again and again: only a fresh anchor helps. If the learner has since reported one
-  (at token count `anchor_tokens`: control overtakes payloads), another one would overwrite more."""
+  would be refused again and again: only a fresh anchor helps. (A stale anchor is about to be
+  replaced.) If the learner has since reported a fresh one (at token count `anchor_tokens`: control
+  overtakes payloads), another one would overwrite more."""
   if message.tokens_from < anchor_tokens:
     return False
-  if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):
-    return message.version == version
-  return reason == Reason.STALE
+  return reason in (Reason.BAD_VALUE, Reason.DUPLICATE) and message.version == version

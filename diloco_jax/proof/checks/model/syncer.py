@@ -36,6 +36,7 @@ class Peer:
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
+  wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it
@@ -297,6 +298,7 @@ class SyncerBook:
       self.window.adopted(now_ns, message.fragment, message.version)
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
+      peer.wholes.discard(message.fragment)
       peer.versions_in_flight[message.fragment] = [
         version
         for version in peer.versions_in_flight[message.fragment]
@@ -387,6 +389,8 @@ class SyncerBook:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
+    if message.base_version is None:
+      peer.wholes.add(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
