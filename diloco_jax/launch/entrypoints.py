@@ -199,7 +199,7 @@ def limits(assembled: build.Assembly) -> link.Limits:
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
-    max_strangers=sync.learners + SPARE_SESSIONS,
+    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,
   )
 

@@ -7,9 +7,11 @@ threads are a little faster than asyncio, and every large copy and checksum runs
 
 Places. A session is a *stranger's* until the machine has answered it as it answers members only
 (rules.py), and must become a member's in time. There is a number of places for members, and another
-one for strangers, in which a newcomer displaces the oldest stranger: one without a Join, if there
-is any. So processes that occupy sessions keep neither a member nor a restarted learner out, and
-connections that do not speak end after seconds.
+one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
+to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
+and come at no higher rate.
+So processes that occupy sessions keep neither a member nor a restarted learner out, which needs
+less time to join, and connections that do not speak end after seconds.
 """
 
 import collections
@@ -29,13 +31,15 @@ from diloco_jax.node import ports
 from diloco_jax.transport import (
   grpc_session,  # first: it tells gRPC how much to log
   link,
+  rules,
 )
 
+_LINE = 128  # newcomers that wait for a place
 _SPARE_CALLS = 16  # calls that are about to be refused, or to end
 _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
 _AGAIN_S = 60.0  # between two lines of one kind
-_FULL, _DISPLACED = 'sessions refused: all places are taken', 'strangers displaced by newer ones'
+_REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
@@ -74,9 +78,14 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     places = limits.max_members + limits.max_strangers
     reserve_descriptors(places)
     self._numbers = itertools.count(1)
+    self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
+    self._arrivals = rules.Rate(
+      limits.max_strangers / max(limits.stay_s, 0.001), limits.max_strangers
+    )
+    self._room = threading.Condition(self._lock)  # a session has ended
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._closing = False
-    threads = 2 * places + _SPARE_CALLS
+    threads = 2 * places + _LINE + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
     self._server = grpc.server(
       self._pool, options=_OPTIONS, maximum_concurrent_rpcs=threads + _WAITING_CALLS
@@ -91,6 +100,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   def shutdown(self, grace_s: float) -> None:
     with self._lock:
       self._closing = True
+      self._room.notify_all()
     self._health.enter_graceful_shutdown()
     self._close_all('the syncer shut down', grace_s)
     self._server.stop(grace=None).wait()
@@ -152,9 +162,25 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     _conclude(session, context)
 
   def _admit(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+    """The session of a newcomer, and its token. Ends the call if there is no place for it."""
+    turn = threading.Event()
     with self._lock:
-      sessions = list(self._sessions.values())
-      members = sum(session.member for session in sessions)
+      self._line.append(turn)
+      self._line[0].set()
+      waits = len(self._line) <= _LINE
+    try:
+      if not waits or not turn.wait(self._limits.handshake_s):
+        self._refuse(context, f'{_LINE} other sessions wait for a place. Dial again')
+      return self._enter(context)
+    finally:
+      with self._lock:
+        self._line.remove(turn)
+        if self._line:
+          self._line[0].set()
+
+  def _enter(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+    with self._lock:
+      members, displaced = self._wait_for_room()
       full = members >= self._limits.max_members
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
@@ -164,22 +190,37 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     if self._closing:
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
     if full:
-      self._troubles.add(_FULL, f'{members} learners are connected')
-      context.abort(
-        grpc.StatusCode.RESOURCE_EXHAUSTED,
-        f'{members} learners are connected, as many as this syncer has places for (sync.places). '
+      self._refuse(
+        context,
+        f'{members} learners are connected, as many as the syncer has places for (sync.places). '
         'Restart it with more, or wait for a place',
       )
-    self._displace([session for session in sessions if session.stranger])
+    if displaced is not None:
+      displaced.fail('displaced by a newer session, as too many had not joined', _DISPLACED)
     return session, token
 
-  def _displace(self, strangers: list[grpc_session.Session]) -> None:
-    """Makes room for one more stranger; `strangers` are the others, the oldest first."""
-    if len(strangers) >= self._limits.max_strangers:
-      silent = (session for session in strangers if not session.greeted)
-      next(silent, strangers[0]).fail(
-        f"displaced: {len(strangers)} other sessions were no member's", trouble=_DISPLACED
-      )
+  def _wait_for_room(self) -> tuple[int, grpc_session.Session | None]:
+    """Waits for a place for one more stranger; the caller holds the lock. Returns the number of
+    members, who may have all places, and the stranger to displace."""
+    while True:
+      sessions = self._sessions.values()
+      members = sum(session.member for session in sessions)
+      strangers = [session for session in sessions if session.stranger]
+      if self._closing or members >= self._limits.max_members:
+        return members, None
+      now_s, stay_s = time.monotonic(), self._limits.stay_s
+      wait_s = self._arrivals.wait_s(now_s)
+      free = len(strangers) < self._limits.max_strangers
+      stayed = [session for session in strangers if now_s >= session.since_s + stay_s]
+      if not wait_s and (free or stayed):
+        self._arrivals.spend(1, now_s)
+        # Of equals the oldest.
+        return members, None if free else min(stayed, key=lambda session: session.stage)
+      self._room.wait(wait_s or strangers[0].since_s + stay_s - now_s)
+
+  def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
+    self._troubles.add(_REFUSED, why)
+    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
     session.add_stream(context.cancel)
@@ -194,6 +235,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       self._troubles.add(session.trouble, session.reason)
     with self._lock:
       self._sessions.pop(session.number, None)
+      self._room.notify_all()
       for token in [t for t, s in self._unclaimed.items() if s is session]:
         del self._unclaimed[token]
 
@@ -216,7 +258,7 @@ class Troubles:
         return
       self._next_s[kind] = self._now_s() + _AGAIN_S
       count = self._unsaid.pop(kind)
-    self._say(f'{count} {kind}: {text}')
+    self._say(f'{kind}: {count}, the last one: {text}')
 
 
 def reserve_descriptors(places: int) -> None:

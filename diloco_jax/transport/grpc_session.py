@@ -44,7 +44,7 @@ REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its traili
 LOST = 'connection lost'
 REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
 MAX_UNHANDLED = 16
-UNUSED, BROKEN = "sessions that did not become a learner's", 'sessions that broke the protocol'
+UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
   ('grpc.enable_retries', 0),
@@ -86,6 +86,7 @@ class Session:
     self.number = number
     self.reason = ''
     self.finished = threading.Event()  # both streams have ended
+    self.since_s = time.monotonic()
     self.trouble = ''  # the kind of fault for which the syncer ended this session
     self._post = post
     self._payloads = payloads
@@ -216,9 +217,9 @@ class Session:
     return self._state in (_State.CONNECTING, _State.OPEN) and not self._rules.member
 
   @property
-  def greeted(self) -> bool:
-    """Whether its Join has come."""
-    return self._rules.greeted
+  def stage(self) -> int:
+    """How far it has come with joining (rules.py)."""
+    return self._rules.stage
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------
 

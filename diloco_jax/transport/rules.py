@@ -38,15 +38,14 @@ class OfLearner:
   """The rules of one learner's session, kept by the syncer. Not thread-safe.
 
   Attributes:
-    greeted: it has sent its Join.
+    stage: 0, 1 with its Join, 2 with its Confirm.
     member: the syncer has answered as it answers members only (`sent`).
   """
 
   def __init__(self, limits: link.Limits):
     self._limits = limits
-    self.greeted = False
+    self.stage = 0
     self.member = False
-    self._confirmed = False
     self._asked: dict[Any, int] = {}  # the answer that is awaited: bytes of its payload
     self._to_come: collections.Counter[int] = collections.Counter()  # of sizes, not yet begun
 
@@ -70,13 +69,13 @@ class OfLearner:
   def received(self, message: messages.Message) -> None:
     """The learner has sent this message. Raises LinkError if it may not."""
     name = type(message).__name__
-    if isinstance(message, messages.Join) == self.greeted:
-      raise link.LinkError(f'a second {name}' if self.greeted else f'{name} before Join')
-    if isinstance(message, messages.Confirm) and self._confirmed:
-      raise link.LinkError('a second Confirm')
-    self.greeted = True
-    self._confirmed = self._confirmed or isinstance(message, messages.Confirm)
+    if self.stage == 0 and not isinstance(message, messages.Join):
+      raise link.LinkError(f'{name} before Join')
     match message:
+      case messages.Join():
+        self._reach(1, name)
+      case messages.Confirm():
+        self._reach(2, name)
       case messages.Contribution(sync=sync, fragment=fragment, payload=payload):
         self._answered(name, (sync, fragment), payload)
       case messages.Decline(sync=sync, fragment=fragment):
@@ -85,6 +84,11 @@ class OfLearner:
         self._answered(name, transfer, payload)
       case messages.NoDonation(transfer=transfer):
         self._answered(name, transfer, None)
+
+  def _reach(self, stage: int, name: str) -> None:
+    if self.stage >= stage:
+      raise link.LinkError(f'a second {name}')
+    self.stage = stage
 
   def _ask(self, answer: Any, size: int) -> None:
     if answer in self._asked:
@@ -107,7 +111,7 @@ class OfLearner:
 class OfSyncer:
   """The rules of the syncer's end, kept by a learner."""
 
-  greeted = member = True
+  stage, member = 2, True
 
   def __init__(self, limits: link.Limits):
     self._limits = limits

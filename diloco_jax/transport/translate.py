@@ -40,7 +40,7 @@ MAX_STRING_BYTES = {
   'record_sha256': 64,
   'error': 1 << 10,
   'host': 255,
-  'agreement': 1 << 12,
+  'agreement': 3 << 10,
   'text': 1 << 12,
 }
 _COMPARED = ('learner', 'agreement')

@@ -82,7 +82,7 @@ def test_a_stranger_sends_no_payload(size):
   stranger = rules.OfLearner(LIMITS)
   stranger.received(JOIN)
   stranger.sent(messages.Offer(incarnation=1))
-  assert stranger.greeted and not stranger.member
+  assert stranger.stage == 1 and not stranger.member
   with pytest.raises(link.LinkError, match='not asked for'):
     stranger.begins(size)
 

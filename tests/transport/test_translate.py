@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.tape import codec
 from diloco_jax.transport import errors, sync_pb2, translate
 
 DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
@@ -88,7 +89,7 @@ def join(**changes):
     (join(nonce=-1), 'range'),
     (join(learner='x' * 64), 'length'),
     (join(learner='ü' * 32), 'length'),
-    (join(agreement='x' * 4097), 'length'),
+    (join(agreement='x' * 3073), 'length'),
     (join(agreement='{"a\x1b": 1}'), 'string'),
     (messages.Leave(reason='x' * 256), 'length'),
     (join(learner='\ud800'), 'string'),
@@ -178,6 +179,30 @@ def test_the_receiver_sets_how_many_items_it_takes():
   assert translate.LEARNER_TO_SYNCER.decode(data, 3) == (confirm, 0)
   with pytest.raises(errors.WireError, match='length 3, at most 2'):
     translate.LEARNER_TO_SYNCER.decode(data, 2)
+
+
+def longest(cls, fragments):
+  """A message of that class with every field as long as a learner may send it."""
+
+  def value(name, kind):
+    if isinstance(kind, types.UnionType):
+      return value(name, typing.get_args(kind)[0])
+    if typing.get_origin(kind) is tuple:
+      return (value(name, typing.get_args(kind)[0]),) * fragments
+    if dataclasses.is_dataclass(kind):
+      return longest(kind, fragments)
+    if kind is str:
+      return ('"' if name == 'agreement' else '\x1b') * translate.MAX_STRING_BYTES[name]
+    return kind(translate._RANGES.get((cls, name), translate._COUNT)[1])
+
+  return cls(**{f.name: value(f.name, f.type) for f in dataclasses.fields(cls)})
+
+
+@pytest.mark.parametrize('cls', translate.LEARNER_TO_SYNCER.classes)
+def test_a_received_message_takes_little_of_a_tape(cls):
+  direction, fragments = translate.LEARNER_TO_SYNCER, 24
+  message, _ = direction.decode(direction.encode(longest(cls, fragments)), fragments)
+  assert len(codec.encode(message)) < (7 if cls is messages.Join else 4) << 10
 
 
 def test_the_checked_in_stubs_are_those_of_the_proto():
