@@ -32,7 +32,7 @@ from diloco_jax.train import task as task_lib
 from diloco_jax.transport import grpc_client, grpc_server, link
 
 FILE = 'file:'
-SPARE_SESSIONS = 8
+SPARE_SESSIONS = 16
 MAX_ADDRESS_BYTES = 4096
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
@@ -120,7 +120,7 @@ def _serve(
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        f'{host}:{port}', post, payloads, limits(assembled)
+        f'{host}:{port}', post, payloads, limits(assembled), records.say
       )
       _write_address(folder, f'{host}:{transport.port}')
     records.say(f'the syncer listens on {host}:{transport.port}')
@@ -192,14 +192,18 @@ def learner(
 
 def limits(assembled: build.Assembly) -> link.Limits:
   """The limits of a transport. A joining learner receives every fragment at once, and new versions
-  on top, and the announcement of a payload may arrive after its bytes, since the two use separate
-  gRPC streams."""
+  on top, and payloads may arrive after their announcements, since the two use separate streams.
+  After a restart of the syncer all learners are strangers at once."""
   sync = assembled.config.sync
   return link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=2 * sync.fragments + SPARE_SESSIONS,
+    contribution_bytes=assembled.payload_bytes,
+    publish_bytes=assembled.publish_bytes,
+    donation_bytes=assembled.moments_bytes,
+    max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
-    max_sessions=sync.learners + SPARE_SESSIONS,
+    max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
+    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
+    member_s=sync.lease_s + link.Limits.handshake_s,
   )
 
 

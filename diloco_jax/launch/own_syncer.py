@@ -89,7 +89,7 @@ class Server:
       def listen(post, payloads):
         address = self.address or f'{_HOST}:{port}'
         transport = grpc_server.GrpcSyncerTransport(
-          address, post, payloads, entrypoints.limits(assembled)
+          address, post, payloads, entrypoints.limits(assembled), records.say
         )
         self._found(transport.port)
         return transport

@@ -19,6 +19,7 @@ from diloco_jax.transport import (
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
   ('grpc.enable_http_proxy', 0),  # the address is a loopback address
+  ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
 )
 
 
