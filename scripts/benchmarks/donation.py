@@ -37,6 +37,7 @@ def syncer(pipe, max_payload_bytes: int) -> None:
   _run_on(max)
   from diloco_jax.protocol import events, messages
   from diloco_jax.transport import (
+    addresses,
     grpc_server,
     link,  # pylint: disable=g-import-not-at-top
     payloads,
@@ -50,7 +51,11 @@ def syncer(pipe, max_payload_bytes: int) -> None:
       pipe.send(event.message.transfer)
 
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', post, kept, link.Limits(max_payload_bytes=max_payload_bytes)
+    '127.0.0.1:0',
+    post,
+    kept,
+    link.Limits(max_payload_bytes=max_payload_bytes),
+    addresses.Access(plaintext_loopback=True),
   )
   pipe.send(transport.port)
   pipe.recv()
@@ -64,6 +69,7 @@ class Donor:
     from diloco_jax.learner import moments_work
     from diloco_jax.train import island as island_lib
     from diloco_jax.transport import (
+      addresses,
       grpc_client,
       link,  # pylint: disable=g-import-not-at-top
       payloads,
@@ -86,7 +92,11 @@ class Donor:
       max_payload_bytes=assembled.max_payload_bytes, donation_bytes_per_s=rate_bytes_per_s
     )
     self._transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits
+      lambda: f'127.0.0.1:{port}',
+      self._post,
+      self._payloads,
+      limits,
+      addresses.Access(plaintext_loopback=True),
     )
     self._transport.dial(1)
     self._connected.wait()

@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 20.0
 MIB = 1 << 20
@@ -273,6 +273,7 @@ def test_a_learner_is_told_of_a_dead_syncer():
 # --- With our transports on both sides ------------------------------------------------------------
 
 _LIMITS = link.Limits(max_payload_bytes=4 * MIB, handshake_s=DEADLINE_S, drain_s=1.0)
+_ACCESS = addresses.Access(plaintext_loopback=True)
 
 
 class Behind:
@@ -303,11 +304,11 @@ def _ends():
   """(events of the syncer, its transport, events of the learner, its transport, the proxy)."""
   syncer_events, learner_events = queue.Queue(), queue.Queue()
   syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS
+    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS, _ACCESS
   )
   behind = Behind(syncer.port)
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS
+    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS, _ACCESS
   )
   yield syncer_events, syncer, learner_events, learner, behind
   learner.shutdown(0.0)

@@ -12,11 +12,12 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, in_process, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
 
 DEADLINE_S = 20
 MIB = 1 << 20
 LIMITS = link.Limits(max_payload_bytes=8 * MIB, max_sessions=8, drain_s=2.0)
+ACCESS = addresses.Access(plaintext_loopback=True)
 
 
 class End:
@@ -81,7 +82,7 @@ class GrpcWorld(InProcessWorld):
 
   def syncer(self):
     address = '127.0.0.1:0'
-    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS))
+    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, ACCESS))
     self.port = end.transport.port
     return self.add(end)
 
@@ -89,7 +90,9 @@ class GrpcWorld(InProcessWorld):
     def address():
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
-    return self.add(End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS)))
+    return self.add(
+      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, ACCESS))
+    )
 
   def cut(self, learner):
     for session in list(learner.transport._sessions.values()):
