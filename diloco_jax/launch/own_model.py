@@ -266,6 +266,7 @@ def receive(
   try:
     listening(door.address)
     while not stopped.is_set():
+      door.refresh([])
       try:
         return arrived.get(timeout=_DIAL_S)
       except queue.Empty:

@@ -157,8 +157,8 @@ def explain(details: str) -> str:
       ' The files of this learner are in order (`diloco certs check`), so the syncer may have '
       'another authority (ca.pem), or no TLS at all.'
     )
-  if 'Hostname Verification' in details or 'CERTIFICATE_VERIFY_FAILED' in details:
-    return ' What listens there has no certificate of the syncer of this run: nothing was sent.'
   if 'WRONG_VERSION_NUMBER' in details:
     return ' What listens there has no TLS: nothing was sent.'
+  if 'Hostname Verification' in details or 'handshake failed' in details:
+    return ' What listens there has no certificate of the syncer of this run: nothing was sent.'
   return ''

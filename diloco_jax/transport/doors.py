@@ -65,7 +65,8 @@ class Door:
 
   def refresh(self, live: list[proofs.Proof]) -> None:
     """Reads changed files; warns of proofs that end soon."""
-    self._credentials.refresh(live)
+    if self._credentials is not None:
+      self._credentials.refresh(live)
 
   def close(self) -> None:
     """After the end of the server."""
