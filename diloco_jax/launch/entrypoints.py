@@ -125,7 +125,7 @@ def _serve(
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        address, post, payloads, limits(assembled), access, records.say
+        address, post, payloads, limits(assembled), records.say, access=access
       )
       _write_address(folder, transport.address)
     records.say(f'the syncer listens on {transport.address}')
@@ -178,7 +178,7 @@ def learner(
   event_queue = loop.EventQueue()
 
   def connect(post, payloads):
-    return transport_class(resolve, post, payloads, limits(assembled), access)
+    return transport_class(resolve, post, payloads, limits(assembled), access=access)
 
   with (
     stops(

@@ -92,8 +92,8 @@ class Server:
           post,
           payloads,
           entrypoints.limits(assembled),
-          access,
           records.say,
+          access=access,
         )
         self._found(transport.address)
         return transport

@@ -275,7 +275,7 @@ def join(
 
     def connect(post, store):
       return grpc_client.GrpcLearnerTransport(
-        address, post, store, entrypoints.limits(assembled), access
+        address, post, store, entrypoints.limits(assembled), access=access
       )
 
     cleanup.enter_context(work.egress())

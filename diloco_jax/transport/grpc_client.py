@@ -47,6 +47,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
+    *,
     access: addresses.Access = addresses.LOCAL,
   ):
     super().__init__(post, payloads, limits)

@@ -43,8 +43,8 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   Args:
     address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     limits: what each learner is granted.
-    access: whether learners must prove their names.
     say: takes lines about certificates.
+    access: whether learners must prove their names.
 
   Raises:
     ValueError: `access` is not enough for the address, or its files are wrong.
@@ -57,8 +57,9 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
-    access: addresses.Access = addresses.LOCAL,
     say: credentials.Say = print,
+    *,
+    access: addresses.Access = addresses.LOCAL,
   ):
     super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits)
     self._numbers = itertools.count(1)

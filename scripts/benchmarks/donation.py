@@ -55,7 +55,7 @@ def syncer(pipe, max_payload_bytes: int) -> None:
     post,
     kept,
     link.Limits(max_payload_bytes=max_payload_bytes),
-    addresses.Access(plaintext_loopback=True),
+    access=addresses.Access(plaintext_loopback=True),
   )
   pipe.send(transport.port)
   pipe.recv()
@@ -96,7 +96,7 @@ class Donor:
       self._post,
       self._payloads,
       limits,
-      addresses.Access(plaintext_loopback=True),
+      access=addresses.Access(plaintext_loopback=True),
     )
     self._transport.dial(1)
     self._connected.wait()

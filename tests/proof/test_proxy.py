@@ -304,11 +304,15 @@ def _ends():
   """(events of the syncer, its transport, events of the learner, its transport, the proxy)."""
   syncer_events, learner_events = queue.Queue(), queue.Queue()
   syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS, _ACCESS
+    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS, access=_ACCESS
   )
   behind = Behind(syncer.port)
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS, _ACCESS
+    lambda: behind.proxy.address,
+    learner_events.put,
+    payloads.PayloadStore(),
+    _LIMITS,
+    access=_ACCESS,
   )
   yield syncer_events, syncer, learner_events, learner, behind
   learner.shutdown(0.0)

@@ -48,10 +48,10 @@ NO_ADDRESS = [
 def refused(address, access):
   """The error of listening and of dialing, which is the same."""
   with pytest.raises(ValueError) as caught:
-    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS, access)
+    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS, access=access)
   inbox = queue.Queue()
   one = grpc_client.GrpcLearnerTransport(
-    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS, access
+    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS, access=access
   )
   one.dial(1)
   reason = inbox.get(timeout=DEADLINE_S).reason

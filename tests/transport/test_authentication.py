@@ -70,7 +70,12 @@ def serve(tls=None, plaintext=False, address='127.0.0.1:0', said=None):
   access = addresses.Access(tls, plaintext)
   return End(
     lambda post: grpc_server.GrpcSyncerTransport(
-      address, post, payloads.PayloadStore(), LIMITS, access, print if said is None else said.append
+      address,
+      post,
+      payloads.PayloadStore(),
+      LIMITS,
+      print if said is None else said.append,
+      access=access,
     )
   )
 
@@ -90,7 +95,7 @@ def learner(address, access, closing):
   """A learner that dials session 1."""
   end = End(
     lambda post: grpc_client.GrpcLearnerTransport(
-      lambda: address, post, payloads.PayloadStore(), LIMITS, access
+      lambda: address, post, payloads.PayloadStore(), LIMITS, access=access
     )
   )
   closing.callback(end.transport.shutdown, 0.0)

@@ -33,11 +33,13 @@ class End:
 def _ends():
   """The syncer, a learner, and the syncer's number of their session."""
   syncer = End(
-    lambda post, kept: grpc_server.GrpcSyncerTransport('127.0.0.1:0', post, kept, LIMITS, ACCESS)
+    lambda post, kept: grpc_server.GrpcSyncerTransport(
+      '127.0.0.1:0', post, kept, LIMITS, access=ACCESS
+    )
   )
   learner = End(
     lambda post, kept: grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS, ACCESS
+      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS, access=ACCESS
     )
   )
   learner.transport.dial(1)

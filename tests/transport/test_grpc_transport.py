@@ -43,7 +43,7 @@ inbox = queue.Queue()
 limits = link.Limits(max_payload_bytes=1 << 22)
 ACCESS = addresses.Access(plaintext_loopback=True)
 transport = grpc_client.GrpcLearnerTransport(
-  lambda: sys.argv[1], inbox.put, payloads.PayloadStore(), limits, ACCESS)
+  lambda: sys.argv[1], inbox.put, payloads.PayloadStore(), limits, access=ACCESS)
 transport.dial(1)
 while True:
   print(type(inbox.get()).__name__, flush=True)
@@ -58,7 +58,7 @@ inbox = queue.Queue()
 limits = link.Limits(max_payload_bytes=1 << 22)
 ACCESS = addresses.Access(plaintext_loopback=True)
 transport = grpc_server.GrpcSyncerTransport(
-  '127.0.0.1:0', inbox.put, payloads.PayloadStore(), limits, ACCESS)
+  '127.0.0.1:0', inbox.put, payloads.PayloadStore(), limits, access=ACCESS)
 print(transport.port, flush=True)
 inbox.get()
 while True:
@@ -70,7 +70,7 @@ while True:
 def syncer():
   inbox = queue.Queue()
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), LIMITS, ACCESS
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), LIMITS, access=ACCESS
   )
   transport.inbox = inbox
   yield transport
@@ -85,7 +85,7 @@ def dial():
   def make(port, limits=LIMITS):
     inbox = queue.Queue()
     transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits, ACCESS
+      lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits, access=ACCESS
     )
     transport.inbox = inbox
     transport.dial(1)
@@ -231,7 +231,7 @@ def test_an_unknown_address_ends_the_dial():
 
   inbox = queue.Queue()
   learner = grpc_client.GrpcLearnerTransport(
-    address, inbox.put, payloads.PayloadStore(), LIMITS, ACCESS
+    address, inbox.put, payloads.PayloadStore(), LIMITS, access=ACCESS
   )
   learner.dial(1)
   assert inbox.get(timeout=DEADLINE_S).reason == 'no address file yet'
@@ -241,7 +241,7 @@ def test_an_unknown_address_ends_the_dial():
 def test_a_port_in_use_is_one_clear_line(syncer):
   with pytest.raises(OSError, match='in use') as caught:
     grpc_server.GrpcSyncerTransport(
-      f'127.0.0.1:{syncer.port}', print, payloads.PayloadStore(), LIMITS, ACCESS
+      f'127.0.0.1:{syncer.port}', print, payloads.PayloadStore(), LIMITS, access=ACCESS
     )
   assert '\n' not in str(caught.value)
 
@@ -318,7 +318,7 @@ def test_control_without_bulk_is_closed(dial):
   inbox = queue.Queue()
   hasty = dataclasses.replace(LIMITS, handshake_s=0.2)
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), hasty, ACCESS
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), hasty, access=ACCESS
   )
   with grpc.insecure_channel(f'127.0.0.1:{transport.port}') as channel:
     control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))

@@ -82,7 +82,9 @@ class GrpcWorld(InProcessWorld):
 
   def syncer(self):
     address = '127.0.0.1:0'
-    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, ACCESS))
+    end = End(
+      lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, access=ACCESS)
+    )
     self.port = end.transport.port
     return self.add(end)
 
@@ -91,7 +93,7 @@ class GrpcWorld(InProcessWorld):
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
     return self.add(
-      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, ACCESS))
+      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ACCESS))
     )
 
   def cut(self, learner):
