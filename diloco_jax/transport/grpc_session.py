@@ -22,14 +22,10 @@ messages that a broken session loses.
 """
 
 import enum
-import ipaddress
-import os
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-
-# gRPC reads this at import. The session itself reports a lost peer, so gRPC need not log it.
-os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
@@ -84,6 +80,7 @@ class Session:
   ):
     self._traffic = traffic
     self.number = number
+    self.learner = ''  # the id that the peer has proved; '': none
     self.reason = ''
     self.finished = threading.Event()  # both streams have ended
     self.since_s = time.monotonic()
@@ -131,7 +128,7 @@ class Session:
         self._state = _State.OPEN
         if not self._dialed:
           self._give(self._limits.handshake_s, 'no Join')
-        self._post(events.Connected(session=self.number))
+        self._post(events.Connected(session=self.number, learner=self.learner))
         self._changed.notify_all()
 
   def wait_open(self, timeout_s: float) -> bool:
@@ -503,21 +500,8 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
   return thread
 
 
-def check_loopback(address: str) -> tuple[str, int]:
-  """(host, port) of 'host:port'. Raises ValueError unless the host is a loopback address."""
-  host, colon, port = address.rpartition(':')
-  if not colon or not port.isdecimal() or int(port) > 65535:
-    raise ValueError(
-      f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use 127.0.0.1:PORT'
-    )
-  try:
-    loopback = ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
-  except ValueError:
-    loopback = False
-  if not loopback:
-    raise ValueError(
-      f'address {address!r}: {host!r} is not a loopback address, and transport '
-      'security does not exist yet: use 127.0.0.1 and, between hosts, a tunnel '
-      '(ssh -L)'
-    )
-  return host, int(port)
+def public_nonce(secret: int) -> int:
+  """The nonce that machines, tapes and logs know of a process. Only the process itself knows the
+  secret, which goes over the wire, so a reader of tapes cannot pose as it."""
+  digest = hashlib.sha256(secret.to_bytes(8, 'big')).digest()
+  return int.from_bytes(digest[:8], 'big') >> 1  # 63 bits
