@@ -55,8 +55,10 @@ class Run:
   def join(self, learner: str, **changes: Any) -> messages.Join:
     values = {
       'protocol': messages.PROTOCOL_VERSION,
+      'run': '',
       'learner': learner,
       'nonce': random.getrandbits(64),
+      'incarnation': 0,
       'agreement': self.agreement,
       'host': 'hostile',
       'pid': 1,
