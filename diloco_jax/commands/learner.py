@@ -29,6 +29,7 @@ _SYNCER = flags.DEFINE_string(
   required=True,
 )
 program.define_config()
+program.define_files()
 
 
 def main(argv: list[str]) -> int:

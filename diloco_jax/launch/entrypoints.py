@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import own_model, program, standby
+from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -25,7 +25,7 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
@@ -33,6 +33,7 @@ from diloco_jax.transport import grpc_client, grpc_server, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 8
+MAX_ADDRESS_BYTES = 4096
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
@@ -136,7 +137,8 @@ def _serve(
     program.never_retry(ValueError, files.DirectoryError),
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records)
+    key = program.seal_key(folder, make=True)
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, key)
   return _end(result, records)
 
 
@@ -160,7 +162,8 @@ def learner(
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    island = learner_process.make_island(assembled, folder, learner_id, devices)
+    key = program.seal_key(folder)
+    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
   if resolve is None:
     stopped = threading.Event()
     with (
@@ -212,6 +215,7 @@ def prepare_jax(devices: int) -> None:
 def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   folder = pathlib.Path(workdir).absolute()
   try:
+    run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
     raise program.NeverRetry(
@@ -223,10 +227,7 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
 def _write_address(folder: pathlib.Path, address: str) -> None:
   """Writes the address file atomically, so that no learner reads half of it."""
   path = folder / 'syncer' / 'address'
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_suffix('.new')
-  temporary.write_text(address + '\n')
-  temporary.replace(path)
+  json_files.replace(path, address.encode() + b'\n')
 
 
 def resolver(address: str) -> Callable[[], str]:
@@ -236,7 +237,7 @@ def resolver(address: str) -> Callable[[], str]:
     grpc_client.grpc_session.check_loopback(address)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
-  return lambda: path.read_text().strip()
+  return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
 
 
 @contextlib.contextmanager

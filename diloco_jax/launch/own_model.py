@@ -26,7 +26,8 @@ import numpy as np
 
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
-from diloco_jax.storage import arrays
+from diloco_jax.protocol import safe_json
+from diloco_jax.storage import arrays, json_files
 from diloco_jax.transport import grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -66,7 +67,7 @@ class Model:
 def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
   """The inverse of `Model.header`. Raises ValueError if it is not one."""
   try:
-    given = json.loads(text)
+    given = safe_json.parse_object(text)
     shapes = {
       name: jax.ShapeDtypeStruct(tuple(shape), dtype)
       for name, (shape, dtype) in given['shapes'].items()
@@ -145,9 +146,7 @@ def write(workdir: pathlib.Path, model: Model) -> None:
   """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError."""
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
-  partial = folder / 'model.json.new'
-  partial.write_text(model.header())
-  partial.replace(folder / 'model.json')
+  json_files.replace(folder / 'model.json', model.header().encode())
 
 
 def read(workdir: pathlib.Path) -> Model | None:
@@ -155,7 +154,7 @@ def read(workdir: pathlib.Path) -> Model | None:
   folder = workdir / FOLDER
   if not (folder / 'model.json').is_file():
     return None
-  text = (folder / 'model.json').read_text()
+  text = json_files.read_bytes(folder / 'model.json', _MAX_HEADER_BYTES).decode()
   return from_header(text, lambda: arrays.load(folder / 'values'))
 
 

@@ -30,7 +30,7 @@ import grpc
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import chunks, errors, link, stream_crc, translate
+from diloco_jax.transport import chunks, errors, flow, link, stream_crc, translate
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
@@ -40,9 +40,9 @@ LOST = 'connection lost'
 COMMON_OPTIONS = (
   ('grpc.enable_retries', 0),
   ('grpc.keepalive_time_ms', 10_000),
-  ('grpc.keepalive_timeout_ms', 5_000),
+  ('grpc.keepalive_timeout_ms', 10_000),
   # Without this line gRPC detects a frozen peer only after a minute, despite the two lines above.
-  ('grpc.http2.ping_timeout_ms', 5_000),
+  ('grpc.http2.ping_timeout_ms', 10_000),
   ('grpc.keepalive_permit_without_calls', 1),
   ('grpc.http2.max_pings_without_data', 0),
 )
@@ -91,6 +91,7 @@ class Session:
       max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
     )
     self._sent, self._received = stream_crc.Seal(), stream_crc.Seal()
+    self._window, self._receipts = flow.Window(), flow.Receipts()
     self._changed = threading.Condition()
     self._state = _State.CONNECTING
     self._failed = False
@@ -186,13 +187,34 @@ class Session:
       yield data
 
   def bulk_frames(self) -> Iterator[bytes]:
-    """Chunks of this end's payloads until the session is over. Made outside the lock."""
-    while (frames := self._next_transfer()) is not None:
-      for frame in frames:
-        if self._state is _State.OVER:
-          return
+    """Chunks of this end's payloads, made outside the lock, and acknowledgements of the peer's,
+    until the session is over."""
+    frames: Iterator[bytes] = iter(())
+    while self._state is not _State.OVER:
+      if (frame := next(frames, None)) is not None:
+        while (acknowledgement := self._wait_for_room(len(frame))) is not None:
+          yield acknowledgement
         self._traffic.add(sent_bytes=len(frame))
         yield frame
+      elif isinstance(found := self._next_bulk(), bytes):
+        yield found
+      elif found is None:
+        return
+      else:
+        frames = found
+
+  def _wait_for_room(self, size: int) -> bytes | None:
+    """Waits until a frame may leave; returns an acknowledgement that leaves before it."""
+    with self._changed:
+      while self._state is not _State.OVER:
+        now_s = time.monotonic()
+        if (received := self._receipts.due(now_s)) is not None:
+          return chunks.acknowledgement(received)
+        if self._window.takes(size):
+          self._window.add(size, now_s)
+          return None
+        self._changed.wait(self._receipts.wait_s(now_s))
+      return None
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
@@ -204,7 +226,8 @@ class Session:
         self._changed.wait()
       return None
 
-  def _next_transfer(self) -> Iterator[bytes] | None:
+  def _next_bulk(self) -> Iterator[bytes] | bytes | None:
+    """The frames of the next transfer, or an acknowledgement."""
     with self._changed:
       while self._state is not _State.OVER:
         if (frames := self._send_queue.next_transfer()) is not None:
@@ -215,10 +238,13 @@ class Session:
           self._changed.notify_all()
           return None
         now_s = time.monotonic()
+        if (received := self._receipts.due(now_s)) is not None:
+          return chunks.acknowledgement(received)
         if (frames := self._send_queue.next_donated(now_s)) is not None:
           self._changed.notify_all()
           return frames
-        self._changed.wait(self._send_queue.donation_wait_s(now_s))
+        waits_s = (self._send_queue.donation_wait_s(now_s), self._receipts.wait_s(now_s))
+        self._changed.wait(min((one for one in waits_s if one is not None), default=None))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------
@@ -260,6 +286,13 @@ class Session:
       self._changed.notify_all()  # a transfer may wait for this announcement
 
   def _on_frame(self, frame: bytes) -> None:
+    acknowledged = chunks.acknowledged(frame)
+    with self._changed:
+      if acknowledged is not None:
+        self._acknowledged(acknowledged)
+        return
+      if self._receipts.add(len(frame)):
+        self._changed.notify_all()
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
@@ -272,6 +305,11 @@ class Session:
         self._deliver(
           self._receive_buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
         )
+
+  def _acknowledged(self, received: int) -> None:
+    if not self._window.acknowledge(received, time.monotonic()):
+      raise link.LinkError(f'the peer has {received} bytes of payloads, more than were sent')
+    self._changed.notify_all()
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
