@@ -253,9 +253,8 @@ class Gathering:
       self._ledger.revoke(one.learner, one.incarnation, one.tokens)
     self._out.say(f'Outer step {gather.sync} refused: {why}')
     self.cancel(gather, why)
-    for learner in sorted(gather.asked):
-      member = self._members.by_id[learner]
-      if member.live and member.held_versions:
+    for member in self._members.live():
+      if member.learner in gather.asked and member.held_versions:
         self._published.resend_whole(member, gather.fragment)
 
   def cancel(self, gather: gather_lib.Gather, why: str) -> None:

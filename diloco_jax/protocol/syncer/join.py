@@ -285,7 +285,7 @@ class Membership:
 
   def _forget_strangers(self) -> None:
     """Forgets the oldest absent ids that never contributed, if there are too many of them."""
-    busy = {learner for gather in self._gathering.open.values() for learner in gather.asked}
+    busy = {one.learner for gather in self._gathering.open.values() for one in gather.participants}
     strangers = [name for name in self._members.by_id if not self._ledger.merged(name)]
     absent = [n for n in strangers if not self._members.by_id[n].live and n not in busy]
     for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self._config.learners)]:
