@@ -5,8 +5,8 @@ flushed, so a process killed at any moment leaves at most one torn line, which r
 process of the program appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name":
 ..., fields} (facts.py). The supervisor, the live table and the report read only these files.
 
-Writing never stops training: a full disk is reported once, and training continues. So is a file that
-has become LIMIT_BYTES long, which then grows no more.
+Writing never stops training: a full disk is reported once, and training continues. So is a file
+that has become LIMIT_BYTES long, which then grows no more.
 """
 
 import dataclasses
