@@ -101,7 +101,7 @@ def opened(syncer, learner):
 def member(syncer, learner):
   number = opened(syncer, learner)
   learner.transport.send(1, join())
-  assert syncer.hears().message == join()
+  assert isinstance(syncer.hears().message, messages.Join)
   syncer.transport.send(number, JOINED)
   assert learner.hears().message == JOINED
   return number
