@@ -129,9 +129,12 @@ def _assemble(
 ) -> Assembly:
   vocabulary = _make(config, 'embedding_merge', merge.make)
   layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
+  protocol = config.protocol()
+  if task is not None:
+    protocol = dataclasses.replace(protocol, max_step_tokens=task.tokens_per_batch)
   return Assembly(
     config=config,
-    protocol=config.protocol(),
+    protocol=protocol,
     init=init,
     shapes=shapes,
     moments=moments,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import own_model, program, standby
+from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -25,14 +25,15 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import grpc_client, grpc_server, link
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link
 
 FILE = 'file:'
 SPARE_SESSIONS = 16
+MAX_ADDRESS_BYTES = 4096
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
@@ -45,9 +46,13 @@ _LEARNER_SAFE = (
 
 
 def syncer(
-  config: run_config.Config, workdir: str, host: str, port: int, stands_by: bool = False
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  stands_by: bool = False,
 ) -> int:
-  """Runs the syncer process and returns its exit code.
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run.
 
   With `stands_by` the process compiles its functions, touches no file of the run, and begins when
   it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
@@ -64,11 +69,11 @@ def syncer(
     if not sys.stdin.readline():
       return 0
   folder, records = _open(workdir, 'syncer')
-  return _serve(assembled, theta, folder, records, host, port)
+  return _serve(assembled, theta, folder, records, _address(folder, listen), access)
 
 
 def own_loop_syncer(
-  config: run_config.Config, workdir: str, host: str, port: int, init: str = ''
+  config: run_config.Config, workdir: str, listen: str, access: addresses.Access, init: str = ''
 ) -> int:
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
@@ -79,11 +84,13 @@ def own_loop_syncer(
   prepare_jax(1)
   folder, records = _open(workdir, 'syncer')
 
-  def listening(bound: int) -> None:
-    nonlocal port
-    port = bound
-    _write_address(folder, f'{host}:{port}')
-    records.say(f'the syncer waits on {host}:{port} for the first learner, which brings the model')
+  address = _address(folder, listen)
+
+  def listening(bound: str) -> None:
+    nonlocal address
+    address = bound
+    _write_address(folder, address)
+    records.say(f'the syncer waits on {address} for the first learner, which brings the model')
 
   stopped = threading.Event()
   with (
@@ -91,17 +98,17 @@ def own_loop_syncer(
     program.never_retry(ValueError, OSError, checkpoint.CheckpointError),
     _snapshot_on_signal(lambda: None),
   ):
-    grpc_client.grpc_session.check_loopback(f'{host}:{port}')
+    addresses.check(address, access)
     if init and own_model.read(folder) is None:
       tree = arrays.load(pathlib.Path(init))
       own_model.write(folder, own_model.describe(tree, task_lib.embeddings))
     try:
-      model = own_model.obtain(folder, f'{host}:{port}', listening, stopped)
+      model = own_model.obtain(folder, address, access, listening, stopped, records.say)
     except InterruptedError as error:
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)
     theta = global_model_lib.Theta(assembled)
-  return _serve(assembled, theta, folder, records, host, port)
+  return _serve(assembled, theta, folder, records, address, access)
 
 
 def _serve(
@@ -109,8 +116,8 @@ def _serve(
   theta: global_model_lib.Theta,
   folder: pathlib.Path,
   records: records_lib.Recorder,
-  host: str,
-  port: int,
+  address: str,
+  access: addresses.Access,
 ) -> int:
   """Runs the syncer of a run whose model is known; returns the exit code of the process."""
   records_lib.report_startup(records, 'assembled')
@@ -119,10 +126,10 @@ def _serve(
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        f'{host}:{port}', post, payloads, limits(assembled), records.say
+        address, post, payloads, limits(assembled), records.say, access=access
       )
-      _write_address(folder, f'{host}:{transport.port}')
-    records.say(f'the syncer listens on {host}:{transport.port}')
+      _write_address(folder, transport.address)
+    records.say(f'the syncer listens on {transport.address}')
     return transport
 
   with (
@@ -136,7 +143,8 @@ def _serve(
     program.never_retry(ValueError, files.DirectoryError),
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records)
+    key = program.seal_key(folder, make=True)
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, key)
   return _end(result, records)
 
 
@@ -145,6 +153,7 @@ def learner(
   workdir: str,
   learner_id: str,
   address: str,
+  access: addresses.Access = addresses.LOCAL,
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
   transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> int:
@@ -154,13 +163,14 @@ def learner(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
   with program.never_retry(ValueError):
-    resolve = None if address == 'none' else resolver(address)
+    resolve = None if address == 'none' else resolver(address, access)
   prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    island = learner_process.make_island(assembled, folder, learner_id, devices)
+    key = program.seal_key(folder)
+    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
   if resolve is None:
     stopped = threading.Event()
     with (
@@ -171,7 +181,7 @@ def learner(
   event_queue = loop.EventQueue()
 
   def connect(post, payloads):
-    return transport_class(resolve, post, payloads, limits(assembled))
+    return transport_class(resolve, post, payloads, limits(assembled), access=access)
 
   with (
     stops(
@@ -216,6 +226,7 @@ def prepare_jax(devices: int) -> None:
 def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   folder = pathlib.Path(workdir).absolute()
   try:
+    run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
     raise program.NeverRetry(
@@ -227,20 +238,23 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
 def _write_address(folder: pathlib.Path, address: str) -> None:
   """Writes the address file atomically, so that no learner reads half of it."""
   path = folder / 'syncer' / 'address'
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_suffix('.new')
-  temporary.write_text(address + '\n')
-  temporary.replace(path)
+  json_files.replace(path, address.encode() + b'\n')
 
 
-def resolver(address: str) -> Callable[[], str]:
-  """Returns a function that reads the syncer's address at each call: 'HOST:PORT' or 'file:PATH'.
-  Raises ValueError if it is neither."""
+def _address(folder: pathlib.Path, listen: str) -> str:
+  """Where to listen: the Unix socket of the run, unless `listen` says otherwise."""
+  with program.never_retry(OSError):
+    return listen or addresses.in_folder(folder)
+
+
+def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
+  """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
+  'file:PATH' of a file with one. Raises ValueError if it is neither, or `access` is not enough."""
   if not address.startswith(FILE):
-    grpc_client.grpc_session.check_loopback(address)
+    addresses.check(address, access)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
-  return lambda: path.read_text().strip()
+  return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
 
 
 @contextlib.contextmanager

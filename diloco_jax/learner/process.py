@@ -24,11 +24,9 @@ from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import tapes
+from diloco_jax.storage import seals, tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
-
-NONCE_BITS = 63
 
 
 class LearnerRecords:
@@ -55,8 +53,10 @@ def make_island(
   workdir: pathlib.Path,
   learner_id: str,
   devices: Sequence[jax.Device],
+  key: seals.Key | None = None,
 ) -> island_lib.Island:
-  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID."""
+  """Makes the island of a learner; its checkpoints are under WORKDIR/islands/ID, sealed with the
+  key if there is one."""
   config = assembled.config
   return island_lib.Island(
     task=assembled.task,
@@ -66,6 +66,7 @@ def make_island(
     devices=devices,
     seed=config.train.seed,
     checkpoint_dir=str(workdir / 'islands' / learner_id / 'ckpt'),
+    seal_key=key,
   )
 
 
@@ -123,9 +124,10 @@ def running_node(
 ) -> Iterator[futures.Future[actions.Exit]]:
   """Runs the machine on its own thread; the body of the `with` carries out the work until the
   machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
+  transport = make_transport(event_queue.post, payloads)
   identity = learner_machine.Identity(
     learner=learner_id,
-    nonce=secrets.randbits(NONCE_BITS),
+    nonce=transport.nonce,
     agreement=assembled.agreement,
     host=socket.gethostname(),
     pid=os.getpid(),
@@ -139,7 +141,6 @@ def running_node(
     digests=work.exchange.digests() if state is None else None,
     state=state,
   )
-  transport = make_transport(event_queue.post, payloads)
   tape = tapes.Tape(
     workdir,
     start,

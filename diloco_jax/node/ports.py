@@ -35,7 +35,12 @@ class Transport(Protocol):
 
   Connected, Disconnected (exactly once per session, also for a failed Dial), and Received, after it
   has put the complete payload with a correct checksum into Payloads.
+
+  Attributes:
+    nonce: of a learner's transport: names its process to the syncer.
   """
+
+  nonce: int
 
   def dial(self, session: int) -> None: ...
 

@@ -18,9 +18,11 @@ def _event(cls):
 
 @_event
 class Connected:
-  """A session with a peer is open; its number `session` is never used again."""
+  """A session with a peer is open; its number `session` is never used again. `learner`: the id that
+  the peer has proved, which no other id may use; '': none is proved."""
 
   session: int
+  learner: str = ''
 
 
 @_event
@@ -142,11 +144,12 @@ class FragmentRead:
 
 @_event
 class ManifestWritten:
-  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not
-  exist."""
+  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not exist.
+  `unverified`: learners whose parts the syncer could not find."""
 
   snapshot: int
   error: str = ''
+  unverified: tuple[str, ...] = ()
 
 
 @_event

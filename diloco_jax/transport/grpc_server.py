@@ -1,9 +1,11 @@
-"""The syncer's end of the wire: a gRPC server on the loopback address.
+"""The syncer's end of the wire: a gRPC server behind a door (doors.py).
 
 Both streams of a session arrive as calls of their own. Control comes first: the server answers
 with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
-token for an answer, too), the session is open. The synchronous API is used throughout: for bulk,
-threads are a little faster than asyncio, and every large copy and checksum runs without the GIL.
+token for an answer, too), the session is open. Where the door asks for certificates, both calls
+must come with the same one, and the session ends when its certificate ends or is revoked. The
+synchronous API is used throughout: for bulk, threads are a little faster than asyncio, and every
+large copy and checksum runs without the GIL.
 
 Places. A session is a *stranger's* until the machine has answered it as it answers members only
 (rules.py), and must become a member's in time. There is a number of places for members, and another
@@ -15,6 +17,7 @@ learner out, which needs less time to join, and connections that do not speak en
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import resource
 import secrets
@@ -26,9 +29,14 @@ from concurrent import futures
 import grpc
 from grpc_health.v1 import health, health_pb2
 
+from diloco_jax.certs import proofs
 from diloco_jax.node import ports
+from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
-  grpc_session,  # first: it tells gRPC how much to log
+  addresses,
+  credentials,
+  doors,
+  grpc_session,
   link,
   rules,
 )
@@ -54,13 +62,14 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
 
   Args:
-    address: 'host:port' with a loopback host; port 0 takes a free one, see `port`.
+    address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     limits: what each learner is granted.
-    say: prints a line for the operator: what became of sessions that no learner used.
+    say: takes lines for the operator: about certificates, and sessions that no learner used.
+    access: whether learners must prove their names.
 
   Raises:
-    ValueError: the address is not a loopback address.
-    OSError: the port cannot be bound, or the process may open too few files for the places.
+    ValueError: `access` is not enough for the address, or its files are wrong.
+    OSError: the address cannot be bound, or the process may open too few files for the places.
   """
 
   def __init__(
@@ -69,10 +78,11 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
-    say: Callable[[str], None] = print,
+    say: credentials.Say = print,
+    *,
+    access: addresses.Access = addresses.LOCAL,
   ):
-    grpc_session.check_loopback(address)
-    super().__init__(post, payloads, limits)
+    super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits)
     self._troubles = Troubles(say)
     places = limits.max_members + limits.max_strangers
     reserve_descriptors(places)
@@ -83,6 +93,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     )
     self._room = threading.Condition(self._lock)  # a session has ended
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
+    self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
     threads = 2 * places + _LINE + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
@@ -90,8 +101,21 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       self._pool, options=_OPTIONS, maximum_concurrent_rpcs=threads + _WAITING_CALLS
     )
     self._health = self._add_services()
-    self.port = self._bind(address)
+    try:
+      self._door = doors.Door(self._server, address, access, say)
+    except (ValueError, OSError):
+      self._pool.shutdown()
+      raise
+    self.address = self._door.address
     self._server.start()
+    self._ended = threading.Event()
+    if self._door.proves:
+      grpc_session.start_thread('certificates', self._watch_proofs)
+
+  @property
+  def port(self) -> int:
+    """Of a HOST:PORT."""
+    return int(self.address.rpartition(':')[2])
 
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
@@ -102,17 +126,10 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       self._room.notify_all()
     self._health.enter_graceful_shutdown()
     self._close_all('the syncer shut down', grace_s)
+    self._ended.set()
     self._server.stop(grace=None).wait()
     self._pool.shutdown()
-
-  def _bind(self, address: str) -> int:
-    try:
-      return self._server.add_insecure_port(address)
-    except RuntimeError as error:
-      raise OSError(
-        f'cannot listen on {address}: the port is in use or not ours to take; choose '
-        'another, or port 0 for any free one'
-      ) from error
+    self._door.close()
 
   def _add_services(self) -> health.HealthServicer:
     handlers = {
@@ -137,7 +154,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   # --- The two calls of a session, each on its own thread -----------------------------------------
 
   def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    session, token = self._admit(context)
+    session, token = self._admit(context, self._prove(context))
     context.send_initial_metadata(((grpc_session.TOKEN, token),))
     if not session.wait_open(self._limits.handshake_s):
       session.fail(
@@ -149,8 +166,13 @@ class GrpcSyncerTransport(grpc_session.Sessions):
 
   def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     token = dict(context.invocation_metadata()).get(grpc_session.TOKEN, '')
+    proof = self._prove(context)
     with self._lock:
-      session = self._unclaimed.pop(token, None)
+      session = self._unclaimed.get(token)
+      if session is not None and self._proofs.get(session.number) != proof:
+        session = None  # the token of another learner
+      else:
+        self._unclaimed.pop(token, None)
     if session is None:
       context.abort(grpc.StatusCode.UNAUTHENTICATED, 'unknown session token: open Control first')
     self._watch(session, context)
@@ -160,7 +182,27 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     yield from session.bulk_frames()
     _conclude(session, context)
 
-  def _admit(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+  def _prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
+    try:
+      return self._door.prove(context)
+    except proofs.Unproved as error:
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+  def _watch_proofs(self) -> None:
+    """Ends the sessions whose certificate has ended or was revoked."""
+    while not self._ended.wait(credentials.WATCH_S):
+      with self._lock:
+        live = [(self._sessions[number], proof) for number, proof in self._proofs.items()]
+      self._door.refresh([proof for _, proof in live])
+      for session, proof in live:
+        try:
+          self._door.require(proof)
+        except proofs.Unproved as error:
+          session.fail(str(error))
+
+  def _admit(
+    self, context: grpc.ServicerContext, proof: proofs.Proof | None
+  ) -> tuple[grpc_session.Session, str]:
     """The session of a newcomer, and its token. Ends the call if there is no place for it."""
     turn = threading.Event()
     with self._lock:
@@ -170,19 +212,24 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     try:
       if not waits or not turn.wait(self._limits.handshake_s):
         self._refuse(context, f'{_LINE} other sessions wait for a place. Dial again')
-      return self._enter(context)
+      return self._enter(context, proof)
     finally:
       with self._lock:
         self._line.remove(turn)
         if self._line:
           self._line[0].set()
 
-  def _enter(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+  def _enter(
+    self, context: grpc.ServicerContext, proof: proofs.Proof | None
+  ) -> tuple[grpc_session.Session, str]:
     with self._lock:
       members, displaced = self._wait_for_room()
       full = members >= self._limits.max_members
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
+        if proof is not None:
+          session.learner = proof.name.id
+          self._proofs[session.number] = proof
         token = secrets.token_hex(16)
         self._unclaimed[token] = session
         self._watch(session, context)
@@ -235,6 +282,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     with self._lock:
       self._sessions.pop(session.number, None)
       self._room.notify_all()
+      self._proofs.pop(session.number, None)
       for token in [t for t, s in self._unclaimed.items() if s is session]:
         del self._unclaimed[token]
 
@@ -283,3 +331,11 @@ def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> N
   # An orderly end must have status OK (any other lets gRPC drop what was sent before), and gRPC
   # does not transport the details of an OK.
   context.set_trailing_metadata(((grpc_session.REASON, session.reason.encode()),))
+
+
+def _with_public_nonce(event: events.Event) -> events.Event:
+  match event:
+    case events.Received(message=messages.Join() | messages.Confirm() as message):
+      nonce = grpc_session.public_nonce(message.nonce)
+      return dataclasses.replace(event, message=dataclasses.replace(message, nonce=nonce))
+  return event

@@ -22,21 +22,17 @@ messages that a broken session loses.
 """
 
 import enum
-import ipaddress
-import os
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-
-# gRPC reads this at import. The session itself reports a lost peer, so gRPC need not log it.
-os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import said as said_lib
-from diloco_jax.transport import chunks, errors, link, rules, stream_crc, translate
+from diloco_jax.transport import chunks, errors, flow, link, rules, stream_crc, translate
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
@@ -49,9 +45,9 @@ UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the p
 COMMON_OPTIONS = (
   ('grpc.enable_retries', 0),
   ('grpc.keepalive_time_ms', 10_000),
-  ('grpc.keepalive_timeout_ms', 5_000),
+  ('grpc.keepalive_timeout_ms', 10_000),
   # Without this line gRPC detects a frozen peer only after a minute, despite the two lines above.
-  ('grpc.http2.ping_timeout_ms', 5_000),
+  ('grpc.http2.ping_timeout_ms', 10_000),
   ('grpc.keepalive_permit_without_calls', 1),
   ('grpc.http2.max_pings_without_data', 0),
 )
@@ -84,6 +80,7 @@ class Session:
   ):
     self._traffic = traffic
     self.number = number
+    self.learner = ''  # the id that the peer has proved; '': none
     self.reason = ''
     self.finished = threading.Event()  # both streams have ended
     self.since_s = time.monotonic()
@@ -112,6 +109,7 @@ class Session:
     self._unhandled = 0  # delivered messages that the machine has not handled
     self._patience: tuple[float, str] | None = None  # when a stranger's session ends, and why
     self._sent, self._received = stream_crc.Seal(), stream_crc.Seal()
+    self._window, self._receipts = flow.Window(), flow.Receipts()
     self._changed = threading.Condition()
     self._state = _State.CONNECTING
     self._failed = False
@@ -130,7 +128,7 @@ class Session:
         self._state = _State.OPEN
         if not self._dialed:
           self._give(self._limits.handshake_s, 'no Join')
-        self._post(events.Connected(session=self.number))
+        self._post(events.Connected(session=self.number, learner=self.learner))
         self._changed.notify_all()
 
   def wait_open(self, timeout_s: float) -> bool:
@@ -235,13 +233,34 @@ class Session:
       yield data
 
   def bulk_frames(self) -> Iterator[bytes]:
-    """Chunks of this end's payloads until the session is over. Made outside the lock."""
-    while (frames := self._next_transfer()) is not None:
-      for frame in frames:
-        if self._state is _State.OVER:
-          return
+    """Chunks of this end's payloads, made outside the lock, and acknowledgements of the peer's,
+    until the session is over."""
+    frames: Iterator[bytes] = iter(())
+    while self._state is not _State.OVER:
+      if (frame := next(frames, None)) is not None:
+        while (acknowledgement := self._wait_for_room(len(frame))) is not None:
+          yield acknowledgement
         self._traffic.add(sent_bytes=len(frame))
         yield frame
+      elif isinstance(found := self._next_bulk(), bytes):
+        yield found
+      elif found is None:
+        return
+      else:
+        frames = found
+
+  def _wait_for_room(self, size: int) -> bytes | None:
+    """Waits until a frame may leave; returns an acknowledgement that leaves before it."""
+    with self._changed:
+      while self._state is not _State.OVER:
+        now_s = time.monotonic()
+        if (received := self._receipts.due(now_s)) is not None:
+          return chunks.acknowledgement(received)
+        if self._window.takes(size):
+          self._window.add(size, now_s)
+          return None
+        self._changed.wait(self._receipts.wait_s(now_s))
+      return None
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
@@ -271,7 +290,8 @@ class Session:
       self.fail(reason, trouble=UNUSED)
     return max(0.0, deadline_s - now_s)
 
-  def _next_transfer(self) -> Iterator[bytes] | None:
+  def _next_bulk(self) -> Iterator[bytes] | bytes | None:
+    """The frames of the next transfer, or an acknowledgement."""
     with self._changed:
       while self._state is not _State.OVER:
         if (frames := self._send_queue.next_transfer()) is not None:
@@ -282,10 +302,13 @@ class Session:
           self._changed.notify_all()
           return None
         now_s = time.monotonic()
+        if (received := self._receipts.due(now_s)) is not None:
+          return chunks.acknowledgement(received)
         if (frames := self._send_queue.next_donated(now_s)) is not None:
           self._changed.notify_all()
           return frames
-        self._changed.wait(self._send_queue.donation_wait_s(now_s))
+        waits_s = (self._send_queue.donation_wait_s(now_s), self._receipts.wait_s(now_s))
+        self._changed.wait(min((one for one in waits_s if one is not None), default=None))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------
@@ -351,6 +374,13 @@ class Session:
       self._rules.begins(size)
 
   def _on_frame(self, frame: bytes) -> None:
+    acknowledged = chunks.acknowledged(frame)
+    with self._changed:
+      if acknowledged is not None:
+        self._acknowledged(acknowledged)
+        return
+      if self._receipts.add(len(frame)):
+        self._changed.notify_all()
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
@@ -365,6 +395,11 @@ class Session:
         self._deliver(
           self._receive_buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
         )
+
+  def _acknowledged(self, received: int) -> None:
+    if not self._window.acknowledge(received, time.monotonic()):
+      raise link.LinkError(f'the peer has {received} bytes of payloads, more than were sent')
+    self._changed.notify_all()
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
@@ -465,21 +500,8 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
   return thread
 
 
-def check_loopback(address: str) -> tuple[str, int]:
-  """(host, port) of 'host:port'. Raises ValueError unless the host is a loopback address."""
-  host, colon, port = address.rpartition(':')
-  if not colon or not port.isdecimal() or int(port) > 65535:
-    raise ValueError(
-      f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use 127.0.0.1:PORT'
-    )
-  try:
-    loopback = ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
-  except ValueError:
-    loopback = False
-  if not loopback:
-    raise ValueError(
-      f'address {address!r}: {host!r} is not a loopback address, and transport '
-      'security does not exist yet: use 127.0.0.1 and, between hosts, a tunnel '
-      '(ssh -L)'
-    )
-  return host, int(port)
+def public_nonce(secret: int) -> int:
+  """The nonce that machines, tapes and logs know of a process. Only the process itself knows the
+  secret, which goes over the wire, so a reader of tapes cannot pose as it."""
+  digest = hashlib.sha256(secret.to_bytes(8, 'big')).digest()
+  return int.from_bytes(digest[:8], 'big') >> 1  # 63 bits

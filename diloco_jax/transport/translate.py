@@ -33,6 +33,7 @@ from diloco_jax.transport import errors, sync_pb2
 MAX_ITEMS = 4096  # more than the fragments of any model
 MAX_STRING_BYTES = {
   'learner': 63,
+  'run': 63,
   'code': 63,
   'donor': 63,
   'way': 63,

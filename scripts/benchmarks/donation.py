@@ -37,6 +37,7 @@ def syncer(pipe, moments_bytes: int) -> None:
   _run_on(max)
   from diloco_jax.protocol import events, messages
   from diloco_jax.transport import (
+    addresses,
     grpc_server,
     link,  # pylint: disable=g-import-not-at-top
     payloads,
@@ -63,6 +64,7 @@ def syncer(pipe, moments_bytes: int) -> None:
     post,
     kept,
     link.Limits(contribution_bytes=(0,), publish_bytes=(0,), donation_bytes=moments_bytes),
+    access=addresses.Access(plaintext_loopback=True),
   )
   pipe.send(transport.port)
   pipe.recv()
@@ -77,6 +79,7 @@ class Donor:
     from diloco_jax.protocol import messages  # pylint: disable=g-import-not-at-top
     from diloco_jax.train import island as island_lib
     from diloco_jax.transport import (
+      addresses,
       grpc_client,
       link,  # pylint: disable=g-import-not-at-top
       payloads,
@@ -102,7 +105,11 @@ class Donor:
       donation_bytes_per_s=rate_bytes_per_s,
     )
     self._transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits
+      lambda: f'127.0.0.1:{port}',
+      self._post,
+      self._payloads,
+      limits,
+      access=addresses.Access(plaintext_loopback=True),
     )
     self._transport.dial(1)
     self._connected.wait()

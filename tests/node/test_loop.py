@@ -212,7 +212,9 @@ def test_a_run_over_real_threads_and_transports_ends():
     event_queue.post(events.Wake())
     threading.Thread(target=lambda: exits.put(node.run()), daemon=True).start()
 
-  serve(syncer_machine.SyncerMachine(config, AGREEMENT, (7, 7), (64, 64)), hub.syncer_transport)
+  serve(
+    syncer_machine.SyncerMachine(config, AGREEMENT, 'r0', (7, 7), (64, 64)), hub.syncer_transport
+  )
   for n in range(2):
     identity = learner_machine.Identity(
       learner=f'l{n}', nonce=n, agreement=AGREEMENT, host='here', pid=n, seed=n

@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 20.0
 MIB = 1 << 20
@@ -275,7 +275,10 @@ def test_a_learner_is_told_of_a_dead_syncer():
 _LIMITS = link.Limits(
   contribution_bytes=(MIB,), publish_bytes=(MIB,), handshake_s=DEADLINE_S, drain_s=1.0
 )
-_JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
+_ACCESS = addresses.Access(plaintext_loopback=True)
+_JOIN = messages.Join(
+  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
+)
 
 
 class Behind:
@@ -306,11 +309,15 @@ def _ends():
   """(events of the syncer, its transport, events of the learner, its transport, the proxy)."""
   syncer_events, learner_events = queue.Queue(), queue.Queue()
   syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS
+    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS, access=_ACCESS
   )
   behind = Behind(syncer.port)
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS
+    lambda: behind.proxy.address,
+    learner_events.put,
+    payloads.PayloadStore(),
+    _LIMITS,
+    access=_ACCESS,
   )
   yield syncer_events, syncer, learner_events, learner, behind
   learner.shutdown(0.0)

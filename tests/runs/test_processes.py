@@ -135,6 +135,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     '--config.sync.learners=2',
     '--config.train.log_every=50',
     '--config.train.eval_every=0',
+    f'--seal_key={tmp_path / "run.key"}',
   )
   first = start('train', *flags)
   first.wait_for('completed step: ')
@@ -148,9 +149,13 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   assert '--resume' in _refusal(refused)
 
   (hint,) = [line for line in first.lines if 'continue with: ' in line]
-  *_, command, resume, folder = shlex.split(hint.split('continue with: ')[1])
-  second = start(command, resume, folder, '--config.train.log_every=25')
+  *_, command, resume, folder, key = shlex.split(hint.split('continue with: ')[1])
+  assert key == flags[-1]
+  second = start(command, resume, folder, key, '--config.train.log_every=25')
   assert second.end() == 0, second.lines
+  paths = [workdir, tmp_path / 'run.key', *workdir.rglob('*')]
+  shared = {str(path): oct(path.lstat().st_mode) for path in paths if path.lstat().st_mode & 0o077}
+  assert len(paths) > 50 and not shared, 'other users can read it'
   assert any('continues from its checkpoint' in line for line in second.lines)
   ledger = [fact for fact in _facts(workdir, 'syncer') if fact['name'] == 'ledger'][-1]
   discarded = sum(ledger['discarded'].values())
@@ -161,11 +166,11 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   'command,flags,words',
   [
     ('train', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
-    ('syncer', ['--workdir={tmp}', '--host=0.0.0.0'], '127.0.0.1'),
+    ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], '--tls'),
     (
       'learner',
       ['--workdir={tmp}', '--learner_id=l0', '--syncer=10.0.0.1:7070'],
-      'loopback',
+      '--tls',
     ),
   ],
 )
@@ -202,11 +207,11 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')
-  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--port={address.split(":")[1]}')
+  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--listen={address}')
   same = start('syncer', *run, f'--workdir={tmp_path}/s')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
-  assert address.split(':')[1] in _refusal(taken)
+  assert f'cannot listen on {address}: another syncer' in _refusal(taken)
   assert f'{tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
   assert (tmp_path / 's' / 'syncer' / 'address').read_text().strip() == address
   assert 'Learner id "l0" is in use' in _refusal(twin)

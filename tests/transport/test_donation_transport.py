@@ -7,11 +7,12 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 60
 MIB = 1 << 20
 RATE = 4 * MIB
+ACCESS = addresses.Access(plaintext_loopback=True)
 MOMENTS = bytes(range(256)) * (4 * MIB // 256)
 FRAGMENT = b'a fragment'
 LIMITS = link.Limits(
@@ -39,11 +40,13 @@ class End:
 def _ends():
   """The syncer, a learner, and the syncer's number of their session."""
   syncer = End(
-    lambda post, kept: grpc_server.GrpcSyncerTransport('127.0.0.1:0', post, kept, LIMITS)
+    lambda post, kept: grpc_server.GrpcSyncerTransport(
+      '127.0.0.1:0', post, kept, LIMITS, access=ACCESS
+    )
   )
   learner = End(
     lambda post, kept: grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS
+      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS, access=ACCESS
     )
   )
   learner.transport.dial(1)

@@ -12,7 +12,7 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, in_process, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
 
 DEADLINE_S = 20
 MIB = 1 << 20
@@ -20,7 +20,10 @@ SIZES = (0, 1, 3, MIB, MIB + 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB)  # by fr
 LIMITS = link.Limits(
   contribution_bytes=SIZES, publish_bytes=(8 * MIB,) * len(SIZES), max_members=8, drain_s=2.0
 )
-JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
+ACCESS = addresses.Access(plaintext_loopback=True)
+JOIN = messages.Join(
+  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
+)
 
 
 class End:
@@ -87,7 +90,9 @@ class GrpcWorld(InProcessWorld):
 
   def syncer(self):
     address = '127.0.0.1:0'
-    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS))
+    end = End(
+      lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, access=ACCESS)
+    )
     self.port = end.transport.port
     return self.add(end)
 
@@ -95,7 +100,9 @@ class GrpcWorld(InProcessWorld):
     def address():
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
-    return self.add(End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS)))
+    return self.add(
+      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ACCESS))
+    )
 
   def cut(self, learner):
     for session in list(learner.transport._sessions.values()):
