@@ -1473,16 +1473,6 @@ def flipped_moments_are_taken(original):
   return taken
 
 
-@mutant('A joiner takes moments of any age.', moments.Taker, 'boundary', 'I23')
-def old_moments_are_taken(original):
-  def boundary(self, step):
-    if self._arrived is not None:
-      step = min(step, self._arrived[0].clock)
-    original(self, step)
-
-  return boundary
-
-
 @mutant(
   'A donation has the clock at which it is sent, not that of its copy.',
   LearnerMachine,
