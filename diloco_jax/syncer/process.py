@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import re
+import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -123,6 +125,7 @@ def run(
       checkpoints,
       log,
       records,
+      run_name(workdir),
       manifests.numbers(workdir),
       manifests.read_restored(workdir, key),
     )
@@ -186,19 +189,34 @@ def _export(
     )
 
 
+def run_name(workdir: pathlib.Path) -> str:
+  """The name of the run in a folder, drawn when its first syncer starts. Checkpoints, the log and
+  learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
+  path = workdir / 'syncer' / 'run'
+  if not path.exists():
+    partial = path.with_suffix('.new')
+    partial.write_text(secrets.token_hex(8))
+    partial.replace(path)
+  name = path.read_text()
+  if not re.fullmatch('[0-9a-f]{16}', name):
+    raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
+  return name
+
+
 def recover(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   checkpoints: checkpoint.Checkpoints,
   log: commit.CommitLog,
   records: records_lib.Recorder,
+  name: str,
   kept: Sequence[int] = (),
   brought_back: manifests.Restored | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `kept`: the run snapshots that have a manifest; `brought_back`: the last restore's message to the
-  syncer (restore.py).
+  `name`: of the run, if it is at version 0; `kept`: the run snapshots that have a manifest;
+  `brought_back`: the last restore's message to the syncer (restore.py).
   """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
@@ -208,6 +226,7 @@ def recover(
     node='syncer',
     config=assembled.protocol,
     agreement=assembled.agreement,
+    run=name,
     payload_bytes=assembled.payload_bytes,
   )
   load = functools.partial(_load, start)

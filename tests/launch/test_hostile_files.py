@@ -443,7 +443,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)
     checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
     try:
-      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records())
+      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), 'r0')
       accepted.append(name)
     except wal_format.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
+from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   adopted,
@@ -38,7 +39,9 @@ def test_an_offer_holds_nothing():
   machine = new_machine()
   machine.handle(0, received(1, join(nonce=7)))
   out = machine.handle(0, received(2, join(nonce=8)))
-  assert [a.message for a in out if isinstance(a, actions.Send)] == [messages.Offer(incarnation=1)]
+  assert [a.message for a in out if isinstance(a, actions.Send)] == [
+    messages.Offer(run='r0', incarnation=1)
+  ]
   machine.handle(1, received(2, confirm(nonce=8)))
   out = machine.handle(2, received(1, confirm(nonce=7)))
   refused = [a.message for a in out if isinstance(a, actions.Send)]
@@ -110,7 +113,10 @@ def test_impossible_messages_close_the_session_and_change_nothing(message: Any):
   payload_id = 3 if isinstance(message, messages.Contribution) else None
   out = machine.handle(2, received(session, message, payload_id))
   assert isinstance(out[-1], actions.Close)
-  assert machine.state() == before
+  after = machine.state()
+  assert after['members'][0]['strikes'] == 1
+  after['members'] = before['members']
+  assert after == before
   machine.check()
 
 
@@ -183,4 +189,44 @@ def test_a_new_incarnation_starts_at_step_zero():
   machine.handle(4, received(5, join(nonce=9)))
   machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
   member = machine.state()['members'][0]
-  assert (member['incarnation'], member['clock'], member['replaced']) == (2, 0, [7])
+  assert (member['incarnation'], member['clock'], member['nonce']) == (2, 0, 9)
+
+
+def connected_as(proved: str, **fields: Any) -> tuple[Any, list]:
+  """A syncer whose session 7 has proved an id, and its answer to a Join there."""
+  machine, _ = joined()
+  machine.handle(2, events.Connected(session=7, learner=proved))
+  return machine, machine.handle(3, received(7, join(**fields)))
+
+
+def test_a_process_joins_under_the_id_that_it_has_proved_and_no_other():
+  machine, out = connected_as('l1', learner='l2', nonce=99)
+  (refused,) = [a.message for a in out if isinstance(a, actions.Send)]
+  assert refused.code == 'NOT_YOURS' and refused.retry_ns is None
+  assert isinstance(out[-1], actions.Close) and out[-1].session == 7
+  machine, out = connected_as('l1', learner='l1', nonce=99)
+  assert [type(a.message) for a in out if isinstance(a, actions.Send)] == [messages.Offer]
+
+
+def test_the_nonce_of_a_live_process_takes_nothing_without_its_proof():
+  machine, _ = joined()
+  holder = machine._members.by_id['l0']
+  machine.handle(2, events.Connected(session=7, learner='l1'))
+  out = machine.handle(3, received(7, join(learner='l0', nonce=holder.nonce)))
+  assert [a.message.code for a in out if isinstance(a, actions.Send)] == ['NOT_YOURS']
+  assert holder.live and holder.session != 7
+
+
+def test_a_second_process_of_one_certificate_waits_for_the_lease_of_the_first():
+  """It is the same owner's, so its learner tries again as long as it takes, and never exits."""
+  _, out = connected_as('l0', learner='l0', nonce=99)
+  (refused,) = [a.message for a in out if isinstance(a, actions.Send)]
+  assert refused.code == 'YOUR_ID_IN_USE' and refused.retry_ns > 0
+  learner = single.new_learner()
+  for session in range(1, 6):
+    now_ms = session * 100_000
+    learner.handle(now_ms * single.MS, events.Wake())
+    learner.handle(now_ms * single.MS, events.Connected(session=session))
+    told = learner.handle(now_ms * single.MS, received(session, refused))
+    assert not [action for action in told if isinstance(action, actions.Exit)]
+    learner.handle(now_ms * single.MS, events.Disconnected(session=session, reason='refused'))

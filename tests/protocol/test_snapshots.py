@@ -208,10 +208,17 @@ def test_learners_without_a_session_count_as_left():
 
 def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
   """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
-  fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
+  fresh = syncer_machine.SyncerMachine(CONFIG, '{}', 'r0', (100,), (64,))
   machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.state())
   join = messages.Join(
-    protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1
+    run='r0',
+    incarnation=0,
+    protocol=messages.PROTOCOL_VERSION,
+    learner='l0',
+    nonce=7,
+    agreement='{}',
+    host='h',
+    pid=1,
   )
   confirm = messages.Confirm(
     nonce=7,

@@ -58,6 +58,7 @@ class Start:
     node: the name of its node: 'syncer', 'l0', ...
     config: the numbers of the run.
     agreement: the agreement that every learner must share (syncer).
+    run: the name of a new run (syncer).
     payload_bytes: size of each fragment's encoded pseudo-gradient (syncer).
     digests: of each fragment at version 0; None: the machine is restored.
     identity: the learner's id and process (learner).
@@ -68,6 +69,7 @@ class Start:
   node: str
   config: config_lib.ProtocolConfig
   agreement: str = ''
+  run: str = ''
   payload_bytes: tuple[int, ...] = ()
   digests: tuple[int, ...] | None = None
   identity: connection.Identity | None = None
@@ -78,7 +80,7 @@ class Start:
     match self.role:
       case 'syncer' if self.state is None:
         return syncer_machine.SyncerMachine(
-          self.config, self.agreement, self.digests, self.payload_bytes
+          self.config, self.agreement, self.run, self.digests, self.payload_bytes
         )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
