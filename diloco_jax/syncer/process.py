@@ -34,14 +34,6 @@ from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
 
-_NO_BOOKS = (
-  LookupError,
-  TypeError,
-  ValueError,
-  AttributeError,
-  ArithmeticError,
-  AssertionError,
-)
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
 
@@ -287,11 +279,21 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   and whatever else wrong books lead to."""
   new = dataclasses.replace(start, digests=(0,) * start.config.fragments).make().state()
   for name, value in new.items():
-    if type(machine_state[name]) is not type(value):
+    if value is not None and type(machine_state[name]) is not type(value):
       raise TypeError(f'{name} is {type(machine_state[name]).__name__}')
   return syncer_machine.SyncerMachine.load(
     start.config, start.agreement, start.payload_bytes, machine_state
   )
+
+
+_NO_BOOKS = (
+  LookupError,
+  TypeError,
+  ValueError,
+  AttributeError,
+  ArithmeticError,
+  AssertionError,
+)
 
 
 @contextlib.contextmanager
