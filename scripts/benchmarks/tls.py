@@ -6,8 +6,8 @@ a Unix socket.
 
 A learner's transport sends contributions of 8 MiB over loopback to a syncer's, both in this
 process, so the CPU time is that of both ends: gRPC, checksums and TLS. Rounds of each way
-alternate, so that other load on the host affects all of them. With --steps, real processes train the
-tiny config, two learners beside a syncer; the figure is that of learner l0, without its first
+alternate, so that other load on the host affects all of them. With --steps, real processes train
+the tiny config, two learners beside a syncer; the figure is that of learner l0, without its first
 fifth, which compiles.
 """
 
