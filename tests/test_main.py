@@ -46,6 +46,7 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   done = diloco(command, '--help')
   assert done.returncode == 0 and not done.stderr, done.stderr
   assert f'diloco {command}' in done.stdout and '\n  --' in done.stdout
+  assert 'allow_failpoints' not in done.stdout, 'it is for tests'
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ DEFAULT_FLAGS = """
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
 program_lib.define_config()
+program_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(

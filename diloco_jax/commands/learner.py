@@ -35,6 +35,7 @@ _SYNCER = flags.DEFINE_string(
 )
 program.define_access()
 program.define_config()
+program.define_files()
 
 
 def main(argv: list[str]) -> int:

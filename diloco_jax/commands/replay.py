@@ -22,6 +22,7 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 
 POSITIONAL = True
+program.define_files()
 _ARRAYS = flags.DEFINE_bool(
   'arrays', False, 'also rebuild Theta from the log of each run (folders only) and compare it'
 )
@@ -63,7 +64,7 @@ def _rebuild(workdir: pathlib.Path) -> bool:
   from diloco_jax.syncer import rebuild
 
   try:
-    print(f'arrays of {workdir}: {rebuild.rebuild(workdir).text()}')
+    print(f'arrays of {workdir}: {rebuild.rebuild(workdir, program.seal_key(workdir)).text()}')
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')

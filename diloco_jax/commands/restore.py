@@ -4,6 +4,8 @@
     diloco restore --workdir=runs/x --to=3             # run snapshot 3: runs/x/snapshots/3.json
     diloco restore --workdir=runs/x --to=checkpoint    # the syncer's newest checkpoint
     diloco restore --workdir=runs/x --to=latest --config.sync.learners=3 --config.mesh.data=1
+    diloco restore --workdir=runs/x --to=latest --without=l3   # its part is damaged or elsewhere
+    diloco restore --workdir=runs/x --to=latest --trust        # whatever its seal says
 
 `diloco train --resume --workdir=runs/x` then continues the run. `--to=checkpoint` repairs a damaged
 log: it sets the log aside. The number of learners, the quorum and the mesh may change. All
@@ -19,7 +21,14 @@ from absl import flags, logging
 from diloco_jax.launch import program
 from diloco_jax.storage import files
 
+_WITHOUT = flags.DEFINE_list(
+  'without', [], 'Learners whose parts of the snapshot are not restored, for example l2,l3.'
+)
+_TRUST = flags.DEFINE_bool(
+  'trust', False, 'Take what no seal proves: of another folder, of another key, or of none.'
+)
 program.define_config()
+program.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
@@ -38,7 +47,14 @@ def main(argv: list[str]) -> int:
 
   try:
     with program.never_retry(ValueError, files.DirectoryError):
-      restore.restore(config, workdir, _TO.value, lambda text: print(text, flush=True))
+      restore.restore(
+        config,
+        workdir,
+        restore.Asked(
+          _TO.value, tuple(_WITHOUT.value), program.seal_key(workdir), trust=_TRUST.value
+        ),
+        lambda text: print(text, flush=True),
+      )
   except OSError as error:
     raise program.DiskFailed(
       f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '

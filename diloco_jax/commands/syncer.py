@@ -24,6 +24,7 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import program
+from diloco_jax.node import failpoints
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
@@ -41,13 +42,23 @@ _INIT = flags.DEFINE_string(
   'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
   'model. Else the first learner brings it.',
 )
+_FAILPOINTS = flags.DEFINE_bool(
+  'allow_failpoints',
+  False,
+  'For tests: the environment may name a place where this process kills itself.',
+  module_name=failpoints.__name__,  # so --help does not list it
+)
 program.define_access()
 program.define_config()
+program.define_files()
 
 
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
+  if _FAILPOINTS.value:
+    with program.never_retry(ValueError):
+      failpoints.allow()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 

@@ -18,6 +18,7 @@ from diloco_jax.launch import local, program, run_folder
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
 program.define_config()
+program.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
 _CONTROLLER = flags.DEFINE_enum(

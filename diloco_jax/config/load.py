@@ -1,13 +1,13 @@
 """Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
 
 import importlib.util
-import json
 import pathlib
 import sys
 import traceback
 import types
 
 from diloco_jax.config import run_config
+from diloco_jax.storage import json_files
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
@@ -47,14 +47,14 @@ def load(name: str) -> run_config.Config:
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
   """Writes the config of the run in a folder. Raises OSError."""
-  (workdir / FILE).write_text(json.dumps(config.to_dict(), indent=2) + '\n')
+  json_files.write(workdir / FILE, config.to_dict())
 
 
 def read(workdir: pathlib.Path) -> run_config.Config:
   """Reads the config of the run in a folder. Raises ValueError, OSError."""
   path = workdir / FILE
   try:
-    return run_config.Config.from_dict(json.loads(path.read_text()))
+    return run_config.Config.from_dict(json_files.read(path))
   except ValueError as error:
     raise ValueError(f'{path}: {error}') from error
 

@@ -18,7 +18,7 @@ import jax
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import own_model, program, standby
+from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -26,14 +26,15 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, files
+from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link
 
 FILE = 'file:'
-SPARE_SESSIONS = 8
+SPARE_SESSIONS = 16
+MAX_ADDRESS_BYTES = 4096
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
   'again: it continues from the log, and learners send unmerged contributions again. If its disk '
@@ -143,7 +144,8 @@ def _serve(
     program.never_retry(ValueError, files.DirectoryError),
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
-    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records)
+    key = program.seal_key(folder, make=True)
+    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, key)
   return _end(result, records)
 
 
@@ -168,7 +170,8 @@ def learner(
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
-    island = learner_process.make_island(assembled, folder, learner_id, devices)
+    key = program.seal_key(folder)
+    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
       records.say(f'--tls={access.tls}: {problem}')
@@ -200,14 +203,18 @@ def learner(
 
 def limits(assembled: build.Assembly) -> link.Limits:
   """The limits of a transport. A joining learner receives every fragment at once, and new versions
-  on top, and the announcement of a payload may arrive after its bytes, since the two use separate
-  gRPC streams."""
+  on top, and payloads may arrive after their announcements, since the two use separate streams.
+  After a restart of the syncer all learners are strangers at once."""
   sync = assembled.config.sync
   return link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=2 * sync.fragments + SPARE_SESSIONS,
+    contribution_bytes=assembled.payload_bytes,
+    publish_bytes=assembled.publish_bytes,
+    donation_bytes=assembled.moments_bytes,
+    max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
-    max_sessions=sync.learners + SPARE_SESSIONS,
+    max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
+    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
+    member_s=sync.lease_s + link.Limits.handshake_s,
   )
 
 
@@ -223,6 +230,7 @@ def prepare_jax(devices: int) -> None:
 def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   folder = pathlib.Path(workdir).absolute()
   try:
+    run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
     raise program.NeverRetry(
@@ -234,10 +242,7 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
 def _write_address(folder: pathlib.Path, address: str) -> None:
   """Writes the address file atomically, so that no learner reads half of it."""
   path = folder / 'syncer' / 'address'
-  path.parent.mkdir(parents=True, exist_ok=True)
-  temporary = path.with_suffix('.new')
-  temporary.write_text(address + '\n')
-  temporary.replace(path)
+  json_files.replace(path, address.encode() + b'\n')
 
 
 def _address(folder: pathlib.Path, listen: str) -> str:
@@ -253,7 +258,7 @@ def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
     addresses.check(address, access)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
-  return lambda: path.read_text().strip()
+  return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
 
 
 @contextlib.contextmanager

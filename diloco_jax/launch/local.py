@@ -14,7 +14,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files
+from diloco_jax.storage import files, seals
 
 SUPERVISOR = 'supervisor'
 
@@ -160,6 +160,7 @@ def run(
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
+  program.seal_key(workdir, make=True)  # before a child needs it
   started_s = time.monotonic()
   if single:
     if config.chaos.enabled and config.chaos.kills:
@@ -174,7 +175,7 @@ def run(
   print(summary_lib.text(summary, workdir))
   if outcome.code:
     given = {'--syncer=none': alone, '--controller=single': single, '--standby': standby}
-    words = [word for word, is_given in given.items() if is_given]
+    words = [word for word, is_given in given.items() if is_given] + program.file_flags()
     again = program.command('train', '--resume', f'--workdir={workdir}', *words)
     print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
   return outcome.code
@@ -213,7 +214,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
 
   with program.never_retry():
-    controller = one_process.SingleController(config, workdir)
+    key = program.seal_key(workdir, make=True)
+    controller = one_process.SingleController(config, workdir, key=key)
   interrupts = []
 
   def interrupt(number: int, frame) -> None:
@@ -226,7 +228,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupt)
   controller.start()
-  with program.log_failures(), program.never_retry(files.DirectoryError):
+  with program.log_failures(), program.never_retry(files.DirectoryError, seals.Unproved):
     exits = controller.join()
   if interrupts:
     code, text = program.INTERRUPTED, 'interrupted'

@@ -20,6 +20,7 @@ from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import seals
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import mesh as mesh_lib
@@ -37,6 +38,7 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     devices: the devices that the islands share; default all.
+    key: of the seals of its files; None: they have none.
 
   Raises:
     ValueError: the devices do not make M meshes of the config's shape.
@@ -48,9 +50,11 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     devices: list[jax.Device] | None = None,
+    key: seals.Key | None = None,
   ):
     self._assembled = build.assemble(config)
     self._workdir = workdir
+    self._key = key
     self._make_recorder = make_recorder or (
       lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
     )
@@ -86,11 +90,12 @@ class SingleController:
         self._event_queues['syncer'],
         make_syncer_transport,
         recorder,
+        self._key,
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
       island = learner_process.make_island(
-        self._assembled, self._workdir, name, self._islands[name]
+        self._assembled, self._workdir, name, self._islands[name], self._key
       )
       return learner_process.run(
         self._assembled,

@@ -28,7 +28,8 @@ import psutil
 from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
-from diloco_jax.storage import arrays
+from diloco_jax.protocol import safe_json
+from diloco_jax.storage import arrays, json_files
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -71,7 +72,7 @@ class Model:
 def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
   """The inverse of `Model.header`. Raises ValueError if it is not one."""
   try:
-    given = json.loads(text)
+    given = safe_json.parse_object(text)
     shapes = {
       name: jax.ShapeDtypeStruct(tuple(shape), dtype)
       for name, (shape, dtype) in given['shapes'].items()
@@ -80,7 +81,7 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     if any(size < 0 for leaf in shapes.values() for size in leaf.shape):
       raise ValueError('a size is negative')
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
 
@@ -154,9 +155,7 @@ def write(workdir: pathlib.Path, model: Model) -> None:
   """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError."""
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
-  partial = folder / 'model.json.new'
-  partial.write_text(model.header())
-  partial.replace(folder / 'model.json')
+  json_files.replace(folder / 'model.json', model.header().encode())
 
 
 def read(workdir: pathlib.Path) -> Model | None:
@@ -164,7 +163,7 @@ def read(workdir: pathlib.Path) -> Model | None:
   folder = workdir / FOLDER
   if not (folder / 'model.json').is_file():
     return None
-  text = (folder / 'model.json').read_text()
+  text = json_files.read_bytes(folder / 'model.json', _MAX_HEADER_BYTES).decode()
   return from_header(text, lambda: arrays.load(folder / 'values'))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import entrypoints, own_model, program
+from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop
@@ -321,5 +321,5 @@ def folder(workdir: str | pathlib.Path | None, cleanup: contextlib.ExitStack) ->
   if workdir is None:
     return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
   made = pathlib.Path(workdir).absolute()
-  made.mkdir(parents=True, exist_ok=True)
+  run_folder.claim(made)
   return made

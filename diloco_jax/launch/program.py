@@ -26,13 +26,13 @@ import shutil
 import sys
 import types
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, run_config
-from diloco_jax.storage import wal_format
+from diloco_jax.storage import seals, wal_format
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -139,12 +139,53 @@ def make_access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> addr
 
 
 def config_flags_of_this_process() -> list[str]:
-  """`--config` and its overrides as on this command line, to pass to a child process."""
+  """`--config` and its overrides as on this command line, and the flags of `define_files`, to pass
+  to a child process."""
   flag = flags.FLAGS['config']
   overrides = getattr(flag, 'override_values', {})
-  return [f'--config={flag.config_filename}'] + [
-    f'--config.{name}={"none" if value is None else value}' for name, value in overrides.items()
-  ]
+  return (
+    [f'--config={flag.config_filename}']
+    + [f'--config.{name}={"none" if value is None else value}' for name, value in overrides.items()]
+    + file_flags()
+  )
+
+
+def define_files() -> None:
+  """Defines --group_readable and --seal_key, which say how a program treats the files of a run."""
+  flags.DEFINE_bool(
+    'group_readable', False, 'The group of this user may read the files of the run (umask 027).'
+  )
+  flags.DEFINE_string(
+    'seal_key',
+    '',
+    "A file outside the run's folder with the key of its seals; the syncer makes it if there is "
+    'none. Then log, snapshots and checkpoints that another program has changed are refused.',
+  )
+
+
+def file_flags() -> list[str]:
+  """The flags of `define_files` as on this command line."""
+  key = _flag('seal_key')
+  given = ['--group_readable'] if _flag('group_readable') else []
+  return given + ([f'--seal_key={pathlib.Path(key).absolute()}'] if key else [])
+
+
+def _flag(name: str) -> Any:
+  return flags.FLAGS[name].value if name in flags.FLAGS else None
+
+
+def folder_mode() -> int:
+  """The mode of the folder of a run."""
+  return 0o750 if _flag('group_readable') else 0o700
+
+
+def seal_key(workdir: pathlib.Path, make: bool = False) -> seals.Key | None:
+  """The key that --seal_key names; with `make`, a new one if there is none. Raises NeverRetry."""
+  path = _flag('seal_key')
+  if not path:
+    return None
+  with never_retry(ValueError, OSError):
+    return seals.load(pathlib.Path(path), workdir, make)
 
 
 @contextlib.contextmanager
@@ -256,6 +297,7 @@ def command(*words: str) -> str:
 def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   if not flags.FLAGS['verbosity'].present:
     logging.set_verbosity(logging.WARNING)  # Orbax logs dozens of lines per checkpoint
+  os.umask(0o777 & ~folder_mode())  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0
   except (NeverRetry, DiskFailed) as error:

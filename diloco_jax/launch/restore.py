@@ -1,94 +1,153 @@
 """Brings a whole run back to an earlier, verified state: `diloco restore`.
 
 `latest` or a number: back to that run snapshot (manifests.py). The restore first verifies the
-manifest, and every array of every checkpoint that it pins against the manifest. A damaged or
-partial snapshot is skipped with a line that says what differs (`latest`), or refused (a number).
-The run then continues as after any stop, each learner with its own moments. Learners without a part
-in the snapshot start from the syncer's fragments; learners of the snapshot without a place in the
-config count as having left (`RESTORED` tells the syncer of both).
+manifest, and every array of every checkpoint that it pins against the manifest. A snapshot whose
+manifest or syncer's part is damaged is skipped with a line that says what differs (`latest`), or
+refused (a number). A learner's part that is missing or damaged is named, and nothing is changed
+until the operator says to go on without that learner (`Asked.without`). The run then continues as
+after any stop, each learner with its own moments. Learners without a part in the snapshot start
+from the syncer's fragments; learners of the snapshot without a place in the config count as having
+left (`manifests.RESTORED` tells the syncer of both).
 
 `checkpoint`: back to the syncer's newest checkpoint that verifies, for a log that is refused
 because it is damaged. Learners keep their checkpoints and receive the fragments whole; the run
 repeats the outer steps behind the checkpoint. Snapshots stay as they are.
 
-Until the verification has ended nothing is changed. Then everything later than the goal
-(checkpoints, log, tapes, newer snapshots) moves to WORKDIR/aside-K, nothing is deleted or copied,
-and a new log begins behind the position of the syncer's checkpoint. An interrupted restore has to
-be repeated from the beginning; until then no process of the run starts (manifests.RESTORING).
+Until the verification has ended nothing is changed, and nothing but the lock is opened for writing.
+Then everything later than the goal (checkpoints, log, tapes, newer snapshots) moves to
+WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of the
+syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
+process of the run starts (manifests.RESTORING).
+
+No file is believed: names and numbers are typed before they become paths, links are not followed,
+and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. With a key,
+what the run goes back to is sealed with it.
 """
 
-import json
+import contextlib
+import dataclasses
 import os
 import pathlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection
+from typing import Any
 
 from diloco_jax.config import build, load, run_config
-from diloco_jax.protocol import agreement
-from diloco_jax.storage import checkpoint, manifests, outer_log
+from diloco_jax.protocol import agreement, safe_json
+from diloco_jax.protocol.syncer import members
+from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
 from diloco_jax.storage import files as files_lib
 
 LATEST = 'latest'
 CHECKPOINT = 'checkpoint'
 MAY_DIFFER = ('sync.learners', 'sync.quorum', *agreement.MAY_CHANGE)
 _WAL = 'wal'
+_SHOWN_CHARS = 200
 
 Say = Callable[[str], None]
 
 
-class Goal(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Asked:
+  """What the operator asked for.
+
+  Attributes:
+    which: the number of a snapshot, LATEST or CHECKPOINT.
+    without: learners whose parts are not restored.
+    key: proves and makes seals; None: what has a seal is refused.
+    trust: take what cannot be proved.
+  """
+
+  which: str
+  without: Collection[str] = ()
+  key: seals.Key | None = None
+  trust: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
   """The verified state that a run goes back to."""
 
   text: str
   machine_state: dict[str, Any] | None  # of the syncer's checkpoint; None: the run starts over
   newest: dict[pathlib.Path, int]  # by the folder of a node: its newest checkpoint from now on
-  manifest: dict[str, Any] | None = None  # of the snapshot, if the goal is one
+  manifest: manifests.Manifest | None = None  # of the snapshot, if the goal is one
 
   def is_later(self, node: pathlib.Path, number: int) -> bool:
     """Whether a checkpoint came later; of a learner without a part in the snapshot, all did."""
     return number > self.newest.get(node, -1 if self.manifest else number)
 
 
-def restore(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> None:
-  """Brings the run in `workdir` back to a snapshot (its number, or LATEST) or to CHECKPOINT.
+class PartsMissing(ValueError):
+  """Parts of a snapshot are missing or damaged: a person must decide."""
+
+
+def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say: Say) -> None:
+  """Brings the run in `workdir` back to what is asked for.
 
   Raises:
-    ValueError: there is no such snapshot or checkpoint that is whole; nothing was changed.
+    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, or a
+      seal cannot be proved; nothing was changed.
     DirectoryError: a syncer runs there, or the folder cannot be written.
     OSError: the disk failed; repeat the restore.
   """
   if not manifests.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')
+  _require_plain_folders(workdir)
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
     log_files.lock('restore')
-    if which == CHECKPOINT:
-      goal = newest_checkpoint(config, workdir, say)
+    if asked.which == CHECKPOINT:
+      goal = newest_checkpoint(config, workdir, asked, say)
     else:
-      goal = choose(config, workdir, which, say)
-    _go_back(config, workdir, goal, log_files, say)
+      goal = choose(config, workdir, asked, say)
+    _go_back(config, workdir, goal, log_files, asked, say)
   finally:
     log_files.close()
+
+
+def _require_plain_folders(workdir: pathlib.Path) -> None:
+  """Refuses a run whose folders are links: what a restore moves and writes would be elsewhere.
+  Raises ValueError."""
+  nodes = [manifests.syncer_folder(workdir), *_islands(workdir)]
+  folders = [workdir / name for name in (manifests.FOLDER, 'tapes', 'islands')]
+  folders += [nodes[0] / _WAL, *nodes, *(node / manifests.CHECKPOINTS for node in nodes)]
+  for path in folders:
+    if path.is_symlink():
+      raise ValueError(
+        f'{path} is a symbolic link, which a restore does not follow. Nothing was changed. Put the '
+        'folder itself there'
+      )
+
+
+def _islands(workdir: pathlib.Path) -> list[pathlib.Path]:
+  """The folders of learners."""
+  found = (workdir / 'islands').glob('*')
+  return sorted(path for path in found if members.ID.fullmatch(path.name))
 
 
 # --- The goal -------------------------------------------------------------------------------------
 
 
-def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Say) -> Goal:
+def choose(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say: Say) -> Goal:
   """Finds the snapshot to go back to. Raises ValueError; only reads."""
-  known = manifests.numbers(workdir)
-  if which != LATEST and (not which.isdecimal() or int(which) not in known):
+  known, which = manifests.numbers(workdir), asked.which
+  if which != LATEST and json_files.number(which) not in known:
     raise ValueError(
       f'there is no snapshot {which!r} in {workdir / manifests.FOLDER}; {_there_are(known)}'
     )
   for number in reversed(known) if which == LATEST else [int(which)]:
     try:
-      manifest = manifests.read(workdir, number)
-      goal = verify(workdir, manifest)
-    except (manifests.Unfit, checkpoint.CheckpointError) as error:
+      manifest = manifests.read(workdir, number, asked.key, asked.trust)
+      before = safe_json.parse_object(manifest.agreement)
+      goal = verify(workdir, manifest, asked)
+    except seals.Unproved as error:
+      raise _untrusted(f'snapshot {number}', error) from None
+    except PartsMissing as error:
+      raise ValueError(f'{error}; snapshots: {_there_are(known)}') from None
+    except (manifests.Unfit, safe_json.Unreadable, checkpoint.CheckpointError) as error:
       say(f'snapshot {number} is damaged or partial and is skipped, not changed: {error}')
     else:
-      _require_same_run(config, json.loads(manifest['agreement']), f'snapshot {number} is of')
+      _require_same_run(config, before, f'snapshot {number} is of')
       return goal
   if which == LATEST:
     raise ValueError(
@@ -102,33 +161,69 @@ def choose(config: run_config.Config, workdir: pathlib.Path, which: str, say: Sa
   )
 
 
-def verify(workdir: pathlib.Path, manifest: dict[str, Any]) -> Goal:
-  """Verifies every checkpoint that a manifest pins. Raises CheckpointError."""
-  pinned = {manifests.syncer_folder(workdir): manifest['syncer']} | {
-    manifests.island_folder(workdir, learner): part
-    for learner, part in sorted(manifest['learners'].items())
-  }
-  records = [
-    _verify(node, part['checkpoint'], part['record_sha256']) for node, part in pinned.items()
-  ]
+def verify(workdir: pathlib.Path, manifest: manifests.Manifest, asked: Asked) -> Goal:
+  """Verifies every checkpoint that a manifest pins.
+
+  Raises:
+    CheckpointError: the syncer's part is missing or damaged.
+    PartsMissing: other parts are, of learners that are not in `asked.without`.
+    Unproved: a seal cannot be proved.
+    ValueError: `asked.without` names a learner that has no part.
+  """
+  number, parts = manifest.snapshot, manifest.learners
+  for name in asked.without:
+    if name not in parts:
+      raise ValueError(
+        f'--without={name}: snapshot {number} has parts of {", ".join(sorted(parts)) or "none"}. '
+        'Nothing was changed'
+      )
+  syncer = manifests.syncer_folder(workdir)
+  machine_state = _verify(workdir, syncer, manifest.checkpoint, asked, manifest.record_sha256)
+  newest, damaged = {syncer: manifest.checkpoint}, {}
+  for name in sorted(parts.keys() - set(asked.without)):
+    node, part = manifests.island_folder(workdir, name), parts[name]
+    try:
+      _verify(workdir, node, part.checkpoint, asked, part.record_sha256)
+      newest[node] = part.checkpoint
+    except checkpoint.CheckpointError as error:
+      damaged[name] = f'{name}: {error}'
+  if damaged:
+    names = ','.join(sorted({*damaged, *asked.without}))
+    raise PartsMissing(
+      f'{len(damaged)} of the {len(parts)} parts of snapshot {number} are missing or damaged: '
+      f'{"; ".join(damaged.values())}. Nothing was changed. --without={names} restores the rest; '
+      'without its part a learner starts from the fragments of the syncer'
+    )
+  left_out = tuple((name, 'it was left out with --without') for name in sorted(asked.without))
   return Goal(
-    text=f'snapshot {manifest["snapshot"]}, sync {manifest["step"]}, taken {manifest["time"]}',
-    machine_state=records[0],
-    newest={node: part['checkpoint'] for node, part in pinned.items()},
-    manifest=manifest,
+    text=f'snapshot {number}, sync {manifest.step}, taken {shown(manifest.time)}',
+    machine_state=machine_state,
+    newest=newest,
+    manifest=dataclasses.replace(
+      manifest,
+      parts=tuple(part for part in manifest.parts if part.learner not in asked.without),
+      missing=(*manifest.missing, *left_out),
+      unverified=(),
+    ),
   )
 
 
-def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say) -> Goal:
+def newest_checkpoint(
+  config: run_config.Config, workdir: pathlib.Path, asked: Asked, say: Say
+) -> Goal:
   """Finds the syncer's newest checkpoint that verifies; before the first one the goal is the start
   of the run. Raises ValueError; only reads."""
+  if asked.without:
+    raise ValueError('--without is for snapshots; with --to=checkpoint learners keep their own')
   if (workdir / load.FILE).is_file():  # absent if the processes were started one by one
     _require_same_run(config, load.read(workdir).agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
   found = _numbers(syncer)
   for number in reversed(found):
     try:
-      machine_state = _verify(syncer, number)
+      machine_state = _verify(workdir, syncer, number, asked)
+    except seals.Unproved as error:
+      raise _untrusted(f'checkpoint {number}', error) from None
     except checkpoint.CheckpointError as error:
       say(f'checkpoint {number} is damaged and is skipped: {error}')
     else:
@@ -142,21 +237,57 @@ def newest_checkpoint(config: run_config.Config, workdir: pathlib.Path, say: Say
   return Goal('version 0: there is no checkpoint', None, {})
 
 
-def _verify(node: pathlib.Path, number: int, record_sha256: str = '') -> dict[str, Any]:
-  root = node / manifests.CHECKPOINTS
-  if not (root / str(number)).is_dir():
-    raise checkpoint.CheckpointError(f'checkpoint {root / str(number)} is missing')
-  checkpoints = checkpoint.Checkpoints(str(root))
+def _verify(
+  workdir: pathlib.Path, node: pathlib.Path, number: int, asked: Asked, record_sha256: str = ''
+) -> dict[str, Any]:
+  """The machine's state in a checkpoint that is whole and proved. Raises CheckpointError, Unproved;
+  only reads."""
+  folder = node / manifests.CHECKPOINTS / str(number)
+  if not folder.is_dir():
+    raise checkpoint.CheckpointError(f'checkpoint {folder} is missing')
   try:
-    return checkpoints.verify(number, record_sha256)
-  finally:
-    checkpoints.close()
+    json_files.require_plain(workdir, folder)
+  except (OSError, safe_json.Unreadable) as error:
+    raise checkpoint.CheckpointError(str(error)) from None
+  machine_state = checkpoint.verify(folder, record_sha256, asked.key, asked.trust)
+  if node == manifests.syncer_folder(workdir):
+    _require_books(machine_state, folder)
+  return machine_state
+
+
+def _require_books(machine_state: dict[str, Any], folder: pathlib.Path) -> None:
+  """Raises CheckpointError unless what a restore uses of the syncer's state is of its type."""
+  try:
+    manifests.require_number(outer_log.POSITION, machine_state[outer_log.POSITION])
+    manifests.require_sha256(machine_state[outer_log.CHAIN])
+    for row in machine_state['members']:
+      manifests.require_learner(row['learner'])
+      if type(row['left']) is not bool:
+        raise ValueError('a member has left, or has not')
+  except (KeyError, TypeError, ValueError) as error:
+    raise checkpoint.CheckpointError(f'{folder} is not that of a syncer: {error}') from None
+
+
+def _untrusted(what: str, error: seals.Unproved) -> ValueError:
+  return ValueError(
+    f'{what} cannot be proved: {error}. Nothing was changed. If you know where it is from, '
+    '--trust takes it as it is'
+  )
+
+
+def shown(text: str) -> str:
+  """A text from a file, for people.
+
+  >>> shown('noon'), shown('noon' + chr(27) + '[2J')
+  ('noon', "'noon\\\\x1b[2J'")
+  """
+  return (text if text.isprintable() else repr(text))[:_SHOWN_CHARS]
 
 
 def _numbers(node: pathlib.Path) -> list[int]:
   """The numbers of a node's checkpoints, whole or damaged, ascending."""
-  names = (path.name for path in (node / manifests.CHECKPOINTS).glob('*'))
-  return sorted(int(name) for name in names if name.isdecimal())
+  found = (json_files.number(path.name) for path in (node / manifests.CHECKPOINTS).glob('*'))
+  return sorted(number for number in found if number is not None)
 
 
 def _require_same_run(config: run_config.Config, before: dict[str, Any], what: str) -> None:
@@ -184,36 +315,36 @@ def _go_back(
   workdir: pathlib.Path,
   goal: Goal,
   log_files: files_lib.Files,
+  asked: Asked,
   say: Say,
 ) -> None:
   syncer = manifests.syncer_folder(workdir)
-  manifests.write_durably(syncer, manifests.RESTORING, {'goal': goal.text})
+  json_files.write(syncer / manifests.RESTORING, {'goal': goal.text})
   aside = _set_aside(workdir, goal)
   say(f'all later files have been moved to {aside}; nothing was deleted')
+  if asked.key and asked.trust:
+    _seal(workdir, goal, asked.key)
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
   if goal.machine_state is not None:
-    outer_log.begin(log_files, build.assemble(config).agreement, goal.machine_state)
+    outer_log.begin(log_files, build.assemble(config).agreement, goal.machine_state, asked.key)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
     gone = sorted(members - set(learners))
-    parts = goal.manifest['learners'] if goal.manifest else {}
-    manifests.write_durably(
-      syncer,
-      manifests.RESTORED,
-      {
-        outer_log.POSITION: goal.machine_state[outer_log.POSITION],
-        'gone': gone,
-        'back': sorted(parts.keys() & set(learners)),
-        'aside': aside.name,
-      },
+    parts = goal.manifest.learners if goal.manifest else {}
+    note = manifests.Restored(
+      log=goal.machine_state[outer_log.POSITION],
+      gone=tuple(gone),
+      back=tuple(sorted(parts.keys() & set(learners))),
+      aside=aside.name,
     )
+    manifests.write_restored(workdir, note, asked.key)
   load.write(workdir, config)
   (syncer / manifests.RESTORING).unlink()
-  _fsync(syncer)
+  json_files.fsync(syncer)
   say(f'the run continues from {goal.text}')
   for learner in learners:
-    if goal.manifest and learner not in goal.manifest['learners']:
-      why = goal.manifest['missing'].get(learner, 'it is new')
+    if goal.manifest and learner not in goal.manifest.learners:
+      why = shown(dict(goal.manifest.missing).get(learner, 'it is new'))
       say(
         f'{learner} starts from the fragments of the syncer, with the moments of a peer or '
         f'fresh ones: it has no part in the snapshot ({why})'
@@ -222,13 +353,21 @@ def _go_back(
     say(f'{learner} is not in this config: it counts as having left')
 
 
+def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
+  """Seals the checkpoints from which processes now start: the operator trusts them."""
+  newest = goal.newest
+  if goal.manifest is None:  # learners keep theirs
+    found = {node: _numbers(node) for node in _islands(workdir)}
+    newest = {node: numbers[-1] for node, numbers in found.items() if numbers} | newest
+  for node, number in newest.items():
+    with contextlib.suppress(ValueError):  # damaged: its learner sets it aside
+      checkpoint.seal(node / manifests.CHECKPOINTS / str(number), key)
+
+
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   """Moves everything later than the goal to a new folder, which it returns."""
-  taken = [
-    int(path.name.split('-')[1])
-    for path in workdir.glob('aside-*')
-    if path.name.split('-')[1].isdecimal()
-  ]
+  names = (path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
+  taken = [json_files.number(name) or 0 for name in names]
   aside = workdir / f'aside-{max(taken, default=0) + 1}'
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
@@ -237,25 +376,17 @@ def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   moved += [
     workdir / manifests.FOLDER / f'{number}.json'
     for number in manifests.numbers(workdir)
-    if goal.manifest and number > goal.manifest['snapshot']
+    if goal.manifest and number > goal.manifest.snapshot
   ]
-  for node in (syncer, *sorted((workdir / 'islands').glob('*'))):
+  for node in (syncer, *_islands(workdir)):
     moved += [
       node / manifests.CHECKPOINTS / str(number)
       for number in _numbers(node)
       if goal.is_later(node, number)
     ]
-  for path in filter(pathlib.Path.exists, moved):
+  for path in filter(os.path.lexists, moved):
     target = aside / path.relative_to(workdir)
     target.parent.mkdir(parents=True, exist_ok=True)
     path.rename(target)
-    _fsync(path.parent)
+    json_files.fsync(path.parent)
   return aside
-
-
-def _fsync(path: pathlib.Path) -> None:
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)

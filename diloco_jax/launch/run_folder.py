@@ -14,9 +14,12 @@ WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
 import pathlib
+import stat
+import sys
 import time
 
 from diloco_jax.config import load, run_config
+from diloco_jax.launch import program
 from diloco_jax.protocol import agreement
 from diloco_jax.train import corpus_files
 
@@ -41,7 +44,7 @@ def open_workdir(
   if config.task == run_config.DECODER:
     corpus_files.list_files(config.data.corpus)
   try:
-    workdir.mkdir(parents=True, exist_ok=True)
+    claim(workdir)
     (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
     load.write(workdir, config)
   except OSError as error:
@@ -49,6 +52,20 @@ def open_workdir(
       f'cannot write {workdir} ({error.strerror}); choose another --workdir'
     ) from None
   return workdir
+
+
+def claim(workdir: pathlib.Path) -> None:
+  """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
+  OSError."""
+  workdir.mkdir(mode=program.folder_mode(), parents=True, exist_ok=True)
+  found = workdir.stat()
+  if found.st_mode & 0o022:
+    print(
+      f'warning: other users can write to {workdir} (mode {stat.S_IMODE(found.st_mode):04o}), and '
+      'so change what the run reads: chmod 700 it',
+      file=sys.stderr,
+      flush=True,
+    )
 
 
 def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:

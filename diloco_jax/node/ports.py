@@ -49,6 +49,10 @@ class Transport(Protocol):
   ) -> None:
     """Queues a message and its payload; has no effect if the session is closed."""
 
+  def handled(self, session: int) -> None:
+    """The machine has handled a message of this session. A session with many messages that have not
+    been handled takes no further ones from its peer."""
+
   def close(self, session: int, reason: str) -> None: ...
 
   def shutdown(self, grace_s: float) -> None:

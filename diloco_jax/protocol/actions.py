@@ -115,7 +115,8 @@ class TakeMoments:
 class Participant:
   """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps).
 
-  `limit`: the norm above which it is left out (screening.py); None: any finite norm is allowed.
+  Its norm must be at least `least` and at most `limit`, else it is left out (screening.py); None:
+  any finite norm is allowed.
   """
 
   learner: str
@@ -123,6 +124,7 @@ class Participant:
   payload_id: int
   tokens: int
   steps: int
+  least: int = 0
   limit: int | None = None
 
 

@@ -10,6 +10,7 @@ MAY_CHANGE = ('train.steps',)
 """Settings that all processes share, and that a run which has ended may continue with another value
 of: the clock at which training ends is no part of what has been trained."""
 DIFFERENCES_SHOWN = 5
+MAX_NESTED = 100  # a deeper text from a peer would end the process (RecursionError)
 VALUE_CHARS = 80
 
 
@@ -53,7 +54,7 @@ def _shown(facts: dict, name: str) -> str:
 
 def _decode(text: str) -> dict:
   try:
-    facts = json.loads(text)
+    facts = json.loads(text) if text.count('[') + text.count('{') <= MAX_NESTED else None
   except ValueError:
-    return {'agreement': 'unreadable'}
+    facts = None
   return facts if isinstance(facts, dict) else {'agreement': 'unreadable'}

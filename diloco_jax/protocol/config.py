@@ -146,6 +146,14 @@ class ProtocolConfig:
     remedy='train at least one step',
     name='train.steps',
   )
+  max_step_tokens: int = setting(
+    1 << 24,
+    'the most tokens of one inner step; a learner that reports more is refused. A task of the '
+    'config lowers it to the tokens of its batch',
+    low=1,
+    high=1 << 40,
+    remedy='tokens of a batch',
+  )
   heartbeat_ns: int = setting(
     2 * SECOND_NS,
     'the longest time that a live peer sends nothing',

@@ -144,11 +144,12 @@ class FragmentRead:
 
 @_event
 class ManifestWritten:
-  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not
-  exist."""
+  """A WriteManifest is finished; `error` is a text if it failed: then the snapshot does not exist.
+  `unverified`: learners whose parts the syncer could not find."""
 
   snapshot: int
   error: str = ''
+  unverified: tuple[str, ...] = ()
 
 
 @_event

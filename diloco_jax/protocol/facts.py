@@ -113,11 +113,12 @@ class Member:
 
 @fact
 class Snapshot:
-  """A run snapshot is complete, with the learners in it and the missing ones, or was abandoned
-  because of `error`."""
+  """A run snapshot is complete, with the learners in it, those of them whose parts the syncer could
+  not find, and the missing ones, or was abandoned because of `error`."""
 
   number: int
   parts: tuple[str, ...] = ()
+  unverified: tuple[str, ...] = ()
   missing: tuple[str, ...] = ()
   error: str = ''
 

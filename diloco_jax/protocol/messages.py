@@ -81,11 +81,14 @@ def dominates(
 
 @_message
 class Join:
-  """First message on a session. `nonce` names the process; `agreement` is what both must share."""
+  """First message on a session. `nonce` names the process; `agreement` is what both must share.
+  `run` and `incarnation` are those under which the process has joined before; '' and 0: none."""
 
   protocol: int
+  run: str
   learner: str
   nonce: int
+  incarnation: int
   agreement: str  # canonical JSON: flat names to values
   host: str
   pid: int
@@ -220,8 +223,9 @@ class Leave:
 
 @_message
 class Offer:
-  """An incarnation for this process, which the process holds from Confirm on."""
+  """An incarnation of the learner in this `run`, which the process holds from Confirm on."""
 
+  run: str
   incarnation: int
 
 

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from diloco_jax.node import ports
+from diloco_jax.protocol import safe_json
 from diloco_jax.report import facts
 
 RECORDS = 'records'
@@ -162,10 +163,11 @@ class Tail:
     for line in data.splitlines():
       if line.strip():
         try:
-          fact = json.loads(line)
+          fact = safe_json.parse(line, finite=False)  # a loss may be NaN
         except ValueError:
           fact = None
-        if isinstance(fact, dict) and 'name' in fact:
+        known = isinstance(fact, dict) and isinstance(fact.get('name'), str)
+        if known and isinstance(fact.get('time', 0.0), int | float):
           yield fact
         else:
           self.skipped += 1

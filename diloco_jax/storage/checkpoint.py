@@ -10,6 +10,7 @@ previous one is used.
   <root>/<number>/anchors  one float32 array per fragment; absent if the learner has no syncer
   <root>/<number>/record   JSON: clock, data cursor, the machine's state, shapes, digests, the run
                            snapshot that pins it, and the SHA-256 of all these
+  <root>/<number>/seal     with a key (seals.py): it proves the record, and every byte of every file
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
 another. The newest two are kept, and those that a run snapshot pins. A save returns the number and
@@ -23,6 +24,8 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 import contextlib
 import json
 import logging
+import pathlib
+import shutil
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
@@ -30,12 +33,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import manifests
+from diloco_jax.storage import json_files, manifests, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
+SEAL = 'seal'
+_RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
+_MAX_RECORD_BYTES = 64 << 20
 _UNREADABLE = 0  # no snapshot has this number
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
@@ -69,14 +74,16 @@ class Checkpoints:
   """The checkpoints of one node; keeps the newest two and those that a run snapshot pins.
 
   Args:
-    root: a folder of this node alone; created if it does not exist. `gs://` works with gcsfs.
+    root: a folder of this node alone; created if it does not exist.
+    key: seals every save, and must have sealed what is restored; None: no seals.
 
   Raises:
     ValueError: the folder cannot be written.
   """
 
-  def __init__(self, root: str):
-    self._root = epath.Path(root).resolve()
+  def __init__(self, root: str, key: seals.Key | None = None):
+    self._root = pathlib.Path(root).resolve()
+    self._key = key
     _require_writable(self._root)
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
@@ -103,9 +110,8 @@ class Checkpoints:
       CheckpointError: the record does not read back.
     """
     try:
-      with _ONE_OPERATION:
-        return self._record(number)['protocol']
-    except Exception as error:
+      return _record(self._root / str(number), self._key)['protocol']
+    except (OSError, ValueError) as error:
       raise CheckpointError(
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
       ) from error
@@ -181,10 +187,13 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
+      Unproved: there is a key, and no checkpoint has a seal of it; nothing was changed.
       CheckpointError: there are checkpoints but none verifies.
     """
     self._wait_or_warn()
     numbers = self.numbers
+    if numbers and self._key:
+      _require_any_proved([self._root / str(number) for number in numbers], self._key)
     for number in reversed(numbers):
       try:
         with _ONE_OPERATION:
@@ -202,30 +211,6 @@ class Checkpoints:
         'was written; remove the folder to start without them'
       )
     return None
-
-  def verify(self, number: int, record_sha256: str = '') -> dict[str, Any]:
-    """Reads a whole checkpoint of any model and compares it with its record, and the record with
-    the SHA-256 that it had, if the caller knows it.
-
-    Returns:
-      The machine's state.
-
-    Raises:
-      CheckpointError: it is not what was saved; the text names the leaf or the record.
-    """
-    try:
-      with _ONE_OPERATION:
-        record = self._record(number)
-        if record_sha256 not in ('', manifests.sha256(record)):
-          raise ValueError('its record is of another checkpoint')
-        arrays = self._checkpointer.load_checkpointables(number, self._abstract_of(number))
-        _require_same_shapes(record['shapes'], _shapes(arrays))
-        _require_same_digests(record['digests'], _digests(arrays))
-    except Exception as error:  # of any kind: the checkpoint does not read back
-      raise CheckpointError(
-        f'{self._root / str(number)} does not read back as it was written: {_one_line(error)}'
-      ) from error
-    return record['protocol']
 
   def wait(self) -> None:
     """Blocks until the running save, if any, is complete.
@@ -253,6 +238,8 @@ class Checkpoints:
     """Runs in a separate thread, so that the next save can start even if no caller waits."""
     try:
       response.result()
+      if self._key:
+        seal(self._root / str(saved.number), self._key)
       done.set_result(saved)
     except Exception as error:
       done.set_exception(self._failed(saved.number, error))
@@ -269,7 +256,12 @@ class Checkpoints:
   def _read(
     self, number: int, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
   ) -> Restored:
-    load, record = self._checkpointer.load_checkpointables, self._record(number)
+    folder = self._root / str(number)
+    json_files.files_in(folder)  # no links, before anything is opened
+    if self._key:
+      _require_seal(folder, self._key)
+    record = _record(folder, None)
+    load = self._checkpointer.load_checkpointables
     anchor_shapes = [
       shape for path, (shape, _) in record['shapes'].items() if path.startswith('anchors/')
     ]
@@ -290,34 +282,13 @@ class Checkpoints:
       record['protocol'],
     )
 
-  def _abstract_of(self, number: int) -> dict[str, Any]:
-    """The arrays of a checkpoint by its own description, all on the first device."""
-    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    described = self._checkpointer.checkpointables_metadata(number).metadata
-    for name, tree in described.items():
-      if tree is None and name != 'record':  # Orbax has warned, and would guess
-        raise ValueError(f'the description of its {name} cannot be read')
-    return {
-      name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
-      for name, tree in described.items()
-      if name != 'record'
-    }
-
-  def _record(self, number: int) -> dict[str, Any]:
-    """Reads the record. Raises ValueError if it is not the saved one, and any error of Orbax."""
-    record = self._checkpointer.load_checkpointables(number, {'record': None})['record']
-    if record.pop('sha256') != manifests.sha256(record):
-      raise ValueError('its record is not the one that was saved')
-    return record
-
   def _snapshot_of(self, number: int) -> int | None:
     """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
     if not (self._root / str(number) / 'record').exists():
       return None  # a killed process was deleting it: the next save completes that
     try:
-      with _ONE_OPERATION:
-        return self._record(number)['snapshot']
-    except Exception:
+      return _record(self._root / str(number), self._key)['snapshot']
+    except (OSError, ValueError):
       return _UNREADABLE
 
   def _set_aside(self, number: int, error: Exception) -> None:
@@ -329,7 +300,7 @@ class Checkpoints:
       aside,
     )
     if aside.exists():
-      aside.rmtree()
+      shutil.rmtree(aside)
     (self._root / str(number)).rename(aside)
     self._checkpointer.reload()
 
@@ -338,6 +309,142 @@ class Checkpoints:
       f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
       'previous checkpoint is still there'
     )
+
+
+# --- A checkpoint by its folder, without an open root ---------------------------------------------
+
+
+def verify(
+  folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
+) -> dict[str, Any]:
+  """Reads a whole checkpoint of any model and compares it with its record, and the record with
+  the SHA-256 that it had, if the caller knows it. Writes nothing.
+
+  Args:
+    folder: of the checkpoint, <root>/<number>.
+    record_sha256: as `save` returned it.
+    key: must have sealed it; None: it must have no seal.
+    trust: whether to take it with any seal.
+
+  Returns:
+    The machine's state.
+
+  Raises:
+    Unproved: its seal is missing or not of this key.
+    CheckpointError: it is not what was saved; the text names the leaf or the record.
+  """
+  try:
+    json_files.files_in(folder)  # no links, before anything is opened
+    if not trust and (key or (folder / SEAL).exists()):
+      _require_seal(folder, key)
+    with _ONE_OPERATION, _context():
+      record = _record(folder, None)
+      if record_sha256 not in ('', manifests.sha256(record)):
+        raise ValueError('its record is of another checkpoint')
+      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
+      _require_same_digests(record['digests'], _digests(arrays))
+  except seals.Unproved:
+    raise
+  except Exception as error:  # of any kind: the checkpoint does not read back
+    raise CheckpointError(
+      f'{folder} does not read back as it was written: {_one_line(error)}'
+    ) from error
+  return record['protocol']
+
+
+def has(folder: pathlib.Path, record_sha256: str) -> bool:
+  """Whether there is a checkpoint with this record; its arrays are not read."""
+  try:
+    return manifests.sha256(_record(folder, None)) == record_sha256
+  except (OSError, ValueError):
+    return False
+
+
+def seal(folder: pathlib.Path, key: seals.Key) -> None:
+  """Seals a checkpoint as it is on the disk, durably. Raises OSError, ValueError."""
+  words = _sealed(folder, _record(folder, None))
+  whole = seals.digest_of(folder, but=SEAL)
+  json_files.write(
+    folder / SEAL,
+    {'record': key.seal('record', *words), 'whole': key.seal('checkpoint', *words, whole)},
+  )
+
+
+def _sealed(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
+  """What a seal says: the node, the number and the record."""
+  return folder.parents[1].name, folder.name, manifests.sha256(record)
+
+
+def _require_seal(
+  folder: pathlib.Path, key: seals.Key | None, record: dict[str, Any] | None = None
+) -> None:
+  """Raises Unproved unless the key has sealed the whole checkpoint, or only its `record` if that is
+  given."""
+  found = json_files.read(folder / SEAL) if (folder / SEAL).exists() else {}
+  words = _sealed(folder, record or _record(folder, None))
+  if record:
+    seals.require(key, found.get('record'), str(folder), 'record', *words)
+  else:
+    whole = seals.digest_of(folder, but=SEAL)
+    seals.require(key, found.get('whole'), str(folder), 'checkpoint', *words, whole)
+
+
+def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
+  """Raises Unproved if no record is sealed: then the key is another one, or is new in this run, and
+  no checkpoint is set aside for that."""
+  refused = None
+  for folder in folders:
+    try:
+      _record(folder, key)
+      return
+    except (OSError, ValueError) as error:
+      refused = error
+  raise seals.Unproved(
+    f'no checkpoint can be proved: {_one_line(refused)}. Nothing was changed. Give the key that '
+    'sealed them, or take them as they are: diloco restore --trust'
+  )
+
+
+def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
+  """Reads the record of a checkpoint; `key`: must have sealed it. Raises ValueError if it is not
+  what was saved, and OSError."""
+  record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
+  if record.pop('sha256', None) != manifests.sha256(record):
+    raise ValueError('its record is not the one that was saved')
+  try:
+    for name in ('data_state', 'step'):
+      manifests.require_number(name, record[name])
+    if record['snapshot'] is not None:
+      manifests.require_number('snapshot', record['snapshot'])
+    for name in ('protocol', 'shapes', 'digests'):
+      if type(record[name]) is not dict:
+        raise ValueError(f'{name} of its record is no object')
+    for shape, kind in record['shapes'].values():
+      sizes = [manifests.require_number('a size', one) for one in shape]
+      if type(kind) is not str or sizes != shape:
+        raise ValueError('its record names no shapes')
+  except (KeyError, TypeError) as error:
+    raise ValueError(f'its record is none: {error}') from None
+  if key:
+    _require_seal(folder, key, record)
+  return record
+
+
+def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any]:
+  """The arrays of a checkpoint by its own description, which must be that of its record, all on the
+  first device."""
+  place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+  described = ocp.checkpointables_metadata(folder).metadata
+  for name, tree in described.items():
+    if tree is None and name != 'record':  # Orbax has warned, and would guess
+      raise ValueError(f'the description of its {name} cannot be read')
+  arrays = {
+    name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
+    for name, tree in described.items()
+    if name != 'record'
+  }
+  _require_same_shapes(shapes, _shapes(arrays))
+  return arrays
 
 
 class _NewestAndPinned:
@@ -370,7 +477,7 @@ class _Mismatch(Exception):
   """A checkpoint is whole but of another model or optimizer."""
 
 
-def _require_writable(root: epath.Path) -> None:
+def _require_writable(root: pathlib.Path) -> None:
   try:
     root.mkdir(parents=True, exist_ok=True)
     probe = root / '.writable'

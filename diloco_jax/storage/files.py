@@ -17,8 +17,11 @@ import pathlib
 import socket
 from collections.abc import Iterator
 
+from diloco_jax.protocol import safe_json
+
 PIECE_BYTES = 1 << 20
 PIECES = 64  # most buffers in one write
+_PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # a symbolic link is no file of a run
 LOCK = 'lock'
 PROBE = 'probe'
 
@@ -65,7 +68,7 @@ class Files:
   def create(self, name: str) -> None:
     self._close(name)
     self._open[name] = os.open(
-      self._path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o644
+      self._path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | _PLAIN, 0o644
     )
 
   def append(self, name: str, *pieces: bytes | bytearray | memoryview) -> None:
@@ -98,7 +101,7 @@ class Files:
   def lock(self, role: str = 'syncer') -> None:
     """Locks the directory for this process until `close` or its end. Raises DirectoryError."""
     try:
-      descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+      descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
     except OSError as error:
       raise self._unwritable(error) from error
     try:
@@ -141,7 +144,7 @@ class Files:
 
   def _descriptor(self, name: str) -> int:
     if name not in self._open:
-      self._open[name] = os.open(self._path / name, os.O_RDWR | os.O_APPEND)
+      self._open[name] = os.open(self._path / name, os.O_RDWR | os.O_APPEND | _PLAIN)
     return self._open[name]
 
   def _close(self, name: str) -> None:
@@ -183,7 +186,8 @@ def _rest(batch: list[memoryview], written: int) -> list[memoryview]:
 def _holder(descriptor: int) -> str:
   """Names the process that wrote the lock file."""
   try:
-    holder = json.loads(os.pread(descriptor, 4096, 0))
-    return f'{holder["role"]} pid {int(holder["pid"])} on {holder["host"]}'
+    holder = safe_json.parse(os.pread(descriptor, 4096, 0))
+    role, host = (''.join(filter(str.isprintable, holder[name])) for name in ('role', 'host'))
+    return f'{role} pid {int(holder["pid"])} on {host}'
   except (OSError, ValueError, TypeError, KeyError):
     return 'another process'  # which has not written its name yet

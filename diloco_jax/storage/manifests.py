@@ -6,31 +6,140 @@
 
 A manifest is JSON and names the checkpoints that it pins, each with the SHA-256 of its record,
 which in turn holds a digest of every leaf: so the manifest detects every later change. Its own
-`digest` is the SHA-256 of all its other fields. Without a manifest a snapshot does not exist:
-checkpoints that were saved for it are ordinary ones.
+`digest` is the SHA-256 of all its other fields, and its `seal` proves it, if there is a key
+(seals.py). Without a manifest a snapshot does not exist: checkpoints that were saved for it are
+ordinary ones.
 
 The file `RESTORING` exists while a restore (restore.py) runs: no process may start from a folder
-that is half restored.
+that is half restored. The file `RESTORED` tells the syncer of it.
+
+What is read here is typed before any of it becomes a path: names are learner ids, numbers are in
+range.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Collection
 from typing import Any
 
+from diloco_jax.protocol import actions
+from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
+from diloco_jax.storage import json_files, seals
 
 FORMAT = 1
 FOLDER = 'snapshots'
 CHECKPOINTS = 'ckpt'
 RESTORING = 'restoring.json'
 RESTORED = 'restored.json'
+MAX_NUMBER = 1 << 53
 _SUFFIX = '.json'
+_SHA256 = re.compile(r'[0-9a-f]{64}', re.ASCII)
 
 
 class Unfit(ValueError):
   """A manifest cannot be read or does not verify; the text says which and why."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+  """A run snapshot.
+
+  Attributes:
+    snapshot: its number.
+    step: the sync at which it was taken.
+    checkpoint, record_sha256: the syncer's part.
+    parts: the learners'.
+    missing: the learners without a part, each with the reason.
+    unverified: the learners whose parts the syncer could not find under this folder.
+    agreement: of the run.
+    place: the folder in which it was taken.
+    commit, time: for people only.
+  """
+
+  format: int = FORMAT
+  snapshot: int
+  step: int
+  checkpoint: int
+  record_sha256: str
+  parts: tuple[actions.Part, ...]
+  missing: tuple[tuple[str, str], ...]
+  unverified: tuple[str, ...]
+  agreement: str
+  place: str
+  commit: str
+  time: str
+
+  def __post_init__(self):
+    """Raises ValueError if a value is out of its range."""
+    if self.format != FORMAT:
+      raise ValueError(f'it has format {self.format}, this release reads {FORMAT}')
+    require_number('snapshot', self.snapshot, 1)
+    require_number('step', self.step)
+    for part in self.parts:
+      require_learner(part.learner)
+      require_number('incarnation', part.incarnation)
+    for part in (self, *self.parts):
+      require_number('checkpoint', part.checkpoint)
+      require_sha256(part.record_sha256)
+    for name in (*dict(self.missing), *self.unverified):
+      require_learner(name)
+    names = [part.learner for part in self.parts] + [name for name, _ in self.missing]
+    if len(set(names)) < len(names) or not set(self.unverified) <= set(self.learners):
+      raise ValueError('it names a learner twice, or one without a part as unverified')
+
+  @property
+  def learners(self) -> dict[str, actions.Part]:
+    """The parts by learner."""
+    return {part.learner: part for part in self.parts}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+  """What a restore tells the syncer.
+
+  Attributes:
+    log: the position in the log of the checkpoint that the run went back to.
+    gone: learners that count as having left.
+    back: learners that were restored with moments of their own.
+    aside: the folder of what was set aside.
+  """
+
+  log: int
+  gone: tuple[str, ...]
+  back: tuple[str, ...]
+  aside: str
+
+  def __post_init__(self):
+    """Raises ValueError if a value is out of its range."""
+    require_number('log', self.log)
+    for name in (*self.gone, *self.back):
+      require_learner(name)
+
+
+def require_number(what: str, value: Any, least: int = 0) -> int:
+  """Returns a value that is an int in range, no bool. Raises ValueError."""
+  if type(value) is not int or not least <= value <= MAX_NUMBER:
+    raise ValueError(f'{what} is {codec.short(value)}, it must be a number from {least} to 2**53')
+  return value
+
+
+def require_learner(name: Any) -> str:
+  """Returns a value that is the id of a learner. Raises ValueError."""
+  if type(name) is not str or not members.ID.fullmatch(name):
+    raise ValueError(f'{codec.short(name)} is not the id of a learner')
+  return name
+
+
+def require_sha256(value: Any) -> str:
+  """Returns a value that is 64 hex digits. Raises ValueError."""
+  if type(value) is not str or not _SHA256.fullmatch(value):
+    raise ValueError(f'{codec.short(value)} is not a SHA-256')
+  return value
 
 
 def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:
@@ -38,62 +147,93 @@ def syncer_folder(workdir: pathlib.Path) -> pathlib.Path:
 
 
 def island_folder(workdir: pathlib.Path, learner: str) -> pathlib.Path:
-  return workdir / 'islands' / learner
+  return workdir / 'islands' / require_learner(learner)
 
 
 def numbers(workdir: pathlib.Path) -> list[int]:
   """The snapshots that have a manifest, whole or damaged, ascending."""
-  found = (path.stem for path in (workdir / FOLDER).glob('*' + _SUFFIX))
-  return sorted(int(stem) for stem in found if stem.isdecimal())
+  found = (json_files.number(path.stem) for path in (workdir / FOLDER).glob('*' + _SUFFIX))
+  return sorted(number for number in found if number is not None)
 
 
-def read(workdir: pathlib.Path, number: int) -> dict[str, Any]:
-  """Reads and verifies the manifest of a snapshot. Raises Unfit."""
+def read(
+  workdir: pathlib.Path, number: int, key: seals.Key | None = None, trust: bool = False
+) -> Manifest:
+  """Reads and verifies the manifest of a snapshot.
+
+  Raises:
+    Unfit: it is not one, or not what was written.
+    Unproved: its seal is missing or not of this key, or it was taken in another folder and no key
+      proves it. Not with `trust`.
+  """
   path = workdir / FOLDER / f'{number}{_SUFFIX}'
   try:
-    manifest = json.loads(path.read_bytes())
-    digest = manifest.pop('digest')
-  except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    manifest = _open(path, Manifest, key, trust)
+  except seals.Unproved:
+    raise
+  except (OSError, ValueError) as error:
     raise Unfit(f'its manifest {path} does not read back: {error}') from None
-  if digest != sha256(manifest) or manifest.get('snapshot') != number:
-    raise Unfit(f'its manifest {path} is not what was written')
-  if manifest['format'] != FORMAT:
-    raise Unfit(f'its manifest {path} has format {manifest["format"]}, this release reads {FORMAT}')
+  if manifest.snapshot != number:
+    raise Unfit(f'its manifest {path} is that of snapshot {manifest.snapshot}')
+  if not key and not trust and manifest.place != str(workdir.resolve()):
+    raise seals.Unproved(f'{path} was written in another folder ({manifest.place!r})')
   return manifest
 
 
-def write(workdir: pathlib.Path, manifest: dict[str, Any]) -> None:
-  """Writes the manifest of a snapshot, durable on return. Raises OSError, DirectoryError."""
-  manifest = {'format': FORMAT, **manifest}
-  write_durably(
-    workdir / FOLDER, f'{manifest["snapshot"]}{_SUFFIX}', {**manifest, 'digest': sha256(manifest)}
-  )
+def write(workdir: pathlib.Path, manifest: Manifest, key: seals.Key | None = None) -> None:
+  """Writes the manifest of a snapshot, durable on return. Raises OSError."""
+  _close(workdir / FOLDER / f'{manifest.snapshot}{_SUFFIX}', manifest, key)
+
+
+def read_restored(workdir: pathlib.Path, key: seals.Key | None = None) -> Restored | None:
+  """The last restore's message to the syncer, if there was a restore. Raises ValueError, and
+  Unproved, which is one."""
+  path = syncer_folder(workdir) / RESTORED
+  try:
+    return _open(path, Restored, key)
+  except FileNotFoundError:
+    return None
+  except seals.Unproved:
+    raise
+  except (OSError, ValueError) as error:
+    raise ValueError(
+      f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
+    ) from None
+
+
+def write_restored(workdir: pathlib.Path, note: Restored, key: seals.Key | None = None) -> None:
+  """Raises OSError."""
+  _close(syncer_folder(workdir) / RESTORED, note, key)
+
+
+def _open(path: pathlib.Path, kind: type, key: seals.Key | None, trust: bool = False) -> Any:
+  """Reads a sealed file. Raises OSError, ValueError, and Unproved, which is one."""
+  values = json_files.read(path)
+  digest, seal = values.pop('digest', None), values.pop('seal', None)
+  if digest != sha256(values):
+    raise ValueError('it is not what was written')
+  if not trust and (key or seal):
+    seals.require(key, seal, str(path), kind.__name__, digest)
+  try:
+    return codec.decode(kind, values, 'it')
+  except codec.TapeError as error:
+    raise ValueError(str(error)) from None
+
+
+def _close(path: pathlib.Path, value: Any, key: seals.Key | None) -> None:
+  """Writes a sealed file. Raises OSError."""
+  values = json.loads(codec.encode(value))
+  digest = sha256(values)
+  seal = key.seal(type(value).__name__, digest) if key else ''
+  json_files.write(path, {**values, 'digest': digest, 'seal': seal})
 
 
 def remove_all_but(workdir: pathlib.Path, keep: Collection[int]) -> None:
   """Removes the manifests of other snapshots, durably; then the checkpoints that they pinned may be
-  deleted. Raises OSError, DirectoryError."""
-  files = files_lib.Files(workdir / FOLDER)
-  try:
-    for number in set(numbers(workdir)) - set(keep):
-      files.remove(f'{number}{_SUFFIX}')
-    files.fsync_names()  # no manifest may outlive its checkpoints
-  finally:
-    files.close()
-
-
-def write_durably(folder: pathlib.Path, name: str, value: Any) -> None:
-  """Writes JSON to a file that on return is complete and durable, and after an error is as it was
-  before. Raises OSError."""
-  files = files_lib.Files(folder)
-  try:
-    files.create(name + '.new')
-    files.append(name + '.new', json.dumps(value, indent=1).encode() + b'\n')
-    files.fsync(name + '.new')
-    files.rename(name + '.new', name)
-    files.fsync_names()
-  finally:
-    files.close()
+  deleted. Raises OSError."""
+  for number in set(numbers(workdir)) - set(keep):
+    (workdir / FOLDER / f'{number}{_SUFFIX}').unlink()
+  json_files.fsync(workdir / FOLDER)  # no manifest may outlive its checkpoints
 
 
 def require_no_restore(workdir: pathlib.Path) -> None:

@@ -27,11 +27,13 @@ from typing import Any, NamedTuple, Protocol
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import codec
-from diloco_jax.storage import files_port, wal, wal_format
+from diloco_jax.storage import files_port, seals, wal, wal_format
 
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
 POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
+MAX_WIDTH = 1 << 16
+MAX_COUNT = 1 << 53
 
 
 class NotReproduced(wal_format.WalError):
@@ -109,15 +111,24 @@ def decode(payload: memoryview) -> OuterStep:
   header, data = wal_format.unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
-  sizes = header['payload_bytes']
+  sizes, width = header['payload_bytes'], header['width']
+  if not all(type(size) is int and size >= 0 for size in [width, *sizes]):
+    raise ValueError(f'its sizes are {codec.short(sizes)}, its width {codec.short(width)}')
+  if not len(merge.participants) <= width <= MAX_WIDTH:
+    raise ValueError(f'a stack of {width} rows is not one of {len(merge.participants)} learners')
+  if not set(done.refused) <= {one.learner for one in merge.participants}:
+    raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
+  for one in merge.participants:
+    if not 0 <= one.tokens <= MAX_COUNT or not 0 <= one.steps <= MAX_COUNT:
+      raise ValueError(f'{one.learner} has {one.tokens} tokens of {one.steps} steps')
   if len(sizes) != len(merge.participants) or sum(sizes) != len(data):
     raise ValueError(
-      f'{len(data)} bytes do not hold payloads of {sizes} bytes from {len(merge.participants)} '
-      'learners'
+      f'{len(data)} bytes do not hold payloads of {codec.short(sizes)} bytes from '
+      f'{len(merge.participants)} learners'
     )
   ends = itertools.accumulate(sizes)
   payloads = [data[end - size : end] for size, end in zip(sizes, ends)]
-  return OuterStep(merge, done, header['width'], payloads)
+  return OuterStep(merge, done, width, payloads)
 
 
 # --- Repeating an outer step ----------------------------------------------------------------------
@@ -131,6 +142,8 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
   """
   step = _decoded(record, place)
   merge, done = step.merge, step.done
+  if not 0 <= merge.fragment < len(theta.versions):
+    raise _refused(record, place, f'is of fragment {merge.fragment}, there is none')
   before = theta.versions[merge.fragment]
   if merge.version != before + 1:
     raise _refused(
@@ -140,7 +153,12 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
       f'checkpoint and the records before it end with version {before}: put back the checkpoint '
       'that belongs to this log',
     )
-  merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused, step.width)
+  try:
+    merged = theta.merge(
+      merge.fragment, merge.participants, step.payloads, done.refused, step.width
+    )
+  except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
+    raise _refused(record, place, f'cannot be repeated ({error})') from error
   if (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):
     raise _refused(
       record,
@@ -172,10 +190,21 @@ def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
 # --- The log --------------------------------------------------------------------------------------
 
 
-def begin(files: files_port.Files, agreement: str, position: dict[str, Any]) -> None:
+def begin(
+  files: files_port.Files,
+  agreement: str,
+  position: dict[str, Any],
+  key: seals.Key | None = None,
+) -> None:
   """Begins a log in a folder without one, behind the position of a checkpoint that a restore went
   back to (launch/restore.py). Raises ValueError, WalFull, WalBroken."""
-  wal.begin(files, run_of(agreement), position[POSITION], bytes.fromhex(position[CHAIN]))
+  wal.begin(
+    files,
+    run_of(agreement),
+    position[POSITION],
+    bytes.fromhex(position[CHAIN]),
+    key=key.of_log if key else b'',
+  )
 
 
 class OuterLog:
@@ -187,6 +216,7 @@ class OuterLog:
     agreement: str,
     say: Callable[[str], None],
     segment_bytes: int = wal.SEGMENT_BYTES,
+    key: seals.Key | None = None,
   ):
     """The log in a directory whose lock the caller holds.
 
@@ -195,12 +225,19 @@ class OuterLog:
       agreement: of the run (protocol/agreement.py): the log of another run is refused.
       say: prints a line for people.
       segment_bytes: as for wal.open_log.
+      key: seals the chain; None: it has no seal.
     """
     self._files = files
     self._run = run_of(agreement)
     self._say = say
     self._segment_bytes = segment_bytes
+    self._key = key.of_log if key else b''
     self._wal: wal.Wal | None = None
+
+  @property
+  def place(self) -> str:
+    """The folder, for messages."""
+    return self._files.place
 
   @property
   def position(self) -> dict[str, Any]:
@@ -220,9 +257,15 @@ class OuterLog:
       WalFull, WalBroken: the disk is full or failed.
     """
     after, chain = position.get(POSITION, 0), position.get(CHAIN)
-    self._wal = wal.open_log(
-      self._files, self._run, after, chain and bytes.fromhex(chain), self._segment_bytes
-    )
+    try:
+      chain = chain and bytes.fromhex(chain)
+    except (TypeError, ValueError):
+      chain = b'?'
+    if type(after) is not int or after < 0 or chain == b'?':
+      raise NotReproduced(
+        f'The checkpoint names no position in the log of {self.place}. Nothing was changed'
+      )
+    self._wal = wal.open_log(self._files, self._run, after, chain, self._segment_bytes, self._key)
     for line in self._wal.recovered.words:
       self._say(line)
     steps = (redo(theta, record, self._files.place) for record in self._wal.records(after))

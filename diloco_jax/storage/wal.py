@@ -60,6 +60,7 @@ def open_log(
   after: int = 0,
   chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
+  key: bytes = b'',
 ) -> 'Wal':
   """Recovers the log of a directory, or begins one if there is none. Read `records(after)` next.
 
@@ -72,6 +73,7 @@ def open_log(
       record or begin with the next one.
     chain: the hash of the history up to `after`, if the checkpoint has it.
     segment_bytes: the log closes a segment once it is larger.
+    key: of its chain (seals.py); empty: none.
 
   Raises:
     WalDamaged: the log differs from the committed one; nothing was changed.
@@ -79,34 +81,36 @@ def open_log(
     WalFull, WalBroken: the disk is full, or failed.
   """
   try:
-    found = wal_recovery.scan(files, run)
+    found = wal_recovery.scan(files, run, key)
     if found.damage:
       raise found.damaged(files, found.damage, after)
     if not found.segments and not after:
-      return begin(files, run, segment_bytes=segment_bytes)
+      return begin(files, run, segment_bytes=segment_bytes, key=key)
+    if not after:
+      chain = fmt.first_chain(run, key)
     _check_snapshot(files, found, after, chain)
     words = _recover(files, found)
   except OSError as error:
     raise _recovery_failed(files, error) from error
   recovered = Recovered(found.first, found.last, found.torn_bytes, tuple(words))
-  log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered)
+  log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered, key)
   if found.proven < found.last:
     log._mark()
   return log
 
 
-def read_log(files: files_port_lib.Files, run: str) -> 'Wal':
+def read_log(files: files_port_lib.Files, run: str, key: bytes = b'') -> 'Wal':
   """Opens a log for reading only: the records that recovery would keep. Changes nothing.
 
   Raises:
     WalDamaged, WalUnsupported: as open_log.
     OSError: the log is not readable.
   """
-  found = wal_recovery.scan(files, run)
+  found = wal_recovery.scan(files, run, key)
   if found.damage:
     raise found.damaged(files, found.damage)
   recovered = Recovered(found.first, found.last, found.torn_bytes, ())
-  log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered)
+  log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered, key)
   log._broken = 'The log is open for reading only.'
   return log
 
@@ -117,6 +121,7 @@ def begin(
   after: int = 0,
   chain: bytes | None = None,
   segment_bytes: int = SEGMENT_BYTES,
+  key: bytes = b'',
 ) -> 'Wal':
   """Begins a log after a checkpoint, in a directory without a log.
 
@@ -124,8 +129,8 @@ def begin(
   """
   if wal_recovery.segment_names(files):
     raise ValueError(f'there is a log in {files.place} already; use open_log')
-  chain = chain or fmt.first_chain(run)
-  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(after + 1, after, 0, ()))
+  chain = chain or fmt.first_chain(run, key)
+  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(after + 1, after, 0, ()), key)
   log._begin_segment()
   return log
 
@@ -229,11 +234,13 @@ class Wal:
     chain: bytes,
     segment_bytes: int,
     recovered: Recovered,
+    key: bytes = b'',
   ):
     self._files = files
     self._run = run
     self._segments = segments
     self._segment_bytes = segment_bytes
+    self._key = key
     self._chain = self._committed_chain = chain
     self._broken = ''  # why the log writes nothing more
     self.last = self.committed = last
@@ -271,7 +278,7 @@ class Wal:
     if self._segments[-1].size >= self._segment_bytes and self.committed == self.last:
       self.roll()
     number, length = self.last + 1, sum(len(view) for view in views)
-    chain, crc = fmt.sums(self._chain, kind, number, length, fmt.pieces_of(views))
+    chain, crc = fmt.sums(self._chain, kind, number, length, fmt.pieces_of(views), self._key)
     entry = fmt.Entry(kind, number, self.committed, length, chain, crc)
     self._write(entry, views)
     self.last, self._chain = number, chain

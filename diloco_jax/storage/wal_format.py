@@ -26,22 +26,24 @@ Then entries follow without gaps, each a header of 72 bytes and its payload:
 | 64-67 | CRC-32 of the payload |
 | 68-71 | CRC-32 of bytes 0-67 |
 
-Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, payload).
+Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, payload);
+in a log with a key (seals.py), HMAC-SHA256 with that key of the same bytes.
 It covers the content of the record and nothing of the way to the disk (segments, groups of a
 commit, marks), so a syncer that crashed and one that did not have the same hash after the same
 records, and one hash names a whole history. The CRCs are needed, too: they tell a damaged record
 from a whole record of another history, and reveal a header without its payload. The first hash is
-the SHA-256 of the run's name.
+the SHA-256 (or HMAC) of the run's name.
 """
 
 import hashlib
-import json
+import hmac
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from diloco_jax.protocol import safe_json
 from diloco_jax.protocol.tape import codec
 
 VERSION = 1
@@ -158,7 +160,7 @@ def parse_segment(name: str, data: bytes) -> Header:
   if len(data) != SEGMENT_HEADER_BYTES or not _crc_follows(data):
     raise Corrupt('its header is damaged')
   _, _, _, first, chain, run = _SEGMENT.unpack_from(data)
-  return Header(first, chain, run.rstrip(b'\0').decode())
+  return Header(first, chain, run.rstrip(b'\0').decode(errors='backslashreplace'))
 
 
 def pack_entry(entry: Entry) -> bytes:
@@ -186,16 +188,25 @@ def entries_in(data: bytes) -> Iterator[tuple[int, Entry]]:
     place = data.find(_SYNC, place + 1)
 
 
-def first_chain(run: str) -> bytes:
+def first_chain(run: str, key: bytes = b'') -> bytes:
   """The chain hash before record 1."""
-  return hashlib.sha256(run.encode()).digest()
+  return _hash(key, run.encode()).digest()
+
+
+def _hash(key: bytes, data: bytes) -> Any:
+  return hmac.new(key, data, hashlib.sha256) if key else hashlib.sha256(data)
 
 
 def sums(
-  before: bytes, kind: int, number: int, length: int, payload: Iterable[bytes | memoryview]
+  before: bytes,
+  kind: int,
+  number: int,
+  length: int,
+  payload: Iterable[bytes | memoryview],
+  key: bytes = b'',
 ) -> tuple[bytes, int]:
   """Chain hash and CRC-32 of a record whose payload is given in pieces."""
-  digest = hashlib.sha256(before + _CHAINED.pack(kind, number, length))
+  digest = _hash(key, before + _CHAINED.pack(kind, number, length))
   crc = 0
   for piece in payload:
     digest.update(piece)
@@ -237,7 +248,9 @@ def pack(header: dict[str, Any], *arrays: Any) -> list[Any]:
 
 
 def unpack(payload: memoryview | bytes) -> tuple[dict[str, Any], memoryview]:
-  """Returns the header and the arrays' bytes, not copied."""
+  """Returns the header and the arrays' bytes, not copied. Raises ValueError."""
   view = memoryview(payload)
+  if len(view) < _CRC.size:
+    raise ValueError('it has no header')
   (count,) = struct.unpack_from('<I', view)
-  return json.loads(bytes(view[4 : 4 + count])), view[4 + count :]
+  return safe_json.parse_object(bytes(view[4 : 4 + count])), view[4 + count :]

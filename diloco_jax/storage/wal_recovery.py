@@ -77,6 +77,10 @@ class Found:
     )
 
 
+def _shown(text: str) -> str:
+  return text.encode('unicode_escape').decode()
+
+
 class _Foreign(fmt.Corrupt):
   """A whole entry, so no tear, but not the one that is due here."""
 
@@ -86,19 +90,20 @@ def segment_names(files: files_port_lib.Files) -> list[str]:
   return sorted(name for name in files.names() if fmt.first_of(name) is not None)
 
 
-def scan(files: files_port_lib.Files, run: str | None = None) -> Found:
+def scan(files: files_port_lib.Files, run: str | None = None, key: bytes = b'') -> Found:
   """Verifies every header, number, CRC and hash; changes nothing.
 
   Args:
     files: the folder of the log.
     run: the run that the log must belong to; None: any run.
+    key: of its chain; empty: none.
 
   Raises:
     WalUnsupported: another format version, or another run.
     OSError: the disk cannot be read.
   """
   names = segment_names(files)
-  scanner = _Scanner(files, run)
+  scanner = _Scanner(files, run, key)
   for name in names:
     damage = scanner.segment(name, is_last=name == names[-1])
     if damage:
@@ -110,9 +115,10 @@ def scan(files: files_port_lib.Files, run: str | None = None) -> Found:
 class _Scanner:
   """Reads a log from its first entry to its last."""
 
-  def __init__(self, files: files_port_lib.Files, run: str | None):
+  def __init__(self, files: files_port_lib.Files, run: str | None, key: bytes):
     self._files = files
     self._run = run
+    self._key = key
     self._trailing: Damage | None = None  # broken bytes at the end of the segment before
     self.found = Found([])
 
@@ -135,8 +141,8 @@ class _Scanner:
     found, self._run = self.found, self._run or header.run
     if header.run != self._run:
       raise fmt.WalUnsupported(
-        f'WAL {self._files.place}/{name} belongs to the run "{header.run}", not to "{self._run}". '
-        'Nothing was changed. Use another state directory.'
+        f'WAL {self._files.place}/{name} belongs to the run "{_shown(header.run)}", not to '
+        f'"{self._run}". Nothing was changed. Use another state directory.'
       )
     if fmt.first_of(name) != header.first:
       raise _Foreign(f'it begins with record {header.first}, which is not the one in its name')
@@ -177,6 +183,7 @@ class _Scanner:
         entry.number,
         entry.length,
         read_pieces(self._files, name, start, start + entry.length),
+        self._key,
       ),
     )
     if crc != entry.crc:
@@ -188,7 +195,10 @@ class _Scanner:
     if entry.number != due:
       raise _Foreign(f'record {entry.number} is where record {due} is due')
     if entry.chain != chain:
-      raise _Foreign(f'the chain hash of record {entry.number} does not follow from those before')
+      sealed = ' under this seal key' if self._key else '; a log with a key needs its --seal_key'
+      raise _Foreign(
+        f'the chain hash of record {entry.number} does not follow from those before{sealed}'
+      )
     return entry
 
   def _behind_mark(self, name: str, offset: int, size: int, error: fmt.Corrupt) -> fmt.Entry | None:

@@ -13,10 +13,11 @@ from typing import Any
 
 from diloco_jax.node import failpoints
 from diloco_jax.protocol import agreement as agreement_lib
-from diloco_jax.storage import checkpoint, outer_log, wal_format
+from diloco_jax.storage import checkpoint, json_files, outer_log, seals, wal_format
 from diloco_jax.storage import files as files_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
+MAX_AGREEMENT_BYTES = 1 << 20
 RETRY_S = 0.5
 SAY_AGAIN_S = 60.0
 
@@ -34,18 +35,19 @@ class CommitLog(outer_log.OuterLog):
     agreement: str,
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
+    key: seals.Key | None = None,
   ):
     """Locks the folder for this process.
 
     Args:
       files: the folder; closed by `close`.
-      agreement, say: as for OuterLog.
+      agreement, say, key: as for OuterLog.
       retry_s: pause before another write to a full disk.
 
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
-    super().__init__(files, agreement, say)
+    super().__init__(files, agreement, say, key=key)
     self._agreement = agreement
     self._retry_s = retry_s
     self._closed = threading.Event()
@@ -55,15 +57,15 @@ class CommitLog(outer_log.OuterLog):
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
     """As OuterLog.recover; the refusal of another run's log names the settings that differ."""
     path = pathlib.Path(self._files.place) / AGREEMENT
-    before = path.read_text() if path.exists() else self._agreement
+    before = _read_agreement(path)
     try:
       ended = super().recover(theta, position)
     except wal_format.WalUnsupported as error:
-      found = agreement_lib.differences(self._agreement, before)
+      found = agreement_lib.differences(self._agreement, before or self._agreement)
       raise wal_format.WalUnsupported(' '.join([str(error), '; '.join(found)])) from error
-    if not path.exists() or before != self._agreement:
+    if before != self._agreement:
       with contextlib.suppress(OSError):  # a full disk; the refusal would be shorter
-        path.write_text(self._agreement)
+        json_files.replace(path, self._agreement.encode())
     return ended
 
   def write(self, step: outer_log.OuterStep) -> None:
@@ -107,3 +109,11 @@ class CommitLog(outer_log.OuterLog):
     """Unlocks the folder. An outer step that waits for space raises Closed."""
     self._closed.set()
     self._files.close()
+
+
+def _read_agreement(path: pathlib.Path) -> str:
+  """The agreement that the last process wrote; '' if it cannot be read."""
+  try:
+    return json_files.read_bytes(path, MAX_AGREEMENT_BYTES).decode()
+  except (OSError, ValueError):
+    return ''

@@ -137,7 +137,7 @@ class Theta:
     refused = tuple(
       one.learner
       for one, norm in zip(participants, norms, strict=True)
-      if screening.refused(norm, one.limit)
+      if screening.refused(norm, one.least, one.limit)
     )
     return Screened(norms, refused)
 

@@ -8,9 +8,10 @@ and the log of outer steps behind it (storage/outer_log.py).
 import contextlib
 import dataclasses
 import functools
-import json
 import pathlib
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, manifests, outer_log, tapes
+from diloco_jax.storage import arrays, checkpoint, manifests, outer_log, seals, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -33,6 +34,14 @@ from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
 
+_NO_BOOKS = (
+  LookupError,
+  TypeError,
+  ValueError,
+  AttributeError,
+  ArithmeticError,
+  AssertionError,
+)
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
 
 
@@ -84,6 +93,7 @@ def run(
   event_queue: loop.EventQueue,
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
+  key: seals.Key | None = None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -95,6 +105,7 @@ def run(
     make_transport: called before the recovery, so that learners can connect; their messages wait in
       the event queue until the machine exists.
     records: where facts go.
+    key: seals what the process writes, and must have sealed what it reads; None: no seals.
 
   Returns:
     The machine's Exit; its saves are on disk.
@@ -103,20 +114,28 @@ def run(
     DirectoryError: the log's folder cannot be written, another syncer has it, or a restore has not
       ended.
     WalError: the log cannot be recovered, or the disk failed.
+    ValueError: a file of the run is not what was written, or its seal cannot be proved.
   """
   manifests.require_no_restore(workdir)
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
-      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say
+      files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
     )
     cleanup.callback(log.close)
     payloads = payloads_lib.PayloadStore()
     transport = make_transport(event_queue.post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
-    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'))
+    checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
     start = recover(
-      assembled, theta, checkpoints, log, records, manifests.numbers(workdir), restored(workdir)
+      assembled,
+      theta,
+      checkpoints,
+      log,
+      records,
+      run_name(workdir),
+      manifests.numbers(workdir),
+      manifests.read_restored(workdir, key),
     )
     tape = tapes.Tape(
       workdir,
@@ -142,6 +161,7 @@ def run(
       log,
       evaluation,
       workdir,
+      key,
     )
     work.start()
     records_lib.report_startup(records, 'ready')
@@ -177,19 +197,34 @@ def _export(
     )
 
 
+def run_name(workdir: pathlib.Path) -> str:
+  """The name of the run in a folder, drawn when its first syncer starts. Checkpoints, the log and
+  learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
+  path = workdir / 'syncer' / 'run'
+  if not path.exists():
+    partial = path.with_suffix('.new')
+    partial.write_text(secrets.token_hex(8))
+    partial.replace(path)
+  name = path.read_text()
+  if not re.fullmatch('[0-9a-f]{16}', name):
+    raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
+  return name
+
+
 def recover(
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   checkpoints: checkpoint.Checkpoints,
   log: commit.CommitLog,
   records: records_lib.Recorder,
+  name: str,
   kept: Sequence[int] = (),
-  brought_back: dict[str, Any] | None = None,
+  brought_back: manifests.Restored | None = None,
 ) -> tape_lib.Start:
   """Moves `theta` from version 0 to where the last process was; returns the machine's start there.
 
-  `kept`: the run snapshots that have a manifest; `brought_back`: the last restore's message to the
-  syncer (restore.py).
+  `name`: of the run, if it is at version 0; `kept`: the run snapshots that have a manifest;
+  `brought_back`: the last restore's message to the syncer (restore.py).
   """
   like = theta.like
   restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
@@ -199,29 +234,29 @@ def recover(
     node='syncer',
     config=assembled.protocol,
     agreement=assembled.agreement,
+    run=name,
     payload_bytes=assembled.payload_bytes,
   )
+  load = functools.partial(_load, start)
   if restored is None:
     digests = tuple(theta.digest(p) for p in range(assembled.protocol.fragments))
     start = dataclasses.replace(start, digests=digests)
     machine_state, origin = start.make().state(), 'version 0'
   else:
     machine_state = restored.protocol
+    with _believing_no_books(log):
+      load(machine_state)
     origin = f'its checkpoint of sync {machine_state["opened"]}'
     theta.restore(restored.state, machine_state['versions'])
-  if brought_back and machine_state.get(outer_log.POSITION) == brought_back[outer_log.POSITION]:
-    machine_state = recovery.brought_back(machine_state, brought_back['gone'], brought_back['back'])
-  load = functools.partial(
-    syncer_machine.SyncerMachine.load,
-    assembled.protocol,
-    assembled.agreement,
-    assembled.payload_bytes,
-  )
+  if brought_back and machine_state.get(outer_log.POSITION) == brought_back.log:
+    machine_state = recovery.brought_back(machine_state, brought_back.gone, brought_back.back)
   replayed = log.recover(theta, machine_state)
   machine_state = {name: machine_state[name] for name in machine_state if name not in log.position}
   if restored is None and not replayed and not kept:
     return start
-  machine_state = recovery.replay_log(load, machine_state, replayed)
+  with _believing_no_books(log):
+    machine_state = recovery.replay_log(load, machine_state, replayed)
+    load(machine_state)
   records.say(
     f'the syncer continues from {origin} and {len(replayed)} later outer steps in its log, at sync '
     f'{machine_state["opened"]}'
@@ -238,7 +273,26 @@ def recover(
   return dataclasses.replace(start, digests=None, state=machine_state)
 
 
-def restored(workdir: pathlib.Path) -> dict[str, Any] | None:
-  """Reads the last restore's message to the syncer, if there was a restore."""
-  path = manifests.syncer_folder(workdir) / manifests.RESTORED
-  return json.loads(path.read_text()) if path.is_file() else None
+def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machine.SyncerMachine:
+  """The machine of books whose fields have the types of those of a new machine. Raises TypeError,
+  and whatever else wrong books lead to."""
+  new = dataclasses.replace(start, digests=(0,) * start.config.fragments).make().state()
+  for name, value in new.items():
+    if type(machine_state[name]) is not type(value):
+      raise TypeError(f'{name} is {type(machine_state[name]).__name__}')
+  return syncer_machine.SyncerMachine.load(
+    start.config, start.agreement, start.payload_bytes, machine_state
+  )
+
+
+@contextlib.contextmanager
+def _believing_no_books(log: commit.CommitLog) -> Iterator[None]:
+  """Refuses books (a machine state) that no syncer has written, whatever they raise."""
+  try:
+    yield
+  except _NO_BOOKS as error:
+    raise outer_log.NotReproduced(
+      f'The books in the checkpoint or in the log of {log.place} are none that a syncer has '
+      f'written ({type(error).__name__}). The syncer did not start, nothing was changed. Go back '
+      'to a snapshot: diloco restore --to=latest'
+    ) from error

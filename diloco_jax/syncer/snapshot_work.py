@@ -9,38 +9,58 @@ import time
 
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import checkpoints
-from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import manifests, tapes
+from diloco_jax.storage import checkpoint, manifests, seals, tapes
+
+_REASON_CHARS = 200
 
 
 def write(
-  workdir: pathlib.Path, agreement: str, write: actions.WriteManifest
+  workdir: pathlib.Path,
+  agreement: str,
+  write: actions.WriteManifest,
+  key: seals.Key | None = None,
 ) -> events.ManifestWritten:
-  """Writes the manifest, then removes the oldest ones beyond SNAPSHOTS_KEPT."""
+  """Writes the manifest, then removes the oldest ones beyond SNAPSHOTS_KEPT. The answer names the
+  learners whose parts are not under this folder: on another machine, or nowhere. A part that no
+  checkpoint could have is not in the manifest."""
+  unverified = tuple(part.learner for part in write.parts if not _is_there(workdir, part))
+  parts = tuple(part for part in write.parts if _is_one(part))
+  reasons = dict(write.missing) | {
+    part.learner: 'what it has saved is no checkpoint' for part in write.parts if part not in parts
+  }
+  manifest = manifests.Manifest(
+    snapshot=write.snapshot,
+    step=write.clock,
+    checkpoint=write.checkpoint,
+    record_sha256=write.record_sha256,
+    parts=parts,
+    missing=tuple((name, why[:_REASON_CHARS]) for name, why in sorted(reasons.items())),
+    unverified=tuple(name for name in unverified if name not in reasons),
+    agreement=agreement,
+    place=str(workdir.resolve()),
+    commit=tapes.commit(),
+    time=time.strftime('%Y-%m-%d %H:%M:%S'),
+  )
   try:
-    manifests.write(
-      workdir,
-      {
-        'snapshot': write.snapshot,
-        'step': write.clock,
-        'syncer': {'checkpoint': write.checkpoint, 'record_sha256': write.record_sha256},
-        'learners': {
-          part.learner: {
-            'incarnation': part.incarnation,
-            'checkpoint': part.checkpoint,
-            'record_sha256': part.record_sha256,
-          }
-          for part in write.parts
-        },
-        'missing': dict(write.missing),
-        'agreement': agreement,
-        'commit': tapes.commit(),
-        'time': time.strftime('%Y-%m-%d %H:%M:%S'),  # for people only
-      },
-    )
-  except (OSError, files_lib.DirectoryError) as error:
+    manifests.write(workdir, manifest, key)
+  except OSError as error:
     if write.snapshot not in manifests.numbers(workdir):
       return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
-  with contextlib.suppress(OSError, files_lib.DirectoryError):  # the next snapshot does it
+  with contextlib.suppress(OSError):  # the next snapshot does it
     manifests.remove_all_but(workdir, manifests.numbers(workdir)[-checkpoints.SNAPSHOTS_KEPT :])
-  return events.ManifestWritten(snapshot=write.snapshot)
+  return events.ManifestWritten(snapshot=write.snapshot, unverified=unverified)
+
+
+def _is_one(part: actions.Part) -> bool:
+  """Whether a learner's words about its part could be true."""
+  try:
+    manifests.require_number('checkpoint', part.checkpoint)
+    manifests.require_sha256(part.record_sha256)
+    return True
+  except ValueError:
+    return False
+
+
+def _is_there(workdir: pathlib.Path, part: actions.Part) -> bool:
+  root = manifests.island_folder(workdir, part.learner) / manifests.CHECKPOINTS
+  return _is_one(part) and checkpoint.has(root / str(part.checkpoint), part.record_sha256)

@@ -1,16 +1,16 @@
 """Payload chunks: the bytes of the Bulk stream. This docstring is the format.
 
 A *transfer* carries one payload of S bytes from one end of a session to the other. It is cut into
-N = max(1, ceil(S / 2^20)) chunks; chunk i begins at byte i * 2^20 and ends where the next begins,
-so all but the last have exactly 1 MiB and an empty payload is one empty chunk. Each chunk is one
+N = max(1, ceil(S / 2^18)) chunks; chunk i begins at byte i * 2^18 and ends where the next begins,
+so all but the last have exactly 256 KiB and an empty payload is one empty chunk. Each chunk is one
 *frame* (one gRPC message): 40 bytes of header, then the chunk's raw bytes, nothing after. Numbers
 are little endian::
 
   offset bytes field
        0     4 magic    "DLCB"
-       4     2 version  1
+       4     2 version  2
        6     2 header   40, the size of this header in bytes
-       8     8 transfer number of the transfer, > 0, growing within a session
+       8     8 transfer number of the transfer, > 0, growing within a session; 0: see below
       16     8 total    S, the size of the whole payload in bytes
       24     4 index    i, the number of this chunk
       28     4 count    N, the number of chunks
@@ -23,6 +23,10 @@ interleave. Because `crc32` runs over the payload, each end reads every byte onc
 bit with the chunk that has it, and ends with the value in the announcing message
 (`protocol.messages.Payload`; compared in link.py). `check` detects a chunk with a wrong header.
 
+A frame with transfer 0 and without data is an *acknowledgement*: `total` counts the bytes of all
+frames of chunks, headers too, that its sender has received in this session (flow.py); the other
+numbers are 0.
+
 This module checks neither the sender (see the session token) nor the meaning of the bytes (see the
 codecs). CRC-32 guards against accidents, not against an attacker.
 """
@@ -30,19 +34,20 @@ codecs). CRC-32 guards against accidents, not against an attacker.
 import dataclasses
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from diloco_jax.transport import errors
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 18
 MAGIC = b'DLCB'
-VERSION = 1
+VERSION = 2
 
 _FIELDS = struct.Struct('<4sHHQQIII')
 _CHECK = struct.Struct('<I')
 HEADER_BYTES = _FIELDS.size + _CHECK.size
+_NO_TRANSFER = 0
 MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 
 
@@ -51,15 +56,23 @@ def chunk_count(total_bytes: int) -> int:
 
 
 def split(transfer: int, payload: memoryview | bytes) -> Iterator[bytes]:
-  """Yields the frames of a transfer, each made on demand (one copy of at most 1 MiB)."""
+  """Yields the frames of a transfer, each made on demand (one copy of at most 256 KiB)."""
   data = memoryview(payload).cast('B')
   count = chunk_count(data.nbytes)
   crc32 = 0
   for index in range(count):
     chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
     crc32 = zlib.crc32(chunk, crc32)
-    fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, transfer, data.nbytes, index, count, crc32)
-    yield b''.join((fields, _CHECK.pack(zlib.crc32(fields)), chunk))
+    yield b''.join((_header(transfer, data.nbytes, index, count, crc32), chunk))
+
+
+def acknowledgement(received_bytes: int) -> bytes:
+  return _header(_NO_TRANSFER, received_bytes, 0, 0, 0)
+
+
+def _header(transfer: int, total: int, index: int, count: int, crc32: int) -> bytes:
+  fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, transfer, total, index, count, crc32)
+  return fields + _CHECK.pack(zlib.crc32(fields))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,10 +126,18 @@ class Assembler:
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
     max_open: how many transfers may be incomplete at the same time.
+    begins: told the size of every new transfer before any memory is taken; raises to refuse it.
   """
 
-  def __init__(self, *, max_payload_bytes: int, max_open: int):
+  def __init__(
+    self,
+    *,
+    max_payload_bytes: int,
+    max_open: int,
+    begins: Callable[[int], None] = lambda size: None,
+  ):
     self._max_payload_bytes = max_payload_bytes
+    self._begins = begins
     self._max_open = max_open
     self._open: dict[int, _Partial] = {}
 
@@ -161,6 +182,7 @@ class Assembler:
         'order',
         f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
       )
+    self._begins(chunk.total)
     return self._open.setdefault(chunk.transfer, _Partial(chunk.total))
 
   def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
@@ -185,6 +207,22 @@ class Assembler:
 def parse(frame: bytes) -> Chunk:
   """A frame's chunk. Raises WireError if the frame is not sound in itself."""
   view = memoryview(frame)
+  chunk = Chunk(*_checked(view), data=view[HEADER_BYTES:])
+  _check_sizes(chunk)
+  return chunk
+
+
+def acknowledged(frame: bytes) -> int | None:
+  """The number of bytes that a frame acknowledges; None: it is no acknowledgement. Raises WireError
+  if its header is not sound."""
+  if len(frame) != HEADER_BYTES:
+    return None
+  transfer, total, *rest = _checked(memoryview(frame))
+  return total if (transfer, *rest) == (_NO_TRANSFER, 0, 0, 0) else None
+
+
+def _checked(view: memoryview) -> list[int]:
+  """The numbers of a frame's header, from `transfer` to `crc32`."""
   if view.nbytes < HEADER_BYTES:
     raise errors.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
   magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
@@ -197,9 +235,7 @@ def parse(frame: bytes) -> Chunk:
       f'build reads version {VERSION} with {HEADER_BYTES}',
     )
   _check_header(view)
-  chunk = Chunk(*fields, data=view[HEADER_BYTES:])
-  _check_sizes(chunk)
-  return chunk
+  return fields
 
 
 def _check_header(frame: memoryview) -> None:
@@ -213,7 +249,7 @@ def _check_header(frame: memoryview) -> None:
 
 
 def _check_sizes(chunk: Chunk) -> None:
-  if chunk.transfer == 0:
+  if chunk.transfer == _NO_TRANSFER:
     raise errors.WireError('transfer', 'transfer number 0 stands for no transfer')
   if chunk.count != chunk_count(chunk.total):
     raise errors.WireError(

@@ -91,20 +91,24 @@ class Held(_message.Message):
     def __init__(self, version: _Optional[int] = ..., digest: _Optional[int] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol", "learner", "nonce", "agreement", "host", "pid")
+    __slots__ = ("protocol", "learner", "nonce", "agreement", "host", "pid", "run", "incarnation")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     LEARNER_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     AGREEMENT_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     learner: str
     nonce: int
     agreement: str
     host: str
     pid: int
-    def __init__(self, protocol: _Optional[int] = ..., learner: _Optional[str] = ..., nonce: _Optional[int] = ..., agreement: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+    run: str
+    incarnation: int
+    def __init__(self, protocol: _Optional[int] = ..., learner: _Optional[str] = ..., nonce: _Optional[int] = ..., agreement: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ..., run: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Confirm(_message.Message):
     __slots__ = ("nonce", "incarnation", "clock", "steps", "tokens", "held", "shard", "cursor")
@@ -241,10 +245,12 @@ class Recovered(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., way: _Optional[str] = ...) -> None: ...
 
 class Offer(_message.Message):
-    __slots__ = ("incarnation",)
+    __slots__ = ("incarnation", "run")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
-    def __init__(self, incarnation: _Optional[int] = ...) -> None: ...
+    run: str
+    def __init__(self, incarnation: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
     __slots__ = ("code", "text", "retry_ns")

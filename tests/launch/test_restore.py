@@ -20,9 +20,10 @@ import pytest
 from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, restore, run_folder
+from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import process as syncer_process
+from diloco_jax.syncer import snapshot_work
 from tests.syncer import test_durability as durability
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
@@ -63,32 +64,44 @@ def _ckpt(node: pathlib.Path) -> pathlib.Path:
   return node / manifests.CHECKPOINTS
 
 
-def _pin(node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict) -> dict:
-  """Saves for a snapshot; how its manifest names that."""
-  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
+def _pin(
+  node: pathlib.Path, snapshot: int, step: int, seed: int, protocol: dict, key=None
+) -> checkpoint.Saved:
+  """Saves for a snapshot."""
+  checkpoints = checkpoint.Checkpoints(str(_ckpt(node)), key)
   saved = checkpoints.save(step, _state(seed), seed, (), protocol, snapshot, range(snapshot))()
   checkpoints.close()
-  return {'checkpoint': saved.number, 'record_sha256': saved.record_sha256}
+  return saved
 
 
-def _take(workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2]) -> None:
+def _take(
+  workdir: pathlib.Path, number: int, agreement: str, learners=LEARNERS[:2], key=None
+) -> None:
   """A snapshot of the syncer and two of its three learners."""
   islands = {name: manifests.island_folder(workdir, name) for name in learners}
   step = 100 * number
-  manifests.write(
-    workdir,
-    {
-      'snapshot': number,
-      'step': step,
-      'time': 'noon',
-      'agreement': agreement,
-      'syncer': _pin(manifests.syncer_folder(workdir), number, step, number, _books(number)),
-      'learners': {
-        name: {'incarnation': 1, **_pin(folder, number, step + 5, seed, {})}
-        for seed, (name, folder) in enumerate(islands.items(), 10 * number)
-      },
-      'missing': {'l2': 'it disconnected before it had saved'},
-    },
+  own = _pin(manifests.syncer_folder(workdir), number, step, number, _books(number), key)
+  parts = []
+  for seed, (name, folder) in enumerate(islands.items(), 10 * number):
+    saved = _pin(folder, number, step + 5, seed, {}, key)
+    parts.append(
+      actions.Part(
+        learner=name,
+        incarnation=1,
+        checkpoint=saved.number,
+        record_sha256=saved.record_sha256,
+      )
+    )
+  write = actions.WriteManifest(
+    snapshot=number,
+    clock=step,
+    checkpoint=own.number,
+    record_sha256=own.record_sha256,
+    parts=tuple(parts),
+    missing=(('l2', 'it disconnected before it had saved'),),
+  )
+  assert snapshot_work.write(workdir, agreement, write, key) == events.ManifestWritten(
+    snapshot=number
   )
 
 
@@ -131,9 +144,14 @@ def _damage(workdir: pathlib.Path, number: int) -> None:
   _flip(pinned / 'record' / 'data.json', 10, 3)
 
 
-def _restore(config, workdir, which='latest') -> list[str]:
+def _damage_syncer(workdir: pathlib.Path, number: int) -> None:
+  """The same with the syncer's checkpoint of a snapshot."""
+  _flip(_ckpt(workdir / 'syncer') / str(100 * number) / 'record' / 'data.json', 10, 3)
+
+
+def _restore(config, workdir, which='latest', **asked) -> list[str]:
   said = []
-  restore.restore(config, workdir, which, said.append)
+  restore.restore(config, workdir, restore.Asked(which, **asked), said.append)
   return said
 
 
@@ -176,7 +194,7 @@ def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
     whole = path.read_bytes()
     _flip(path, draw.randrange(len(whole)), draw.randrange(8))
     try:
-      restore.choose(config, workdir, '1', lambda text: None)
+      restore.choose(config, workdir, restore.Asked('1'), lambda text: None)
     except ValueError:
       found += 1
     else:
@@ -184,29 +202,24 @@ def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
       assert all(_same(_held(root), before) for root, before in zip(roots, truth)), path
     path.write_bytes(whole)
   gc.collect()
-  assert restore.choose(config, workdir, 'latest', print).manifest['snapshot'] == 1
+  assert restore.choose(config, workdir, restore.Asked('latest'), print).manifest.snapshot == 1
   assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 
-@pytest.mark.parametrize('where', ['manifest', 'syncer', 'l0', 'gone'])
+@pytest.mark.parametrize('where', ['manifest', 'syncer', 'gone'])
 def test_a_damaged_snapshot_is_passed_over_and_the_one_before_is_taken(config, workdir, where):
-  island = _ckpt(manifests.island_folder(workdir, 'l0'))
+  syncer = _ckpt(manifests.syncer_folder(workdir))
   match where:
     case 'manifest':
       _flip(workdir / manifests.FOLDER / '2.json', 40, 0)
       words = 'its manifest .*2.json'
     case 'syncer':
-      record = _ckpt(manifests.syncer_folder(workdir)) / '200' / 'record' / 'data.json'
+      record = syncer / '200' / 'record' / 'data.json'
       record.write_text(record.read_text().replace('"log": 20', '"log": 21'))
       words = 'syncer/ckpt/200 .* its record is not the one that was saved'
-    case 'l0':  # whole in itself, but not what the manifest names
-      for path in sorted((island / '105').rglob('*')):
-        if path.is_file():
-          (island / '205' / path.relative_to(island / '105')).write_bytes(path.read_bytes())
-      words = 'islands/l0/ckpt/205 does not read back'
     case 'gone':
-      (island / '205').rename(island / 'elsewhere')
-      words = 'islands/l0/ckpt/205 is missing'
+      (syncer / '200').rename(syncer / 'elsewhere')
+      words = 'syncer/ckpt/200 is missing'
   said = _restore(config, workdir)
   assert re.search(f'snapshot 2 is damaged or partial.*{words}', said[0]), said
   assert any('continues from snapshot 1, sync 100' in line for line in said), said
@@ -215,18 +228,46 @@ def test_a_damaged_snapshot_is_passed_over_and_the_one_before_is_taken(config, w
   gc.collect()
 
 
+@pytest.mark.parametrize('where', ['another', 'damaged', 'gone'])
+def test_a_part_that_is_missing_is_named_and_left_out_only_if_asked(config, workdir, where):
+  """Without that consent nothing changes; with it the learner starts from the fragments."""
+  island = _ckpt(manifests.island_folder(workdir, 'l1'))
+  match where:
+    case 'another':  # whole in itself, but not what the manifest names
+      shutil.copytree(island / '105', island / '205', dirs_exist_ok=True)
+    case 'damaged':
+      _damage(workdir, 2)
+    case 'gone':
+      (island / '205').rename(island / 'elsewhere')
+  before = _contents(workdir)
+  for which in ('latest', '2'):
+    with pytest.raises(ValueError, match='l1: .*islands/l1/ckpt/205 .*--without=l1 ') as refused:
+      _restore(config, workdir, which)
+    assert '1 of the 2 parts of snapshot 2' in str(refused.value)
+  with pytest.raises(ValueError, match='--without=l7: snapshot 2 has parts of l0, l1'):
+    _restore(config, workdir, without=('l7', 'l1'))
+  assert _contents(workdir) == before
+  said = _restore(config, workdir, without=('l1',))
+  assert any('continues from snapshot 2, sync 200' in line for line in said), said
+  assert any(re.search('l1 starts from the fragments.*left out', line) for line in said), said
+  assert manifests.read_restored(workdir).back == ('l0',)
+  assert not restore._numbers(manifests.island_folder(workdir, 'l1'))
+  assert _held(workdir / 'islands' / 'l0' / 'ckpt').data_state == 20
+  gc.collect()
+
+
 def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
-  _damage(workdir, 2)
+  _damage_syncer(workdir, 2)
   before = _contents(workdir)
   with pytest.raises(ValueError, match='snapshot 2 is not whole, nothing was .*; there are: 1'):
     _restore(config, workdir, '2')
   for which in ('3', 'newest', '../1'):
     with pytest.raises(ValueError, match='there is no snapshot .* there are: 1, 2'):
       _restore(config, workdir, which)
-  _damage(workdir, 1)
+  _damage_syncer(workdir, 1)
   with pytest.raises(ValueError, match='no snapshot in .* is whole .* train --resume continues'):
     _restore(config, workdir)
-  _damage(workdir, 1)  # the same bit once more
+  _damage_syncer(workdir, 1)  # the same bit once more
   gc.collect()
   assert _contents(workdir) == before
 
@@ -269,11 +310,11 @@ def test_fewer_learners_are_told_to_the_syncer_more_are_new(config, workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.learners = 1
   said = _restore(config, workdir)
-  assert syncer_process.restored(workdir)['gone'] == ['l1', 'l2']
+  assert manifests.read_restored(workdir).gone == ('l1', 'l2')
   assert any('l1 is not in this config' in line for line in said)
   config.sync.learners = 4
   said = _restore(config, workdir)
-  assert syncer_process.restored(workdir)['gone'] == []
+  assert manifests.read_restored(workdir).gone == ()
   assert any(re.search('l3 starts from the fragments.*it is new', line) for line in said)
 
 
@@ -326,7 +367,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
     )
 
   load.write(workdir, config)
-  _damage(workdir, 2)
+  _damage_syncer(workdir, 2)
   done = diloco(f'--workdir={workdir}', '--to=2')
   assert done.returncode == program.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
   assert 'snapshot 2 is not whole' in done.stderr
@@ -334,7 +375,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   assert done.returncode == 0, done.stderr
   assert 'the run continues from snapshot 1' in done.stdout
   assert f'diloco_jax train --resume --workdir={workdir}' in done.stdout.splitlines()[-1]
-  assert syncer_process.restored(workdir)['log'] == 10
+  assert manifests.read_restored(workdir).log == 10
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.proof.sim import processes, simulated_log
+from diloco_jax.proof.sim import network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection, moments
@@ -1512,3 +1512,27 @@ def fragment_is_never_merged(original):
     return original(self, merge)
 
   return _merge
+
+
+# --- The link, and machines that raise ------------------------------------------------------------
+
+
+@mutant(
+  'A transport hands all payloads to the link at once, so heartbeats wait behind them.',
+  network.Link,
+  '__init__',
+  'L11',
+)
+def payloads_before_heartbeats(original):
+  def __init__(self, *args, **settings):
+    original(self, *args, **(settings | {'queue_ns': 10**12}))
+
+  return __init__
+
+
+@mutant('A machine raises.', join_lib.Membership, 'leave', 'crash')
+def machine_raises(original):
+  def leave(self, member, reason, finished):
+    raise KeyError(member.learner)
+
+  return leave

@@ -272,8 +272,13 @@ def test_a_learner_is_told_of_a_dead_syncer():
 
 # --- With our transports on both sides ------------------------------------------------------------
 
-_LIMITS = link.Limits(max_payload_bytes=4 * MIB, handshake_s=DEADLINE_S, drain_s=1.0)
+_LIMITS = link.Limits(
+  contribution_bytes=(MIB,), publish_bytes=(MIB,), handshake_s=DEADLINE_S, drain_s=1.0
+)
 _ACCESS = addresses.Access(plaintext_loopback=True)
+_JOIN = messages.Join(
+  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
+)
 
 
 class Behind:
@@ -335,12 +340,16 @@ def _contribution(data: bytes) -> messages.Contribution:
 
 
 def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(ends):
-  syncer_events, _, learner_events, learner, behind = ends
+  syncer_events, syncer, learner_events, learner, behind = ends
   data = bytes(range(256)) * 4096
   for session in (1, 2):
     learner.dial(session)
     assert learner_events.get(timeout=DEADLINE_S) == events.Connected(session=session)
-    assert isinstance(syncer_events.get(timeout=DEADLINE_S), events.Connected)
+    number = syncer_events.get(timeout=DEADLINE_S).session
+    learner.send(session, _JOIN)
+    assert syncer_events.get(timeout=DEADLINE_S).message == _JOIN
+    syncer.send(number, messages.Pull(sync=1, fragment=0))
+    assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Received)
     if session == 1:
       behind.do(behind.proxy.up.flip, 16384)
     learner.send(session, _contribution(data), data)
@@ -359,6 +368,8 @@ def test_half_open_for_both_ends_and_then_healed(ends):
   learner.dial(1)
   assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Connected)
   number = syncer_events.get(timeout=DEADLINE_S).session
+  learner.send(1, _JOIN)
+  assert syncer_events.get(timeout=DEADLINE_S).message == _JOIN
   behind.do(behind.proxy.up.set, proxy_lib.Toxics(cut=True))
   learner.send(1, messages.Heartbeat())
   syncer.send(number, messages.Heartbeat())

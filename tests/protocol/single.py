@@ -29,7 +29,7 @@ def new_machine(**settings: Any) -> Any:
   )
   count = config.fragments
   return syncer_machine.SyncerMachine(
-    config, world_lib.AGREEMENT, (77,) * count, (network.PAYLOAD_BYTES,) * count
+    config, world_lib.AGREEMENT, world_lib.RUN, (77,) * count, (network.PAYLOAD_BYTES,) * count
   )
 
 
@@ -68,8 +68,10 @@ def received(session: int, message: Any, payload_id: int | None = None) -> event
 def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
   return messages.Join(
     protocol=messages.PROTOCOL_VERSION,
+    run='',
     learner=learner,
     nonce=nonce,
+    incarnation=0,
     agreement=world_lib.AGREEMENT,
     host='host',
     pid=1,
@@ -155,9 +157,8 @@ def new_learner(**settings: Any) -> Any:
 def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
-  (told,) = contents(
-    machine.handle(now_ms * MS, received(session, messages.Offer(incarnation=1))), messages.Confirm
-  )
+  offer = messages.Offer(run=world_lib.RUN, incarnation=1)
+  (told,) = contents(machine.handle(now_ms * MS, received(session, offer)), messages.Confirm)
   return machine.handle(
     now_ms * MS,
     received(

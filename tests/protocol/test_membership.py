@@ -39,7 +39,9 @@ def test_an_offer_holds_nothing():
   machine = new_machine()
   machine.handle(0, received(1, join(nonce=7)))
   out = machine.handle(0, received(2, join(nonce=8)))
-  assert [a.message for a in out if isinstance(a, actions.Send)] == [messages.Offer(incarnation=1)]
+  assert [a.message for a in out if isinstance(a, actions.Send)] == [
+    messages.Offer(run='r0', incarnation=1)
+  ]
   machine.handle(1, received(2, confirm(nonce=8)))
   out = machine.handle(2, received(1, confirm(nonce=7)))
   refused = [a.message for a in out if isinstance(a, actions.Send)]
@@ -111,7 +113,10 @@ def test_impossible_messages_close_the_session_and_change_nothing(message: Any):
   payload_id = 3 if isinstance(message, messages.Contribution) else None
   out = machine.handle(2, received(session, message, payload_id))
   assert isinstance(out[-1], actions.Close)
-  assert machine.state() == before
+  after = machine.state()
+  assert after['members'][0]['strikes'] == 1
+  after['members'] = before['members']
+  assert after == before
   machine.check()
 
 
@@ -184,7 +189,7 @@ def test_a_new_incarnation_starts_at_step_zero():
   machine.handle(4, received(5, join(nonce=9)))
   machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
   member = machine.state()['members'][0]
-  assert (member['incarnation'], member['clock'], member['replaced']) == (2, 0, [7])
+  assert (member['incarnation'], member['clock'], member['nonce']) == (2, 0, 9)
 
 
 def connected_as(proved: str, **fields: Any) -> tuple[Any, list]:

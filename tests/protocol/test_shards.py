@@ -175,7 +175,7 @@ def test_a_learner_that_is_given_another_shard_undoes_its_steps():
   machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
   machine.handle(5000 * MS, events.Wake())
   machine.handle(5000 * MS, events.Connected(session=2))
-  out = machine.handle(5000 * MS, received(2, messages.Offer(incarnation=1)))
+  out = machine.handle(5000 * MS, received(2, messages.Offer(run='r0', incarnation=1)))
   told = [one.message for one in out if isinstance(one, actions.Send)]
   assert (told[0].shard, told[0].cursor) == (0, 1)
   out = machine.handle(

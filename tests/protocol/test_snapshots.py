@@ -117,6 +117,20 @@ def test_the_manifest_names_lost_late_and_failed_learners_as_missing():
   }
 
 
+def test_a_part_that_the_syncer_cannot_find_does_not_count():
+  syncer = Syncer(('l0', 'l1', 'l2'))
+  syncer.begin()
+  for session in (1, 2, 3):
+    syncer.answer(session)
+  syncer.snapshots.saved(SAVED)
+  assert len(syncer.manifest().parts) == 3
+  syncer.snapshots.written(events.ManifestWritten(snapshot=1, unverified=('l1',)))
+  said, reported = syncer.out.take()
+  assert 'snapshot 1 of 2 learners at sync 7 is complete' in said.text
+  assert 'unverified, not in this folder: l1' in said.text
+  assert reported.fact.unverified == ('l1',)
+
+
 def test_a_snapshot_waits_no_longer_than_the_settings_allow(syncer):
   syncer.begin()
   syncer.snapshots.saved(SAVED)
@@ -194,10 +208,17 @@ def test_learners_without_a_session_count_as_left():
 
 def test_a_learner_ahead_of_a_rolled_back_run_is_told_and_starts_again():
   """It holds version 5, the run is at version 0 again: everything is due to it, whole."""
-  fresh = syncer_machine.SyncerMachine(CONFIG, '{}', (100,), (64,))
+  fresh = syncer_machine.SyncerMachine(CONFIG, '{}', 'r0', (100,), (64,))
   machine = syncer_machine.SyncerMachine.restore(CONFIG, '{}', (64,), fresh.state())
   join = messages.Join(
-    protocol=messages.PROTOCOL_VERSION, learner='l0', nonce=7, agreement='{}', host='h', pid=1
+    run='r0',
+    incarnation=0,
+    protocol=messages.PROTOCOL_VERSION,
+    learner='l0',
+    nonce=7,
+    agreement='{}',
+    host='h',
+    pid=1,
   )
   confirm = messages.Confirm(
     nonce=7,

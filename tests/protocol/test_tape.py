@@ -60,7 +60,7 @@ def received(message: messages.Message) -> events.Received:
 EVENTS = (
   events.Wake(),
   events.Connected(session=1),
-  received(messages.Offer(incarnation=1)),
+  received(messages.Offer(run='r0', incarnation=1)),
   received(messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())),
   *[events.StepDone(tokens=5, step_ns=9)] * 3,
   events.Stop(reason='enough'),

@@ -43,14 +43,14 @@ class Story:
   """The manifests before the kill, the damaged one, and the output and facts after the restore."""
 
   workdir: pathlib.Path
-  before: dict[int, dict]
+  before: dict[int, manifests.Manifest]
   damaged: int
   said: str
   code: int
   facts: list[tuple[str, dict]]  # of the second half, in the order of time
 
   @property
-  def taken(self) -> dict:
+  def taken(self) -> manifests.Manifest:
     """The manifest from which the run continued."""
     return self.before[sorted(self.before)[-2]]
 
@@ -108,7 +108,7 @@ def _story(tmp_path_factory) -> Story:
   tail.read()
   before = {number: manifests.read(workdir, number) for number in manifests.numbers(workdir)}
   damaged = max(before)
-  pinned = str(before[damaged]['syncer']['checkpoint'])
+  pinned = str(before[damaged].checkpoint)
   record = manifests.syncer_folder(workdir) / manifests.CHECKPOINTS / pinned / 'record/data.json'
   data = bytearray(record.read_bytes())
   data[len(data) // 2] ^= 1
@@ -138,12 +138,12 @@ def _story(tmp_path_factory) -> Story:
 def test_the_first_half_took_whole_snapshots(story):
   assert len(story.before) >= 2
   for manifest in story.before.values():
-    assert set(manifest['learners']) | set(manifest['missing']) <= {'l0', 'l1', 'l2'}
-    assert manifest['step'] >= 4
+    assert set(manifest.learners) | set(dict(manifest.missing)) <= {'l0', 'l1', 'l2'}
+    assert manifest.step >= 4 and not manifest.unverified
 
 
 def test_restore_skips_a_damaged_snapshot_with_one_line(story):
-  pinned = story.before[story.damaged]['syncer']['checkpoint']
+  pinned = story.before[story.damaged].checkpoint
   lines = [line for line in story.said.splitlines() if 'damaged or partial' in line]
   assert len(lines) == 1 and re.match(
     rf'snapshot {story.damaged} is damaged or partial and is skipped.*syncer/ckpt/{pinned} ',
@@ -156,7 +156,7 @@ def test_restore_skips_a_damaged_snapshot_with_one_line(story):
 
 def test_the_syncer_continues_from_its_part(story):
   (recovered,) = story.of('syncer', 'recovered')
-  assert (recovered['sync'], recovered['replayed']) == (story.taken['step'], 0)
+  assert (recovered['sync'], recovered['replayed']) == (story.taken.step, 0)
   assert sum(recovered['versions']) == recovered['log']  # no outer step was refused
   later = {}
   for outer in story.of('syncer', 'outer'):
@@ -169,13 +169,13 @@ def test_the_syncer_continues_from_its_part(story):
 
 def test_learners_continue_from_their_parts_on_another_mesh(story):
   for learner in ('l0', 'l1'):
-    part = story.taken['learners'].get(learner)
+    part = story.taken.learners.get(learner)
     if part is None:
       assert f'{learner} starts from the fragments of the syncer' in story.said
     else:
-      assert f'{learner} continues from its checkpoint at clock {part["checkpoint"]}' in story.said
+      assert f'{learner} continues from its checkpoint at clock {part.checkpoint}' in story.said
     assert story.of(learner, 'step'), story.said
-  assert story.taken['learners'], 'the snapshot has no learner'
+  assert story.taken.learners, 'the snapshot has no learner'
 
 
 def test_a_learner_without_a_place_has_left(story):
@@ -187,8 +187,8 @@ def test_a_snapshot_is_taken_when_asked_and_the_run_ends_in_order(story):
   assert story.code == 130, story.said
   assert not story.of('supervisor', 'refused')
   newest = manifests.read(story.workdir, max(manifests.numbers(story.workdir)))
-  assert newest['snapshot'] > story.taken['snapshot']
-  assert set(newest['learners']) | set(newest['missing']) <= {'l0', 'l1'}
+  assert newest.snapshot > story.taken.snapshot
+  assert set(newest.learners) | set(dict(newest.missing)) <= {'l0', 'l1'}
   ledger = story.of('syncer', 'ledger')[-1]
   discarded = sum(ledger['discarded'].values())
   assert ledger['trained'] * ledger['fragments'] == (

@@ -152,7 +152,9 @@ class Conductor(conductor.Conductor):
     if program.name != 'syncer':
       return program
     return dataclasses.replace(
-      program, environment=NextLife(program.environment, self._place_of_next_life)
+      program,
+      command=[*program.command, '--allow_failpoints'],
+      environment=NextLife(program.environment, self._place_of_next_life),
     )
 
   def _place_of_next_life(self) -> str:

@@ -9,19 +9,19 @@ from hypothesis import strategies as st
 
 from diloco_jax.transport import chunks, errors
 
-MIB = chunks.CHUNK_BYTES
+CHUNK = chunks.CHUNK_BYTES
 
 # Transfer 7 of the payload b'abc'. If this test fails, the format has changed: raise VERSION.
 GOLDEN = bytes.fromhex(
   '444c4342'  # magic
-  '0100'  # version
+  '0200'  # version
   '2800'  # header of 40 bytes
   '0700000000000000'  # transfer 7
   '0300000000000000'  # total 3 bytes
   '00000000'  # index 0
   '01000000'  # count 1
   'c2412435'  # crc32 of 'abc'
-  '57050ac5'  # check of the header
+  'e80d150c'  # check of the header
   '616263'
 )
 
@@ -59,7 +59,7 @@ def test_golden_bytes():
   assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441C2)
 
 
-@pytest.mark.parametrize('size', [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB])
+@pytest.mark.parametrize('size', [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
 def test_a_payload_arrives_whole(size):
   payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
   frames = list(chunks.split(1, payload))
@@ -71,10 +71,10 @@ def test_a_payload_arrives_whole(size):
 
 
 def test_frames_are_made_on_demand():
-  payload = bytearray(2 * MIB)
+  payload = bytearray(2 * CHUNK)
   frames = chunks.split(1, payload)
   next(frames)
-  payload[MIB] = 9  # forbidden to callers; shows that the second chunk does not exist yet
+  payload[CHUNK] = 9  # forbidden to callers; shows that the second chunk does not exist yet
   assert next(frames)[chunks.HEADER_BYTES] == 9
 
 
@@ -84,11 +84,18 @@ def test_a_payload_may_be_any_contiguous_buffer():
 
 
 def test_transfers_may_interleave():
-  first, second = bytes(MIB + 1), b'\1' * (MIB + 2)
+  first, second = bytes(CHUNK + 1), b'\1' * (CHUNK + 2)
   receiver = assembler()
   lanes = zip(chunks.split(1, first), chunks.split(2, second))
   done = [t for lane in lanes for t in map(receiver.add, lane) if t is not None]
   assert [(t.number, t.data) for t in done] == [(1, first), (2, second)]
+
+
+def test_an_acknowledgement_is_no_chunk():
+  said = chunks.acknowledgement(2**40)
+  assert chunks.acknowledged(said) == 2**40
+  assert refused([said], assembler()) == 'transfer'
+  assert [chunks.acknowledged(each) for each in (GOLDEN, next(chunks.split(1, b'')))] == [None] * 2
 
 
 @pytest.mark.parametrize('end', range(len(GOLDEN)))
@@ -109,7 +116,7 @@ def test_every_flipped_bit_is_an_error(offset):
   'clause, changes',
   [
     ('magic', {'magic': b'DLCA'}),
-    ('version', {'version': 2}),
+    ('version', {'version': 1}),
     ('version', {'header': 36}),
     ('transfer', {'transfer': 0}),
     ('count', {'count': 2}),
@@ -124,32 +131,32 @@ def test_one_error_per_clause(clause, changes):
 
 
 def test_a_payload_over_the_limit_is_refused_before_allocation():
-  huge = frame(bytes(MIB), total=1 << 50, count=1 << 30)
+  huge = frame(bytes(CHUNK), total=1 << 49, count=(1 << 49) // CHUNK)
   assert refused([huge], assembler()) == 'too_large'
   assert refused([frame(b'abc')], assembler(max_payload_bytes=2)) == 'too_large'
 
 
 def test_the_number_of_open_transfers_is_limited():
-  firsts = [next(chunks.split(n, bytes(MIB + 1))) for n in (1, 2, 3)]
+  firsts = [next(chunks.split(n, bytes(CHUNK + 1))) for n in (1, 2, 3)]
   assert refused(firsts, assembler(max_open=2)) == 'too_many'
 
 
 def test_chunks_come_in_order_and_once():
-  first, second, third = chunks.split(1, bytes(2 * MIB + 1))
+  first, second, third = chunks.split(1, bytes(2 * CHUNK + 1))
   assert refused([second], assembler()) == 'order'
   assert refused([first, third], assembler()) == 'order'
   assert refused([first, first], assembler()) == 'duplicate'
 
 
 def test_the_chunks_of_a_transfer_agree_on_its_size():
-  first, _ = chunks.split(1, bytes(MIB + 1))
-  _, other = chunks.split(1, bytes(MIB + 2))
+  first, _ = chunks.split(1, bytes(CHUNK + 1))
+  _, other = chunks.split(1, bytes(CHUNK + 2))
   assert refused([first, other], assembler()) == 'size'
 
 
 def test_chunks_of_different_payloads_do_not_mix():
-  first, _ = chunks.split(1, bytes(MIB + 1))
-  _, other = chunks.split(1, b'\1' * (MIB + 1))
+  first, _ = chunks.split(1, bytes(CHUNK + 1))
+  _, other = chunks.split(1, b'\1' * (CHUNK + 1))
   assert refused([first, other], assembler()) == 'checksum'
 
 

@@ -91,6 +91,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   liveness.Contributes,
   liveness.NoFragmentStarves,
   liveness.QueuesDrain,
+  liveness.Heard,
   durability.FinishIsKnown,
   snapshots.ManifestIsTrue,
   snapshots.PartsAreACut,

@@ -216,7 +216,9 @@ def screened(
   """The norms of the participants' payloads, and the learners that are refused."""
   norms = tuple(grad.norm for grad in grads)
   refused = tuple(
-    one.learner for one, norm in zip(participants, norms) if screening.refused(norm, one.limit)
+    one.learner
+    for one, norm in zip(participants, norms)
+    if screening.refused(norm, one.least, one.limit)
   )
   for one, grad in zip(participants, grads):
     claim(

@@ -1,8 +1,11 @@
 """The network between learners and syncer: sessions that are slow, stalled, broken or duplicated.
 
 A *session* is one connection. As on the wire it has two lanes per direction: control is first in,
-first out and never waits for payloads; payloads are first in, first out and may be overtaken by
-control that was sent later. A *link* connects a learner to the syncer, with its times and faults:
+first out; payloads are first in, first out and may be overtaken by control that was sent later,
+donations (as long as DONATION payloads) also by other payloads. But both lanes share the link:
+control waits behind the payload bytes that the sender has handed to it already, and these are as
+many as the link carries in `queue_ns` (transport/flow.py). A *link* connects a learner to the
+syncer, with its times and faults:
 
 * the network resends a lost packet, so its lane is late (an open session loses no message);
 * the network delivers a duplicated message a second time, late and out of order: more than a real
@@ -23,13 +26,14 @@ from typing import Any
 
 from diloco_jax.proof import random_streams
 from diloco_jax.proof.sim import engine as engine_lib
-from diloco_jax.protocol import events
+from diloco_jax.protocol import events, messages
 
 MS = engine_lib.MS
 RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
 CONTROL_BYTES = 100
 PAYLOAD_BYTES = 64  # of an encoded fragment here
+DONATION = 10  # moments are so many times as large
 
 Deliver = Callable[[], None]
 
@@ -41,6 +45,7 @@ class Link:
   Attributes:
     up_ns, down_ns: time of flight to the syncer, and from it.
     bulk_ns: additional time of a payload.
+    queue_ns: how much of the link's time the payloads may take that were handed to it.
     jitter_ns: largest random addition per message.
     loss, duplicate: how often a message is lost (and sent again), delivered twice.
     delay_ns, bytes_per_s: a slow phase.
@@ -51,6 +56,7 @@ class Link:
   up_ns: int = 5 * MS
   down_ns: int = 5 * MS
   bulk_ns: int = 5 * MS
+  queue_ns: int = 100 * MS
   jitter_ns: int = 0
   loss: int = 0
   duplicate: int = 0
@@ -69,19 +75,19 @@ class Link:
       time_ns += RESEND_NS
     return time_ns
 
-  def transfer_ns(self, bulk: bool) -> int:
-    """How long a message occupies the lane."""
-    time_ns = self.bulk_ns if bulk else 0
+  def transfer_ns(self, payloads: int) -> int:
+    """How long a message occupies the lane: one as large as so many payloads, or none (0)."""
+    time_ns = self.bulk_ns * payloads
     if self.bytes_per_s:
-      size_bytes = PAYLOAD_BYTES if bulk else CONTROL_BYTES
+      size_bytes = PAYLOAD_BYTES * payloads or CONTROL_BYTES
       time_ns += size_bytes * engine_lib.SECOND // self.bytes_per_s
     return time_ns
 
 
 @dataclasses.dataclass
 class Session:
-  """One connection: its two ends, and per direction the arrival time of the last control message
-  and of the last payload sent so far."""
+  """One connection: its two ends, and per direction the arrival time of the last control message,
+  of the last payload and of the last donation sent so far."""
 
   number: int
   link: Link
@@ -91,6 +97,7 @@ class Session:
   open: dict[str, bool]
   control: dict[str, int]
   bulk: dict[str, int]
+  donated: dict[str, int]
   broken: bool = False
 
   def end(self, side: str) -> tuple[Any, int]:
@@ -123,8 +130,7 @@ class Network:
       number,
       None,
       {'learner': True, 'syncer': False},
-      {'up': now, 'down': now},
-      {'up': now, 'down': now},
+      *({'up': now, 'down': now} for _ in range(3)),
     )
     self._sessions[process, number] = session
     self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
@@ -163,10 +169,19 @@ class Network:
       link.corrupt = False
       self.reset(session.learner, 'checksum mismatch')
       return
-    bulk = content is not None
-    lanes = session.bulk if bulk else session.control
-    arrives_ns = max(self._engine.now_ns + link.flight_ns(lane), session.control[lane], lanes[lane])
-    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(bulk)
+    free_ns = self._engine.now_ns + link.flight_ns(lane)
+    before_ns = max(free_ns, session.control[lane])
+    if content is None:
+      lanes, payloads = session.control, 0
+      handed_ns = max(session.bulk[lane], session.donated[lane])
+      arrives_ns = max(before_ns, min(handed_ns, free_ns + link.queue_ns))
+    elif isinstance(message, messages.Donation):
+      lanes, payloads = session.donated, DONATION
+      arrives_ns = max(before_ns, session.bulk[lane], session.donated[lane])
+    else:
+      lanes, payloads = session.bulk, 1
+      arrives_ns = max(before_ns, session.bulk[lane])
+    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(payloads)
     event = events.Received(
       session=session.number if up else session.learner_session, message=message
     )
@@ -242,6 +257,7 @@ class Network:
     up = side == 'learner'
     lane, other = ('up', 'syncer') if up else ('down', 'learner')
     flight_ns = session.link.flight_ns(lane)
+    # A closing end does not finish a donation.
     time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
     if dead:
       self._forget(session, side)

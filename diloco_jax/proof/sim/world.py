@@ -26,6 +26,7 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'
+RUN = 'r0'
 CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
 
 
@@ -65,7 +66,9 @@ class World:
   def link(self, name: str) -> network_lib.Link:
     """The link of a learner's host to the syncer."""
     if name not in self._links:
-      self._links[name] = network_lib.Link(random_streams.random_stream(self.seed, 'network', name))
+      draw = random_streams.random_stream(self.seed, 'network', name)
+      # As in production, a tenth of a lease.
+      self._links[name] = network_lib.Link(draw, queue_ns=self.config.lease_ns // 10)
     return self._links[name]
 
   def island(self, name: str) -> hardware.Island:
@@ -111,6 +114,7 @@ class World:
       node='syncer',
       config=self.config,
       agreement=AGREEMENT,
+      run=RUN,
       payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
       digests=self.initial,
     )

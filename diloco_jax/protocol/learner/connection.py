@@ -15,6 +15,7 @@ import random
 
 from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import standing as standing_lib
 
 CONNECTION_STATES = (
   ('away', 'dialing', 'the pause is over'),
@@ -42,11 +43,16 @@ class Connection:
   """The newest session and its state. Sessions are counted; messages of older ones are ignored."""
 
   def __init__(
-    self, config: config_lib.ProtocolConfig, identity: Identity, out: action_list.ActionList
+    self,
+    config: config_lib.ProtocolConfig,
+    identity: Identity,
+    out: action_list.ActionList,
   ):
     self._config = config
     self._identity = identity
     self._out = out
+    self.run, self.incarnation = '', 0  # under which the process has joined; '' and 0: none
+    self._offered_run = ''
     self._random = random.Random(identity.seed)
     self.state = 'away'
     self.session = 0
@@ -55,6 +61,7 @@ class Connection:
     self._heard_ns = 0
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the learner has a lease to renew
+    self.standing = standing_lib.Standing(out)
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
 
   @property
@@ -79,6 +86,8 @@ class Connection:
 
   def keep(self, now_ns: int, ending: bool) -> None:
     """Dials after a pause, closes the session of a silent syncer, renews the lease."""
+    if not ending:
+      self.standing.tell(now_ns)
     if self.state == 'away':
       if now_ns >= self._redial_ns and not ending:
         self._dial(now_ns)
@@ -103,13 +112,23 @@ class Connection:
     self.send(
       messages.Join(
         protocol=messages.PROTOCOL_VERSION,
+        run=self.run,
         learner=me.learner,
         nonce=me.nonce,
+        incarnation=self.incarnation,
         agreement=me.agreement,
         host=me.host,
         pid=me.pid,
       )
     )
+
+  def offered(self, offer: messages.Offer) -> bool:
+    """Whether to accept an offer: not of another run than the one that the process belongs to."""
+    if self.run not in ('', offer.run):
+      self._out.close(self.session, f'a syncer of run {offer.run}, not {self.run}')
+      return False
+    self._offered_run = offer.run
+    return True
 
   def confirm(self, now_ns: int, confirm: messages.Confirm) -> None:
     """Accepts an offer."""
@@ -117,8 +136,10 @@ class Connection:
     self._heartbeat_ns = now_ns + self._config.heartbeat_ns
     self.send(confirm)
 
-  def welcomed(self) -> None:
+  def welcomed(self, now_ns: int, incarnation: int) -> None:
     self._move('joined')
+    self.standing.joined(now_ns)
+    self.run, self.incarnation = self._offered_run, incarnation
     self._refusals = 0
 
   def refused(self, now_ns: int, refused: messages.Refused) -> bool:
@@ -132,6 +153,7 @@ class Connection:
     if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
       return True
     self._redial_ns = now_ns + refused.retry_ns
+    self.standing.refused(now_ns)
     self._out.say(f'{refused.text} Trying again in {refused.retry_ns / 1e9:.1f} s.')
     return False
 
@@ -139,6 +161,7 @@ class Connection:
     """The session has closed: pauses before the next attempt."""
     joined = self.joined
     self._move('away')
+    self.standing.disconnected(now_ns, reason)
     self._out.closing.discard(self.session)
     self._confirmed = False
     longer_ns = min(self._config.longest_redial_ns, self._pause_ns * 5 // 4)

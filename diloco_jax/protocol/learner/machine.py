@@ -73,7 +73,6 @@ class LearnerMachine:
     self._connection = connection_lib.Connection(config, identity, self._out)
     self._giver = moments_lib.Giver(identity.learner, self._connection, self._out)
     self._taker = moments_lib.Taker(config, digests is None, self._connection, self._out)
-    self._incarnation = 0
     # Where it reads, what its last Confirm claimed, and where it reads from the next boundary on.
     self._position: messages.ShardPosition | None = None
     self._claim: messages.ShardPosition | None = None
@@ -93,9 +92,7 @@ class LearnerMachine:
     ]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
-    self._unsettled: set[int] = (
-      set()
-    )  # syncs that it contributed to on this session, no verdict yet
+    self._unsettled: set[int] = set()  # syncs of this session that owe it a verdict
     self._leave_ns = 0  # a learner that was asked to end waits for these verdicts until then
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this session
     # Work in progress, in the order in which it will be answered, with the session it began on: the
@@ -199,8 +196,9 @@ class LearnerMachine:
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
     match message:
-      case messages.Offer(incarnation=incarnation):
-        self._confirm(now_ns, incarnation)
+      case messages.Offer():
+        if self._connection.offered(message):
+          self._confirm(now_ns, message.incarnation)
       case messages.Refused():
         if self._connection.refused(now_ns, message):
           self._refused = message.text
@@ -218,6 +216,7 @@ class LearnerMachine:
       case messages.NoDonation():
         self._taker.none(message, self.clock)
       case messages.Settled():
+        self._connection.standing.settled(now_ns, message)
         self._settled(message)
       case messages.SnapshotNow():
         self._saving.heard(message)
@@ -229,7 +228,7 @@ class LearnerMachine:
         raise TypeError(f'not a message of a syncer: {message}')
 
   def _confirm(self, now_ns: int, incarnation: int) -> None:
-    continues = incarnation == self._incarnation
+    continues = incarnation == self._connection.incarnation
     self._claim = (self._next_position or self._position) if continues else None
     shard, cursor = self._claim or (None, 0)
     self._connection.confirm(
@@ -247,13 +246,14 @@ class LearnerMachine:
     )
 
   def _joined(self, now_ns: int, joined: messages.Joined) -> None:
-    self._connection.welcomed()
-    if joined.incarnation != self._incarnation:
-      self._begin_life(joined)
+    if joined.incarnation != self._connection.incarnation:
+      self._begin_life()
+    self._connection.welcomed(now_ns, joined.incarnation)
     if (joined.shard, joined.cursor) != self._claim:
       self._next_position = messages.ShardPosition(joined.shard, joined.cursor)
     self.clock = max(self.clock, joined.clock)
     self._due = set(joined.due)
+    self._progress(0)  # the steps since Confirm, before a message that counts them
     for fragment, anchor in enumerate(self._anchors):
       self._renew(fragment, anchor, joined.clock)
     self._taker.joined(now_ns, joined)
@@ -268,9 +268,8 @@ class LearnerMachine:
     if not anchor.sound and fragment not in self._due:
       self._tell_adopted(fragment, anchor)
 
-  def _begin_life(self, joined: messages.Joined) -> None:
+  def _begin_life(self) -> None:
     """Begins an incarnation: its steps and tokens count from 0."""
-    self._incarnation = joined.incarnation
     self.steps = self.tokens = 0
     self._saving.begin_life()
     for anchor in self._anchors:
@@ -517,15 +516,15 @@ class LearnerMachine:
   # --- Reports, machine state, checks -------------------------------------------------------------
 
   def _report_state(self, state: str, reason: str = '') -> None:
-    self._out.report(
-      facts.State(state=state, incarnation=self._incarnation, clock=self.clock, reason=reason)
-    )
+    number = self._connection.incarnation
+    self._out.report(facts.State(state=state, incarnation=number, clock=self.clock, reason=reason))
 
   def state(self) -> dict[str, Any]:
     """The machine state in a checkpoint, as JSON types."""
     return {
       'learner': self._identity.learner,
-      'incarnation': self._incarnation,
+      'run': self._connection.run,
+      'incarnation': self._connection.incarnation,
       'clock': self.clock,
       'steps': self.steps,
       'tokens': self.tokens,
@@ -543,7 +542,9 @@ class LearnerMachine:
     learner would then wait for a sync that waits for its first step.
     """
     assert state['learner'] == identity.learner, (state['learner'], identity.learner)
-    return cls(config, identity, None)
+    machine = cls(config, identity, None)
+    machine._connection.run = state['run']
+    return machine
 
   def check(self) -> None:
     """Asserts what must hold between any two events."""

@@ -234,14 +234,19 @@ class Snapshots:
       self._abandon_taking(f'its manifest could not be written: {done.error}')
       return
     self._taking = None
+    found = len(taking.parts) - len(done.unverified)
     without = ''.join(f'; without {name}: {why}' for name, why in sorted(taking.missing.items()))
+    elsewhere = ', '.join(sorted(done.unverified))
     self._out.say(
-      f'snapshot {number} of {len(taking.parts)} learners at sync {taking.own.clock} '
-      f'is complete{without}'
+      f'snapshot {number} of {found} learners at sync {taking.own.clock} is complete{without}'
+      + (f'; unverified, not in this folder: {elsewhere}' if elsewhere else '')
     )
     self._out.report(
       facts.Snapshot(
-        number=number, parts=tuple(sorted(taking.parts)), missing=tuple(sorted(taking.missing))
+        number=number,
+        parts=tuple(sorted(taking.parts)),
+        unverified=tuple(sorted(done.unverified)),
+        missing=tuple(sorted(taking.missing)),
       )
     )
 

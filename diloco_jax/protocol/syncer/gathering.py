@@ -21,6 +21,7 @@ from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
@@ -52,6 +53,7 @@ class Gathering:
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
     self.synced = self.cancelled = 0
+    self._merged_ns: int | None = None  # the last outer step
 
   @property
   def merging(self) -> bool:
@@ -80,6 +82,7 @@ class Gathering:
   def contribution(
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
+    member.contributed = True
     gather = self.open.get(message.sync)
     reason = verdicts.judge(
       message,
@@ -102,8 +105,9 @@ class Gathering:
   def _quorum_reached(self, now_ns: int, gather: gather_lib.Gather) -> None:
     gather.quorum_at_ns = now_ns
     self.grace.quorum_ns.add(now_ns - gather.opened_ns)
-    times = [m.step_ns.value for m in self._members.by_session.values() if m.step_ns.samples]
-    gather.grace_ns = self.grace.window_ns(self._config, min(times, default=0))
+    times = [member.inner_step_ns for member in self._members.by_session.values()]
+    step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
+    gather.grace_ns = self.grace.window_ns(self._config, step_ns)
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
@@ -113,7 +117,9 @@ class Gathering:
     if reason == verdicts.REPEATED:
       return
     fragment = message.fragment
+    member.rejected, member.last_reason = member.rejected + 1, reason
     if reason != messages.CANCELLED:
+      self._withdraw(member, fragment, message.tokens_to)
       self._ledger.of(member).settle(fragment, message.tokens_from, message.tokens_to, reason)
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
@@ -125,9 +131,34 @@ class Gathering:
     if message.reason == Reason.BAD_VALUE:
       account = self._ledger.of(member)
       start = account.cursors[message.fragment]
+      self._withdraw(member, message.fragment, message.tokens_to)
       account.settle(message.fragment, start, max(start, message.tokens_to), Reason.BAD_VALUE)
       self._published.resend_whole(member, message.fragment)
     self._answered(member, message.sync)
+
+  def say_if_idle(self, now_ns: int, contributors: int) -> None:
+    """Says so if there was no outer step for a while, or none with a certain learner."""
+    pause_ns = self._config.say_again_ns
+    if self._merged_ns is None:
+      self._merged_ns = now_ns
+    if now_ns - self._merged_ns >= pause_ns:
+      self._screening.notices.say(
+        now_ns,
+        'idle',
+        f'no outer step for {(now_ns - self._merged_ns) // config_lib.SECOND_NS} s: '
+        f'{contributors} learners contribute, an outer step needs {self._config.quorum}. Training '
+        'continues and nothing is lost.',
+      )
+      return
+    for member in self._members.live():
+      waited_ns = now_ns - max(member.admitted_ns, member.merged_ns)
+      if member.caught_up and waited_ns >= pause_ns and member.rejected:
+        self._screening.notices.say(
+          now_ns,
+          f'unmerged {member.learner}',
+          f'nothing of {member.learner} was merged for {waited_ns // config_lib.SECOND_NS} s: '
+          f'{member.rejected} payloads were rejected, the last one as {member.last_reason}.',
+        )
 
   def _answered(self, member: members_lib.Member, sync: int) -> None:
     if sync in self.open:
@@ -136,11 +167,16 @@ class Gathering:
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     """The learner replaced its anchor. Its payload in an open sync of this fragment (if the
     replacement was a repair) no longer counts: these tokens are overwritten."""
-    for gather in self.open.values():
-      waits = gather.fragment == adopted.fragment and gather.payloads.get(member.learner)
-      if waits and waits[0].tokens_from < adopted.tokens:
-        self._out.drop(gather.withdraw(member.learner, self._config.quorum))
+    self._withdraw(member, adopted.fragment, adopted.tokens)
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
+
+  def _withdraw(self, member: members_lib.Member, fragment: int, upto: int) -> None:
+    """The learner's tokens before `upto` are being settled: its payload in an open sync of this
+    fragment may not count them again."""
+    for gather in self.open.values():
+      waits = gather.fragment == fragment and gather.payloads.get(member.learner)
+      if waits and waits[0].tokens_from < upto:
+        self._out.drop(gather.withdraw(member.learner, self._config.quorum))
 
   # --- How a sync is merged and ends --------------------------------------------------------------
 
@@ -153,6 +189,10 @@ class Gathering:
     )
     contributions = ((learner, message) for learner, (message, _) in payloads)
     self._shards.merge(gather.sync, gather.fragment, contributions)
+    self._merged_ns = now_ns
+    for learner, _ in payloads:
+      member = self._members.by_id[learner]
+      member.merged_ns, member.rejected = now_ns, 0
     version = self._published.fragments[gather.fragment].version + 1
     self.grace.merge_began(gather.fragment, version, now_ns)
 
@@ -163,14 +203,16 @@ class Gathering:
     settled = self._ledger.of(member).settle(
       message.fragment, message.tokens_from, message.tokens_to, ''
     )
-    assert settled, (learner, message)
+    assert settled, (learner, message)  # `_withdraw` keeps ranges apart
+    least, limit = self._screening.limits(message.fragment, message.steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,
       payload_id=payload_id,
       tokens=message.tokens_to - message.tokens_from,
       steps=message.steps,
-      limit=self._screening.limit(message.fragment, message.steps),
+      least=least,
+      limit=limit,
     )
 
   def end(self, done: events.MergeDone) -> gather_lib.Gather:
@@ -195,7 +237,7 @@ class Gathering:
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
         ends[one.learner, one.incarnation] = Reason.BAD_VALUE
-        self._ledger.open(one.learner, one.incarnation).revoke(one.tokens, Reason.BAD_VALUE)
+        self._ledger.revoke(one.learner, one.incarnation, one.tokens)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
@@ -208,13 +250,11 @@ class Gathering:
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     self.grace.merge_failed(gather.fragment)
     for one in gather.participants:
-      account = self._ledger.open(one.learner, one.incarnation)
-      account.revoke(one.tokens, Reason.BAD_VALUE)
+      self._ledger.revoke(one.learner, one.incarnation, one.tokens)
     self._out.say(f'Outer step {gather.sync} refused: {why}')
     self.cancel(gather, why)
-    for learner in sorted(gather.asked):
-      member = self._members.by_id[learner]
-      if member.live and member.held_versions:
+    for member in self._members.live():
+      if member.learner in gather.asked and member.held_versions:
         self._published.resend_whole(member, gather.fragment)
 
   def cancel(self, gather: gather_lib.Gather, why: str) -> None:

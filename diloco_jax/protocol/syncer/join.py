@@ -17,6 +17,8 @@ The syncer keeps these rules:
 * A replaced process never rejoins under its id: its unmerged tokens were settled as lost and would
   count twice.
 * A process in quarantine never rejoins (screening.py); another process may take its id.
+* The syncer forgets the oldest absent ids of which nothing was ever merged, beyond twice the
+  expected number of learners, so that invented ids do not fill its books.
 * An offer reserves nothing. The syncer may offer two processes the same incarnation; the first
   Confirm gets it, so the syncer checks the offer again at Confirm.
 
@@ -46,18 +48,21 @@ from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
+from diloco_jax.protocol.syncer import plausible
 from diloco_jax.protocol.syncer import published as published_lib
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
+STRANGERS = 2  # ids of which nothing was merged, for each expected learner
 
 
 # --- Refusals -------------------------------------------------------------------------------------
 
 
-def refuse_unfit(join: messages.Join, agreement: str) -> messages.Refused | None:
-  """Refuses a process with another protocol version, a bad id, or another agreement."""
+def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refused | None:
+  """Refuses a process with another protocol version, a bad id, another run, or another
+  agreement."""
   if join.protocol != messages.PROTOCOL_VERSION:
     side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
     return messages.Refused(
@@ -71,6 +76,14 @@ def refuse_unfit(join: messages.Join, agreement: str) -> messages.Refused | None
       code='BAD_ID',
       text=f'{join.learner[:80]!r} is not a learner id: use up to 63 of a-z 0-9 _ -, a letter '
       'or digit first.',
+      retry_ns=None,
+    )
+  if join.run not in ('', run):
+    return messages.Refused(
+      code='OTHER_RUN',
+      text=f'This learner belongs to run {join.run}, the syncer that answers to run {run}. Nothing '
+      'was sent, and its checkpoint is untouched. Give it the address of the syncer of its run, or '
+      'start it in another --workdir to join this run anew.',
       retry_ns=None,
     )
   difference = agreement_lib.refusal(join.agreement, agreement)
@@ -101,7 +114,7 @@ def refuse_if_held(
 ) -> messages.Refused | None:
   """Refuses a process that is fenced or in quarantine, or whose id another live process holds. The
   holder of a proved id is another process of the same owner, so it is worth waiting for its end."""
-  if members.replaced(join.learner, join.nonce):
+  if members.replaced(join.learner, join.nonce, join.incarnation):
     return messages.Refused(
       code='FENCED',
       text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
@@ -111,7 +124,7 @@ def refuse_if_held(
     )
   member = members.by_id.get(join.learner)
   if member is not None and member.nonce == join.nonce and members.quarantined(member):
-    return screening.quarantine(member)
+    return screening_lib.quarantine(member)
   holder = members.held_by_other(join.learner, join.nonce)
   if holder is None:
     return None
@@ -145,6 +158,7 @@ class Membership:
     self,
     config: config_lib.ProtocolConfig,
     agreement: str,
+    run: str,
     members: members_lib.Members,
     ledger: ledger_lib.Ledger,
     pace: pace_lib.Pace,
@@ -152,10 +166,13 @@ class Membership:
     gathering: gathering_lib.Gathering,
     shards: shards_lib.Shards,
     relay: moments_relay_lib.Relay,
+    screening: screening_lib.Screening,
     out: action_list.ActionList,
   ):
     self._config = config
     self._agreement = agreement
+    self._run = run
+    self._screening = screening
     self._members = members
     self._ledger = ledger
     self._pace = pace
@@ -164,6 +181,8 @@ class Membership:
     self._shards = shards
     self._relay = relay
     self._out = out
+    self._notices = screening.notices
+    self.plausibility = plausible.Plausibility(config, ledger, pace, published)
     self._proved: dict[int, str] = {}  # ids, by session, where they are proved
     self._offered: dict[int, _Offered] = {}
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session
@@ -190,7 +209,7 @@ class Membership:
       return  # repeated by a member
     proved = self._proved.get(session, '')
     refused = (
-      refuse_unfit(join, self._agreement)
+      refuse_unfit(join, self._agreement, self._run)
       or refuse_unproved(join, proved)
       or refuse_if_held(join, self._members, self._config, now_ns, proved)
     )
@@ -199,7 +218,7 @@ class Membership:
       return
     incarnation = self._members.offer(join.learner, join.nonce)
     self._offered[session] = _Offered(join, incarnation)
-    self._out.send(session, messages.Offer(incarnation=incarnation))
+    self._out.send(session, messages.Offer(run=self._run, incarnation=incarnation))
 
   def confirm(self, now_ns: int, session: int, confirm: messages.Confirm) -> None:
     """Gives the process its id if that is still free."""
@@ -211,6 +230,10 @@ class Membership:
       != (confirm.nonce, confirm.incarnation, len(confirm.held))
     ):
       self._out.close(session, 'confirmed what was not offered')
+      return
+    fault = self.plausibility.confirm_fault(confirm)
+    if fault:
+      self._out.close(session, f'implausible: {fault}')
       return
     refused = self._recheck_offer(now_ns, offered, self._proved.get(session, ''))
     if refused is not None:
@@ -243,12 +266,15 @@ class Membership:
     """Binds the id, which has no live holder, to the process. The unsettled tokens of a replaced
     process are lost."""
     before = self._members.by_id.get(join.learner)
-    if before is not None and before.nonce != join.nonce:
-      self._ledger.of(before).close(Reason.LOST_WITH_PROCESS)
+    if before is None:
+      self._forget_strangers()
+    elif before.nonce != join.nonce:
+      self._ledger.fold(join.learner, before.incarnation)
       self._shards.give_back(join.learner)
     member = self._members.bind(join.learner, join.nonce, confirm.incarnation, session, now_ns)
     member.host, member.pid = join.host, join.pid
-    member.clock = max(member.clock, confirm.clock)
+    self._pace.claim(member, confirm.clock)
+    self._pace.advance(now_ns, member)
     member.held_versions = []
     account = self._ledger.of(member)
     account.closed = False  # the process may be older than the end of the run
@@ -256,6 +282,17 @@ class Membership:
     self._waiting_room[session] = confirm
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
+
+  def _forget_strangers(self) -> None:
+    """Forgets the oldest absent ids that never contributed, if there are too many of them."""
+    busy = {one.learner for gather in self._gathering.open.values() for one in gather.participants}
+    strangers = [name for name in self._members.by_id if not self._ledger.merged(name)]
+    absent = [n for n in strangers if not self._members.by_id[n].live and n not in busy]
+    for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self._config.learners)]:
+      self._shards.give_back(learner)
+      self._ledger.forget(learner)
+      self._screening.forget(learner)
+      self._members.forget(learner)
 
   # --- From the waiting room to the run -----------------------------------------------------------
 
@@ -275,6 +312,8 @@ class Membership:
   ) -> None:
     claim = None if confirm.shard is None else messages.ShardPosition(confirm.shard, confirm.cursor)
     lease = self._shards.assign(member.learner, claim, member.shard, self._live())
+    if lease is None and self._make_room(now_ns, member):
+      lease = self._shards.assign(member.learner, claim, member.shard, self._live())
     if lease is None:
       self._wait(member, confirm)
       return
@@ -283,6 +322,20 @@ class Membership:
       self._out.send(member.session, messages.Finish())
     elif member.caught_up:
       self._caught_up(member)
+
+  def _make_room(self, now_ns: int, member: members_lib.Member) -> bool:
+    """Closes the session of a reader that has contributed nothing for a lease, if nothing of it was
+    ever merged, for a learner of which something was: ids that only read cannot keep a learner of
+    the run out. Returns whether there was one."""
+    if not self._ledger.merged(member.learner):
+      return False
+    for reader in self._members.live():
+      idle = not reader.contributed and now_ns - reader.admitted_ns >= self._config.lease_ns
+      if reader.held_versions and idle and not self._ledger.merged(reader.learner):
+        self._close(reader, 'its shard went to a learner that contributes', 'no free shard')
+        self._shards.give_back(reader.learner)
+        return True
+    return False
 
   def _live(self) -> set[str]:
     return {member.learner for member in self._members.by_session.values()}
@@ -308,11 +361,15 @@ class Membership:
     finished: bool,
   ) -> None:
     member.shard = lease.shard
+    member.first_batch = lease.cursor - self._ledger.of(member).steps
     self._published.compare(member, held)
     self._warn_if_ahead(member, held)
     syncs = self._gathering.open
     clock = min(syncs) - 1 if syncs else self._pace.opened
-    member.clock = max(member.clock, clock)  # the learner does the same
+    self._pace.claim(member, clock)  # the learner does the same
+    self._pace.advance(now_ns, member)
+    if member.since is not None and not member.since[0]:
+      member.since = member.clock, now_ns
     due = tuple(sorted(member.due))
     member.awaited_transfer = 0
     if not finished and self._needs_moments(member):
@@ -363,17 +420,17 @@ class Membership:
 
   # --- Reports of a member ------------------------------------------------------------------------
 
-  def progress(self, member: members_lib.Member, progress: messages.Progress) -> None:
-    self._ledger.of(member).train(progress.steps, progress.tokens)
-    member.clock = max(member.clock, progress.clock)
-    member.finished = member.finished or progress.finished
+  def progress(self, now_ns: int, member: members_lib.Member, progress: messages.Progress) -> None:
+    account = self._ledger.of(member)
+    new_steps = max(0, progress.steps - account.steps)
+    account.train(progress.steps, progress.tokens)
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
-    self._pace.mark(member)
+    self._pace.report(now_ns, member, progress.clock, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     if not adopted.matched:
-      self._repair(member, adopted)
+      self._repair(now_ns, member, adopted)
       return
     self._gathering.adopted(now_ns, member, adopted)
     self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
@@ -391,16 +448,37 @@ class Membership:
     member.awaited_transfer = 0
     self._relay.done(recovered.transfer)
     self._report(member, 'recovered', by=recovered.way)
+    self._published.catch_up(member)
     if member.caught_up:
       self._caught_up(member)
 
-  def _repair(self, member: members_lib.Member, adopted: messages.Adopted) -> None:
+  def _repair(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
+    """Sends the fragment whole, at most once per heartbeat: `sweep` sends what is wanted again."""
     self.repaired += 1
-    self._out.say(
+    again = adopted.fragment in member.repairs
+    member.repairs[adopted.fragment] = again
+    if again:
+      return
+    self._notices.say(
+      now_ns,
+      f'repair {member.learner}',
       f'{member.learner}: published fragment {adopted.fragment} differs from version '
-      f'{adopted.version}; sending it whole.'
+      f'{adopted.version}; sending it whole.',
     )
     self._published.resend_whole(member, adopted.fragment)
+
+  def implausible(self, now_ns: int, member: members_lib.Member, fault: str) -> None:
+    """A message that no learner of this run could send: closes the session and counts a strike."""
+    self._notices.say(
+      now_ns,
+      f'implausible {member.learner}',
+      f'Learner {member.learner} on {member.host} said what no learner of this run could say: '
+      f'{fault}. Its session is closed and nothing of the run has changed.',
+    )
+    if member.held_versions and self._screening.add_strike(member):
+      self.quarantine(member)
+    else:
+      self._close(member, f'implausible: {fault}', f'implausible: {fault}')
 
   # --- Out ----------------------------------------------------------------------------------------
 
@@ -425,15 +503,24 @@ class Membership:
     self._shards.give_back(member.learner)
     self._ledger.of(member).close(Reason.END_OF_RUN if finished else Reason.LEFT)
 
-  def expire(self, now_ns: int) -> None:
-    """Loses members whose lease is over; a frozen process that wakes rejoins on a new session."""
+  def sweep(self, now_ns: int) -> None:
+    """Loses members whose lease is over (a frozen process that wakes rejoins on a new session),
+    and does what waited for this heartbeat."""
     for member in self._members.expired(now_ns):
       self._close(member, 'lease expired', 'lease expired')
+    self._pace.measure(now_ns)
+    for member in self._members.live():
+      wanted = [fragment for fragment, again in member.repairs.items() if again]
+      member.repairs = dict.fromkeys(wanted, False)
+      for fragment in wanted if member.held_versions else ():
+        self._published.resend_whole(member, fragment)
 
   def quarantine(self, member: members_lib.Member) -> None:
     """Closes the member's session; a disconnected process is refused when it rejoins."""
+    refused = screening_lib.quarantine(member)
+    self._out.say(refused.text)
     if member.live:
-      self._out.send(member.session, screening.quarantine(member))
+      self._out.send(member.session, refused)
       self._close(member, 'quarantined', 'QUARANTINED')
 
   def _close(self, member: members_lib.Member, reason: str, told: str) -> None:

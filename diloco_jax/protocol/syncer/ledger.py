@@ -86,8 +86,13 @@ class Account:
     assert not (self.closed and self.unsettled), self
 
 
+FORMER = 0  # the incarnation of an account that is the sum of all ended ones
+FORGOTTEN = '(forgotten)'  # the learner of an account that is the sum of forgotten ids
+
+
 class Ledger:
-  """All accounts of a run, by (learner, incarnation)."""
+  """All accounts of a run, by (learner, incarnation): one of the present incarnation of each
+  learner, and one that sums up its ended ones, so that a restart of a learner adds no account."""
 
   def __init__(self, fragments: int):
     self._fragments = fragments
@@ -102,6 +107,37 @@ class Ledger:
   def of(self, member: members_lib.Member) -> Account:
     """The account of the present incarnation of a learner id."""
     return self.open(member.learner, member.incarnation)
+
+  def revoke(self, learner: str, incarnation: int, count: int) -> None:
+    """A merge refused tokens of this incarnation after they were settled."""
+    account = self.accounts.get((learner, incarnation)) or self.accounts[learner, FORMER]
+    account.revoke(count, Reason.BAD_VALUE)
+
+  def fold(self, learner: str, incarnation: int, into: str = '') -> None:
+    """Adds an account, closed as lost with its process, to that of the ended incarnations."""
+    ended = self.open(learner, incarnation)
+    ended.close(Reason.LOST_WITH_PROCESS)
+    del self.accounts[learner, incarnation]
+    former = self.open(into or learner, FORMER)
+    former.closed = True
+    former.steps += ended.steps
+    former.trained += ended.trained
+    former.merged += ended.merged
+    former.cursors = [former.trained] * self._fragments
+    for reason, count in ended.discarded.items():
+      former.discarded[reason] = former.discarded.get(reason, 0) + count
+
+  def forget(self, learner: str) -> None:
+    """Adds all accounts of a learner to that of forgotten ids."""
+    for name, incarnation in [key for key in self.accounts if key[0] == learner]:
+      if self.accounts[name, incarnation].trained:
+        self.fold(name, incarnation, FORGOTTEN)
+      else:
+        del self.accounts[name, incarnation]
+
+  def merged(self, learner: str) -> bool:
+    """Whether tokens of this learner were ever merged."""
+    return any(account.merged for (name, _), account in self.accounts.items() if name == learner)
 
   def close_all(self, reason: str) -> None:
     """Closes every account at the end of the run."""

@@ -25,8 +25,9 @@ no part calls it::
 
     join.py           how a process joins, and how a member is lost or leaves
     pace.py           which sync opens next, and when
+    plausible.py      whether a learner of this run could send a message at all
     gathering.py      the open syncs and their payloads;  verdicts.py: whether a payload counts
-    quorum.py         when a sync has waited enough;  grace.py: how long it may wait
+    gather.py         one open sync, when it has waited enough;  grace.py: how long it may wait
     published.py      the versions, and which learner holds which
     moments_relay.py  which donor gives its moments to which joiner
     checkpoints.py    when to save;  run snapshots
@@ -50,14 +51,12 @@ from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
-from diloco_jax.protocol.syncer import quorum as quorum_lib
-from diloco_jax.protocol.syncer import recovery, verdicts
+from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
 OLDER_CHECKPOINTS_ARE_SAFE = 'the older ones are untouched and every outer step since is in the log'
-TELL_AGAIN_NS = 60 * config_lib.SECOND_NS
 MANIFESTS = 'manifests'
 
 
@@ -68,6 +67,7 @@ class SyncerMachine:
     self,
     config: config_lib.ProtocolConfig,
     agreement: str,
+    run: str,
     digests: tuple[int, ...],
     payload_bytes: tuple[int, ...],
   ):
@@ -76,10 +76,12 @@ class SyncerMachine:
     Args:
       config: the protocol's settings.
       agreement: what every learner must share (agreement.encode).
+      run: the name of the run, for its whole life.
       digests: of each fragment's published value, version 0.
       payload_bytes: size of each fragment's encoded pseudo-gradient.
     """
     self._config = config
+    self._run = run
     self._schedule = schedule_lib.Schedule(config)
     self._out = action_list.ActionList()
     self._members = members_lib.Members(config)
@@ -105,6 +107,7 @@ class SyncerMachine:
     self._membership = join_lib.Membership(
       config,
       agreement,
+      run,
       self._members,
       self._ledger,
       self._pace,
@@ -112,6 +115,7 @@ class SyncerMachine:
       self._gathering,
       self._shards,
       self._relay,
+      self._screening,
       self._out,
     )
     self._saving = checkpoints_lib.Saving(config.save_syncs)
@@ -122,7 +126,6 @@ class SyncerMachine:
     self._exiting = False
     self._exited = False
     self._linger_ns: int | None = None
-    self._next_tell_ns = 0  # before it, another failed save is not reported
     self._sweep_ns = 0
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -198,17 +201,16 @@ class SyncerMachine:
         self._membership.join(now_ns, session, message)
       case messages.Confirm():
         self._membership.confirm(now_ns, session, message)
-      case _ if (
-        member is None
-        or self._exiting
-        or verdicts.impossible(message, bool(member.held_versions), self._config.fragments)
-      ):
-        # The session has no member (replaced, timed out, never joined), the message is impossible,
-        # or the ledger is closed and the next syncer must handle the message.
+      case _ if member is None or self._exiting:
+        # The session has no member (replaced, timed out, never joined), or the ledger is closed and
+        # the next syncer must handle the message.
         self._out.drop(payload_id)
-        self._out.close(session, 'not a member, or not a possible message')
+        self._out.close(session, 'not a member')
+      case _ if fault := self._membership.plausibility.fault(member, message):
+        self._out.drop(payload_id)
+        self._membership.implausible(now_ns, member, fault)
       case messages.Progress():
-        self._membership.progress(member, message)
+        self._membership.progress(now_ns, member, message)
       case messages.Contribution():
         self._gathering.contribution(now_ns, member, message, payload_id)
       case messages.Decline():
@@ -279,7 +281,7 @@ class SyncerMachine:
 
   def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
     closing = gather.sync > self._config.total_steps
-    verdict, why = quorum_lib.decide(
+    verdict, why = gather_lib.decide(
       gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
     )
     if verdict == 'merge':
@@ -332,7 +334,7 @@ class SyncerMachine:
 
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
     """Counts a refusal by the learner's own encoder."""
-    why = screening_lib.describe(screening_lib.NOT_FINITE, [])
+    why = screening_lib.describe(screening_lib.NOT_FINITE, None)
     if self._screening.strike(now_ns, member, fragment, why):
       self._membership.quarantine(member)
 
@@ -341,7 +343,9 @@ class SyncerMachine:
   def _sweep(self, now_ns: int) -> None:
     """Once per heartbeat: ends leases and reports the ledger."""
     self._sweep_ns = now_ns + self._config.heartbeat_ns
-    self._membership.expire(now_ns)
+    self._membership.sweep(now_ns)
+    if self._membership.started and not (self._closed or self._exiting):
+      self._gathering.say_if_idle(now_ns, len(self._pace.contributors))
     self._report_ledger()
 
   def _end(self, now_ns: int) -> None:
@@ -434,17 +438,16 @@ class SyncerMachine:
     )
 
   def _say_save_failed(self, now_ns: int, done: events.SaveDone) -> None:
-    """Says it at most once a minute, since a save that must succeed is tried again and again."""
-    if now_ns < self._next_tell_ns:
-      return
-    self._next_tell_ns = now_ns + TELL_AGAIN_NS
+    """Says it with a pause, since a save that must succeed is tried again and again."""
     wait = (
       ''
       if self._saving.end_is_durable or not self._closed
       else ' Learners hear that the run is over once it can be written; it is tried again.'
     )
-    self._out.say(
-      f'checkpoint of step {done.clock} failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}.{wait}'
+    self._screening.notices.say(
+      now_ns,
+      'save',
+      f'checkpoint of step {done.clock} failed: {done.error}; {OLDER_CHECKPOINTS_ARE_SAFE}.{wait}',
     )
 
   # --- Reports, machine state, checks -------------------------------------------------------------
@@ -472,6 +475,7 @@ class SyncerMachine:
     outer steps are in progress (recovery.py), `undecided` the other open syncs."""
     syncs = self._gathering.open
     return {
+      'run': self._run,
       'merging': [sync for sync, gather in syncs.items() if gather.merging],
       'undecided': [sync for sync, gather in syncs.items() if not gather.merging],
       **self._published.state(),
@@ -481,7 +485,7 @@ class SyncerMachine:
       'finished': self.finished,
       'members': self._members.state(),
       'ledger': self._ledger.state(),
-      'norms': [[list(pair) for pair in window] for window in self._screening.windows],
+      'norms': [usual.state() for usual in self._screening.usual],
       'data': self._shards.state(),
       recovery.BROUGHT_BACK: sorted(self._membership.brought_back),
     }
@@ -516,12 +520,13 @@ class SyncerMachine:
     """The machine of a machine state without its open syncs: recovery.py ends the merging ones,
     `restore` opens the undecided ones again."""
     machine_state = copy.deepcopy(machine_state)
-    machine = cls(config, agreement, tuple(machine_state['digests']), payload_bytes)
+    digests = tuple(machine_state['digests'])
+    machine = cls(config, agreement, machine_state['run'], digests, payload_bytes)
     machine._published.load(machine_state)
     machine._pace.load(machine_state['next'], machine_state['opened'])
     machine._members.load(machine_state['members'])
     machine._ledger.load(machine_state['ledger'])
-    machine._screening.windows = machine_state['norms']
+    machine._screening.usual = [screening_lib.Usual.load(row) for row in machine_state['norms']]
     machine._shards.load(machine_state['data'])
     machine._membership.started = True
     machine._membership.brought_back = set(machine_state[recovery.BROUGHT_BACK])

@@ -19,6 +19,7 @@ import re
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 
+CLIP = 4
 ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 
 
@@ -30,27 +31,38 @@ class Member:
   # The holder of the id (this file).
   incarnation: int = 0
   nonce: int | None = None
-  replaced: list[int] = dataclasses.field(default_factory=list)  # nonces of earlier lives
   session: int | None = None
   heard_ns: int = 0
+  admitted_ns: int = 0
   # Reports of the process (join.py).
   host: str = ''
   pid: int = 0
-  clock: int = 0
-  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)
+  clock: int = 0  # as far as it counts for the pace (pace.py)
+  claimed: int = 0  # its newest reported clock
+  since: tuple[int, int] | None = None  # a clock and its time; None: of an earlier syncer process
+  step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # reported
+  report_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # measured
+  reported_ns: int = 0
   # By fragment: its tokens when it adopted its anchor.
   anchor_tokens: dict[int, int] = dataclasses.field(default_factory=dict)
-  finished: bool = False  # its clock has reached T
   left: bool = False  # it sent Leave
+  # What became of its payloads (gathering.py).
+  contributed: bool = False  # on this session
+  merged_ns: int = 0
+  rejected: int = 0  # since the last merged one
+  last_reason: str = ''
   # Assigned when it joined (join.py).
   shard: int | None = None  # the last one
+  first_batch: int = 0  # it reads batch first_batch + s of the shard in its step s
   awaited_transfer: int = 0  # a donation not yet answered by Recovered (moments_relay.py); 0: none
   # Versions of the fragments (published.py).
   held_versions: list[int | None] = dataclasses.field(default_factory=list)  # empty before Joined
   due: set[int] = dataclasses.field(default_factory=set)  # to adopt before it has caught up
   # By fragment: sent and not yet reported as adopted.
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
-  lagging: set[int] = dataclasses.field(default_factory=set)  # too many versions are in flight
+  lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
+  wholes: set[int] = dataclasses.field(default_factory=set)  # to be sent whole, or in flight so
+  repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again
   # Refused updates (screening.py).
   strikes: int = 0  # in a row
   max_strikes: int = 0  # the most in a row of this process
@@ -58,6 +70,15 @@ class Member:
   @property
   def live(self) -> bool:
     return self.session is not None
+
+  @property
+  def inner_step_ns(self) -> int:
+    """The time of its inner step: as reported, within a quarter and four times of the time between
+    its reports; 0: unknown."""
+    if not self.step_ns.samples or not self.report_ns.samples:
+      return 0
+    measured = self.report_ns.value
+    return min(max(self.step_ns.value, measured // CLIP), measured * CLIP)
 
   @property
   def caught_up(self) -> bool:
@@ -89,10 +110,10 @@ class Members:
     member = self.by_id.get(learner)
     return member if member is not None and member.live and member.nonce != nonce else None
 
-  def replaced(self, learner: str, nonce: int) -> bool:
-    """Whether this process held the id before another process took it."""
+  def replaced(self, learner: str, nonce: int, incarnation: int) -> bool:
+    """Whether the process that held this incarnation was replaced by another one."""
     member = self.by_id.get(learner)
-    return member is not None and nonce in member.replaced
+    return member is not None and member.nonce != nonce and 0 < incarnation < member.incarnation
 
   def quarantined(self, member: Member) -> bool:
     """Whether the holder of the id may not take part any more."""
@@ -107,13 +128,14 @@ class Members:
     if member is None:
       member = self.by_id[learner] = Member(learner=learner)
     if member.nonce != nonce:
-      if member.nonce is not None:
-        member.replaced.append(member.nonce)
-      member.clock, member.finished, member.step_ns = 0, False, grace_lib.Average()
+      member.clock = member.claimed = 0
+      member.since = 0, now_ns
+      member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
       member.anchor_tokens.clear()
       member.strikes = member.max_strikes = 0
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
-    member.session, member.heard_ns = session, now_ns
+    member.session, member.contributed = session, False
+    member.heard_ns = member.admitted_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member
 
@@ -141,12 +163,13 @@ class Members:
       'strikes',
       'max_strikes',
     )
-    return [
-      {**{f: getattr(m, f) for f in fields}, 'replaced': list(m.replaced)}
-      for _, m in sorted(self.by_id.items())
-    ]
+    return [{f: getattr(m, f) for f in fields} for _, m in sorted(self.by_id.items())]
+
+  def forget(self, learner: str) -> None:
+    """Removes an absent learner id."""
+    del self.by_id[learner]
 
   def load(self, rows: list) -> None:
     """Loads the members of a machine state; none of them is live."""
     for row in rows:
-      self.by_id[row['learner']] = Member(**row)
+      self.by_id[row['learner']] = Member(**row, claimed=row['clock'])

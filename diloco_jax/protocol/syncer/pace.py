@@ -7,6 +7,10 @@ Only a *contributor* counts: a live learner that is caught up, which means that 
 published values only. A contributor is *ready* once its step has reached the next sync. Events
 update both sets, so a report costs the same with any number of learners.
 
+A learner's clock counts for the pace at SPEED times the usual speed at most, measured by the syncer
+as the median over the learners of the time between two reports: a learner whose clock is wrong, or
+a lie, does not carry the others to the end of the run.
+
 The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
 a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
 """
@@ -16,6 +20,17 @@ from collections.abc import Sequence
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
+
+SPEED = 16
+
+
+def lower_median(values: list[int]) -> int:
+  """The median, of two in the middle the lower one; 0 of none.
+
+  >>> lower_median([9, 1, 5, 7]), lower_median([])
+  (5, 0)
+  """
+  return sorted(values)[(len(values) - 1) // 2] if values else 0
 
 
 def kth_step(steps: list[int], quorum: int) -> int:
@@ -35,10 +50,12 @@ class Pace:
     self._config = config
     self._schedule = schedule
     self._members = members
+    self.last = schedule.last
     self.opened = 0  # the last sync that was opened
     self.next = schedule.next(0)
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
+    self._usual_ns = 0  # between two reports of a learner; 0: not measured yet
 
   def load(self, next_sync: int, opened: int) -> None:
     """Where the last process was."""
@@ -73,11 +90,47 @@ class Pace:
     self.contributors.discard(learner)
     self._ready.discard(learner)
 
+  def claim(self, member: members_lib.Member, clock: int) -> None:
+    """A process that continues its incarnation says where it is."""
+    member.claimed = max(member.claimed, clock)
+
+  def report(self, now_ns: int, member: members_lib.Member, clock: int, new_steps: int) -> None:
+    """The learner reports its clock after so many more steps."""
+    if new_steps:
+      member.report_ns.add((now_ns - member.reported_ns) // new_steps)
+      member.reported_ns = now_ns
+    self.claim(member, clock)
+    self.advance(now_ns, member)
+
+  def advance(self, now_ns: int, member: members_lib.Member) -> None:
+    """Counts as much of the learner's clock as the time allows."""
+    free = max(self._limit(now_ns, member), self.opened)
+    member.clock = max(member.clock, min(member.claimed, free))
+    self.mark(member)
+
+  def _limit(self, now_ns: int, member: members_lib.Member) -> int:
+    """How far the clock may have come at SPEED times the usual speed."""
+    if member.since is None:
+      return member.claimed
+    if not self._usual_ns:
+      return self.opened + self._config.period
+    clock, since_ns = member.since
+    return clock + SPEED * (now_ns - since_ns) // self._usual_ns
+
+  def measure(self, now_ns: int) -> None:
+    """Updates the usual speed, and what counts by it; once per heartbeat."""
+    live = self._members.by_session.values()
+    known = [one.report_ns.value for one in live if one.report_ns.samples]
+    self._usual_ns = lower_median(known) or self._usual_ns
+    for member in live:
+      self.advance(now_ns, member)
+
   def mark(self, member: members_lib.Member) -> None:
     """Updates the ready set after a report of a learner. A learner that has done its last step is
     ready for every closing sync."""
-    clock = self._schedule.last if member.finished else member.clock
-    if member.caught_up and clock >= self.next:
+    finished = member.clock >= self._config.total_steps
+    clock = self._schedule.last if finished else member.clock
+    if member.learner in self.contributors and clock >= self.next:
       self._ready.add(member.learner)
 
   def last_due(self, fragment: int) -> int:

@@ -12,10 +12,13 @@ before. To a learner whose version it does not know it sends the whole fragment:
 The syncer reads a whole fragment once for all learners that need it, and sends the version that the
 fragment has when the read is answered; the same read serves a learner that joins before.
 
-A learner keeps received versions until its next step boundary, so they would pile up at a slow one.
-At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a learner; then it is
-*lagging*: the syncer sends it nothing more of the fragment until it has adopted one of them, and
-then the newest whole.
+A learner keeps received versions until its next step boundary, and on a slow link they arrive late,
+so they would pile up. At most MAX_VERSIONS_IN_FLIGHT versions of a fragment are in flight to a
+learner; then it is *lagging*: the syncer sends it nothing more of the fragment until it catches up
+with the newest whole. So is a joiner that waits for donated moments, because it does not train and
+new versions would only delay the donation. A learner catches up with one fragment after the other:
+a whole fragment may take longer than many deltas, and the last of several at once would be too old
+when it arrives.
 """
 
 import dataclasses
@@ -56,6 +59,7 @@ class Published:
     member.due = {p for p, version in enumerate(member.held_versions) if version is None}
     member.versions_in_flight = [[] for _ in self.fragments]
     member.lagging.clear()
+    member.wholes.clear()
 
   def advance(self, done: events.MergeDone) -> messages.Publish:
     """An outer step is done: the fragment gets its next version; returns its delta's message."""
@@ -71,7 +75,7 @@ class Published:
     p = publish.fragment
     if not member.held_versions or member.held_versions[p] != publish.base_version:
       return
-    if len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
+    if member.awaited_transfer or len(member.versions_in_flight[p]) >= MAX_VERSIONS_IN_FLIGHT:
       member.held_versions[p] = None
       member.lagging.add(p)
     else:
@@ -81,19 +85,30 @@ class Published:
     self._out.send(member.session, publish, payload_id)
     member.held_versions[publish.fragment] = publish.version
     member.versions_in_flight[publish.fragment].append(publish.version)
+    if publish.base_version is None:
+      member.wholes.add(publish.fragment)
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
-    """The learner now holds this version; if it is behind, it gets the newest one whole."""
+    """The learner now holds this version."""
     member.versions_in_flight[fragment] = [
       v for v in member.versions_in_flight[fragment] if v > version
     ]
-    if fragment in member.lagging:
-      self.resend_whole(member, fragment)
+    member.wholes.discard(fragment)
+    self.catch_up(member)
+
+  def catch_up(self, member: members_lib.Member) -> None:
+    """Sends a lagging learner the newest value of one fragment, if it has room and use for it."""
+    if member.awaited_transfer or member.wholes:
+      return
+    room = [p for p in sorted(member.lagging) if not member.versions_in_flight[p]]
+    if room:
+      self.resend_whole(member, room[0])
 
   def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
     """Sends the whole fragment to a learner with a wrong value, or in need of a fresh anchor."""
     member.held_versions[fragment] = None
     member.lagging.discard(fragment)
+    member.wholes.add(fragment)
     self.read(fragment)
 
   def read(self, fragment: int) -> None:

@@ -4,33 +4,39 @@ A learner with faulty hardware must ruin neither the model nor the work of other
 an outer step the shell, which has the arrays, looks at each payload by itself and leaves it out if
 
     its norm is not finite (NaN, Inf, or beyond float32), or
-    its norm > factor * median norm * max(1, steps / median steps)
+    its norm > factor * usual norm * growth        growth = steps / usual steps, from 1 to 32
+    its norm < 2^-20 * usual norm * share          share = steps / usual steps, at most 1
 
-The medians are those of the fragment's last WINDOW commits, each of which counts with the median
-of its participants; there is no limit before `norm_warmup` commits. A pseudo-gradient of more steps
-than usual may be longer in proportion, because learners keep training while the syncer is down. One
-of fewer steps has the usual limit.
+What is usual follows from the last merged norms of each learner for this fragment: of each learner
+that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
+one vote, however often it contributes, and no learner alone moves the limits far. There are none
+before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in
+proportion, because learners keep training while the syncer is down.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
 is in *quarantine*: the syncer closes its session and refuses its process for good. Another process
-under the same id begins without strikes.
+under the same id begins without strikes. If the norms of more than half of the live learners are
+refused, then not they but the usual norms are wrong: the syncer forgets these and the strikes.
 
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages
+from diloco_jax.protocol import action_list, actions, events, facts, messages, notices
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 UNIT = 1 << 64  # the integer norm of 1.0
 NOT_FINITE = -1
-WINDOW = config_lib.NORM_WINDOW
-
-Window = list[list[int]]  # [norm, steps] of the last commits of a fragment
+KEPT = config_lib.NORM_WINDOW  # norms of a fragment, of all learners together
+VOTES_AFTER = 2
+GROWTH = 32
+LEAST_SHIFT = 20
 
 
 # --- Norms ----------------------------------------------------------------------------------------
@@ -45,36 +51,67 @@ def medians(pairs: Sequence[Sequence[int]]) -> list[int]:
   return [sorted(column)[len(pairs) // 2] for column in zip(*pairs)]
 
 
-def append_commit(window: Window, merged: Sequence[tuple[int, int]]) -> Window:
-  """The window after a commit that merged these (norm, steps)."""
-  return [*window, medians(merged)][-WINDOW:]
+@dataclasses.dataclass(slots=True)
+class Usual:
+  """The last merged norms of one fragment, with their steps, by learner.
+
+  Attributes:
+    commits: outer steps since the beginning, or since the norms were forgotten.
+    doubted: learners whose last norm was refused.
+  """
+
+  commits: int = 0
+  doubted: set[str] = dataclasses.field(default_factory=set)
+  pairs: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+
+  def merged(self, norms: dict[str, tuple[int, int]]) -> None:
+    """An outer step merged these (norm, steps)."""
+    self.commits += 1
+    for learner, pair in norms.items():
+      self.pairs.setdefault(learner, []).append(list(pair))
+      self.doubted.discard(learner)
+    kept = max(VOTES_AFTER, KEPT // len(self.pairs))
+    self.pairs = {learner: pairs[-kept:] for learner, pairs in self.pairs.items()}
+
+  def medians(self) -> list[int] | None:
+    """The usual norm and steps; None: unknown."""
+    votes = [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
+    return medians(votes) if votes else None
+
+  def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
+    """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
+    usual = self.medians()
+    if not config.norm_factor or self.commits < config.norm_warmup or usual is None:
+      return 0, None
+    norm, usual_steps = usual
+    least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+    longer = min(max(steps, usual_steps), GROWTH * usual_steps)
+    return least, config.norm_factor * norm * longer // usual_steps
+
+  def state(self) -> list[Any]:
+    pairs = [[learner, [list(pair) for pair in kept]] for learner, kept in self.pairs.items()]
+    return [self.commits, sorted(self.doubted), sorted(pairs)]
+
+  @classmethod
+  def load(cls, state: list[Any]) -> 'Usual':
+    commits, doubted, pairs = state
+    return cls(commits, set(doubted), dict(pairs))
 
 
-def limit(window: Window, steps: int, config: config_lib.ProtocolConfig) -> int | None:
-  """The largest norm allowed to a pseudo-gradient of `steps` steps; None: no limit."""
-  if not config.norm_factor or len(window) < config.norm_warmup:
-    return None
-  norm, usual_steps = medians(window)
-  if not norm:
-    return None  # no parameter has moved yet: any norm would be above the limit
-  return config.norm_factor * norm * max(steps, usual_steps) // usual_steps
-
-
-def refused(norm: int, limit_: int | None) -> bool:
+def refused(norm: int, least: int, limit: int | None) -> bool:
   """Whether the syncer leaves out a pseudo-gradient of this norm."""
-  return norm == NOT_FINITE or (limit_ is not None and norm > limit_)
+  return norm == NOT_FINITE or norm < least or (limit is not None and norm > limit)
 
 
-def describe(norm: int, window: Window) -> str:
+def describe(norm: int, usual: list[int] | None) -> str:
   """Describes what is wrong with a norm.
 
-  >>> describe(60 * UNIT, [[2 * UNIT, 4]]), describe(NOT_FINITE, [])
-  ('norm 60, 30 times the median 2', 'NaN or Inf')
+  >>> describe(60 * UNIT, [2 * UNIT, 4]), describe(NOT_FINITE, None)
+  ('norm 60, usual is 2', 'NaN or Inf')
   """
-  if norm == NOT_FINITE:
+  if norm == NOT_FINITE or usual is None:
     return 'NaN or Inf'
-  median = medians(window)[0]
-  return f'norm {norm / UNIT:.3g}, {norm / median:.3g} times the median {median / UNIT:.3g}'
+  return f'norm {norm / UNIT:.3g}, usual is {usual[0] / UNIT:.3g}'
 
 
 class Screening:
@@ -89,23 +126,23 @@ class Screening:
     self._config = config
     self._members = members
     self._out = out
-    self.windows: list[Window] = [[] for _ in range(config.fragments)]
-    self._said: dict[str, tuple[int, int]] = {}  # learner: its last line, and refusals since
+    self.usual = [Usual() for _ in range(config.fragments)]
+    self.notices = notices.Notices(config.say_again_ns, out)
 
-  def limit(self, fragment: int, steps: int) -> int | None:
-    """The largest norm allowed to a participant of the next outer step."""
-    return limit(self.windows[fragment], steps, self._config)
+  def limits(self, fragment: int, steps: int) -> tuple[int, int | None]:
+    """The least and the greatest norm of a participant of the next outer step."""
+    return self.usual[fragment].limits(steps, self._config)
 
   def after_merge(
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
-    quarantined, merged = [], []
+    usual, quarantined, merged = self.usual[done.fragment], [], {}
     for one, norm in zip(participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.learner in done.refused:
-        what = describe(norm, self.windows[done.fragment])
+        what = describe(norm, usual.medians())
         self._out.report(
           facts.Refused(
             sync=done.sync,
@@ -116,49 +153,76 @@ class Screening:
             why=what,
           )
         )
+        if norm != NOT_FINITE:
+          usual.doubted.add(one.learner)
         if present and self.strike(now_ns, member, done.fragment, what):
           quarantined.append(member)
       elif not done.failed:
-        merged.append((norm, one.steps))
+        merged[one.learner] = norm, one.steps
         if present:
           member.strikes = 0
     if merged:
-      self.windows[done.fragment] = append_commit(self.windows[done.fragment], merged)
-    return quarantined
+      usual.merged(merged)
+      self._say_if_zero(now_ns, done, merged)
+    self._forget_if_wrong(done.fragment)
+    return [member for member in quarantined if self._members.quarantined(member)]
+
+  def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
+    if not any(norm for norm, _ in merged.values()):
+      self.notices.say(
+        now_ns,
+        'zero',
+        f'outer step {done.sync} merged only zeros: nothing of fragment {done.fragment} moves. '
+        'Check learning rate, gradients and data.',
+      )
+
+  def _forget_if_wrong(self, fragment: int) -> None:
+    """Forgets the usual norms of a fragment, and the strikes, if they are wrong."""
+    live = self._members.live()
+    doubted = [one for one in live if one.learner in self.usual[fragment].doubted]
+    if 2 * len(doubted) <= len(live):
+      return
+    for member in doubted:
+      member.strikes = member.max_strikes = 0
+    self.usual[fragment] = Usual()
+    names = ', '.join(member.learner for member in doubted)
+    self._out.say(
+      f'The norms of {names}, more than half of the live learners, are far from the usual ones of '
+      f'fragment {fragment}: these are forgotten, and the next {self._config.norm_warmup} outer '
+      'steps of the fragment have no limit. The refused updates are lost, earlier ones are safe.'
+    )
 
   def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
+    """Adds a strike for an update; returns whether that puts the learner into quarantine."""
+    quarantined = self.add_strike(member)
+    self.notices.say(
+      now_ns,
+      f'update {member.learner}',
+      f'Learner {member.learner} on {member.host} sent {what} for fragment {fragment}; rejected '
+      'before merging, and the learner gets a fresh fragment. Check that host for faulty hardware.',
+      always=quarantined,
+    )
+    return quarantined
+
+  def add_strike(self, member: members_lib.Member) -> bool:
     """Adds a strike to a learner; returns whether that puts it into quarantine."""
     before = self._members.quarantined(member)
     member.strikes += 1
     member.max_strikes = max(member.max_strikes, member.strikes)
-    now = self._members.quarantined(member)
-    self._say(now_ns, member, fragment, what, last=now and not before)
-    return now and not before
+    return self._members.quarantined(member) and not before
 
-  def _say(
-    self, now_ns: int, member: members_lib.Member, fragment: int, what: str, last: bool
-  ) -> None:
-    """One line for each learner in `say_again_ns`; the last one before the quarantine always."""
-    pause_ns = self._config.say_again_ns
-    said_ns, more = self._said.get(member.learner, (now_ns - pause_ns, 0))
-    if now_ns - said_ns < pause_ns and not last:
-      self._said[member.learner] = said_ns, more + 1
-      return
-    self._said[member.learner] = now_ns, 0
-    counted = f' ({more} more since the last such line)' if more else ''
-    self._out.say(
-      f'Learner {member.learner} on {member.host} sent {what} for fragment {fragment}{counted}; '
-      'rejected before merging, and the learner gets a fresh fragment. Check that host for faulty '
-      'hardware.'
-    )
-    if last:
-      self._out.say(quarantine(member).text)
+  def forget(self, learner: str) -> None:
+    """Forgets the norms of a learner id."""
+    for usual in self.usual:
+      usual.pairs.pop(learner, None)
+      usual.doubted.discard(learner)
 
   def check(self) -> None:
-    """Asserts that the windows are bounded and hold finite norms only."""
-    for window in self.windows:
-      assert len(window) <= WINDOW, window
-      assert all(norm >= 0 and steps > 0 for norm, steps in window), window
+    """Asserts that the norms are bounded in number and finite."""
+    for usual in self.usual:
+      pairs = [pair for kept in usual.pairs.values() for pair in kept]
+      assert len(pairs) <= max(KEPT, VOTES_AFTER * len(usual.pairs)), usual
+      assert all(norm >= 0 and steps > 0 for norm, steps in pairs), usual
 
 
 def quarantine(member: members_lib.Member) -> messages.Refused:
@@ -166,8 +230,8 @@ def quarantine(member: members_lib.Member) -> messages.Refused:
   return messages.Refused(
     code='QUARANTINED',
     text=f'Learner "{member.learner}" is in quarantine: {member.max_strikes} updates in a row '
-    'were refused before merging (NaN, Inf, or a norm far above the median). The model contains '
-    'none of them, earlier merged updates are safe, and the run continues. Check host '
+    'were refused (NaN, Inf, a norm far from the usual one, or impossible numbers). The model '
+    'contains none of them, earlier merged updates are safe, and the run continues. Check host '
     f'{member.host} (pid {member.pid}) for faulty hardware, then start the learner again, there or '
     'on another host.',
     retry_ns=None,

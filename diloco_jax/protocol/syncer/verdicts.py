@@ -1,11 +1,9 @@
-"""Judges a learner's message before the syncer acts on it: pure decisions.
+"""Judges a plausible contribution (plausible.py): pure decisions.
 
-A message is *impossible* if no learner of this run would send it in this state: the syncer closes
-the session and changes nothing. The verdict on a contribution is the first that holds:
+The verdict is the first that holds:
 
     REPEATED    the open sync has this learner's payload: the first copy counts
     CANCELLED   no version came of its sync: the tokens stay unsettled, the learner sends them again
-    BAD_VALUE   the payload has another size than the fragment
     LATE        its sync is merging or over (REPEATED if its tokens are settled already)
     STALE       its anchor is more than `max_staleness` versions old
     DUPLICATE   its tokens begin before those that are settled
@@ -21,20 +19,6 @@ from diloco_jax.protocol.syncer import published
 Reason = messages.Reason
 
 REPEATED = 'repeated'
-
-
-def impossible(message: messages.FromLearner, joined: bool, fragments: int) -> bool:
-  """Whether no learner of this run would send this: a message about the run before Joined, a
-  fragment that does not exist, a token range that runs backwards."""
-  if isinstance(message, messages.Heartbeat | messages.Leave):
-    return False
-  if not joined:
-    return True
-  if isinstance(message, messages.Contribution) and (
-    message.steps < 1 or message.tokens_from > message.tokens_to or message.cursor < message.steps
-  ):
-    return True
-  return getattr(message, 'fragment', 0) >= fragments
 
 
 def judge(
@@ -59,8 +43,6 @@ def judge(
     return REPEATED
   if gather is None and message.sync > fragment.last_sync:
     return messages.CANCELLED
-  if message.payload.size_bytes != fragment.payload_bytes:
-    return Reason.BAD_VALUE
   if gather is None or gather.merging or gather.fragment != message.fragment:
     return Reason.LATE if message.tokens_to > cursor else REPEATED
   if not 0 <= fragment.version - message.version <= max_staleness:
@@ -74,10 +56,9 @@ def needs_anchor(
   """Whether the syncer must send the fragment (now at `version`) after discarding a payload.
 
   A range that starts before the settled tokens, from an anchor that no publish is about to replace,
-  would be refused again and again: only a fresh anchor helps. If the learner has since reported one
-  (at token count `anchor_tokens`: control overtakes payloads), another one would overwrite more."""
+  would be refused again and again: only a fresh anchor helps. (A stale anchor is about to be
+  replaced.) If the learner has since reported a fresh one (at token count `anchor_tokens`: control
+  overtakes payloads), another one would overwrite more."""
   if message.tokens_from < anchor_tokens:
     return False
-  if reason in (Reason.BAD_VALUE, Reason.DUPLICATE):
-    return message.version == version
-  return reason == Reason.STALE
+  return reason in (Reason.BAD_VALUE, Reason.DUPLICATE) and message.version == version

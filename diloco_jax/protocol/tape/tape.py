@@ -24,14 +24,13 @@ the line does not count. Nothing here does I/O: functions take and return lines.
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions as actions_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import events
+from diloco_jax.protocol import events, safe_json
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
@@ -59,6 +58,7 @@ class Start:
     node: the name of its node: 'syncer', 'l0', ...
     config: the numbers of the run.
     agreement: the agreement that every learner must share (syncer).
+    run: the name of a new run (syncer).
     payload_bytes: size of each fragment's encoded pseudo-gradient (syncer).
     digests: of each fragment at version 0; None: the machine is restored.
     identity: the learner's id and process (learner).
@@ -69,6 +69,7 @@ class Start:
   node: str
   config: config_lib.ProtocolConfig
   agreement: str = ''
+  run: str = ''
   payload_bytes: tuple[int, ...] = ()
   digests: tuple[int, ...] | None = None
   identity: connection.Identity | None = None
@@ -79,7 +80,7 @@ class Start:
     match self.role:
       case 'syncer' if self.state is None:
         return syncer_machine.SyncerMachine(
-          self.config, self.agreement, self.digests, self.payload_bytes
+          self.config, self.agreement, self.run, self.digests, self.payload_bytes
         )
       case 'syncer':
         return syncer_machine.SyncerMachine.restore(
@@ -315,6 +316,6 @@ class Reader:
 
 def _parse(body: bytes) -> dict[str, Any]:
   try:
-    return json.loads(body + b'}')
+    return safe_json.parse(body + b'}')
   except ValueError as error:
     raise TapeError(f'not JSON: {error}') from None

@@ -97,8 +97,9 @@ class NeverBack(invariant.Invariant):
 class DeltasFit(invariant.Invariant):
   id = 'I4b'
   sentence = (
-    'The syncer sends a delta to exactly the learners that hold its base and have room for it, and '
-    'they apply it to that base; a learner without room is sent the newest value once it has room.'
+    'The syncer sends a delta to exactly the learners that hold its base, have room for it and '
+    'wait for no donation, and they apply it to that base; the others are sent the newest values '
+    'whole, one after the other, once they have room and no longer wait.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -115,7 +116,8 @@ class DeltasFit(invariant.Invariant):
     version = book.lineage.versions[done.fragment]
     for peer in book.members.values():
       holds = peer.joined and peer.sent.get(done.fragment) == version - 1
-      if holds and len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT:
+      room = len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
+      if holds and room and not peer.awaited_transfer:
         self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
 
   @invariant.after(SYNCER, messages.Adopted)
@@ -127,9 +129,20 @@ class DeltasFit(invariant.Invariant):
       if p not in book.reads:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
-    newest = peer.sent.get(p, book.lineage.versions[p]) == book.lineage.versions[p]
-    if not newest and not peer.versions_in_flight[p] and p not in book.reads:
-      self.fail(event, f'it is left at {peer.sent}, the newest are {book.lineage.versions}')
+    self._left_behind(book, event)
+
+  @invariant.after(SYNCER, messages.Recovered)
+  def recovers(self, book, now_ns, event, out):
+    if book.peer.joined and book.peer.member and not book.exiting:
+      self._left_behind(book, event)
+
+  def _left_behind(self, book, event):
+    peer, newest = book.peer, book.lineage.versions
+    if peer.awaited_transfer or peer.wholes:
+      return
+    behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
+    if behind and behind.isdisjoint(book.reads):
+      self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book, now_ns, adopt, event):

@@ -24,7 +24,7 @@ class Incarnations(invariant.Invariant):
     holder = book.lineage.holders.get(peer.join.learner)
     if holder is None:
       due = 1
-    elif peer.join.nonce in holder.replaced:
+    elif holder.nonce != peer.join.nonce and 0 < peer.join.incarnation < holder.incarnation:
       self.fail(event, f'it was replaced: {holder}')
     else:
       due = holder.incarnation + (holder.nonce != peer.join.nonce)
@@ -62,7 +62,8 @@ class HolderStays(invariant.Invariant):
   id = 'I13'
   sentence = (
     'The syncer never displaces or disconnects a process that holds an id and that it has heard '
-    'within the lease.'
+    'within the lease, unless it has contributed nothing for a lease and a learner that did needs '
+    'its shard.'
   )
 
   @invariant.on(SYNCER, messages.Confirm)
@@ -87,6 +88,10 @@ class HolderStays(invariant.Invariant):
     worst = book.lineage.holders[peer.join.learner].max_strikes
     if 0 < self.config.strikes <= worst:
       return  # quarantined
+    merged = book.lineage.learners()
+    idle = not peer.contributed and now_ns - peer.admitted_ns >= self.config.lease_ns
+    if close.reason == 'no free shard' and idle and not merged[peer.join.learner][2]:
+      return
     if now_ns - peer.heard_ns < self.config.lease_ns:
       self.fail(close, peer, f'heard {now_ns - peer.heard_ns} ns ago')
 
@@ -117,7 +122,11 @@ class RefusedWithReason(invariant.Invariant):
     live = book.members.get(peer.join.learner)
     match said.code:
       case 'FENCED':
-        true = holder is not None and peer.join.nonce in holder.replaced
+        true = (
+          holder is not None
+          and peer.join.nonce != holder.nonce
+          and 0 < peer.join.incarnation < holder.incarnation
+        )
       case 'QUARANTINED':
         true = (
           holder is not None
@@ -135,6 +144,8 @@ class RefusedWithReason(invariant.Invariant):
         true = peer.join.agreement != book.life.start.agreement
       case 'PROTOCOL':
         true = peer.join.protocol != messages.PROTOCOL_VERSION
+      case 'OTHER_RUN':
+        true = peer.join.run not in ('', book.life.start.run)
       case _:
         true = said.code == 'BAD_ID'
     if not true:

@@ -267,3 +267,34 @@ class QueuesDrain(invariant.Invariant):
   def learner(self, book, now_ns, event, out):
     if book.exited and (book.payload_ids or book.running or book.saving):
       self.fail(book, book.payload_ids)
+
+
+class Heard(invariant.Invariant):
+  id = 'L11'
+  sentence = (
+    'Once the last fault is over for two leases, no session ends for silence while the syncer '
+    'runs: heartbeats do not wait behind payloads.'
+  )
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._since_ns: int | None = None
+
+  def healed(self, now_ns):
+    self._since_ns = now_ns + 2 * self.config.lease_ns
+
+  @invariant.on(SYNCER, actions.Close)
+  def syncer(self, book, now_ns, close, event):
+    if close.reason == 'lease expired':
+      self._silent(book, now_ns, close)
+
+  @invariant.on(LEARNER, actions.Close)
+  def learner(self, book, now_ns, close, event):
+    syncer = self.run.syncer
+    alive = syncer is not None and not syncer.exited
+    if alive and close.reason == 'the syncer fell silent':
+      self._silent(book, now_ns, close)
+
+  def _silent(self, book, now_ns, close):
+    if self._since_ns is not None and now_ns >= self._since_ns:
+      self.fail(book, close)

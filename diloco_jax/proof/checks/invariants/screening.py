@@ -19,18 +19,20 @@ class Screened(invariant.Invariant):
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
     for one in merge.participants:
-      true = self._limit(book.lineage.norms.get(merge.fragment, ()), one.steps)
-      if one.limit != true:
-        self.fail(one, f'its limit should be {true}')
+      norms = book.lineage.norms.get(merge.fragment, lineage_book.Norms())
+      true = self._limits(norms, one.steps)
+      if (one.least, one.limit) != true:
+        self.fail(one, f'its limits should be {true}')
 
-  def _limit(self, commits, steps):
+  def _limits(self, norms, steps):
     """The rule of syncer/screening.py, implemented a second time."""
-    config = self.config
-    if not config.norm_factor or len(commits) < config.norm_warmup:
-      return None
-    norm, usual = lineage_book.medians(commits)
-    longer = max(steps, usual)
-    return config.norm_factor * norm * longer // usual if norm else None
+    config, usual = self.config, norms.usual()
+    if not config.norm_factor or norms.commits < config.norm_warmup or usual is None:
+      return 0, None
+    norm, usual_steps = usual
+    growth = max(usual_steps, min(steps, 32 * usual_steps))
+    share = min(steps, usual_steps)
+    return norm * share // usual_steps // 2**20, config.norm_factor * norm * growth // usual_steps
 
   @invariant.on(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):
@@ -40,7 +42,7 @@ class Screened(invariant.Invariant):
     true = tuple(
       one.learner
       for one, norm in zip(participants, done.norms)
-      if norm < 0 or (one.limit is not None and norm > one.limit)
+      if norm < one.least or norm < 0 or (one.limit is not None and norm > one.limit)
     )
     if done.refused != true or (len(true) == len(participants) and not done.failed):
       self.fail(done, f'refused should be {true}')

@@ -17,7 +17,7 @@ from diloco_jax.protocol import actions, messages
 
 Reason = messages.Reason
 Range = tuple[int, int]
-NORMS_KEPT = 16  # commits of a fragment whose norms are remembered
+NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,14 +71,14 @@ class Account:
 
 @dataclasses.dataclass(slots=True)
 class Holder:
-  """The process that holds a learner id, or held it last; `replaced`: nonces of earlier
-  processes."""
+  """The process that holds a learner id, or held it last."""
 
   nonce: int
   incarnation: int
   left: bool = False
-  replaced: tuple[int, ...] = ()
-  clock: int = 0
+  clock: int = 0  # as far as it counts for the pace
+  claimed: int = 0
+  since: Range | None = None  # a clock and its time; None: of an earlier syncer process
   done: bool = False  # with its last step
   strikes: int = 0  # refused updates in a row
   max_strikes: int = 0
@@ -86,6 +86,28 @@ class Holder:
   def add_strike(self) -> None:
     self.strikes += 1
     self.max_strikes = max(self.max_strikes, self.strikes)
+
+
+@dataclasses.dataclass(slots=True)
+class Norms:
+  """What is usual for a fragment (syncer/screening.py): the last merged (norm, steps) of each
+  learner, the outer steps they are of, and the learners whose last norm was refused."""
+
+  commits: int = 0
+  doubted: set[str] = dataclasses.field(default_factory=set)
+  last: dict[str, tuple[Range, ...]] = dataclasses.field(default_factory=dict)
+
+  def add(self, merged: dict[str, Range]) -> None:
+    self.commits += 1
+    self.doubted -= merged.keys()
+    for learner, pair in merged.items():
+      self.last[learner] = (*self.last.get(learner, ()), pair)
+    most = max(2, NORMS_KEPT // len(self.last))
+    self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
+
+  def usual(self) -> Range | None:
+    votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
+    return medians(votes) if votes else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +126,7 @@ class Lineage:
   holders: dict[str, Holder] = dataclasses.field(default_factory=dict)
   accounts: dict[tuple[str, int], Account] = dataclasses.field(default_factory=dict)
   merged_upto: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-  norms: dict[int, tuple[Range, ...]] = dataclasses.field(default_factory=dict)  # (norm, steps)
+  norms: dict[int, 'Norms'] = dataclasses.field(default_factory=dict)  # by fragment
   # (data shard, fragment): the end of the batches that were merged.
   batches: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
 
@@ -116,7 +138,7 @@ class Lineage:
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
       merged_upto=dict(self.merged_upto),
-      norms=dict(self.norms),
+      norms=copy.deepcopy(self.norms),
       batches=dict(self.batches),
     )
 
@@ -189,6 +211,7 @@ class Record:
   norms: tuple[int, ...] = ()
   refused: tuple[str, ...] = ()
   number: int = 0  # outer steps end in this order
+  live: set[str] = dataclasses.field(default_factory=set)  # learners when it ended
 
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""
@@ -209,20 +232,27 @@ class Record:
 
   def _screen(self, lineage: Lineage) -> None:
     """Adds strikes of refused participants, and norms of the others."""
-    good = []
+    good: dict[str, Range] = {}
+    norms = lineage.norms.setdefault(self.merge.fragment, Norms())
     for one, norm in zip(self.merge.participants, self.norms):
       holder = lineage.holders[one.learner]
       present = holder.incarnation == one.incarnation
       if one.learner in self.refused:
         if present:
           holder.add_strike()
+        if norm >= 0:
+          norms.doubted.add(one.learner)
       elif not self.failed:
-        good.append((norm, one.steps))
+        good[one.learner] = norm, one.steps
         if present:
           holder.strikes = 0
     if good:
-      p = self.merge.fragment
-      lineage.norms[p] = (*lineage.norms.get(p, ()), medians(good))[-NORMS_KEPT:]
+      norms.add(good)
+    doubted = norms.doubted & self.live
+    if 2 * len(doubted) > len(self.live):
+      lineage.norms[self.merge.fragment] = Norms()
+      for learner in doubted:
+        lineage.holders[learner].strikes = lineage.holders[learner].max_strikes = 0
 
 
 def medians(pairs: Sequence[Range]) -> Range:
@@ -243,7 +273,6 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
       row['incarnation'],
       row['left'],
       row['clock'],
-      tuple(row['replaced']),
       row['strikes'],
       row['max_strikes'],
     )
@@ -255,7 +284,6 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
       one.incarnation,
       one.left,
       one.clock,
-      one.replaced,
       one.strikes,
       one.max_strikes,
     )
@@ -265,16 +293,38 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
     for learner, incarnation, row in machine_state['ledger']
   }
-  true['ledger'] = {
-    key: (one.trained, one.merged, one.cursors, one.discarded)
-    for key, one in lineage.accounts.items()
-  }
+  true['ledger'] = _folded(lineage)
   counts = 'synced', 'cancelled', 'repaired'
   seen['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
-  seen['norms'] = [[tuple(pair) for pair in window] for window in machine_state['norms']]
-  true['norms'] = [list(lineage.norms.get(p, ())) for p in range(len(lineage.versions))]
+  seen['norms'] = [norms_of(row) for row in machine_state['norms']]
+  true['norms'] = [lineage.norms.get(p, Norms()) for p in range(len(lineage.versions))]
   for name, value in true.items():
     if seen[name] != value:
       return f'{name}: {seen[name]}, it should be {value}'
   return ''
+
+
+def norms_of(row: list[Any]) -> Norms:
+  """The norms of a fragment in a machine state."""
+  commits, doubted, last = row
+  return Norms(
+    commits, set(doubted), {name: tuple(tuple(pair) for pair in pairs) for name, pairs in last}
+  )
+
+
+def _folded(lineage: Lineage) -> dict[tuple[str, int], tuple]:
+  """The accounts as a machine state has them: those of replaced processes in one sum, number 0."""
+  rows: dict[tuple[str, int], tuple] = {}
+  for (learner, incarnation), one in lineage.accounts.items():
+    present = incarnation == lineage.holders[learner].incarnation
+    key = learner, incarnation if present else 0
+    trained, merged, cursors, discarded = rows.get(key, (0, 0, [0] * len(one.cursors), {}))
+    counts = discarded.keys() | one.discarded.keys()
+    rows[key] = (
+      trained + one.trained,
+      merged + one.merged,
+      [a + b for a, b in zip(cursors, one.cursors)],
+      {why: discarded.get(why, 0) + one.discarded.get(why, 0) for why in counts},
+    )
+  return rows

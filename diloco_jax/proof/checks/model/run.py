@@ -224,7 +224,7 @@ def _take_norms_and_strikes(
       rows[one.learner]['strikes'],
       rows[one.learner]['max_strikes'],
     )
-  after.norms[p] = tuple(tuple(pair) for pair in machine_state['norms'][p])
+  after.norms[p] = lineage_book.norms_of(machine_state['norms'][p])
 
 
 def _are_equal(saved: dict[str, Any], machine_state: dict[str, Any]) -> bool:

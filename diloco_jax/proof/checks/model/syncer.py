@@ -26,6 +26,8 @@ class Peer:
   offered: int | None = None
   incarnation: int = 0
   member: bool = False  # it holds its id
+  admitted_ns: int = 0
+  contributed: bool = False
   joined: bool = False  # it was sent Joined
   open: bool = True
   due: set[int] = dataclasses.field(default_factory=set)
@@ -34,6 +36,7 @@ class Peer:
   versions_in_flight: dict[int, list[int]] = dataclasses.field(
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
+  wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it
@@ -67,12 +70,35 @@ class Window:
   def __init__(self, config: config_lib.ProtocolConfig):
     self._config = config
     self._quorum_ns, self._sync_ns = grace.Average(), grace.Average()
-    self._steps_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)  # by nonce
+    # By nonce: step times as reported, times between reports, the last report and its steps.
+    self._steps_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)
+    self._reports_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)
+    self._last: dict[int, tuple[int, int]] = {}
     self._merging: dict[int, tuple[int, int]] = {}  # fragment: version, since when
 
-  def step(self, nonce: int, step_ns: int) -> None:
+  def begins_life(self, now_ns: int, nonce: int, steps: int) -> None:
+    self._last[nonce] = now_ns, max(steps, self._last.get(nonce, (0, 0))[1])
+
+  def step(self, now_ns: int, nonce: int, steps: int, step_ns: int) -> None:
     if step_ns:
       self._steps_ns[nonce].add(step_ns)
+    last_ns, before = self._last[nonce]
+    if steps > before:
+      self._reports_ns[nonce].add((now_ns - last_ns) // (steps - before))
+      self._last[nonce] = now_ns, steps
+
+  def usual_report_ns(self, nonces: Iterable[int]) -> int:
+    """The lower median of the times between two reports; 0: unknown."""
+    known = (self._reports_ns[one] for one in nonces)
+    times = sorted(one.value for one in known if one.samples)
+    return times[(len(times) - 1) // 2] if times else 0
+
+  def _step_ns(self, nonce: int) -> int:
+    measured = self._reports_ns[nonce]
+    if not (measured.samples and self._steps_ns[nonce].samples):
+      return 0
+    low, high = measured.value // 4, 4 * measured.value
+    return min(high, max(low, self._steps_ns[nonce].value))
 
   def merges(self, now_ns: int, fragment: int, version: int) -> None:
     self._merging[fragment] = version, now_ns
@@ -92,11 +118,10 @@ class Window:
     self._quorum_ns.add(waited_ns)
     if not self._sync_ns.samples:
       return 0
-    fastest_ns = min(
-      (self._steps_ns[one].value for one in nonces if one in self._steps_ns), default=0
-    )
+    times = sorted(filter(None, map(self._step_ns, nonces)))
+    usual_ns = times[(len(times) - 1) // 2] if times else 0
     needed_ns = self._quorum_ns.value + self._sync_ns.value
-    slack_ns = max(0, self._config.overlap * fastest_ns - needed_ns)
+    slack_ns = max(0, self._config.overlap * usual_ns - needed_ns)
     return slack_ns * self._config.grace_permille // 1000
 
 
@@ -118,11 +143,13 @@ class SyncerBook:
     self.peer: Peer | None = None  # the sender in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)
-    self.longest_step_ns = 0
+    self.longest_step_ns = self.usual_report_ns = 0
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
     self.first = lineage.next  # the sync that it opens first
     self.end_is_durable = self.over  # the disk shows that the run is over
+    for holder in lineage.holders.values():
+      holder.claimed, holder.since = holder.clock, None
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -186,30 +213,48 @@ class SyncerBook:
   def _admit(self, now_ns: int, peer: Peer, confirm: messages.Confirm) -> None:
     learner, nonce = peer.join.learner, peer.join.nonce
     holder = self.lineage.holders.get(learner)
+    nonce_is_new = holder is None or holder.nonce != nonce
     if holder is None:
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
-      holder = self.lineage.holders[learner] = lineage_book.Holder(
-        nonce, confirm.incarnation, replaced=(*holder.replaced, holder.nonce)
-      )
+      holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
-    holder.left, holder.clock = False, max(holder.clock, confirm.clock)
+    if nonce_is_new:
+      holder.since = 0, now_ns
+    holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
+    peer.admitted_ns = now_ns
     peer.held = confirm.held
     peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
     self.account(peer).train(confirm.tokens)
+    self.window.begins_life(now_ns, nonce, confirm.steps)
+    self._advance(now_ns, holder)
+
+  def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
+    """The rule of syncer/pace.py, implemented a second time."""
+    free = self.lineage.opened
+    if holder.since is None:
+      free = max(free, holder.claimed)
+    elif not self.usual_report_ns:
+      free += self.config.period
+    else:
+      passed_ns = now_ns - holder.since[1]
+      free = max(free, holder.since[0] + 16 * passed_ns // self.usual_report_ns)
+    holder.clock = max(holder.clock, min(holder.claimed, free))
 
   def progress(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
     if not self._counts(peer):
       return
     holder = self.lineage.holders[peer.join.learner]
-    holder.clock, holder.done = max(holder.clock, message.clock), holder.done or message.finished
     self.longest_step_ns = max(self.longest_step_ns, message.step_ns)
-    self.window.step(peer.join.nonce, message.step_ns)
+    self.window.step(now_ns, peer.join.nonce, message.steps, message.step_ns)
+    holder.claimed = max(holder.claimed, message.clock)
+    self._advance(now_ns, holder)
+    holder.done = holder.done or holder.clock >= self.config.total_steps
     self.account(peer).train(message.tokens)
 
   def _counts(self, peer: Peer) -> bool:
@@ -221,6 +266,7 @@ class SyncerBook:
     self.payload_ids.add(payload_id)
     if not self._counts(peer):
       return
+    peer.contributed = True
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
@@ -253,6 +299,7 @@ class SyncerBook:
       self.window.adopted(now_ns, message.fragment, message.version)
       self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
       peer.due.discard(message.fragment)
+      peer.wholes.discard(message.fragment)
       peer.versions_in_flight[message.fragment] = [
         version
         for version in peer.versions_in_flight[message.fragment]
@@ -272,7 +319,7 @@ class SyncerBook:
     self.ended, self.merges = gather, self.merges - 1
     record = gather.record
     record.digest, record.failed = done.digest, done.failed
-    record.norms, record.refused = done.norms, done.refused
+    record.norms, record.refused, record.live = done.norms, done.refused, set(self.members)
     record.end(self.lineage)
     self.run.ended += 1
     if done.failed:
@@ -312,7 +359,10 @@ class SyncerBook:
     peer.joined, peer.due = True, set(send.message.due)
     holder = self.lineage.holders[peer.join.learner]
     peer.next_position = send.message.shard, send.message.cursor
-    holder.clock = max(holder.clock, send.message.clock)
+    holder.claimed = max(holder.claimed, send.message.clock)
+    self._advance(now_ns, holder)
+    if holder.since is not None and not holder.since[0]:
+      holder.since = holder.clock, now_ns
     for p, held in enumerate(peer.held):
       if p not in peer.due:
         peer.sent[p] = held.version
@@ -340,6 +390,8 @@ class SyncerBook:
     peer, message = self.peers[send.session], send.message
     peer.sent[message.fragment] = message.version
     peer.versions_in_flight[message.fragment].append(message.version)
+    if message.base_version is None:
+      peer.wholes.add(message.fragment)
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
@@ -373,6 +425,12 @@ class SyncerBook:
     """A sync is cancelled; after a failed merge it is already counted."""
     if self.gathers.pop(cancelled.sync, None) is not None:
       self.lineage.cancelled[cancelled.fragment] += 1
+
+  def sweeps(self, now_ns: int, ledger: facts.Ledger, event: Any) -> None:
+    usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
+    self.usual_report_ns = usual_ns or self.usual_report_ns
+    for peer in self.members.values():
+      self._advance(now_ns, self.lineage.holders[peer.join.learner])
 
   def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
     self.reads.add(read.fragment)
@@ -460,4 +518,5 @@ SYNCER_UPDATES: dict[type, Callable] = {
   messages.Settled: SyncerBook.settles,
   actions.ReadFragment: SyncerBook.reads_whole,
   facts.Cancelled: SyncerBook.cancels,
+  facts.Ledger: SyncerBook.sweeps,
 }

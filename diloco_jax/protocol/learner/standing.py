@@ -1,0 +1,57 @@
+"""Says when nothing of what the learner trains reaches the model, once per NOTICE_NS.
+
+Training continues in every case, so a person who reads only the loss would not notice.
+"""
+
+from diloco_jax.protocol import action_list, messages
+from diloco_jax.protocol import config as config_lib
+
+NOTICE_NS = 60 * config_lib.SECOND_NS
+
+
+class Standing:
+  """The verdicts on the learner's contributions since the last merged one, and its last session."""
+
+  def __init__(self, out: action_list.ActionList):
+    self._out = out
+    self._next_ns: int | None = None  # of the next line, unless something is merged before
+    self._reasons: dict[str, int] = {}
+    self._failure = ''  # why there is no session
+
+  def joined(self, now_ns: int) -> None:
+    self._failure = ''
+    self._next_ns = now_ns + NOTICE_NS
+
+  def disconnected(self, now_ns: int, reason: str) -> None:
+    """There is no session: a line at once if there never was one, then one per NOTICE_NS."""
+    if self._next_ns is None:
+      self._next_ns = now_ns
+    self._failure = reason
+
+  def refused(self, now_ns: int) -> None:
+    """The reason for the next disconnect is said already."""
+    self._next_ns = now_ns + NOTICE_NS
+
+  def settled(self, now_ns: int, settled: messages.Settled) -> None:
+    if settled.merged:
+      self._reasons.clear()
+      self._next_ns = now_ns + NOTICE_NS
+    elif settled.reason != messages.CANCELLED:
+      self._reasons[settled.reason] = self._reasons.get(settled.reason, 0) + 1
+
+  def tell(self, now_ns: int) -> None:
+    """Says what is due."""
+    if self._next_ns is None or now_ns < self._next_ns:
+      return
+    self._next_ns = now_ns + NOTICE_NS
+    if self._failure:
+      self._out.say(
+        f'this learner is not connected: {self._failure}. It keeps dialing; after it has joined it '
+        'sends what it has trained.'
+      )
+    elif self._reasons:
+      counts = ', '.join(f'{reason}: {count}' for reason, count in sorted(self._reasons.items()))
+      self._out.say(
+        f'nothing of this learner was merged in the last {NOTICE_NS // config_lib.SECOND_NS} s '
+        f'({counts}). If its payloads are late, its link is too slow for sync.overlap.'
+      )

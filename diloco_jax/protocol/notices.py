@@ -1,0 +1,26 @@
+"""Lines for people about what happens again and again: one for each subject and pause."""
+
+from diloco_jax.protocol import action_list
+
+SUBJECTS_KEPT = 1_000  # peers may invent subjects
+
+
+class Notices:
+  """Says a line about a subject, and counts those that follow within the pause."""
+
+  def __init__(self, pause_ns: int, out: action_list.ActionList):
+    self._pause_ns = pause_ns
+    self._out = out
+    self._said: dict[str, tuple[int, int]] = {}  # subject: time of its last line, events since
+
+  def say(self, now_ns: int, subject: str, text: str, always: bool = False) -> None:
+    """Says `text`, unless a line about this subject was said within the pause; `always`: in any
+    case."""
+    said_ns, more = self._said.pop(subject, (now_ns - self._pause_ns, 0))
+    if now_ns - said_ns < self._pause_ns and not always:
+      self._said[subject] = said_ns, more + 1
+      return
+    self._said[subject] = now_ns, 0
+    if len(self._said) > SUBJECTS_KEPT:
+      del self._said[next(iter(self._said))]
+    self._out.say(f'{text} ({more} more since the last such line)' if more else text)

@@ -1,0 +1,119 @@
+"""Files of a run's folder that are read or replaced as a whole: JSON and short texts.
+
+Nothing here follows a symbolic link or believes a file: it must be a regular one of a limited size,
+and its JSON is read by protocol/safe_json.py. A file that is replaced is complete and durable on
+return, and after an error it is as it was before.
+"""
+
+import json
+import os
+import pathlib
+import re
+import stat
+from typing import Any
+
+from diloco_jax.protocol import safe_json
+
+MAX_BYTES = 16 << 20
+_NUMBER = re.compile(r'0|[1-9][0-9]{0,17}', re.ASCII)
+
+
+def read(path: pathlib.Path, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+  """The JSON object in a file. Raises Unreadable, or OSError if it cannot be opened."""
+  return safe_json.parse_object(read_bytes(path, max_bytes), max_bytes)
+
+
+def read_bytes(path: pathlib.Path, max_bytes: int) -> bytes:
+  """The content of a regular file. Raises Unreadable if it is none, a link or too large; OSError if
+  it cannot be opened."""
+  if path.is_symlink():
+    raise safe_json.Unreadable('it is a symbolic link, which is not followed')
+  # Without O_NONBLOCK, opening a pipe would wait for its other end.
+  descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+  try:
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+      raise safe_json.Unreadable('it is not a regular file')
+    if found.st_size > max_bytes:
+      raise safe_json.Unreadable(f'it has {found.st_size} bytes, at most {max_bytes} are read')
+    with open(descriptor, 'rb', closefd=False) as file:
+      return file.read(max_bytes + 1)
+  finally:
+    os.close(descriptor)
+
+
+def write(path: pathlib.Path, value: Any) -> None:
+  """Replaces a file by JSON, durably; makes its folder. Raises OSError."""
+  replace(path, json.dumps(value, indent=1, allow_nan=False).encode() + b'\n')
+
+
+def replace(path: pathlib.Path, data: bytes) -> None:
+  """Replaces a file, durably; makes its folder. A link of its name is replaced, not followed.
+  Raises OSError."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  new = path.with_name(path.name + '.new')
+  new.unlink(missing_ok=True)  # of a killed process
+  flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+  try:
+    with open(os.open(new, flags, 0o666), 'wb') as file:
+      file.write(data)
+      file.flush()
+      os.fsync(file.fileno())
+    new.replace(path)
+  except OSError:
+    new.unlink(missing_ok=True)
+    raise
+  fsync(path.parent)
+
+
+def fsync(folder: pathlib.Path) -> None:
+  """On return, the names in a folder are durable. Raises OSError."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)
+
+
+def number(name: str) -> int | None:
+  """The number that is a file's name; None if it is not one that this package writes.
+
+  >>> number('12'), number('012'), number('٣')
+  (12, None, None)
+  """
+  return int(name) if _NUMBER.fullmatch(name) else None
+
+
+def require_plain(root: pathlib.Path, path: pathlib.Path) -> None:
+  """Raises Unreadable if there is a link, a pipe or another special file on the way from a folder
+  to a path below it, or anywhere in it; OSError if something cannot be read."""
+  if root not in path.parents or '..' in path.relative_to(root).parts:
+    raise safe_json.Unreadable(f'{path} is not under {root}')
+  for parent in path.parents:
+    if parent == root:
+      break
+    _require_kind(parent, stat.S_ISDIR)
+  files_in(path)
+
+
+def files_in(folder: pathlib.Path) -> list[pathlib.Path]:
+  """The regular files in a folder and its folders, sorted. Raises Unreadable if there is anything
+  else, and OSError."""
+  _require_kind(folder, stat.S_ISDIR)
+  found, folders = [], [folder]
+  while folders:
+    with os.scandir(folders.pop()) as entries:
+      for entry in entries:
+        path = pathlib.Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+          folders.append(path)
+        else:
+          _require_kind(path, stat.S_ISREG)
+          found.append(path)
+  return sorted(found)
+
+
+def _require_kind(path: pathlib.Path, is_kind: Any) -> None:
+  if not is_kind(path.lstat().st_mode):
+    what = 'a symbolic link' if path.is_symlink() else 'no plain file or folder'
+    raise safe_json.Unreadable(f'{path} is {what}, which is not followed')

@@ -1,0 +1,72 @@
+"""How many payload bytes may be on their way at once, so that short messages do not wait for them.
+
+Both streams of a session share a connection. What the sender hands to it waits in the buffers of
+kernels and routers, and a heartbeat that comes later waits behind: on a slow link for longer than a
+lease. So the receiver *acknowledges* the bytes of frames that have arrived (chunks.py), and the
+sender keeps at most as many unacknowledged ones as the link carries in `QUEUE_S`. The rate of the
+link is what was on its way when a frame left, divided by the time until its acknowledgement came.
+"""
+
+import collections
+
+QUEUE_S = 1.0
+LEAST_BYTES = 1 << 18  # before the rate is known, and on a link of any rate
+ACK_EVERY_S = 0.05
+
+
+class Window:
+  """The sender's half. Not thread-safe."""
+
+  def __init__(self):
+    self._bytes = LEAST_BYTES
+    self._sent = self._acknowledged = 0
+    self._under_way: collections.deque[tuple[int, int, float]] = collections.deque()
+
+  def takes(self, size: int) -> bool:
+    """Whether a frame of so many bytes may leave; one always may."""
+    under_way = self._sent - self._acknowledged
+    return not under_way or under_way + size <= self._bytes
+
+  def add(self, size: int, now_s: float) -> None:
+    """A frame leaves."""
+    self._sent += size
+    self._under_way.append((self._sent, self._sent - self._acknowledged, now_s))
+
+  def acknowledge(self, received: int, now_s: float) -> bool:
+    """The peer has received so many bytes in all; False: it cannot have."""
+    if not self._acknowledged <= received <= self._sent:
+      return False
+    self._acknowledged = received
+    while self._under_way and self._under_way[0][0] <= received:
+      _, under_way, sent_s = self._under_way.popleft()
+      took_s = max(now_s - sent_s, 1e-6)
+      carried = int(under_way * QUEUE_S / took_s)
+      # Few bytes on their way do not show what the link can carry, unless they take long.
+      if took_s > QUEUE_S or carried > self._bytes:
+        self._bytes = max(LEAST_BYTES, carried)
+    return True
+
+
+class Receipts:
+  """The receiver's half: when to acknowledge which bytes. Not thread-safe."""
+
+  def __init__(self):
+    self._received = self._told = 0
+    self._next_s = 0.0
+
+  def add(self, size: int) -> bool:
+    """A frame has come; returns whether it is the first that waits for an acknowledgement."""
+    first = self._received == self._told
+    self._received += size
+    return first
+
+  def due(self, now_s: float) -> int | None:
+    """All received bytes, if it is time to acknowledge them."""
+    if self._received == self._told or now_s < self._next_s:
+      return None
+    self._told, self._next_s = self._received, now_s + ACK_EVERY_S
+    return self._received
+
+  def wait_s(self, now_s: float) -> float | None:
+    """Seconds until the next acknowledgement is due; None: there is nothing to acknowledge."""
+    return None if self._received == self._told else max(0.0, self._next_s - now_s)

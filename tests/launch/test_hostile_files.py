@@ -1,0 +1,558 @@
+"""Files of a run that a stranger wrote: refused in one line, and nothing is changed anywhere.
+
+The digests, CRCs and chains of what is written here are right: the stranger knows the formats, and
+lacks only the key of the seals. `outside` lies beside the run's folder.
+"""
+
+import gc
+import json
+import os
+import pathlib
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+from diloco_jax.config import load
+from diloco_jax.launch import restore, run_folder
+from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals, wal, wal_format
+from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import commit
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
+from tests.launch import test_restore as restores
+from tests.syncer import test_durability as durability
+
+pytestmark = restores.pytestmark
+config = restores._config
+agreement = restores._agreement
+assembled = durability._assembled
+
+
+@pytest.fixture(scope='module', name='keys')
+def _keys(tmp_path_factory) -> tuple[seals.Key, seals.Key]:
+  """The key of the run, and another one."""
+  folder = tmp_path_factory.mktemp('keys')
+  run = folder / 'run'
+  return tuple(seals.load(folder / name, run, make=True) for name in ('ours', 'theirs'))
+
+
+@pytest.fixture(scope='module', name='whole')
+def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
+  """A run with snapshot 1, and a folder beside it that looks like an island."""
+  base = tmp_path_factory.mktemp('whole')
+  _make_run(config, agreement, base / 'run', None)
+  half = base / 'outside' / 'ckpt' / '99.orbax-checkpoint-tmp'
+  half.mkdir(parents=True)
+  (half / 'file').write_text('of another program')
+  shutil.copytree(base / 'run' / 'islands' / 'l0' / 'ckpt' / '105', base / 'outside/ckpt/105')
+  return base
+
+
+def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | None) -> None:
+  run_folder.open_workdir(config, workdir, resume=False)
+  restores._take(workdir, 1, agreement, key=key)
+  files = files_lib.Files(workdir / 'syncer' / 'wal')
+  wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
+  files.close()
+
+
+def _tree(base: pathlib.Path) -> dict[str, tuple]:
+  """Everything below a folder: kinds, times of change, contents."""
+  found = {}
+  for path in sorted(base.rglob('*')):
+    status = path.lstat()
+    if path.name != files_lib.LOCK:
+      data = path.read_bytes() if stat.S_ISREG(status.st_mode) else b''
+      found[str(path.relative_to(base))] = status.st_mode, data
+  return found
+
+
+def _refusals(base: pathlib.Path, config, files: dict[str, Callable[[], None]], **asked) -> dict:
+  """What a restore says to each file, which `files` writes; nothing else changes."""
+  said = {}
+  for name, write in files.items():
+    write()
+    before = _tree(base)
+    with pytest.raises(ValueError) as refused:
+      restore.restore(config, base / 'run', restore.Asked('latest', **asked), lambda text: None)
+    said[name] = str(refused.value)
+    assert said[name].isprintable() and len(said[name]) < 1000, (name, said[name])
+    assert _tree(base) == before, name
+  gc.collect()
+  return said
+
+
+def _manifest(base: pathlib.Path) -> pathlib.Path:
+  return base / 'run' / manifests.FOLDER / '1.json'
+
+
+def _signed(values: dict) -> bytes:
+  """A manifest with a right digest."""
+  values = {name: value for name, value in values.items() if name not in ('digest', 'seal')}
+  return json.dumps({**values, 'digest': manifests.sha256(values), 'seal': ''}).encode()
+
+
+def _replaced(path: pathlib.Path, data: bytes) -> Callable[[], None]:
+  return lambda: path.write_bytes(data)
+
+
+@pytest.fixture(name='base')
+def _base(whole) -> Iterator[pathlib.Path]:
+  """The run and what is beside it; put back as it was after the test."""
+  path = _manifest(whole)
+  data = path.read_bytes()
+  yield whole
+  path.unlink()
+  path.write_bytes(data)
+
+
+# --- Names and numbers ----------------------------------------------------------------------------
+
+UP = ('..', '../..', '../../outside', '../l0', '../../../../../../etc', 'l0/../../../outside')
+PATHS = (
+  *UP,
+  *(f'l0/{way}' for way in UP),
+  *(f'{way}/' for way in UP),
+  *(f'./{way}' for way in UP),
+  *('/', '/etc', '//', '/dev/null', '~', '~root', 'l0/', '/l0', 'l0/ckpt', '..\\l0'),
+)
+WORDS = (
+  *('', '.', ' ', 'l0 ', ' l0', 'l0\n', '\nl0', 'l0\0', 'l0\0.json', '\x1b[2J', 'l\u202e0'),
+  *('L0', 'l.0', '-l0', '_l0', 'l٠', 'ｌ0', 'l0*', '$HOME', '`id`', 'l0;id', 'x' * 64),
+  *('x' * 9000, '%2e%2e', 'l0\t', 'é'),
+)
+VALUES = (None, 0, True, 1.5, [], ['l0'], {}, {'l0': 1})
+NAMES = (*PATHS, *WORDS, *VALUES)
+NUMBERS = (
+  *('../../../outside', '1', '', None, True, False, 1.0, -1, [], {}, [1]),
+  *(1 << 53 | 1, 1 << 63, 10**30, 10**90),
+)
+
+
+@pytest.mark.parametrize('place', ['part', 'missing', 'unverified'])
+def test_names_that_are_no_ids_never_become_paths(config, base, place):
+  assert len(NAMES) >= 60
+  values = json.loads(_manifest(base).read_bytes())
+  files = {}
+  for name in NAMES:
+    changed = json.loads(json.dumps(values))
+    match place:
+      case 'part':
+        changed['parts'][0]['learner'] = name
+      case 'missing':
+        changed['missing'] = [[name, 'why']]
+      case 'unverified':
+        changed['unverified'] = [name]
+    files[f'{name!r:.40}{len(files)}'] = _replaced(_manifest(base), _signed(changed))
+  for said in _refusals(base, config, files).values():
+    assert 'no snapshot in' in said
+
+
+@pytest.mark.parametrize(
+  'path', [('snapshot',), ('step',), ('checkpoint',), ('parts', 0, 'checkpoint')]
+)
+def test_numbers_out_of_range_never_become_paths(config, base, path):
+  files = {}
+  for number in NUMBERS:
+    values = json.loads(_manifest(base).read_bytes())
+    *way, last = path
+    inner = values
+    for step in way:
+      inner = inner[step]
+    inner[last] = number
+    files[repr(number)] = _replaced(_manifest(base), _signed(values))
+  _refusals(base, config, files)
+
+
+def test_the_operators_words_are_typed_too(config, base):
+  before = _tree(base)
+  for name in WORDS + PATHS:
+    for asked in (restore.Asked(name), restore.Asked('latest', without=(name,))):
+      with pytest.raises(ValueError) as refused:
+        restore.restore(config, base / 'run', asked, print)
+      assert len(str(refused.value)) < 20_000
+  assert _tree(base) == before
+
+
+# --- Manifests ------------------------------------------------------------------------------------
+
+TEXTS = {
+  'lists without an end': b'[' * 200_000,
+  'objects without an end': b'{"a":' * 200_000,
+  'deep': b'{"a":' + b'[' * 5000 + b']' * 5000 + b'}',
+  'nothing': b'',
+  'a list': b'[]',
+  'a number': b'1',
+  'null': b'null',
+  'a text': b'"snapshot"',
+  'an empty object': b'{}',
+  'cut': b'{"snapshot": 1, "dig',
+  'NaN': b'{"snapshot": NaN}',
+  'infinite': b'{"snapshot": 1e999}',
+  'digits': b'{"snapshot": ' + b'9' * 10_000 + b'}',
+  'binary': bytes(range(256)),
+  'UTF-16': '{"snapshot": 1}'.encode('utf-16'),
+  'half of a pair': b'{"snapshot": "\\ud800"}',
+  'nul': b'\0' * 4096,
+  'large': b' ' * (json_files.MAX_BYTES + 1),
+  'no digest': b'{"kind": "Manifest", "snapshot": 1}',
+  'a wrong digest': b'{"kind": "Manifest", "snapshot": 1, "digest": "00", "seal": ""}',
+}
+
+
+def test_hostile_manifests(config, base):
+  values = json.loads(_manifest(base).read_bytes())
+  files = {name: _replaced(_manifest(base), text) for name, text in TEXTS.items()}
+  for name in sorted(values.keys() - {'digest', 'seal'}):
+    for what, wrong in (('gone', None), ('a number', -1), ('nested', [[{'kind': 'Part'}]])):
+      changed = {**values, name: wrong}
+      if what == 'gone':
+        del changed[name]
+      files[f'{name} {what}'] = _replaced(_manifest(base), _signed(changed))
+  twice = {**values, 'parts': [*values['parts'], values['parts'][0]]}
+  files['a learner twice'] = _replaced(_manifest(base), _signed(twice))
+  files['one field more'] = _replaced(_manifest(base), _signed({**values, 'more': 1}))
+  assert len(files) >= 40
+  for name, said in _refusals(base, config, files).items():
+    assert 'no snapshot in' in said, name
+
+
+def test_a_manifest_of_another_folder_needs_trust(config, base):
+  """As of another machine: no key proves it."""
+  values = json.loads(_manifest(base).read_bytes())
+  foreign = _signed({**values, 'place': '/elsewhere'})
+  said = _refusals(base, config, {'foreign': _replaced(_manifest(base), foreign)})
+  assert "in another folder ('/elsewhere')" in said['foreign'] and '--trust' in said['foreign']
+  asked = restore.Asked('latest', trust=True)
+  assert restore.choose(config, base / 'run', asked, print).manifest.snapshot == 1
+
+
+# --- Links and other special files ----------------------------------------------------------------
+
+
+@pytest.fixture(name='copy')
+def _copy(whole, tmp_path) -> pathlib.Path:
+  base = shutil.copytree(whole, tmp_path / 'base')
+  values = json.loads(_manifest(base).read_bytes())
+  _manifest(base).write_bytes(_signed({**values, 'place': str((base / 'run').resolve())}))
+  return base
+
+
+@pytest.mark.parametrize(
+  'path',
+  [
+    'snapshots/1.json',
+    'snapshots',
+    'islands',
+    'islands/l0',
+    'islands/l0/ckpt',
+    'islands/l0/ckpt/105',
+    'islands/l0/ckpt/105/record',
+    'islands/l0/ckpt/105/record/data.json',
+    'islands/l0/ckpt/105/state/_METADATA',
+    'syncer',
+    'syncer/ckpt/100',
+    'syncer/wal',
+    'tapes',
+  ],
+)
+def test_links_are_not_followed(config, copy, path):
+  place = copy / 'run' / path
+  if path == 'tapes':
+    place.mkdir()
+  place.rename(copy / 'outside' / 'moved')
+  place.symlink_to(copy / 'outside' / 'moved')
+  (said,) = _refusals(copy, config, {path: lambda: None}).values()
+  assert 'symbolic link' in said or 'no snapshot in' in said, said
+
+
+def test_neither_are_pipes_and_folders(config, copy):
+  path = _manifest(copy)
+  for make in (os.mkfifo, os.mkdir):
+    path.unlink() if path.is_file() or path.is_fifo() else None
+    make(path)
+    _refusals(copy, config, {'special': lambda: None})
+
+
+def test_a_link_in_the_log_is_not_followed(tmp_path):
+  """Neither to read nor to write."""
+  target = tmp_path / 'target'
+  target.write_bytes(b'of another program')
+  for name in (wal_format.segment_name(1), wal_format.segment_name(1) + wal_format.NEW, 'lock'):
+    files = files_lib.Files(tmp_path / name)
+    (tmp_path / name / name).symlink_to(target)
+    with pytest.raises((wal_format.WalBroken, files_lib.DirectoryError)):
+      files.lock()
+      wal.open_log(files, 'run')
+    files.close()
+  assert target.read_bytes() == b'of another program'
+
+
+def test_a_config_that_is_a_link_is_neither_read_nor_written_through(config, tmp_path):
+  target = tmp_path / 'target'
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  (workdir / load.FILE).rename(target)
+  (workdir / load.FILE).symlink_to(target)
+  before = target.read_bytes()
+  with pytest.raises(ValueError, match='config.json: it is a symbolic link'):
+    load.read(workdir)
+  config_with_more = load.load('stdlib_lm:tiny')
+  config_with_more.train.steps = 7
+  load.write(workdir, config_with_more)
+  assert target.read_bytes() == before and load.read(workdir).train.steps == 7
+
+
+# --- Rewritten logs -------------------------------------------------------------------------------
+
+Books = Callable[[dict], None]
+
+
+def _set(*way: str | int, to: object) -> Books:
+  def change(header: dict) -> None:
+    for step in way[:-1]:
+      header = header[step]
+    header[way[-1]] = to
+
+  return change
+
+
+STATE = ('merge', 'machine_state')
+REWRITES: dict[str, Books] = {
+  'no merge': lambda header: header.pop('merge'),
+  'no books': _set(*STATE, to={}),
+  'books that are none': _set(*STATE, to=[]),
+  'a fragment below 0': _set('merge', 'fragment', to=-1),
+  'a fragment too many': _set('merge', 'fragment', to=99),
+  'a version too many': _set('merge', 'version', to=99),
+  'no width': _set('width', to=0),
+  'a huge width': _set('width', to=10**12),
+  'a width of text': _set('width', to='4'),
+  'negative sizes': _set('payload_bytes', to=[-1, 1, 0]),
+  'sizes of text': _set('payload_bytes', to='abc'),
+  'no participants': _set('merge', 'participants', to=[]),
+  'tokens without end': _set('merge', 'participants', 0, 'tokens', to=10**90),
+  'tokens below 0': _set('merge', 'participants', 0, 'tokens', to=-(10**6)),
+  'another digest': _set('done', 'digest', to=1),
+  'another outcome': _set('done', 'failed', to='no'),
+  'refused by name': _set('done', 'refused', to=['../l0']),
+  'members of numbers': _set(*STATE, 'members', to=[1, 2]),
+  'a ledger of text': _set(*STATE, 'ledger', to='abc'),
+  'a ghost': lambda header: header['merge']['machine_state']['members'].append(['x']),
+  'no next sync': _set(*STATE, 'next', to=None),
+  'windows of text': _set(*STATE, 'norms', to=7),
+  'shards of text': _set(*STATE, 'data', to='abc'),
+  'digests of text': _set(*STATE, 'digests', to=None),
+}
+
+
+@pytest.fixture(scope='module', name='records')
+def _records(assembled, tmp_path_factory) -> list[wal.Record]:
+  """The log of a syncer that has merged six times."""
+  life = durability.Rig(assembled, tmp_path_factory.mktemp('log'))
+  for sync in range(1, 7):
+    life.merge(sync)
+  records = list(life.log._wal.records())
+  life.crash()
+  life.checkpoints.close()
+  return records
+
+
+def _written(
+  folder: pathlib.Path,
+  assembled,
+  records: list[wal.Record],
+  change: Books | None = None,
+  key: bytes = b'',
+) -> files_lib.Files:
+  """A log of these records, the last of them changed; CRCs and chain are right."""
+  files = files_lib.Files(folder)
+  log = wal.begin(files, outer_log.run_of(assembled.agreement), key=key)
+  for record in records:
+    header, data = wal_format.unpack(record.payload)
+    if change and record is records[-1]:
+      change(header)
+    log.append(record.kind, *wal_format.pack(header, data))
+  log.commit()
+  files.close()
+  return files_lib.Files(folder)
+
+
+def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, records, tmp_path):
+  assert len(REWRITES) >= 20
+  theta, accepted = global_model_lib.Theta(assembled), []
+  for name, change in {'as it was': None, **REWRITES}.items():
+    folder = tmp_path / name
+    _written(folder / 'wal', assembled, records, change).close()
+    before = _tree(folder / 'wal')
+    theta.forget()
+    log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)
+    checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
+    try:
+      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records())
+      accepted.append(name)
+    except wal_format.WalError as error:
+      assert str(error).isprintable() and len(str(error)) < 1500, (name, error)
+      kept = {name: one for name, one in _tree(folder / 'wal').items() if name != commit.AGREEMENT}
+      assert kept == before, name
+    finally:
+      log.close()
+      checkpoints.close()
+  assert accepted == ['as it was'], 'without a key these books are believed'
+
+
+@pytest.mark.parametrize('forged', ['without a key', 'with another key'])
+def test_with_a_key_every_rewritten_log_is_refused(assembled, records, keys, tmp_path, forged):
+  ours, theirs = keys
+  run = outer_log.run_of(assembled.agreement)
+  whole = _written(tmp_path / 'whole', assembled, records, key=ours.of_log)
+  assert wal.open_log(whole, run, key=ours.of_log).last == len(records)
+  whole.close()
+  wrong = theirs.of_log if forged == 'with another key' else b''
+  for name, change in {'as it was': None, **REWRITES}.items():
+    files = _written(tmp_path / name, assembled, records, change, key=wrong)
+    before = _tree(tmp_path / name)
+    with pytest.raises(wal_format.WalDamaged, match='does not follow.*under this seal key|history'):
+      wal.open_log(files, run, key=ours.of_log)
+    assert _tree(tmp_path / name) == before
+    files.close()
+
+
+def test_records_may_not_be_forged_behind_those_that_are_sealed(assembled, records, keys, tmp_path):
+  """The chain before them is known, the key is not."""
+  run = outer_log.run_of(assembled.agreement)
+  files = _written(tmp_path, assembled, records[:3], key=keys[0].of_log)
+  log = wal.open_log(files, run, key=keys[0].of_log)
+  forger = wal.Wal(
+    files, run, log._segments, log.last, log.chain, wal.SEGMENT_BYTES, log.recovered, b''
+  )
+  forger.append(1, b'forged')
+  forger.commit()
+  with pytest.raises(wal_format.WalDamaged, match='record 4 does not follow'):
+    wal.open_log(files, run, key=keys[0].of_log)
+  files.close()
+
+
+# --- Seals of snapshots and checkpoints -----------------------------------------------------------
+
+
+@pytest.fixture(name='sealed')
+def _sealed(config, agreement, keys, tmp_path) -> pathlib.Path:
+  """As `whole`, sealed."""
+  _make_run(config, agreement, tmp_path / 'run', keys[0])
+  (tmp_path / 'outside').mkdir()
+  return tmp_path
+
+
+def test_a_sealed_run_comes_back_with_its_key_and_only_with_it(config, sealed, keys):
+  workdir = sealed / 'run'
+  for key in (None, keys[1]):
+    (said,) = _refusals(sealed, config, {'wrong key': lambda: None}, key=key).values()
+    assert 'cannot be proved' in said and '--trust' in said
+  restores._restore(config, workdir, key=keys[0])
+  assert manifests.read_restored(workdir, keys[0]).back == ('l0', 'l1')
+  with pytest.raises(seals.Unproved):
+    manifests.read_restored(workdir, keys[1])
+
+
+@pytest.mark.parametrize('node', ['syncer', 'islands/l0'])
+def test_with_a_key_what_was_rewritten_is_refused(config, agreement, sealed, keys, node, tmp_path):
+  """A stranger's checkpoint, whole in itself, under a manifest that names it."""
+  other = tmp_path / 'other'
+  _make_run(config, agreement, other, None)
+  number = '100' if node == 'syncer' else '105'
+  here, there = (run / node / 'ckpt' / number for run in (sealed / 'run', other))
+  seal = (here / checkpoint.SEAL).read_bytes()
+  shutil.rmtree(here)
+  shutil.copytree(there, here)
+  for stolen in (None, seal):
+    if stolen:
+      (here / checkpoint.SEAL).write_bytes(stolen)
+    (said,) = _refusals(sealed, config, {'swapped': lambda: None}, key=keys[0]).values()
+    assert f'{here} has no seal of the key' in said
+
+
+def test_every_byte_of_a_sealed_checkpoint_is_sealed(sealed, keys):
+  folder = sealed / 'run' / 'islands' / 'l0' / 'ckpt' / '105'
+  for path in json_files.files_in(folder):
+    if path.name == checkpoint.SEAL:
+      continue
+    whole = path.read_bytes()
+    path.write_bytes(whole + b' ')
+    with pytest.raises((seals.Unproved, checkpoint.CheckpointError)):
+      checkpoint.verify(folder, key=keys[0])
+    path.write_bytes(whole)
+  (folder / 'more').write_bytes(b'')
+  with pytest.raises(seals.Unproved):
+    checkpoint.verify(folder, key=keys[0])
+  (folder / 'more').unlink()
+  assert checkpoint.verify(folder, key=keys[0]) == {}
+  gc.collect()
+
+
+def test_a_wrong_key_sets_no_checkpoint_aside(sealed, keys):
+  root = sealed / 'run' / 'islands' / 'l0' / 'ckpt'
+  place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  like = restores._state(0)
+  for key, is_ours in ((keys[1], False), (keys[0], True)):
+    checkpoints = checkpoint.Checkpoints(str(root), key)
+    if is_ours:
+      assert checkpoints.restore(jax.tree.map(lambda _: place, like), place, like).step == 105
+    else:
+      with pytest.raises(seals.Unproved, match='no checkpoint can be proved.*--trust'):
+        checkpoints.restore(jax.tree.map(lambda _: place, like), place, like)
+    checkpoints.close()
+  assert [path.name for path in root.iterdir()] == ['105']
+
+
+def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
+  """A run that began without a key goes on with one."""
+  _make_run(config, agreement, tmp_path / 'run', None)
+  (said,) = _refusals(tmp_path, config, {'unsealed': lambda: None}, key=keys[0]).values()
+  assert 'has no seal of the key' in said and '--trust takes it' in said
+  restores._restore(config, tmp_path / 'run', key=keys[0], trust=True)
+  for folder in ('syncer/ckpt/100', 'islands/l0/ckpt/105', 'islands/l1/ckpt/105'):
+    checkpoint.verify(tmp_path / 'run' / folder, key=keys[0])
+  files = files_lib.Files(tmp_path / 'run' / 'syncer' / 'wal')
+  run = outer_log.run_of(agreement)
+  assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).last == 10
+  files.close()
+
+
+# --- The key --------------------------------------------------------------------------------------
+
+
+def test_a_key_is_made_once_and_for_its_owner(tmp_path):
+  path = tmp_path / 'keys' / 'run.key'
+  with pytest.raises(FileNotFoundError):
+    seals.load(path, tmp_path / 'run')
+  made = seals.load(path, tmp_path / 'run', make=True)
+  assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(made.secret) == seals.KEY_BYTES
+  assert made.secret.hex() not in repr(made)
+  assert seals.load(path, tmp_path / 'run', make=True) == made
+
+
+@pytest.mark.parametrize('what', ['shared', 'short', 'a link', 'empty', 'inside', 'a folder'])
+def test_a_key_that_others_may_have_is_refused(tmp_path, what):
+  path, workdir = tmp_path / 'key', tmp_path / 'run'
+  workdir.mkdir()
+  if what == 'inside':
+    path = workdir / 'key'
+  seals.load(path, tmp_path / 'elsewhere', make=True)
+  match what:
+    case 'shared':
+      path.chmod(0o640)
+    case 'short':
+      path.write_bytes(b'00\n')
+    case 'empty':
+      path.write_bytes(b'')
+    case 'a link':
+      path.rename(tmp_path / 'target')
+      path.symlink_to(tmp_path / 'target')
+    case 'a folder':
+      path.unlink()
+      path.mkdir(mode=0o700)
+  with pytest.raises(ValueError, match='--seal_key='):
+    seals.load(path, workdir)

@@ -1,0 +1,223 @@
+"""A real run of two honest learners, and what hostile processes do to it.
+
+One run of `tiny` meets every attack of hostile_attacks.py, one after the other, with quiet time
+before; the tests read what its processes wrote meanwhile. All processes share few cores here, so
+the rate of honest steps says little. What an attack may take from a learner is time in which it
+neither runs nor waits for a CPU: it is *blocked*. Outer steps are counted per honest inner step.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import itertools
+import pathlib
+import time
+
+import pytest
+
+from diloco_jax.report import records
+from tests.runs import conductor, hostile, hostile_attacks
+
+DEADLINE_S = 900
+pytestmark = pytest.mark.timeout(1_000)
+LEARNERS = ('l0', 'l1')
+MIB = 1 << 20
+SESSION_BYTES, ALL_BYTES = 16 * MIB, 64 * MIB
+LINES_PER_MINUTE = 3  # of the syncer about one attack
+OVERRIDES = {
+  **conductor.ENDLESS,
+  'sync.learners': 2,
+  'sync.quorum': 1,
+  'sync.checkpoint_every_syncs': 200,
+  'train.checkpoint_every_steps': 1_000,
+}
+
+
+@dataclasses.dataclass
+class Phase:
+  """What happened from the begin of an attack to the end of the quiet time after it.
+
+  Attributes:
+    steps: the most inner steps of an honest learner.
+    outer: outer steps.
+    blocked: the share of the time for which each honest learner was blocked.
+    starts: processes of the syncer that started.
+    more_bytes: by which the syncer has grown.
+    said: lines of the syncer.
+  """
+
+  name: str
+  began_ns: int
+  ended_ns: int = 0
+  steps: int = 0
+  outer: int = 0
+  blocked: dict[str, float] = dataclasses.field(default_factory=dict)
+  starts: int = 0
+  more_bytes: int = 0
+  said: list[str] = dataclasses.field(default_factory=list)
+
+
+class Shares:
+  """Samples of the time for which a process has run, or waited for a CPU, in all its threads."""
+
+  def __init__(self):
+    self._samples: list[tuple[int, dict[str, int]]] = []  # time, busy time by thread
+
+  def sample(self, pid: int) -> None:
+    threads = {}
+    for path in pathlib.Path(f'/proc/{pid}/task').glob('*'):
+      with contextlib.suppress(OSError, ValueError):
+        ran, waited, _ = (path / 'schedstat').read_text().split()
+        threads[path.name] = int(ran) + int(waited)
+    if threads:
+      self._samples.append((time.monotonic_ns(), threads))
+
+  def blocked(self, began_ns: int, ended_ns: int) -> float:
+    """The share of this time in which it did neither."""
+    blocked = total = 0
+    for (then, before), (now, after) in itertools.pairwise(self._samples):
+      if began_ns <= then and now <= ended_ns:
+        busy = sum(max(0, spent - before.get(thread, spent)) for thread, spent in after.items())
+        total += now - then
+        blocked += max(0, now - then - busy)
+    return blocked / total if total else 0.0
+
+
+class Conductor(conductor.Conductor):
+  """Attacks the run, one attack after the other; `seconds` for each."""
+
+  def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
+    super().__init__(workdir, recorder, OVERRIDES)
+    self._seconds = seconds
+    self.shares = {name: Shares() for name in LEARNERS}
+    self.phases: list[Phase] = []
+    self.attacks = list(hostile_attacks.ATTACKS.values())
+
+  def look(self) -> None:
+    """Also samples the learners."""
+    super().look()
+    for name in LEARNERS:
+      if (child := self.supervisor.child(name)) is not None:
+        self.shares[name].sample(child.pid)
+
+  async def carry_out(self) -> None:
+    await self.until(lambda: all(self.merges(name) >= 20 for name in LEARNERS))
+    run = hostile.Run.of(self.workdir)
+    await self._phase('quiet', asyncio.sleep(2 * self._seconds))
+    for attack in self.attacks:
+      await self._phase(attack.name, asyncio.to_thread(attack.act, run, self._seconds))
+    self.supervisor.retire()
+
+  async def _phase(self, name: str, doing) -> None:
+    phase = Phase(name, time.monotonic_ns())
+    starts, bytes_before, said = self._starts(), self._syncer_bytes(), len(self.said)
+    await doing
+    await self.until(lambda: False, 0.3)
+    phase.ended_ns = time.monotonic_ns()
+    phase.starts = self._starts() - starts
+    phase.more_bytes = self._syncer_bytes() - bytes_before
+    phase.said = [line for line in self.said[said:] if line.startswith('[syncer]')]
+    self.phases.append(phase)
+
+  def _starts(self) -> int:
+    return self.supervisor.statuses['syncer'].starts
+
+  def _syncer_bytes(self) -> int:
+    child = self.supervisor.child('syncer')
+    return _resident_bytes(child.pid) if child is not None else 0
+
+
+def _resident_bytes(pid: int) -> int:
+  try:
+    for line in pathlib.Path(f'/proc/{pid}/status').read_text().splitlines():
+      if line.startswith('VmRSS:'):
+        return int(line.split()[1]) * 1024
+  except OSError:
+    pass
+  return 0
+
+
+# --- The run --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Run(conductor.Run):
+  """A finished run, and its phases by name."""
+
+  phases: dict[str, Phase]
+  full: bool
+
+
+@pytest.fixture(scope='module', name='run')
+def _run(tmp_path_factory, counts) -> Run:
+  seconds = 20.0 if counts.full else 1.5
+  make = functools.partial(Conductor, seconds=seconds)
+  conducted, left = conductor.play(tmp_path_factory.mktemp('hostile'), make, DEADLINE_S)
+  run = Run(**vars(left), phases={one.name: one for one in conducted.phases}, full=counts.full)
+  for phase in run.phases.values():
+    measure(run, phase, conducted.shares)
+  return run
+
+
+def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
+  """Counts what happened in a phase."""
+
+  def within(name: str, fact: str) -> int:
+    return sum(phase.began_ns <= one['t_ns'] <= phase.ended_ns for one in run.of(name, fact))
+
+  phase.steps = max(within(name, 'step') for name in LEARNERS)
+  phase.outer = within('syncer', 'outer')
+  for name in LEARNERS:
+    phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
+
+
+# --- What must hold -------------------------------------------------------------------------------
+
+every_attack = pytest.mark.parametrize('name', hostile_attacks.ATTACKS)
+
+
+def test_honest_processes_end_well_and_only_once(run):
+  assert run.outcome.code == 0, run.outcome.text
+  for name in ('syncer', *LEARNERS):
+    codes = [fact['code'] for fact in run.of('supervisor', 'exit') if fact['child'] == name]
+    assert codes == [0], (name, codes)
+
+
+@every_attack
+def test_the_syncer_stays_up(run, name):
+  assert run.phases[name].starts == 0, run.phases[name].said
+
+
+@every_attack
+def test_honest_learners_are_not_held_up(run, name):
+  allowed = 0.02 if run.full else 0.25
+  for learner, blocked in run.phases[name].blocked.items():
+    assert blocked <= run.phases['quiet'].blocked[learner] + allowed, learner
+
+
+@every_attack
+def test_outer_steps_go_on(run, name):
+  """All but what the edges of a short phase cut off."""
+  phase, quiet = run.phases[name], run.phases['quiet']
+  share = 0.95 if run.full else 0.5
+  assert phase.outer >= share * phase.steps * quiet.outer / quiet.steps - 3
+
+
+@every_attack
+def test_the_syncer_stays_small(run, name):
+  allowed = min(ALL_BYTES, SESSION_BYTES * hostile_attacks.ATTACKS[name].sessions)
+  assert run.phases[name].more_bytes <= allowed
+
+
+def test_the_syncer_stays_small_over_all_attacks(run):
+  assert sum(phase.more_bytes for phase in run.phases.values()) <= ALL_BYTES
+
+
+@every_attack
+def test_the_syncer_says_it_briefly(run, name):
+  """A few lines a minute, and no text of a stranger as it came."""
+  phase = run.phases[name]
+  minutes = 1 + (phase.ended_ns - phase.began_ns) // 60_000_000_000
+  assert len(phase.said) <= LINES_PER_MINUTE * minutes, phase.said[:10]
+  assert all(line.isprintable() for line in phase.said), phase.said

@@ -1,0 +1,388 @@
+"""What decodes bytes of others, and mutators that make such bytes.
+
+A *target* is a decoder with examples of what it reads and the errors that it may raise. Mutated
+examples would mostly fail at their checksums, which guard against accidents and not against an
+attacker; so each target has a `mend` that makes the checksums of mutated bytes right.
+
+The tests run every target for a moment; `scripts/fuzz.py` for as long as wanted. An input that was
+found once stays in tests/corpus, one folder for each target, and every run begins with it.
+"""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import pathlib
+import random
+import struct
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol.tape import tape
+from diloco_jax.storage import manifests, outer_log, wal_format
+from diloco_jax.transport import chunks, errors, stream_crc, translate
+
+TESTS = pathlib.Path(__file__).resolve().parents[1]
+CORPUS = TESTS / 'corpus'
+GRANTED_BYTES = 1 << 16  # of a payload, and how many may be incomplete
+GRANTED_OPEN = 2
+# What a decoder may allocate: an object for some bytes of its input, and what is granted.
+MEMORY_PER_BYTE, MEMORY_BYTES = 200, 1 << 20
+
+BOUNDS = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
+NASTY = (
+  *BOUNDS,
+  -1,
+  10**30,
+  1.5,
+  1e308,
+  True,
+  None,
+  '',
+  'x',
+  '../../etc/passwd',
+  'a\x00b',
+  '\u202e',
+  [],
+  {},
+  [[]],
+  {'kind': 'Merge'},
+)
+DEEP = b'[' * 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """A decoder.
+
+  Attributes:
+    examples: whole inputs.
+    decode: raises one of `raises` for bytes that it does not take, and nothing else.
+    mend: makes the checksums of mutated bytes right.
+    json: whether the input is JSON, to be mutated as such.
+  """
+
+  name: str
+  examples: tuple[bytes, ...]
+  decode: Callable[[bytes], Any]
+  raises: tuple[type[Exception], ...]
+  mend: Callable[[bytes], bytes] = lambda data: data
+  json: bool = False
+
+  def run(self, data: bytes) -> bool:
+    """Decodes these bytes; returns whether they were taken. Any other exception is a defect."""
+    try:
+      self.decode(data)
+    except self.raises:
+      return False
+    return True
+
+  def run_measured(self, data: bytes) -> None:
+    """The same, and asserts that it allocates no more than granted."""
+    tracemalloc.start()
+    try:
+      self.run(data)
+      _, peak = tracemalloc.get_traced_memory()
+    finally:
+      tracemalloc.stop()
+    most = MEMORY_BYTES + MEMORY_PER_BYTE * len(data)
+    assert peak <= most, f'{self.name}: {peak} bytes for {len(data)}, at most {most} are granted'
+
+  def remembered(self) -> list[bytes]:
+    """The inputs of tests/corpus."""
+    return [path.read_bytes() for path in sorted((CORPUS / self.name).glob('*'))]
+
+  def mutants(self, draw: random.Random) -> Iterator[bytes]:
+    """Endless mutated inputs."""
+    while True:
+      data = draw.choice(self.examples)
+      if self.json and draw.random() < 0.7:
+        mutated = mutate_json(data, draw)
+      else:
+        mutated = mutate(data, self.examples, draw)
+      yield self.mend(mutated) if draw.random() < 0.9 else mutated
+
+
+def remember(target: Target, data: bytes) -> pathlib.Path:
+  """Keeps an input in tests/corpus, so that every later run begins with it."""
+  folder = CORPUS / target.name
+  folder.mkdir(parents=True, exist_ok=True)
+  path = folder / hashlib.sha256(data).hexdigest()[:16]
+  path.write_bytes(data)
+  return path
+
+
+# --- Mutators -------------------------------------------------------------------------------------
+
+
+def mutate(data: bytes, others: tuple[bytes, ...], draw: random.Random) -> bytes:
+  """These bytes with some changes."""
+  out = bytearray(data)
+  for _ in range(draw.choice((1, 1, 2, 4))):
+    place = draw.randrange(len(out) + 1)
+    match draw.randrange(8):
+      case 0 if out:
+        out[place % len(out)] ^= 1 << draw.randrange(8)
+      case 1 if out:
+        out[place % len(out)] = draw.choice((0, 1, 127, 128, 255, draw.randrange(256)))
+      case 2:
+        form = draw.choice(('<B', '<H', '<I', '<Q'))
+        number = struct.pack(form, draw.choice(BOUNDS) % (1 << 8 * struct.calcsize(form)))
+        out[place : place + len(number)] = number
+      case 3:
+        del out[place : place + draw.choice((1, 4, 16, len(out)))]
+      case 4:
+        out[place:place] = draw.randbytes(draw.choice((1, 4, 40)))
+      case 5:
+        out[place:place] = out[place : place + draw.randrange(1, 100)]
+      case 6:
+        other = draw.choice(others)
+        out[place:] = other[draw.randrange(len(other) + 1) :]
+      case 7 if draw.random() < 0.05:
+        out[place:place] = DEEP
+  return bytes(out)
+
+
+def mutate_json(data: bytes, draw: random.Random) -> bytes:
+  """This JSON text with other values in some places."""
+  value = json.loads(data)
+  for _ in range(draw.choice((1, 1, 2))):
+    places = list(_places(value))
+    if not places:
+      break
+    container, key = draw.choice(places)
+    match draw.randrange(6):
+      case 0:
+        del container[key]
+      case 1 if isinstance(container, dict):
+        container['new'] = container.pop(key)
+      case 2:
+        other, other_key = draw.choice(places)
+        if other_key in (other if isinstance(other, dict) else range(len(other))):
+          container[key] = copy.deepcopy(other[other_key])
+      case _:
+        container[key] = copy.deepcopy(draw.choice(NASTY))
+  text = json.dumps(value).encode()
+  if draw.random() < 0.02:
+    text = text.replace(b'null', DEEP, 1) if b'null' in text else DEEP
+  if draw.random() < 0.02:
+    text = text.replace(b'0', b'9' * 5_000, 1)
+  return text
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+  """(container, key) of every value in a JSON value."""
+  keys = value.keys() if isinstance(value, dict) else range(len(value))
+  for key in list(keys):
+    yield value, key
+    if isinstance(value[key], dict | list):
+      yield from _places(value[key])
+
+
+# --- Targets --------------------------------------------------------------------------------------
+
+
+def _mend_frame(data: bytes) -> bytes:
+  if len(data) < chunks.HEADER_BYTES:
+    return data
+  fields, payload = bytearray(data[:36]), data[chunks.HEADER_BYTES :]
+  fields[32:36] = struct.pack('<I', zlib.crc32(payload))
+  return bytes(fields) + struct.pack('<I', zlib.crc32(fields)) + payload
+
+
+def _decode_frame(data: bytes) -> None:
+  limits = {'max_payload_bytes': GRANTED_BYTES, 'max_open': GRANTED_OPEN}
+  chunks.Assembler(**limits).add(data)
+
+
+def _mend_seal(data: bytes) -> bytes:
+  return stream_crc.Seal().close(data[:-5])
+
+
+def _decode_sealed(data: bytes) -> None:
+  translate.LEARNER_TO_SYNCER.decode(stream_crc.Seal().open(data))
+
+
+_PAYLOAD = messages.Payload(size_bytes=3, crc32=5)
+_HELD = (messages.Held(version=-1, digest=2**64 - 1), messages.Held(version=3, digest=0))
+_FROM_LEARNER = (
+  messages.Join(protocol=1, learner='l0', nonce=2**64 - 1, agreement='{"a":1}', host='h', pid=1),
+  messages.Confirm(
+    nonce=7, incarnation=1, clock=5, steps=5, tokens=50, held=_HELD, shard=1, cursor=5
+  ),
+  messages.Progress(clock=2, steps=2, tokens=20, step_ns=10**8, finished=True),
+  messages.Contribution(
+    sync=2,
+    fragment=1,
+    version=3,
+    steps=2,
+    tokens_from=10,
+    tokens_to=30,
+    shard=0,
+    cursor=2,
+    payload=_PAYLOAD,
+  ),
+  messages.Decline(sync=2, fragment=0, reason='bad_value', tokens_to=3),
+  messages.Donation(
+    transfer=1, donor='l1', clock=3, versions=(1, 2), digest=2**64 - 1, payload=_PAYLOAD
+  ),
+)
+_FROM_SYNCER = (
+  messages.Refused(code='FENCED', text='no \x1b', retry_ns=None),
+  messages.Joined(incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), donation=3),
+  messages.Publish(
+    sync=2, fragment=0, version=1, base_version=None, digest=2**64 - 1, payload=_PAYLOAD
+  ),
+  messages.SnapshotNow(snapshot=1, keep=(1, 2, 3)),
+)
+
+
+def _mend_segment(data: bytes) -> bytes:
+  if len(data) < wal_format.SEGMENT_HEADER_BYTES:
+    return data
+  data = data[:12] + struct.pack('<I', zlib.crc32(data[:12])) + data[16:-4]
+  return data + struct.pack('<I', zlib.crc32(data))
+
+
+def _mend_entry(data: bytes) -> bytes:
+  return data[:-4] + struct.pack('<I', zlib.crc32(data[:-4]))
+
+
+def _outer_step() -> bytes:
+  one = actions.Participant(learner='l0', incarnation=1, payload_id=4, tokens=10, steps=1, limit=5)
+  merge = actions.Merge(
+    sync=2, fragment=0, version=1, participants=(one, one), machine_state={'next': 3, 'a': [1, 2]}
+  )
+  done = events.MergeDone(
+    sync=2, fragment=0, payload_id=None, payload=_PAYLOAD, digest=77, norms=(5, 6), refused=('l0',)
+  )
+  return b''.join(outer_log.encode(outer_log.OuterStep(merge, done, 2, [b'abc', b'defg'])))
+
+
+def _json_of_outer_step(data: bytes) -> bytes:
+  """The JSON of a record's header; `_with_header` puts it back."""
+  (count,) = struct.unpack_from('<I', data)
+  return data[4 : 4 + count]
+
+
+def _with_header(text: bytes) -> bytes:
+  return struct.pack('<I', len(text)) + text + b'abcdefg'
+
+
+def _mend_line(body: bytes) -> bytes:
+  """A line of a tape with this JSON, and the hash that it must have."""
+  body = body.rstrip(b'\n').removesuffix(b'}').replace(b'\n', b' ')
+  header = body.startswith(b'{"kind":"Header",')
+  try:
+    before = json.loads(body + b'}')['previous'] if header else tape.GENESIS
+    chain = hashlib.sha256(str(before).encode() + body).hexdigest()
+  except (ValueError, KeyError, TypeError, RecursionError):
+    chain = hashlib.sha256(tape.GENESIS.encode() + body).hexdigest()
+  return body + b',"hash":"' + chain.encode() + b'"}\n'
+
+
+def _lines() -> list[bytes]:
+  """The JSON of lines of a real tape, without their hashes."""
+  lines = (TESTS / 'protocol' / 'golden' / 'syncer.jsonl').read_bytes().splitlines()
+  return [line[: line.rindex(b',"hash"')] + b'}' for line in lines[:40]]
+
+
+def _decode_line(data: bytes) -> None:
+  list(tape.Reader([data]))
+
+
+def _decode_turn(data: bytes) -> None:
+  tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
+
+
+_MANIFEST = {
+  'format': manifests.FORMAT,
+  'snapshot': 1,
+  'step': 12,
+  'syncer': {'step': 12, 'digest': '0' * 64},
+  'learners': {'l0': {'step': 12, 'incarnation': 1, 'digest': '1' * 64}},
+  'missing': [['l1', 'gone']],
+}
+
+
+def _mend_manifest(data: bytes) -> bytes:
+  try:
+    value = json.loads(data)
+    value.pop('digest', None)
+    return json.dumps({**value, 'digest': manifests.sha256(value)}).encode()
+  except (ValueError, AttributeError, TypeError, RecursionError):
+    return data
+
+
+class _Manifests:
+  """Reads the manifest of a snapshot."""
+
+  def __init__(self, workdir: pathlib.Path):
+    self._workdir = workdir
+
+  def __call__(self, data: bytes) -> None:
+    folder = self._workdir / manifests.FOLDER
+    folder.mkdir(exist_ok=True)
+    (folder / '1.json').write_bytes(data)
+    manifests.read(self._workdir, 1)
+
+
+def targets(workdir: pathlib.Path) -> dict[str, Target]:
+  """All of them, by name; they write to the folder `workdir`."""
+  step = _outer_step()
+  json_of_step = _json_of_outer_step(step)
+  segment = wal_format.pack_segment(wal_format.Header(1, wal_format.first_chain('r'), 'r'))
+  entry = wal_format.pack_entry(wal_format.Entry(1, 2, 1, 7, wal_format.first_chain('r'), 5))
+  frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(7, bytes(size)))
+  up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
+  sealed = tuple(stream_crc.Seal().close(one) for one in up)
+  down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
+  wire, log = (errors.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
+  # outer_log makes these the one error of a record that is not reproduced.
+  record = (ValueError, KeyError, TypeError, tape.TapeError)
+  agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})
+  lines = tuple(_lines())
+  found = (
+    Target('frame', frames, _decode_frame, wire, _mend_frame),
+    Target('sealed', sealed, _decode_sealed, wire, _mend_seal),
+    Target('from_learner', up, translate.LEARNER_TO_SYNCER.decode, wire),
+    Target('from_syncer', down, translate.SYNCER_TO_LEARNER.decode, wire),
+    Target(
+      'segment',
+      (segment,),
+      lambda data: wal_format.parse_segment('1.wal', data),
+      log,
+      _mend_segment,
+    ),
+    Target('entry', (entry,), wal_format.parse_entry, log, _mend_entry),
+    Target('record', (step,), lambda data: outer_log.decode(memoryview(data)), record),
+    Target(
+      'record_header',
+      (json_of_step,),
+      lambda data: outer_log.decode(memoryview(_with_header(data))),
+      record,
+      json=True,
+    ),
+    Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True),
+    Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True),
+    Target(
+      'manifest',
+      (_mend_manifest(json.dumps(_MANIFEST).encode()),),
+      _Manifests(workdir),
+      (manifests.Unfit,),
+      _mend_manifest,
+      json=True,
+    ),
+    Target(
+      'agreement',
+      (agreement.encode(),),
+      lambda data: agreement_lib.refusal(data.decode(errors='replace'), agreement),
+      (),
+      json=True,
+    ),
+  )
+  return {target.name: target for target in found}

@@ -1,0 +1,73 @@
+"""How many bytes may be on their way at once: as many as the link carries in a second."""
+
+import pytest
+
+from diloco_jax.transport import flow
+
+FRAME = 1 << 16
+
+
+def carry(window: flow.Window, rate: float, latency_s: float, frames: int) -> float:
+  """Sends frames over a link of so many bytes a second, and acknowledges each when it arrives.
+  Returns the longest time that a byte waited for the link."""
+  now_s = free_s = longest_s = 0.0
+  arrivals: list[tuple[float, int]] = []
+  sent = 0
+  for _ in range(frames):
+    while not window.takes(FRAME):
+      arrived_s, received = arrivals.pop(0)
+      now_s = max(now_s, arrived_s)
+      assert window.acknowledge(received, now_s)
+    window.add(FRAME, now_s)
+    sent += FRAME
+    longest_s = max(longest_s, free_s - now_s)
+    free_s = max(free_s, now_s) + FRAME / rate
+    arrivals.append((free_s + latency_s, sent))
+  return longest_s
+
+
+@pytest.mark.parametrize('rate', [20_000, 250_000, 10_000_000])
+@pytest.mark.parametrize('latency_s', [0.001, 0.2])
+def test_no_byte_waits_much_longer_than_a_second(rate, latency_s):
+  least_s = flow.LEAST_BYTES / rate
+  assert carry(flow.Window(), rate, latency_s, 300) <= max(1.1 * flow.QUEUE_S, least_s)
+
+
+@pytest.mark.parametrize('latency_s', [0.001, 0.2])
+def test_the_window_does_not_slow_a_link_down(latency_s):
+  window, rate = flow.Window(), 50_000_000
+  carry(window, rate, latency_s, 2_000)
+  assert window._bytes >= rate * latency_s
+
+
+def test_a_link_that_has_become_slow_gets_less():
+  window = flow.Window()
+  carry(window, 50_000_000, 0.01, 2_000)
+  window = _idle(window)
+  carry(window, 250_000, 0.01, 1_000)
+  assert window._bytes <= 1.2 * 250_000 * flow.QUEUE_S
+
+
+def _idle(window: flow.Window) -> flow.Window:
+  """The same window once everything is acknowledged."""
+  fresh = flow.Window()
+  fresh._bytes = window._bytes
+  return fresh
+
+
+def test_one_frame_may_always_leave_and_no_more_is_acknowledged_than_was_sent():
+  window = flow.Window()
+  assert window.takes(1 << 40)
+  window.add(FRAME, 0.0)
+  assert not window.takes(1 << 40) and not window.acknowledge(FRAME + 1, 1.0)
+  assert window.acknowledge(FRAME, 1.0) and window.takes(1 << 40)
+
+
+def test_receipts_are_told_at_most_so_often():
+  receipts = flow.Receipts()
+  assert receipts.due(0.0) is None and receipts.wait_s(0.0) is None
+  assert receipts.add(5) and not receipts.add(2)
+  assert receipts.due(0.0) == 7
+  assert receipts.add(1)
+  assert receipts.due(0.0) is None and receipts.wait_s(0.0) == flow.ACK_EVERY_S
+  assert receipts.due(flow.ACK_EVERY_S) == 8
