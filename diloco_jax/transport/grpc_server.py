@@ -11,9 +11,8 @@ Places. A session is a *stranger's* until the machine has answered it as it answ
 (rules.py), and must become a member's in time. There is a number of places for members, and another
 one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
 to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
-and come at no higher rate.
-So processes that occupy sessions keep neither a member nor a restarted learner out, which needs
-less time to join, and connections that do not speak end after seconds.
+and come at no higher rate. So processes that occupy sessions keep neither a member nor a restarted
+learner out, which needs less time to join, and connections that do not speak end after seconds.
 """
 
 import collections

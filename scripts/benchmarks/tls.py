@@ -34,7 +34,7 @@ from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payl
 MIB = 1 << 20
 PAYLOAD = bytes(range(256)) * (8 * MIB // 256)
 DEADLINE_S = 60
-LIMITS = link.Limits(max_payload_bytes=len(PAYLOAD))
+LIMITS = link.Limits(contribution_bytes=(len(PAYLOAD),), publish_bytes=(0,))
 
 
 def cpu_s() -> float:
@@ -52,10 +52,12 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
   client.dial(1)
   event = connected.get(timeout=DEADLINE_S)
   assert isinstance(event, events.Connected), event
-  assert isinstance(inbox.get(timeout=DEADLINE_S), events.Connected)
+  session = inbox.get(timeout=DEADLINE_S).session
+  client.send(1, messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1))
+  assert isinstance(inbox.get(timeout=DEADLINE_S).message, messages.Join)
   announced = messages.Payload(size_bytes=len(PAYLOAD), crc32=zlib.crc32(PAYLOAD))
-  contribution = messages.Contribution(
-    sync=1,
+  contribution = lambda sync: messages.Contribution(
+    sync=sync,
     fragment=0,
     version=0,
     steps=1,
@@ -66,9 +68,13 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
     payload=announced,
   )
   began_cpu_s, began_s = cpu_s(), time.monotonic()
-  for _ in range(mib * MIB // len(PAYLOAD)):
-    client.send(1, contribution, PAYLOAD)
+  for sync in range(mib * MIB // len(PAYLOAD)):
+    server.send(session, messages.Pull(sync=sync, fragment=0))
+    assert isinstance(connected.get(timeout=DEADLINE_S), events.Received)
+    client.handled(1)
+    client.send(1, contribution(sync), PAYLOAD)
     received = inbox.get(timeout=DEADLINE_S)
+    server.handled(session)
     assert isinstance(received, events.Received), received
     kept.drop(received.payload_id)
   taken = cpu_s() - began_cpu_s, time.monotonic() - began_s
