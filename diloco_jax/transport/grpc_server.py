@@ -47,6 +47,7 @@ _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
 _AGAIN_S = 60.0  # between two lines of one kind
 _REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
+_UNPROVED = 'refused certificates'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
@@ -186,6 +187,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     try:
       return self._door.prove(context)
     except proofs.Unproved as error:
+      self._troubles.add(_UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
   def _watch_proofs(self) -> None:
