@@ -44,9 +44,7 @@ class Visitors:
     )
     machine.handle(now_ns, single.received(session, confirm))
     machine.handle(now_ns, single.received(session, single.progress(1)))
-    machine.handle(
-      now_ns, single.events.Disconnected(session=session, reason='gone')
-    )
+    machine.handle(now_ns, single.events.Disconnected(session=session, reason='gone'))
 
 
 @pytest.fixture(name='machine')
