@@ -21,6 +21,7 @@ COMMANDS = {
   'restore': 'bring a run back to a snapshot or a checkpoint',
   'replay': 'run the machines of a past run again from their tapes',
   'sample': 'print text of a trained model',
+  'certs': 'make and check the certificates of a run on several machines',
   'doctor': 'say what this machine has, and what would not work on it',
 }
 _HELP = ('help', '--help', '-h', '-help', '-?', '--helpfull')

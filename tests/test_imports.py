@@ -22,7 +22,8 @@ ALLOWED = {
   'config': {'protocol', 'protocol/tape', 'numerics', 'storage', 'train'},
   'node': {'protocol'},
   'configs': {'config', 'train'},
-  'transport': {'protocol', 'node'},
+  'certs': {'protocol/syncer'},
+  'transport': {'protocol', 'node', 'certs'},
   'report': {'protocol', 'config', 'node'},
   'learner': {
     'protocol',
@@ -49,6 +50,7 @@ ALLOWED = {
     'report',
   },
   'launch': {
+    'certs',
     'configs',
     'protocol',
     'protocol/syncer',
@@ -100,6 +102,7 @@ FOREIGN = {
   'protocol/tape': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
+  'certs': {'cryptography'},
   'transport': {'google', 'grpc', 'grpc_health', 'numpy'},
   'proof/checks': set(),
   'proof/sim': set(),

@@ -161,8 +161,8 @@ def ports(host: str = '127.0.0.1') -> str:
       socket.create_connection((host, port), timeout=5).close()
   except OSError as error:
     raise Bad(
-      f'no connection over {host}: {error}; the syncer listens there, allow it in the firewall or '
-      'the sandbox'
+      f'no connection over {host}: {error}; runs on several machines and `diloco chaos` use TCP, '
+      'allow it in the firewall or the sandbox'
     ) from error
   return f'a port of {host} can be bound and connected to'
 

@@ -1,7 +1,11 @@
 """Runs a learner as a process; with --syncer=none it trains alone.
 
     diloco learner --config=stdlib_lm:cpu \
-      --workdir=runs/by_hand --learner_id=l0 --syncer=127.0.0.1:7070
+      --workdir=runs/by_hand --learner_id=l0 --syncer=file:runs/by_hand/syncer/address
+
+    # On another machine than the syncer: mutual TLS (diloco certs --help).
+    diloco learner --config=stdlib_lm:cpu \
+      --workdir=runs/by_hand --learner_id=l0 --syncer=HOST:7070 --tls=certs/l0
 
     # The data-parallel baseline: the same jitted step on all the tokens, without a syncer.
     diloco learner --config=stdlib_lm:data_parallel \
@@ -25,9 +29,11 @@ _LEARNER_ID = flags.DEFINE_string(
 _SYNCER = flags.DEFINE_string(
   'syncer',
   None,
-  "HOST:PORT of the syncer, file:PATH of a file with this address, or 'none'.",
+  'Where the syncer listens: HOST:PORT, unix:PATH, or file:PATH of a file with one of these; none: '
+  'no syncer.',
   required=True,
 )
+program.define_access()
 program.define_config()
 program.define_files()
 
@@ -37,4 +43,6 @@ def main(argv: list[str]) -> int:
   config = program.config()
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
-  return entrypoints.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value)
+  return entrypoints.learner(
+    config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, program.access()
+  )

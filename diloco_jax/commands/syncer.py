@@ -1,15 +1,21 @@
 """Runs the syncer as a process.
 
     diloco syncer --config=stdlib_lm:cpu \
-      --workdir=runs/by_hand --port=7070
+      --workdir=runs/by_hand
 
     # For training loops of your own (diloco_jax.join); the first of them brings the model.
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own --port=7070
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own
 
-The syncer listens on 127.0.0.1 and then writes HOST:PORT to WORKDIR/syncer/address; learners may
-start earlier with `--syncer=file:WORKDIR/syncer/address`. Started again with the same command after
-any end, the syncer continues from its checkpoint and its log in WORKDIR/syncer. Exit codes: 0 done,
-42 never retry, 74 the disk failed or is full (retry), anything else retry.
+    # For learners on other machines: mutual TLS (diloco certs --help).
+    diloco syncer --config=stdlib_lm:cpu --workdir=runs/by_hand \
+      --listen=0.0.0.0:7070 --tls=certs/syncer
+
+The syncer listens on a Unix socket of this user alone, unless --listen says otherwise, and writes
+the address to WORKDIR/syncer/address; learners may start earlier with
+`--syncer=file:WORKDIR/syncer/address`. Without certificates no other machine can connect. Started
+again with the same command after any end, the syncer continues from its checkpoint and its log in
+WORKDIR/syncer. Exit codes: 0 done, 42 never retry, 74 the disk failed or is full (retry), anything
+else retry.
 """
 
 import os
@@ -21,8 +27,12 @@ from diloco_jax.launch import program
 from diloco_jax.node import failpoints
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
-_HOST = flags.DEFINE_string('host', '127.0.0.1', 'Address to listen on; loopback only.')
-_PORT = flags.DEFINE_integer('port', 0, 'Port to listen on; 0: the kernel chooses.')
+_LISTEN = flags.DEFINE_string(
+  'listen',
+  '',
+  'HOST:PORT to listen on, with --tls (port 0: the kernel chooses), or unix:PATH of a socket. '
+  'Default: a Unix socket in the folder of the run.',
+)
 _STANDBY = flags.DEFINE_bool(
   'standby', False, 'Compile, change no file, and begin after a line on standard input.'
 )
@@ -38,6 +48,7 @@ _FAILPOINTS = flags.DEFINE_bool(
   'For tests: the environment may name a place where this process kills itself.',
   module_name=failpoints.__name__,  # so --help does not list it
 )
+program.define_access()
 program.define_config()
 program.define_files()
 
@@ -51,7 +62,7 @@ def main(argv: list[str]) -> int:
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
   from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
 
-  place = config, _WORKDIR.value, _HOST.value, _PORT.value
+  place = config, _WORKDIR.value, _LISTEN.value, program.access()
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:
       raise program.NeverRetry(

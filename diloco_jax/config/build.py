@@ -58,11 +58,11 @@ class Assembly:
     return sum(self.layout.parameters(p) for p in range(self.layout.num_fragments))
 
   @property
-  def max_payload_bytes(self) -> int:
-    """The largest payload that a learner or the syncer may announce: a donor's inner optimizer
-    state, or a whole fragment in float32."""
-    fragments_ = (self.layout.size(p) for p in range(self.layout.num_fragments))
-    return max(4 * max(fragments_), self.moments_bytes)
+  def publish_bytes(self) -> tuple[int, ...]:
+    """The largest size of each fragment's published value on the wire: a delta, or the whole
+    fragment in float32."""
+    sizes = [self.layout.size(p) for p in range(self.layout.num_fragments)]
+    return tuple(max(4 * size, self.codec_down.encoded_size(size)) for size in sizes)
 
   @property
   def moments_bytes(self) -> int:

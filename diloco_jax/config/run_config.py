@@ -63,6 +63,8 @@ class SyncConfig(_Sync):
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
       second. A donation must arrive at most H steps old, so it has to cross both within that time:
       2 * moments / rate < H * step time.
+    places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
+      more.
     keep_log: keep every outer step in the log, so that the arrays of the whole run can be computed
       again (diloco replay --arrays); else the log drops what two checkpoints hold.
   """
@@ -75,11 +77,13 @@ class SyncConfig(_Sync):
   outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
   alpha: float = 0.0
   donor_rate_mib_s: int = 256
+  places: int = 0
   keep_log: bool = False
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
+    _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
 
 
@@ -221,7 +225,7 @@ class Config:
     restart may change. The paths of the task and of the corpus may differ, too, but batch i of
     shard v must be the same for all: build.py adds a digest of the data."""
     own = {one.name for one in protocol_config.TABLE.values() if not one.shared}
-    own |= {'sync.donor_rate_mib_s', 'sync.keep_log'}
+    own |= {'sync.donor_rate_mib_s', 'sync.places', 'sync.keep_log'}
     shared: tuple[str, ...] = ('sync.', 'train.steps', 'data.shards')
     if self.task != OWN_LOOP:
       shared += (

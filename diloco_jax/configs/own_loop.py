@@ -1,6 +1,6 @@
 """A run of training loops of the user's own (launch/peer.py): the syncer's config.
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own --port=7070
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own
 
 The first learner that joins brings the model, so there is none here, and `diloco train` cannot
 start such a run. The settings are those of `diloco_jax.join` and `diloco_jax.run_syncer` without

@@ -29,10 +29,10 @@ from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import grpc_client, grpc_server, link
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link
 
 FILE = 'file:'
-SPARE_SESSIONS = 8
+SPARE_SESSIONS = 16
 MAX_ADDRESS_BYTES = 4096
 _SYNCER_SAFE = (
   'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
@@ -46,9 +46,13 @@ _LEARNER_SAFE = (
 
 
 def syncer(
-  config: run_config.Config, workdir: str, host: str, port: int, stands_by: bool = False
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  stands_by: bool = False,
 ) -> int:
-  """Runs the syncer process and returns its exit code.
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run.
 
   With `stands_by` the process compiles its functions, touches no file of the run, and begins when
   it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
@@ -65,11 +69,11 @@ def syncer(
     if not sys.stdin.readline():
       return 0
   folder, records = _open(workdir, 'syncer')
-  return _serve(assembled, theta, folder, records, host, port)
+  return _serve(assembled, theta, folder, records, _address(folder, listen), access)
 
 
 def own_loop_syncer(
-  config: run_config.Config, workdir: str, host: str, port: int, init: str = ''
+  config: run_config.Config, workdir: str, listen: str, access: addresses.Access, init: str = ''
 ) -> int:
   """Runs the syncer process of a run without a task: learners are loops of the user's own.
 
@@ -80,11 +84,13 @@ def own_loop_syncer(
   prepare_jax(1)
   folder, records = _open(workdir, 'syncer')
 
-  def listening(bound: int) -> None:
-    nonlocal port
-    port = bound
-    _write_address(folder, f'{host}:{port}')
-    records.say(f'the syncer waits on {host}:{port} for the first learner, which brings the model')
+  address = _address(folder, listen)
+
+  def listening(bound: str) -> None:
+    nonlocal address
+    address = bound
+    _write_address(folder, address)
+    records.say(f'the syncer waits on {address} for the first learner, which brings the model')
 
   stopped = threading.Event()
   with (
@@ -92,17 +98,17 @@ def own_loop_syncer(
     program.never_retry(ValueError, OSError, checkpoint.CheckpointError),
     _snapshot_on_signal(lambda: None),
   ):
-    grpc_client.grpc_session.check_loopback(f'{host}:{port}')
+    addresses.check(address, access)
     if init and own_model.read(folder) is None:
       tree = arrays.load(pathlib.Path(init))
       own_model.write(folder, own_model.describe(tree, task_lib.embeddings))
     try:
-      model = own_model.obtain(folder, f'{host}:{port}', listening, stopped)
+      model = own_model.obtain(folder, address, access, listening, stopped, records.say)
     except InterruptedError as error:
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)
     theta = global_model_lib.Theta(assembled)
-  return _serve(assembled, theta, folder, records, host, port)
+  return _serve(assembled, theta, folder, records, address, access)
 
 
 def _serve(
@@ -110,8 +116,8 @@ def _serve(
   theta: global_model_lib.Theta,
   folder: pathlib.Path,
   records: records_lib.Recorder,
-  host: str,
-  port: int,
+  address: str,
+  access: addresses.Access,
 ) -> int:
   """Runs the syncer of a run whose model is known; returns the exit code of the process."""
   records_lib.report_startup(records, 'assembled')
@@ -120,10 +126,10 @@ def _serve(
   def listen(post, payloads):
     with program.never_retry(ValueError, OSError):
       transport = grpc_server.GrpcSyncerTransport(
-        f'{host}:{port}', post, payloads, limits(assembled)
+        address, post, payloads, limits(assembled), records.say, access=access
       )
-      _write_address(folder, f'{host}:{transport.port}')
-    records.say(f'the syncer listens on {host}:{transport.port}')
+      _write_address(folder, transport.address)
+    records.say(f'the syncer listens on {transport.address}')
     return transport
 
   with (
@@ -147,6 +153,7 @@ def learner(
   workdir: str,
   learner_id: str,
   address: str,
+  access: addresses.Access = addresses.LOCAL,
   work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
   transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> int:
@@ -156,7 +163,7 @@ def learner(
       f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
     )
   with program.never_retry(ValueError):
-    resolve = None if address == 'none' else resolver(address)
+    resolve = None if address == 'none' else resolver(address, access)
   prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   with program.never_retry(ValueError, files.DirectoryError):
@@ -174,7 +181,7 @@ def learner(
   event_queue = loop.EventQueue()
 
   def connect(post, payloads):
-    return transport_class(resolve, post, payloads, limits(assembled))
+    return transport_class(resolve, post, payloads, limits(assembled), access=access)
 
   with (
     stops(
@@ -192,14 +199,18 @@ def learner(
 
 def limits(assembled: build.Assembly) -> link.Limits:
   """The limits of a transport. A joining learner receives every fragment at once, and new versions
-  on top, and the announcement of a payload may arrive after its bytes, since the two use separate
-  gRPC streams."""
+  on top, and payloads may arrive after their announcements, since the two use separate streams.
+  After a restart of the syncer all learners are strangers at once."""
   sync = assembled.config.sync
   return link.Limits(
-    max_payload_bytes=assembled.max_payload_bytes,
-    max_open_transfers=2 * sync.fragments + SPARE_SESSIONS,
+    contribution_bytes=assembled.payload_bytes,
+    publish_bytes=assembled.publish_bytes,
+    donation_bytes=assembled.moments_bytes,
+    max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
-    max_sessions=sync.learners + SPARE_SESSIONS,
+    max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
+    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
+    member_s=sync.lease_s + link.Limits.handshake_s,
   )
 
 
@@ -230,11 +241,17 @@ def _write_address(folder: pathlib.Path, address: str) -> None:
   json_files.replace(path, address.encode() + b'\n')
 
 
-def resolver(address: str) -> Callable[[], str]:
-  """Returns a function that reads the syncer's address at each call: 'HOST:PORT' or 'file:PATH'.
-  Raises ValueError if it is neither."""
+def _address(folder: pathlib.Path, listen: str) -> str:
+  """Where to listen: the Unix socket of the run, unless `listen` says otherwise."""
+  with program.never_retry(OSError):
+    return listen or addresses.in_folder(folder)
+
+
+def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
+  """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
+  'file:PATH' of a file with one. Raises ValueError if it is neither, or `access` is not enough."""
   if not address.startswith(FILE):
-    grpc_client.grpc_session.check_loopback(address)
+    addresses.check(address, access)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
   return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()

@@ -140,7 +140,7 @@ def programs(
 
   if alone:
     return [learner(names[0])]
-  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *common, '--port=0']
+  command = [sys.executable, '-m', 'diloco_jax', 'syncer', *common]
   syncer = supervisor_lib.Program(
     name=supervisor_lib.SYNCER,
     environment=environment(1),

@@ -23,17 +23,22 @@ from typing import Any
 import grpc
 import jax
 import numpy as np
+import psutil
 
+from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.protocol import safe_json
 from diloco_jax.storage import arrays, json_files
-from diloco_jax.transport import grpc_session
+from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
 FOLDER = pathlib.Path('syncer') / 'model'
 _PIECE_BYTES = 1 << 20
-_MAX_HEADER_BYTES = 16 << 20
+_MAX_HEADER_BYTES = 4 << 20
+_CALLS = 4  # one brings a model, the others are told to wait
+_UPLOAD_S = 60.0
+_UPLOAD_BYTES_PER_S = 1 << 20
 _DIAL_S = 0.2  # between two calls to a syncer that does not listen yet
 
 
@@ -74,7 +79,7 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     }
     moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
-  except (ValueError, KeyError, TypeError, AttributeError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
 
@@ -131,13 +136,15 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 def obtain(
   workdir: pathlib.Path,
   address: str,
-  listening: Callable[[int], None],
+  access: addresses.Access,
+  listening: Callable[[str], None],
   stopped: threading.Event,
+  say: credentials.Say,
 ) -> Model:
   """The model in the run's folder, or else what the first learner brings (`receive`)."""
   model = read(workdir)
   if model is None:
-    model = receive(address, listening, stopped)
+    model = receive(address, access, listening, stopped, say)
     write(workdir, model)
   return model
 
@@ -161,7 +168,9 @@ def read(workdir: pathlib.Path) -> Model | None:
 # --- The call -------------------------------------------------------------------------------------
 
 
-def bring(model: Model, address: Callable[[], str], wait_s: float) -> None:
+def bring(
+  model: Model, address: Callable[[], str], access: addresses.Access, wait_s: float
+) -> None:
   """Sends the model to the syncer, if it has none; waits until one listens.
 
   Raises:
@@ -171,7 +180,7 @@ def bring(model: Model, address: Callable[[], str], wait_s: float) -> None:
   deadline_s = time.monotonic() + wait_s
   while True:
     try:
-      with grpc.insecure_channel(address(), options=grpc_session.COMMON_OPTIONS) as channel:
+      with doors.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
         channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(model), timeout=wait_s)
       return
     except grpc.RpcError as error:
@@ -179,7 +188,7 @@ def bring(model: Model, address: Callable[[], str], wait_s: float) -> None:
         return  # the syncer has a model; Join compares ours with it
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
-      reason = error.details()
+      reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
     except OSError as error:  # no address yet
       reason = str(error)
     if time.monotonic() >= deadline_s:
@@ -196,39 +205,67 @@ def _pieces(model: Model) -> Iterator[bytes]:
       yield bytes(data[start : start + _PIECE_BYTES])
 
 
-def receive(address: str, listening: Callable[[int], None], stopped: threading.Event) -> Model:
-  """Serves the call until a model has arrived.
+def receive(
+  address: str,
+  access: addresses.Access,
+  listening: Callable[[str], None],
+  stopped: threading.Event,
+  say: credentials.Say,
+  max_bytes: int | None = None,
+  upload_s: float = _UPLOAD_S,
+) -> Model:
+  """Serves the call until a model has arrived. One learner at a time may bring one.
 
   Args:
-    address: 'host:port' to listen on.
-    listening: called with the port.
+    address: where to listen (transport/addresses.py).
+    listening: called with the address; a port 0 is replaced.
     stopped: gives up when it is set.
+    say: takes lines about certificates.
+    max_bytes: of the values; None: half of the memory that is free.
+    upload_s: in which a learner must have brought its model, and another second for each
+      _UPLOAD_BYTES_PER_S.
 
   Raises:
-    OSError: the port cannot be bound.
+    ValueError: `access` is not enough for the address, or its files are wrong.
+    OSError: the address cannot be bound.
     InterruptedError: `stopped` was set.
   """
   arrived: queue.SimpleQueue[Model] = queue.SimpleQueue()
+  busy = threading.Lock()
+  if max_bytes is None:
+    max_bytes = psutil.virtual_memory().available // 2
 
   def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     try:
-      arrived.put(_read_pieces(requests))
+      door.prove(context)
+    except proofs.Unproved as error:
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+    if not busy.acquire(blocking=False):
+      context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
+    limit = _TimeLimit(context, upload_s)
+    try:
+      arrived.put(_read_pieces(requests, max_bytes, limit.extend))
     except ValueError as error:
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    finally:
+      limit.cancel()
+      busy.release()
     return b''
 
-  pool = futures.ThreadPoolExecutor(4, thread_name_prefix='model')
-  server = grpc.server(pool, options=(*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0)))
+  pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
+  server = grpc.server(
+    pool,
+    options=(*grpc_session.COMMON_OPTIONS, ('grpc.so_reuseport', 0)),
+    maximum_concurrent_rpcs=_CALLS,
+  )
   handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
   server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-  try:
-    port = server.add_insecure_port(address)
-  except RuntimeError:
-    raise OSError(f'cannot listen on {address}: the port is in use; choose another') from None
+  door = doors.Door(server, address, access, say)
   server.start()
   try:
-    listening(port)
+    listening(door.address)
     while not stopped.is_set():
+      door.refresh([])
       try:
         return arrived.get(timeout=_DIAL_S)
       except queue.Empty:
@@ -237,14 +274,43 @@ def receive(address: str, listening: Callable[[int], None], stopped: threading.E
   finally:
     server.stop(grace=1.0).wait()
     pool.shutdown()
+    door.close()
 
 
-def _read_pieces(requests: Iterator[bytes]) -> Model:
+class _TimeLimit:
+  """Ends a call after `seconds`, and another second for each _UPLOAD_BYTES_PER_S, once its size is
+  known."""
+
+  def __init__(self, context: grpc.ServicerContext, seconds: float):
+    self._context, self._seconds = context, seconds
+    self._timer = self._start(seconds)
+
+  def extend(self, size_bytes: int) -> None:
+    self.cancel()
+    self._timer = self._start(self._seconds + size_bytes / _UPLOAD_BYTES_PER_S)
+
+  def cancel(self) -> None:
+    self._timer.cancel()
+
+  def _start(self, seconds: float) -> threading.Timer:
+    timer = threading.Timer(seconds, self._context.cancel)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _read_pieces(
+  requests: Iterator[bytes], max_bytes: int, announced: Callable[[int], None]
+) -> Model:
   header = next(requests, b'')
   if len(header) > _MAX_HEADER_BYTES:
     raise ValueError(f'the header has {len(header)} bytes, at most {_MAX_HEADER_BYTES}')
   values: dict[str, np.ndarray] = {}
   model = from_header(header.decode(errors='replace'), lambda: values)
+  total = sum(4 * leaf.size for leaf in model.shapes.values())
+  if total > max_bytes:
+    raise ValueError(f'the model has {total} bytes, this syncer has memory for {max_bytes}')
+  announced(total)
   for name, leaf in model.shapes.items():
     data, size = bytearray(), 4 * leaf.size
     while len(data) < size:

@@ -4,7 +4,8 @@
       ... loops that join server.address ...
       params = server.wait()
 
-It listens on a loopback port and runs on threads of this process; its arrays are on the CPU.
+It listens on a Unix socket of this user, or where `listen` says, and runs on threads of this
+process; its arrays are on the CPU.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from diloco_jax.config import load, run_config
-from diloco_jax.launch import entrypoints, own_model, peer
+from diloco_jax.launch import entrypoints, own_model, peer, program
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
@@ -22,16 +23,14 @@ from diloco_jax.storage import arrays
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import grpc_server
-
-_HOST = '127.0.0.1'
+from diloco_jax.transport import addresses, grpc_server
 
 
 class Server:
   """A running syncer. Made by `run_syncer`.
 
   Attributes:
-    address: 'HOST:PORT', for `diloco_jax.join`.
+    address: for `diloco_jax.join`.
   """
 
   def __init__(self):
@@ -65,21 +64,22 @@ class Server:
     if isinstance(self._result, BaseException):
       raise self._result
 
-  def _found(self, port: int) -> None:
-    self.address = f'{_HOST}:{port}'
+  def _found(self, address: str) -> None:
+    self.address = address
     self._listens.set()
 
   def _run(
     self,
     model: own_model.Model | None,
     workdir: pathlib.Path,
-    port: int,
+    address: str,
+    access: addresses.Access,
     config: run_config.Config,
     records: records_lib.Recorder,
   ) -> None:
     try:
       if model is None:
-        model = own_model.obtain(workdir, f'{_HOST}:{port}', self._found, self._stopped)
+        model = own_model.obtain(workdir, address, access, self._found, self._stopped, records.say)
       elif known := own_model.read(workdir):  # a run that continues keeps its version 0
         model = known
       else:
@@ -87,11 +87,15 @@ class Server:
       assembled = own_model.complete(model, config)
 
       def listen(post, payloads):
-        address = self.address or f'{_HOST}:{port}'
         transport = grpc_server.GrpcSyncerTransport(
-          address, post, payloads, entrypoints.limits(assembled)
+          self.address or address,
+          post,
+          payloads,
+          entrypoints.limits(assembled),
+          records.say,
+          access=access,
         )
-        self._found(transport.port)
+        self._found(transport.address)
         return transport
 
       self._theta = global_model_lib.Theta(assembled)
@@ -113,7 +117,9 @@ def run_syncer(
   opt_state: Any = None,
   label: Callable[[str], str] = task_lib.embeddings,
   shards: int = 16,
-  port: int = 0,
+  listen: str = '',
+  tls: str | pathlib.Path | None = None,
+  plaintext_loopback: bool = False,
   workdir: str | pathlib.Path | None = None,
 ) -> Iterator[Server]:
   """Runs a syncer for the time of the `with`, for learners that `diloco_jax.join`.
@@ -123,16 +129,19 @@ def run_syncer(
       wrote. None: the first learner brings it.
     total_steps, sync, label, shards: as for `join`.
     opt_state: with `init`, and if the learners give theirs: a tree of the same shapes.
-    port: to listen on; 0: the kernel chooses.
+    listen: 'HOST:PORT' to listen on, with `tls`; '': a Unix socket of this user alone.
+    tls: the folder with the syncer's certificate (`diloco certs`).
+    plaintext_loopback: plain TCP on a loopback address, for debugging.
     workdir: a folder for log, checkpoints and tape, from which the same call continues the run,
       with the model that it has; None: a temporary one.
 
   Raises:
     ValueError: settings or arrays cannot work.
-    OSError: the port is in use.
+    OSError: the address is in use.
     Any error that ended the syncer, at the end of the `with`.
   """
   server = Server()
+  access = program.make_access(tls, plaintext_loopback)
   config = own_model.config(total_steps, sync, shards)
   config.validate()
   model = None
@@ -147,7 +156,10 @@ def run_syncer(
       contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
     )
     server._thread = threading.Thread(
-      target=server._run, args=(model, folder, port, config, records), name='syncer', daemon=True
+      target=server._run,
+      args=(model, folder, listen or addresses.in_folder(folder), access, config, records),
+      name='syncer',
+      daemon=True,
     )
     server._thread.start()
     cleanup.callback(server._stop)

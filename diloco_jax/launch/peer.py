@@ -1,6 +1,6 @@
 """A learner inside a training loop of the user's own.
 
-    with diloco_jax.join(params, learner='l0', syncer='host:port', total_steps=1000) as peer:
+    with diloco_jax.join(params, learner='l0', syncer=address, total_steps=1000) as peer:
       params = peer.params
       for clock in peer.steps():
         params, loss = my_step(params, next(batches))
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import entrypoints, own_model, run_folder
+from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop
@@ -221,6 +221,8 @@ def join(
   workdir: str | pathlib.Path | None = None,
   state: dict[str, int] | None = None,
   wait_s: float = WAIT_S,
+  tls: str | pathlib.Path | None = None,
+  plaintext_loopback: bool = False,
 ) -> Iterator[Peer]:
   """Makes this program a learner of a run for the time of the `with`.
 
@@ -230,7 +232,7 @@ def join(
   Args:
     params: a tree of float jax arrays, all on the devices of this learner.
     learner: the id of this learner, for example 'l0'; one process per id.
-    syncer: 'HOST:PORT', or 'file:PATH' of a file with it.
+    syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     total_steps: T, the clock at which the run ends; as for the syncer.
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
     opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
@@ -243,6 +245,9 @@ def join(
       are. The values of the parameters come from the syncer in any case, as the run has gone on;
       the inner optimizer's state is kept unless a donor gives a newer one.
     wait_s: how long to wait for a syncer to listen.
+    tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
+      a Unix socket.
+    plaintext_loopback: plain TCP on a loopback address, for debugging.
 
   Raises:
     ValueError: settings or arrays cannot work; nothing was sent.
@@ -255,8 +260,9 @@ def join(
     )
   model = own_model.describe(params, label, opt_state)
   assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
-  address = entrypoints.resolver(syncer)
-  own_model.bring(model, address, wait_s)
+  access = program.make_access(tls, plaintext_loopback)
+  address = entrypoints.resolver(syncer, access)
+  own_model.bring(model, address, access, wait_s)
   peer = Peer(jax.device_put(params), jax.device_put(opt_state))
   event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
   with contextlib.ExitStack() as cleanup:
@@ -268,7 +274,9 @@ def join(
     work.compile_all()
 
     def connect(post, store):
-      return grpc_client.GrpcLearnerTransport(address, post, store, entrypoints.limits(assembled))
+      return grpc_client.GrpcLearnerTransport(
+        address, post, store, entrypoints.limits(assembled), access=access
+      )
 
     cleanup.enter_context(work.egress())
     ended = cleanup.enter_context(

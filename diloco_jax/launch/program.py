@@ -33,6 +33,7 @@ from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, run_config
 from diloco_jax.storage import seals, wal_format
+from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
 DISK_FAILED = 74
@@ -110,6 +111,31 @@ def config() -> run_config.Config:
   with never_retry():
     value.validate()
   return value
+
+
+def define_access() -> None:
+  """Defines --tls and --plaintext_loopback."""
+  flags.DEFINE_string(
+    'tls',
+    '',
+    'Folder with the certificate of this node (diloco certs); needed on every address that is not '
+    'a Unix socket.',
+  )
+  flags.DEFINE_bool(
+    'plaintext_loopback',
+    False,
+    'Plain TCP on a loopback address, for proxies and debugging: every user of this machine can '
+    'connect. On both sides.',
+  )
+
+
+def access() -> addresses.Access:
+  """How this node proves its name, by its flags."""
+  return make_access(flags.FLAGS['tls'].value, flags.FLAGS['plaintext_loopback'].value)
+
+
+def make_access(tls: str | os.PathLike | None, plaintext_loopback: bool) -> addresses.Access:
+  return addresses.Access(pathlib.Path(tls).absolute() if tls else None, plaintext_loopback)
 
 
 def config_flags_of_this_process() -> list[str]:

@@ -28,8 +28,6 @@ from diloco_jax.storage import seals, tapes
 from diloco_jax.train import island as island_lib
 from diloco_jax.transport import payloads as payloads_lib
 
-NONCE_BITS = 63
-
 
 class LearnerRecords:
   """The learner's records, with curves of its adoptions (node.ports.Records)."""
@@ -126,9 +124,10 @@ def running_node(
 ) -> Iterator[futures.Future[actions.Exit]]:
   """Runs the machine on its own thread; the body of the `with` carries out the work until the
   machine has exited. `state`: the machine state of a checkpoint, None for version 0."""
+  transport = make_transport(event_queue.post, payloads)
   identity = learner_machine.Identity(
     learner=learner_id,
-    nonce=secrets.randbits(NONCE_BITS),
+    nonce=transport.nonce,
     agreement=assembled.agreement,
     host=socket.gethostname(),
     pid=os.getpid(),
@@ -142,7 +141,6 @@ def running_node(
     digests=work.exchange.digests() if state is None else None,
     state=state,
   )
-  transport = make_transport(event_queue.post, payloads)
   tape = tapes.Tape(
     workdir,
     start,

@@ -95,6 +95,8 @@ class Node:
         if isinstance(action, actions.Exit):
           return action
         self._perform(action)
+      if isinstance(event, events.Received):
+        self._transport.handled(event.session)
 
   def _turn(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     try:

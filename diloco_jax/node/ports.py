@@ -35,7 +35,12 @@ class Transport(Protocol):
 
   Connected, Disconnected (exactly once per session, also for a failed Dial), and Received, after it
   has put the complete payload with a correct checksum into Payloads.
+
+  Attributes:
+    nonce: of a learner's transport: names its process to the syncer.
   """
+
+  nonce: int
 
   def dial(self, session: int) -> None: ...
 
@@ -43,6 +48,10 @@ class Transport(Protocol):
     self, session: int, message: messages.Message, payload: memoryview | bytes | None
   ) -> None:
     """Queues a message and its payload; has no effect if the session is closed."""
+
+  def handled(self, session: int) -> None:
+    """The machine has handled a message of this session. A session with many messages that have not
+    been handled takes no further ones from its peer."""
 
   def close(self, session: int, reason: str) -> None: ...
 

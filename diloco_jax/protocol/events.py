@@ -18,9 +18,11 @@ def _event(cls):
 
 @_event
 class Connected:
-  """A session with a peer is open; its number `session` is never used again."""
+  """A session with a peer is open; its number `session` is never used again. `learner`: the id that
+  the peer has proved, which no other id may use; '': none is proved."""
 
   session: int
+  learner: str = ''
 
 
 @_event

@@ -34,7 +34,7 @@ codecs). CRC-32 guards against accidents, not against an attacker.
 import dataclasses
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -126,10 +126,18 @@ class Assembler:
   Args:
     max_payload_bytes: the largest payload accepted; nothing is allocated for a larger one.
     max_open: how many transfers may be incomplete at the same time.
+    begins: told the size of every new transfer before any memory is taken; raises to refuse it.
   """
 
-  def __init__(self, *, max_payload_bytes: int, max_open: int):
+  def __init__(
+    self,
+    *,
+    max_payload_bytes: int,
+    max_open: int,
+    begins: Callable[[int], None] = lambda size: None,
+  ):
     self._max_payload_bytes = max_payload_bytes
+    self._begins = begins
     self._max_open = max_open
     self._open: dict[int, _Partial] = {}
 
@@ -174,6 +182,7 @@ class Assembler:
         'order',
         f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
       )
+    self._begins(chunk.total)
     return self._open.setdefault(chunk.transfer, _Partial(chunk.total))
 
   def _check_order(self, chunk: Chunk, partial: _Partial) -> None:

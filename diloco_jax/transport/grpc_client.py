@@ -5,20 +5,27 @@ the next call wait, therefore each session has a channel to itself, closed with 
 """
 
 import contextlib
+import dataclasses
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 
 import grpc
 
 from diloco_jax.node import ports
+from diloco_jax.protocol import messages
 from diloco_jax.transport import (
-  grpc_session,  # first: it tells gRPC how much to log
+  addresses,
+  credentials,
+  doors,
+  grpc_session,
   link,
 )
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
-  ('grpc.enable_http_proxy', 0),  # the address is a loopback address
+  ('grpc.enable_http_proxy', 0),  # an environment variable must not send the run elsewhere
+  ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
 )
 
 
@@ -26,9 +33,13 @@ class GrpcLearnerTransport(grpc_session.Sessions):
   """The port `node.ports.Transport` for a learner.
 
   Args:
-    address: tells the syncer's 'host:port', a loopback address; asked at every dial, because a
+    address: tells where the syncer listens (addresses.py); asked at every dial, because a
       restarted syncer may listen elsewhere. Its OSError or ValueError is the session's end.
     limits: what the syncer is granted.
+    access: how this learner proves its name; files are read at every dial.
+
+  Attributes:
+    nonce: names this process to the syncer.
   """
 
   def __init__(
@@ -37,9 +48,21 @@ class GrpcLearnerTransport(grpc_session.Sessions):
     post: ports.Post,
     payloads: ports.Payloads,
     limits: link.Limits,
+    *,
+    access: addresses.Access = addresses.LOCAL,
   ):
     super().__init__(post, payloads, limits)
     self._address = address
+    self._access = access
+    self._secret = secrets.randbits(64)
+    self.nonce = grpc_session.public_nonce(self._secret)
+
+  def send(
+    self, session: int, message: messages.Message, payload: link.Buffer | None = None
+  ) -> None:
+    if isinstance(message, messages.Join | messages.Confirm):
+      message = dataclasses.replace(message, nonce=self._secret)
+    super().send(session, message, payload)
 
   def dial(self, session: int) -> None:
     with self._lock:
@@ -59,17 +82,20 @@ class GrpcLearnerTransport(grpc_session.Sessions):
     """A session's whole life, on its own thread."""
     try:
       address = self._address()
-      grpc_session.check_loopback(address)
-      with grpc.insecure_channel(address, options=_OPTIONS) as channel:
+      with doors.dial(address, self._access, _OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
-      session.fail(grpc_session.describe(error))
+      session.fail(self._describe(error))
     except (OSError, ValueError) as error:
       session.fail(str(error))
     finally:  # in every case the machine hears that the session is over
       with self._lock:
         del self._sessions[session.number]
       session.finish()
+
+  def _describe(self, error: grpc.RpcError) -> str:
+    text = grpc_session.describe(error)
+    return f'{text}{credentials.explain(text)}' if self._access.tls else text
 
   def _serve(self, session: grpc_session.Session, channel: grpc.Channel, address: str) -> None:
     with self._handshake(session, address):

@@ -1,29 +1,60 @@
-"""The syncer's end of the wire: a gRPC server on the loopback address.
+"""The syncer's end of the wire: a gRPC server behind a door (doors.py).
 
 Both streams of a session arrive as calls of their own. Control comes first: the server answers
 with a random token in its initial metadata; Bulk must bring it back. When it does (and gets the
-token for an answer, too), the session is open. The synchronous API is used throughout: for bulk,
-threads are a little faster than asyncio, and every large copy and checksum runs without the GIL.
+token for an answer, too), the session is open. Where the door asks for certificates, both calls
+must come with the same one, and the session ends when its certificate ends or is revoked. The
+synchronous API is used throughout: for bulk, threads are a little faster than asyncio, and every
+large copy and checksum runs without the GIL.
+
+Places. A session is a *stranger's* until the machine has answered it as it answers members only
+(rules.py), and must become a member's in time. There is a number of places for members, and another
+one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
+to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
+and come at no higher rate.
+So processes that occupy sessions keep neither a member nor a restarted learner out, which needs
+less time to join, and connections that do not speak end after seconds.
 """
 
+import collections
+import contextlib
+import dataclasses
 import itertools
+import resource
 import secrets
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2
 
+from diloco_jax.certs import proofs
 from diloco_jax.node import ports
+from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
-  grpc_session,  # first: it tells gRPC how much to log
+  addresses,
+  credentials,
+  doors,
+  grpc_session,
   link,
+  rules,
 )
 
-_SPARE_CALLS = 16  # health checks, and calls that are about to be refused
+_LINE = 128  # newcomers that wait for a place
+_SPARE_CALLS = 16  # calls that are about to be refused, or to end
+_WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
+_SPARE_DESCRIPTORS = 64  # for files
+_AGAIN_S = 60.0  # between two lines of one kind
+_REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
+  ('grpc.server_handshake_timeout_ms', 5_000),
+  ('grpc.max_connection_idle_ms', 30_000),  # a connection with an open stream is not idle
+  ('grpc.max_concurrent_streams', 4),  # of one connection; a session has two
+  ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
   ('grpc.http2.min_ping_interval_without_data_ms', 5_000),
 )
 
@@ -32,26 +63,60 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   """The port `node.ports.Transport` for the syncer; listens from construction to `shutdown`.
 
   Args:
-    address: 'host:port' with a loopback host; port 0 takes a free one, see `port`.
+    address: where to listen (addresses.py); port 0 takes a free one, see `address`.
     limits: what each learner is granted.
+    say: takes lines for the operator: about certificates, and sessions that no learner used.
+    access: whether learners must prove their names.
 
   Raises:
-    ValueError: the address is not a loopback address.
-    OSError: the port cannot be bound.
+    ValueError: `access` is not enough for the address, or its files are wrong.
+    OSError: the address cannot be bound, or the process may open too few files for the places.
   """
 
-  def __init__(self, address: str, post: ports.Post, payloads: ports.Payloads, limits: link.Limits):
-    grpc_session.check_loopback(address)
-    super().__init__(post, payloads, limits)
+  def __init__(
+    self,
+    address: str,
+    post: ports.Post,
+    payloads: ports.Payloads,
+    limits: link.Limits,
+    say: credentials.Say = print,
+    *,
+    access: addresses.Access = addresses.LOCAL,
+  ):
+    super().__init__(lambda event: post(_with_public_nonce(event)), payloads, limits)
+    self._troubles = Troubles(say)
+    places = limits.max_members + limits.max_strangers
+    reserve_descriptors(places)
     self._numbers = itertools.count(1)
+    self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
+    self._arrivals = rules.Rate(
+      limits.max_strangers / max(limits.stay_s, 0.001), limits.max_strangers
+    )
+    self._room = threading.Condition(self._lock)  # a session has ended
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
+    self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
-    calls = 2 * limits.max_sessions + _SPARE_CALLS
-    self._pool = futures.ThreadPoolExecutor(calls, thread_name_prefix='syncer-grpc')
-    self._server = grpc.server(self._pool, options=_OPTIONS, maximum_concurrent_rpcs=calls)
+    threads = 2 * places + _LINE + _SPARE_CALLS
+    self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
+    self._server = grpc.server(
+      self._pool, options=_OPTIONS, maximum_concurrent_rpcs=threads + _WAITING_CALLS
+    )
     self._health = self._add_services()
-    self.port = self._bind(address)
+    try:
+      self._door = doors.Door(self._server, address, access, say)
+    except (ValueError, OSError):
+      self._pool.shutdown()
+      raise
+    self.address = self._door.address
     self._server.start()
+    self._ended = threading.Event()
+    if self._door.proves:
+      grpc_session.start_thread('certificates', self._watch_proofs)
+
+  @property
+  def port(self) -> int:
+    """Of a HOST:PORT."""
+    return int(self.address.rpartition(':')[2])
 
   def dial(self, session: int) -> None:
     raise ValueError(f'a syncer listens, it never dials: session {session}')
@@ -59,19 +124,13 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   def shutdown(self, grace_s: float) -> None:
     with self._lock:
       self._closing = True
+      self._room.notify_all()
     self._health.enter_graceful_shutdown()
     self._close_all('the syncer shut down', grace_s)
+    self._ended.set()
     self._server.stop(grace=None).wait()
     self._pool.shutdown()
-
-  def _bind(self, address: str) -> int:
-    try:
-      return self._server.add_insecure_port(address)
-    except RuntimeError as error:
-      raise OSError(
-        f'cannot listen on {address}: the port is in use or not ours to take; choose '
-        'another, or port 0 for any free one'
-      ) from error
+    self._door.close()
 
   def _add_services(self) -> health.HealthServicer:
     handlers = {
@@ -80,10 +139,15 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     }
     generic = grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers)
     self._server.add_generic_rpc_handlers((generic,))
-    servicer = health.HealthServicer(
-      experimental_non_blocking=True, experimental_thread_pool=self._pool
+    servicer = health.HealthServicer()
+    # Only the call that ends at once: a Watch would stay open as long as its caller likes.
+    check = grpc.unary_unary_rpc_method_handler(
+      servicer.Check,
+      health_pb2.HealthCheckRequest.FromString,
+      health_pb2.HealthCheckResponse.SerializeToString,
     )
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
+    checks = grpc.method_handlers_generic_handler(health.SERVICE_NAME, {'Check': check})
+    self._server.add_generic_rpc_handlers((checks,))
     for service in ('', grpc_session.SERVICE):
       servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
     return servicer
@@ -91,18 +155,25 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   # --- The two calls of a session, each on its own thread -----------------------------------------
 
   def _control(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
-    session, token = self._admit(context)
+    session, token = self._admit(context, self._prove(context))
     context.send_initial_metadata(((grpc_session.TOKEN, token),))
     if not session.wait_open(self._limits.handshake_s):
-      session.fail(f'no Bulk stream within {self._limits.handshake_s} s')
+      session.fail(
+        f'no Bulk stream within {self._limits.handshake_s} s', trouble=grpc_session.UNUSED
+      )
     grpc_session.start_thread(f'control-{session.number}', session.read_control, requests)
     yield from session.control_frames()
     _conclude(session, context)
 
   def _bulk(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
     token = dict(context.invocation_metadata()).get(grpc_session.TOKEN, '')
+    proof = self._prove(context)
     with self._lock:
-      session = self._unclaimed.pop(token, None)
+      session = self._unclaimed.get(token)
+      if session is not None and self._proofs.get(session.number) != proof:
+        session = None  # the token of another learner
+      else:
+        self._unclaimed.pop(token, None)
     if session is None:
       context.abort(grpc.StatusCode.UNAUTHENTICATED, 'unknown session token: open Control first')
     self._watch(session, context)
@@ -112,21 +183,91 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     yield from session.bulk_frames()
     _conclude(session, context)
 
-  def _admit(self, context: grpc.ServicerContext) -> tuple[grpc_session.Session, str]:
+  def _prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
+    try:
+      return self._door.prove(context)
+    except proofs.Unproved as error:
+      context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+
+  def _watch_proofs(self) -> None:
+    """Ends the sessions whose certificate has ended or was revoked."""
+    while not self._ended.wait(credentials.WATCH_S):
+      with self._lock:
+        live = [(self._sessions[number], proof) for number, proof in self._proofs.items()]
+      self._door.refresh([proof for _, proof in live])
+      for session, proof in live:
+        try:
+          self._door.require(proof)
+        except proofs.Unproved as error:
+          session.fail(str(error))
+
+  def _admit(
+    self, context: grpc.ServicerContext, proof: proofs.Proof | None
+  ) -> tuple[grpc_session.Session, str]:
+    """The session of a newcomer, and its token. Ends the call if there is no place for it."""
+    turn = threading.Event()
     with self._lock:
-      number = len(self._sessions)
-      if not self._closing and number < self._limits.max_sessions:
+      self._line.append(turn)
+      self._line[0].set()
+      waits = len(self._line) <= _LINE
+    try:
+      if not waits or not turn.wait(self._limits.handshake_s):
+        self._refuse(context, f'{_LINE} other sessions wait for a place. Dial again')
+      return self._enter(context, proof)
+    finally:
+      with self._lock:
+        self._line.remove(turn)
+        if self._line:
+          self._line[0].set()
+
+  def _enter(
+    self, context: grpc.ServicerContext, proof: proofs.Proof | None
+  ) -> tuple[grpc_session.Session, str]:
+    with self._lock:
+      members, displaced = self._wait_for_room()
+      full = members >= self._limits.max_members
+      if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
+        if proof is not None:
+          session.learner = proof.name.id
+          self._proofs[session.number] = proof
         token = secrets.token_hex(16)
         self._unclaimed[token] = session
         self._watch(session, context)
-        return session, token
     if self._closing:
       context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer shuts down')
-    context.abort(
-      grpc.StatusCode.RESOURCE_EXHAUSTED,
-      f'{number} sessions are open, at most {self._limits.max_sessions} are granted',
-    )
+    if full:
+      self._refuse(
+        context,
+        f'{members} learners are connected, as many as the syncer has places for (sync.places). '
+        'Restart it with more, or wait for a place',
+      )
+    if displaced is not None:
+      displaced.fail('displaced by a newer session, as too many had not joined', _DISPLACED)
+    return session, token
+
+  def _wait_for_room(self) -> tuple[int, grpc_session.Session | None]:
+    """Waits for a place for one more stranger; the caller holds the lock. Returns the number of
+    members, who may have all places, and the stranger to displace."""
+    while True:
+      sessions = self._sessions.values()
+      members = sum(session.member for session in sessions)
+      strangers = [session for session in sessions if session.stranger]
+      if self._closing or members >= self._limits.max_members:
+        return members, None
+      now_s, stay_s = time.monotonic(), self._limits.stay_s
+      wait_s = self._arrivals.wait_s(now_s)
+      free = len(strangers) < self._limits.max_strangers
+      stayed = [session for session in strangers if now_s >= session.since_s + stay_s]
+      if not wait_s and (free or stayed):
+        self._arrivals.spend(1, now_s)
+        # Of equals the oldest.
+        return members, None if free else min(stayed, key=lambda session: session.stage)
+      self._room.wait(wait_s or strangers[0].since_s + stay_s - now_s)
+
+  def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
+    self._troubles.add(_REFUSED, why)
+    context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
 
   def _watch(self, session: grpc_session.Session, context: grpc.ServicerContext) -> None:
     session.add_stream(context.cancel)
@@ -137,10 +278,51 @@ class GrpcSyncerTransport(grpc_session.Sessions):
   def _gone(self, session: grpc_session.Session) -> None:
     if not session.stream_gone():
       return
+    if session.trouble:
+      self._troubles.add(session.trouble, session.reason)
     with self._lock:
       self._sessions.pop(session.number, None)
+      self._room.notify_all()
+      self._proofs.pop(session.number, None)
       for token in [t for t, s in self._unclaimed.items() if s is session]:
         del self._unclaimed[token]
+
+
+class Troubles:
+  """Says at most one line a minute of each kind of trouble, with the number of times."""
+
+  def __init__(self, say: Callable[[str], None], now_s: Callable[[], float] = time.monotonic):
+    self._say = say
+    self._now_s = now_s
+    self._lock = threading.Lock()
+    self._next_s: dict[str, float] = {}  # by kind: when it may be said again
+    self._unsaid = collections.Counter()
+
+  def add(self, kind: str, text: str) -> None:
+    """Counts one trouble of this kind; `text` tells the newest one."""
+    with self._lock:
+      self._unsaid[kind] += 1
+      if self._now_s() < self._next_s.get(kind, 0.0):
+        return
+      self._next_s[kind] = self._now_s() + _AGAIN_S
+      count = self._unsaid.pop(kind)
+    self._say(f'{kind}: {count}, the last one: {text}')
+
+
+def reserve_descriptors(places: int) -> None:
+  """Lets the process open as many files as it may. Raises OSError if that is too few for the
+  sessions of `places`: connections that do not speak would then shut learners out."""
+  needed = 4 * places + _SPARE_DESCRIPTORS
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  if soft != hard:
+    with contextlib.suppress(OSError, ValueError):  # some systems allow less than they say
+      resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+      soft = hard
+  if soft != resource.RLIM_INFINITY and soft < needed:
+    raise OSError(
+      f'this process may open {soft} files, {places} sessions need {needed}; nothing was started: '
+      'raise the limit (ulimit -n) or lower sync.places'
+    )
 
 
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:
@@ -150,3 +332,11 @@ def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> N
   # An orderly end must have status OK (any other lets gRPC drop what was sent before), and gRPC
   # does not transport the details of an OK.
   context.set_trailing_metadata(((grpc_session.REASON, session.reason.encode()),))
+
+
+def _with_public_nonce(event: events.Event) -> events.Event:
+  match event:
+    case events.Received(message=messages.Join() | messages.Confirm() as message):
+      nonce = grpc_session.public_nonce(message.nonce)
+      return dataclasses.replace(event, message=dataclasses.replace(message, nonce=nonce))
+  return event

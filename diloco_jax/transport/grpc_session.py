@@ -12,30 +12,35 @@ OPEN: exactly once, and as its last event. In DRAINING it sends the queued messa
 runs two writers (the generators `control_frames`, `bulk_frames`), the session two readers
 (`read_control`, `read_bulk`). Each thread ends with its stream, and each stream with the session.
 
+A syncer reads no further from a peer that sends more messages than it may (`link.Limits`), and both
+ends read no further while the machine has not handled MAX_UNHANDLED messages of the session: gRPC's
+flow control then makes the peer wait. A learner keeps to the rate by itself. What a peer may send
+at all is in rules.py.
+
 A session never retries: a retried stream can lose messages silently. The machines recover the
 messages that a broken session loses.
 """
 
 import enum
-import ipaddress
-import os
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-
-# gRPC reads this at import. The session itself reports a lost peer, so gRPC need not log it.
-os.environ.setdefault('GRPC_VERBOSITY', 'ERROR')
 
 import grpc
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import chunks, errors, flow, link, stream_crc, translate
+from diloco_jax.protocol import said as said_lib
+from diloco_jax.transport import chunks, errors, flow, link, rules, stream_crc, translate
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
 REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its trailing metadata
 LOST = 'connection lost'
+REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
+MAX_UNHANDLED = 16
+UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
   ('grpc.enable_retries', 0),
@@ -75,8 +80,11 @@ class Session:
   ):
     self._traffic = traffic
     self.number = number
+    self.learner = ''  # the id that the peer has proved; '': none
     self.reason = ''
     self.finished = threading.Event()  # both streams have ended
+    self.since_s = time.monotonic()
+    self.trouble = ''  # the kind of fault for which the syncer ended this session
     self._post = post
     self._payloads = payloads
     self._limits = limits
@@ -86,10 +94,20 @@ class Session:
     self._send_queue = link.SendQueue(
       chunks.split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
     )
-    self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_open_transfers)
+    self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
+    self._rules = rules.OfSyncer(limits) if dialed else rules.OfLearner(limits)
     self._assembler = chunks.Assembler(
-      max_payload_bytes=limits.max_payload_bytes, max_open=limits.max_open_transfers
+      max_payload_bytes=limits.max_payload_bytes,
+      max_open=link.OPEN_TRANSFERS,
+      begins=self._begins,
     )
+    self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
+    # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
+    room_s = 1 if dialed else 2
+    self._message_rate = rules.Rate(limits.messages_per_s, room_s * limits.messages_per_s)
+    self._byte_rate = rules.Rate(limits.message_bytes_per_s, room_s * limits.message_bytes_per_s)
+    self._unhandled = 0  # delivered messages that the machine has not handled
+    self._patience: tuple[float, str] | None = None  # when a stranger's session ends, and why
     self._sent, self._received = stream_crc.Seal(), stream_crc.Seal()
     self._window, self._receipts = flow.Window(), flow.Receipts()
     self._changed = threading.Condition()
@@ -108,7 +126,9 @@ class Session:
     with self._changed:
       if self._state is _State.CONNECTING:
         self._state = _State.OPEN
-        self._post(events.Connected(session=self.number))
+        if not self._dialed:
+          self._give(self._limits.handshake_s, 'no Join')
+        self._post(events.Connected(session=self.number, learner=self.learner))
         self._changed.notify_all()
 
   def wait_open(self, timeout_s: float) -> bool:
@@ -122,9 +142,18 @@ class Session:
         return
       try:
         self._send_queue.push(message, payload)
+        self._rules.sent(message)
+        if self._rules.member:
+          self._patience = None
         self._changed.notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)
+
+  def handled(self) -> None:
+    """The machine has handled a message of this session."""
+    with self._changed:
+      self._unhandled -= 1
+      self._changed.notify_all()
 
   def close(self, reason: str) -> None:
     """Ends the session after it has sent the queued messages, at most `drain_s` from now."""
@@ -134,9 +163,11 @@ class Session:
       elif self._state is _State.CONNECTING:
         self._change_state(_State.OVER, reason, failed=False)
 
-  def fail(self, reason: str) -> None:
-    """Ends the session now."""
+  def fail(self, reason: str, trouble: str = '') -> None:
+    """Ends the session now; `trouble`: the kind of fault, for the syncer's operator."""
     with self._changed:
+      if self._state is not _State.OVER:
+        self.trouble = trouble
       self._change_state(_State.OVER, reason, failed=True)
 
   def add_stream(self, cancel: Callable[[], None]) -> None:
@@ -172,6 +203,21 @@ class Session:
   def failed(self) -> bool:
     """Whether the session broke, rather than being closed by either side."""
     return self._failed
+
+  @property
+  def member(self) -> bool:
+    """Whether the session is up and a member's."""
+    return self._state is _State.OPEN and self._rules.member
+
+  @property
+  def stranger(self) -> bool:
+    """Whether the session is up, or about to be, and no member's."""
+    return self._state in (_State.CONNECTING, _State.OPEN) and not self._rules.member
+
+  @property
+  def stage(self) -> int:
+    """How far it has come with joining (rules.py)."""
+    return self._rules.stage
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------
 
@@ -219,12 +265,30 @@ class Session:
   def _next_control(self) -> tuple[messages.Message, int] | None:
     with self._changed:
       while self._state is not _State.OVER:
-        if (entry := self._send_queue.next_control()) is not None:
+        now_s = time.monotonic()
+        pause_s = self._message_rate.wait_s(now_s) if self._dialed else 0.0
+        if not pause_s and (entry := self._send_queue.next_control()) is not None:
+          if self._dialed:
+            self._message_rate.spend(1, now_s)
           return entry
-        if self._state is _State.DRAINING and self._bulk_done:
+        waits = self._send_queue.control_waits
+        if self._state is _State.DRAINING and self._bulk_done and not waits:
           return None
-        self._changed.wait()
+        self._changed.wait(pause_s if waits else self._patience_s(now_s))
       return None
+
+  def _give(self, limit_s: float, missing: str) -> None:
+    """Gives a stranger `limit_s` until the session ends for what is missing."""
+    self._patience = time.monotonic() + limit_s, f'{missing} within {limit_s:g} s'
+
+  def _patience_s(self, now_s: float) -> float | None:
+    """How long to wait for a stranger, whose session ends then; None: without a limit."""
+    if self._patience is None or self._state is not _State.OPEN:
+      return None
+    deadline_s, reason = self._patience
+    if now_s >= deadline_s:
+      self.fail(reason, trouble=UNUSED)
+    return max(0.0, deadline_s - now_s)
 
   def _next_bulk(self) -> Iterator[bytes] | bytes | None:
     """The frames of the next transfer, or an acknowledgement."""
@@ -261,7 +325,7 @@ class Session:
         self._traffic.add(received_bytes=len(data))
         take(data)
     except (errors.WireError, link.LinkError) as error:
-      self.fail(f'the peer broke the protocol: {error}')
+      self.fail(f'the peer broke the protocol: {error}', trouble=BROKEN)
     except grpc.RpcError as error:
       self.fail(describe(error))
     except Exception as error:  # a reader that dies silently would leave a session deaf
@@ -273,17 +337,41 @@ class Session:
   def _on_end(self, stream: Iterable[bytes]) -> None:
     """Counts a stream that the peer ended in order; after both, the peer has closed the session."""
     trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
-    reason = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
+    told = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
+    reason = said_lib.said(told, REASON_CHARS)
     with self._changed:
       self._streams_read += 1
       if self._streams_read == 2:
         self._change_state(_State.OVER, reason, failed=False)
 
   def _on_control(self, data: bytes) -> None:
-    message, transfer = self._incoming.decode(self._received.open(data))
+    self._wait_turn(len(data))
+    message, transfer = self._incoming.decode(self._received.open(data), self._max_items)
     with self._changed:
+      self._rules.received(message)
+      if isinstance(message, messages.Join):
+        self._give(self._limits.member_s, 'not admitted as a learner')
       self._deliver(self._receive_buffer.on_message(message, transfer))
       self._changed.notify_all()  # a transfer may wait for this announcement
+
+  def _wait_turn(self, size: int) -> None:
+    """Waits while the machine is behind, and while the learner is ahead of its rate."""
+    with self._changed:
+      self._changed.wait_for(
+        lambda: self._state is not _State.OPEN or self._unhandled < MAX_UNHANDLED
+      )
+      while not self._dialed and self._state is not _State.OVER:
+        now_s = time.monotonic()
+        wait_s = max(self._message_rate.wait_s(now_s), self._byte_rate.wait_s(now_s))
+        if not wait_s:
+          self._message_rate.spend(1, now_s)
+          self._byte_rate.spend(size, now_s)
+          return
+        self._changed.wait(wait_s)
+
+  def _begins(self, size: int) -> None:
+    with self._changed:
+      self._rules.begins(size)
 
   def _on_frame(self, frame: bytes) -> None:
     acknowledged = chunks.acknowledged(frame)
@@ -296,12 +384,14 @@ class Session:
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
-        # After a stall this thread may be far ahead of the Control reader. It then waits, and
-        # gRPC's flow control makes the peer wait, too.
+        # This thread may be far ahead of the Control reader. It then waits, and gRPC's flow
+        # control makes the peer wait, too.
+        size = link.size_bytes(transfer.data)
         self._changed.wait_for(
-          lambda: self._state is _State.OVER or self._receive_buffer.takes(transfer.number),
-          self._limits.handshake_s,
+          lambda: self._state is _State.OVER or self._receive_buffer.takes(transfer.number, size)
         )
+        if self._state is _State.OVER:
+          return
         self._deliver(
           self._receive_buffer.on_transfer(transfer.number, transfer.data, transfer.crc32)
         )
@@ -316,6 +406,7 @@ class Session:
       return
     message, payload = delivery
     payload_id = None if payload is None else self._payloads.put(payload)
+    self._unhandled += 1
     self._post(events.Received(session=self.number, message=message, payload_id=payload_id))
 
   # --- The only place where a session ends --------------------------------------------------------
@@ -323,16 +414,16 @@ class Session:
   def _change_state(self, state: _State, reason: str, failed: bool) -> None:
     if self._state is _State.OVER:
       return
-    if self._state is not _State.DRAINING:
-      self._stop(reason, failed)
-    self._state = state
+    before, self._state = self._state, state
+    if before is not _State.DRAINING:
+      self._stop(reason, failed, before is _State.OPEN)
     if state is _State.OVER:
       self._send_queue.clear()
     self._changed.notify_all()
 
-  def _stop(self, reason: str, failed: bool) -> None:
+  def _stop(self, reason: str, failed: bool, was_open: bool) -> None:
     self.reason, self._failed = reason, failed
-    if self._dialed or self._state is _State.OPEN:
+    if self._dialed or was_open:
       self._post(events.Disconnected(session=self.number, reason=reason))
     # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
     self._timer = threading.Timer(self._limits.drain_s, self._end_undrained)
@@ -362,6 +453,10 @@ class Sessions:
   ) -> None:
     if (found := self._find(session)) is not None:
       found.send(message, payload)
+
+  def handled(self, session: int) -> None:
+    if (found := self._find(session)) is not None:
+      found.handled()
 
   def close(self, session: int, reason: str) -> None:
     if (found := self._find(session)) is not None:
@@ -395,7 +490,8 @@ def describe(error: grpc.RpcError) -> str:
   if not isinstance(error, grpc.Call):
     return LOST
   code = error.code().name.lower().replace('_', ' ')
-  return f'{code}: {error.details()}' if error.details() else code
+  details = said_lib.said(error.details() or '', REASON_CHARS)
+  return f'{code}: {details}' if details else code
 
 
 def start_thread(name: str, target: Callable, *args) -> threading.Thread:
@@ -404,21 +500,8 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
   return thread
 
 
-def check_loopback(address: str) -> tuple[str, int]:
-  """(host, port) of 'host:port'. Raises ValueError unless the host is a loopback address."""
-  host, colon, port = address.rpartition(':')
-  if not colon or not port.isdecimal() or int(port) > 65535:
-    raise ValueError(
-      f'address {address!r} is not HOST:PORT with a port from 0 to 65535: use 127.0.0.1:PORT'
-    )
-  try:
-    loopback = ipaddress.ip_address(host.removeprefix('[').removesuffix(']')).is_loopback
-  except ValueError:
-    loopback = False
-  if not loopback:
-    raise ValueError(
-      f'address {address!r}: {host!r} is not a loopback address, and transport '
-      'security does not exist yet: use 127.0.0.1 and, between hosts, a tunnel '
-      '(ssh -L)'
-    )
-  return host, int(port)
+def public_nonce(secret: int) -> int:
+  """The nonce that machines, tapes and logs know of a process. Only the process itself knows the
+  secret, which goes over the wire, so a reader of tapes cannot pose as it."""
+  digest = hashlib.sha256(secret.to_bytes(8, 'big')).digest()
+  return int.from_bytes(digest[:8], 'big') >> 1  # 63 bits

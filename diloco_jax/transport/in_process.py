@@ -7,6 +7,7 @@ cannot deadlock, because a `Post` only puts into a queue and never calls back.
 """
 
 import itertools
+import secrets
 import threading
 
 from diloco_jax.node import ports
@@ -69,6 +70,7 @@ class InProcessTransport:
     self._post = post
     self._payloads = payloads
     self._peers: dict[int, tuple[InProcessTransport, int]] = {}
+    self.nonce = secrets.randbits(63)  # names the process of a learner
     self.traffic = link.Traffic()  # payloads only: messages are not serialised
 
   def dial(self, session: int) -> None:
@@ -85,6 +87,9 @@ class InProcessTransport:
         self.traffic.add(sent_bytes=size_bytes)
         peer.traffic.add(received_bytes=size_bytes)
         peer._deliver(number, message, payload)
+
+  def handled(self, session: int) -> None:
+    pass  # peers in one process are trusted
 
   def close(self, session: int, reason: str) -> None:
     with self._hub._lock:

@@ -18,6 +18,8 @@ Rules of the outgoing half (`SendQueue`):
 * a whole Publish (`base_version` None) of a fragment replaces the older Publishes of that fragment
   whose transfer has not begun: the learner would overwrite them on arrival. A delta replaces
   nothing, since its base may be a version that still waits;
+* a Progress replaces the last message if that is a Progress that still waits: its counts are
+  totals. So a learner of very short steps sends fewer reports, not a longer queue;
 * the queue is bounded; for a peer that empties it too slowly the link raises `LinkError`.
 
 Rules of the incoming half (`ReceiveBuffer`): the lanes are separate gRPC streams, so announcement
@@ -38,6 +40,7 @@ Split = Callable[[int, Buffer], Iterator[bytes]]
 """Cuts the payload of a transfer into frames, lazily."""
 
 MAX_DONATIONS = 2  # machines send one at a time; the one before may still be ending
+OPEN_TRANSFERS = 2  # that may be incomplete: a payload, and a donation in its gaps
 NO_TRANSFER = 0  # the transfer number of a message without payload
 
 
@@ -49,14 +52,25 @@ class LinkError(Exception):
 class Limits:
   """The limits of one end for one peer. Sizes come from the agreed layout, not from the peer."""
 
-  max_payload_bytes: int  # the largest payload accepted
+  contribution_bytes: tuple[int, ...]  # by fragment: an encoded pseudo-gradient
+  publish_bytes: tuple[int, ...]  # by fragment: the largest published value
+  donation_bytes: int = 0  # a donor's moments
   max_queued_bytes: int = 8 << 30  # payloads that wait to be sent (by reference, often shared)
   max_queued_messages: int = 1 << 14  # control messages that wait to be sent
   donation_bytes_per_s: int = 0  # of outgoing donations; 0: no limit
-  max_open_transfers: int = 4  # incoming, incomplete or not yet announced
-  max_sessions: int = 64  # at the same time (syncer)
-  handshake_s: float = 5.0  # until both gRPC streams of a session are open
+  max_announced: int = 64  # incoming payloads whose announcement is ahead of their bytes
+  max_members: int = 64  # sessions of members at the same time (syncer)
+  max_strangers: int = 24  # sessions beside them that are no member's yet (syncer)
+  stay_s: float = 1.0  # for which a newcomer does not displace a stranger (syncer)
+  handshake_s: float = 5.0  # until both gRPC streams of a session are open; then until its Join
+  member_s: float = 15.0  # from its Join until a session is a member's (syncer)
   drain_s: float = 5.0  # for sending the queued messages after a close
+  messages_per_s: int = 200  # of a learner; more have to wait
+  message_bytes_per_s: int = 1 << 20  # the same for their bytes, without payloads
+
+  @property
+  def max_payload_bytes(self) -> int:
+    return max(*self.contribution_bytes, *self.publish_bytes, self.donation_bytes)
 
 
 def size_bytes(payload: Buffer) -> int:
@@ -175,7 +189,14 @@ class SendQueue:
     self._bulk.clear()
     self._donations.clear()
 
+  @property
+  def control_waits(self) -> bool:
+    return bool(self._control)
+
   def _push_control(self, message: messages.Message, transfer: int) -> None:
+    if isinstance(message, messages.Progress) and self._control:
+      if isinstance(self._control[-1][0], messages.Progress):
+        self._control.pop()
     if len(self._control) >= self._max_messages:
       raise LinkError(
         f'too slow: {len(self._control)} messages wait to go out, at most {self._max_messages} may'
@@ -224,11 +245,16 @@ class _Arrived:
 
 
 class ReceiveBuffer:
-  """Pairs the messages of one peer with their payloads. Not thread-safe: the owner holds a lock."""
+  """Pairs the messages of one peer with their payloads. Not thread-safe: the owner holds a lock.
 
-  def __init__(self, max_payload_bytes: int, max_waiting: int):
+  Args:
+    max_payload_bytes: the largest payload; as many bytes may wait for their announcements.
+    max_announced: how many announcements may wait for their payloads, and payloads for theirs.
+  """
+
+  def __init__(self, max_payload_bytes: int, max_announced: int):
     self._max_payload_bytes = max_payload_bytes
-    self._max_waiting = max_waiting
+    self._max_announced = max_announced
     self._announced: dict[int, messages.Message] = {}
     self._arrived: dict[int, _Arrived] = {}
     self._last_transfer = NO_TRANSFER
@@ -245,9 +271,11 @@ class ReceiveBuffer:
     self._announced[transfer] = message
     return self._pair(transfer)
 
-  def takes(self, transfer: int) -> bool:
+  def takes(self, transfer: int, size: int) -> bool:
     """Whether there is room for this transfer, or its announcement has arrived."""
-    return transfer in self._announced or len(self._arrived) < self._max_waiting
+    waiting = sum(one.payload.size_bytes for one in self._arrived.values())
+    room = len(self._arrived) < self._max_announced
+    return transfer in self._announced or (room and waiting + size <= self._max_payload_bytes)
 
   def on_transfer(self, transfer: int, data: Buffer, crc32: int) -> Delivery | None:
     """Takes a whole transfer; returns its message and payload if the message has arrived."""
@@ -256,12 +284,12 @@ class ReceiveBuffer:
       raise LinkError(
         f'transfer {transfer} came twice; the last announced is {self._last_transfer}'
       )
-    if not self.takes(transfer):
-      raise LinkError(
-        f'transfer {transfer} came unannounced beside {len(self._arrived)} others, '
-        f'at most {self._max_waiting} may wait'
-      )
     payload = messages.Payload(size_bytes=size_bytes(data), crc32=crc32)
+    if not self.takes(transfer, payload.size_bytes):
+      raise LinkError(
+        f'transfer {transfer} came unannounced beside {len(self._arrived)} others, at most '
+        f'{self._max_payload_bytes} bytes may wait'
+      )
     self._arrived[transfer] = _Arrived(data, payload)
     return self._pair(transfer)
 
@@ -273,10 +301,10 @@ class ReceiveBuffer:
         f'a payload of {payload.size_bytes} bytes is announced, at most '
         f'{self._max_payload_bytes} are granted'
       )
-    if len(self._announced) >= self._max_waiting:
+    if len(self._announced) >= self._max_announced:
       raise LinkError(
         f'{len(self._announced)} announced payloads have not come, at most '
-        f'{self._max_waiting} may be missing'
+        f'{self._max_announced} may be missing'
       )
 
   def _pair(self, transfer: int) -> Delivery | None:

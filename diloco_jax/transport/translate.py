@@ -4,13 +4,17 @@ The proto has one message per class of `protocol/messages.py` with the same fiel
 small reader and one small writer, driven by the annotations of the classes, serve all classes. Both
 ends check these rules, which protobuf does not, before encoding and after decoding:
 
-  range     integers are in [0, 2^63), `Held.version` may be -1, nonces and digests are in
+  range     integers are in [0, 2^53], `Held.version` may be -1, nonces and digests are in
             [0, 2^64), checksums in [0, 2^32)
-  length    strings have at most the UTF-8 bytes of `MAX_STRING_BYTES`, tuples at most `MAX_ITEMS`
+  length    strings have at most the UTF-8 bytes of `MAX_STRING_BYTES`, tuples at most `MAX_ITEMS`;
+            of a learner, as many as the run has fragments
   missing   a nested message must be present (protobuf would invent one of zeros)
   type      a field holds a value of its type; a string is Unicode text (`string`)
   body      exactly one known body per envelope
   protobuf  the bytes are a protobuf of this schema
+
+`decode` escapes what is not printable in every text that people may read (protocol/said.py). Ids
+and agreements are compared, not read, and stay as they are.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from typing import Any
 from google.protobuf import message as protobuf
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol import said as said_lib
 from diloco_jax.transport import errors, sync_pb2
 
 MAX_ITEMS = 4096  # more than the fragments of any model
@@ -36,17 +41,19 @@ MAX_STRING_BYTES = {
   'record_sha256': 64,
   'error': 1 << 10,
   'host': 255,
-  'agreement': 1 << 16,
-  'text': 1 << 16,
+  'agreement': 3 << 10,
+  'text': 1 << 12,
 }
+_COMPARED = ('learner', 'agreement')
+_TEXT_CHARS = 2000  # of a refusal, which may show several differences
 
-_COUNT = (0, 2**63 - 1)
+_COUNT = (0, 2**53)
 _RANGES = {
   (messages.Payload, 'crc32'): (0, 2**32 - 1),
   (messages.Join, 'nonce'): (0, 2**64 - 1),
   (messages.Confirm, 'nonce'): (0, 2**64 - 1),
   (messages.Held, 'digest'): (0, 2**64 - 1),
-  (messages.Held, 'version'): (-1, 2**63 - 1),
+  (messages.Held, 'version'): (-1, 2**53),
   (messages.Publish, 'digest'): (0, 2**64 - 1),
   (messages.Donation, 'digest'): (0, 2**64 - 1),
 }
@@ -73,8 +80,9 @@ class Direction:
     _write(body, message)
     return envelope.SerializeToString()
 
-  def decode(self, data: bytes) -> tuple[messages.Message, int]:
-    """Returns (message, transfer id) of a serialised envelope. Raises WireError for other bytes."""
+  def decode(self, data: bytes, max_items: int = MAX_ITEMS) -> tuple[messages.Message, int]:
+    """Returns (message, transfer id) of a serialised envelope. Raises WireError for other bytes,
+    and for a tuple of more than `max_items`."""
     try:
       envelope = self.envelope.FromString(data)
     except protobuf.DecodeError as error:
@@ -89,7 +97,8 @@ class Direction:
         f'{self._name} of {len(data)} bytes has no known body of protocol version '
         f'{messages.PROTOCOL_VERSION}',
       )
-    return _read(self._class_of(name), getattr(envelope, name)), envelope.transfer_id
+    message = _read(self._class_of(name), getattr(envelope, name), max_items)
+    return message, envelope.transfer_id
 
   @property
   def _name(self) -> str:
@@ -141,27 +150,36 @@ def _write_items(repeated: Any, values: tuple) -> None:
       repeated.append(value)
 
 
-def _read(cls: type, proto: protobuf.Message) -> Any:
+def _read(cls: type, proto: protobuf.Message, max_items: int) -> Any:
   return cls(
-    **{name: _read_field(cls, proto, name, kind, optional) for name, kind, optional in _fields(cls)}
+    **{
+      name: _read_field(cls, proto, name, kind, optional, max_items)
+      for name, kind, optional in _fields(cls)
+    }
   )
 
 
-def _read_field(cls: type, proto: protobuf.Message, name: str, kind: Any, optional: bool) -> Any:
+def _read_field(
+  cls: type, proto: protobuf.Message, name: str, kind: Any, optional: bool, max_items: int
+) -> Any:
   if optional and not proto.HasField(name):
     return None
   value = getattr(proto, name)
   if typing.get_origin(kind) is tuple:
     item = typing.get_args(kind)[0]
     # The count comes first, so that a peer cannot make this end build items that it will refuse.
-    _check_length(cls, name, len(value), MAX_ITEMS)
-    items = (_read(item, v) for v in value) if dataclasses.is_dataclass(item) else value
+    _check_length(cls, name, len(value), max_items)
+    nested = dataclasses.is_dataclass(item)
+    items = (_read(item, v, max_items) for v in value) if nested else value
     return _checked(cls, name, tuple(items))
   if dataclasses.is_dataclass(kind):
     if not proto.HasField(name):
       raise errors.WireError('missing', f'{cls.__name__} came without its {name}')
-    return _read(kind, value)
-  return _checked(cls, name, value)
+    return _read(kind, value, max_items)
+  value = _checked(cls, name, value)
+  if kind is str and name not in _COMPARED:
+    return said_lib.said(value, _TEXT_CHARS if name == 'text' else said_lib.SAID_CHARS)
+  return value
 
 
 def _checked(cls: type, name: str, value: Any) -> Any:
@@ -198,6 +216,8 @@ def _check_string(cls: type, name: str, value: str) -> None:
       f'{cls.__name__}.{name} is no Unicode text: {error}',
     ) from error
   _check_length(cls, name, length, MAX_STRING_BYTES[name])
+  if name == 'agreement' and not (value.isascii() and value.isprintable()):
+    raise errors.WireError('string', f'{cls.__name__}.{name} is no printable ASCII')
 
 
 def _check_length(cls: type, name: str, length: int, limit: int) -> None:

@@ -1,6 +1,7 @@
 """Eight TPU slices of two kinds, four v5p and four v6e, with different speeds, far apart.
 
-    diloco syncer --config=experiments/configs/v5p_v6e.py --workdir=runs/v5p_v6e --port=7070
+    diloco syncer --config=experiments/configs/v5p_v6e.py --workdir=runs/v5p_v6e \
+      --listen=0.0.0.0:7070 --tls=certs/syncer
 
 Too large for a CPU. The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads
 and 1 key head of 256): 0.70B parameters, almost none of them in the embedding. M=8, P=H=24. A

@@ -2,9 +2,9 @@
 
     python experiments/examples/loop_linen.py     # alone
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/linen --port=7070
-    python experiments/examples/loop_linen.py --learner=l0 --syncer=127.0.0.1:7070
-    python experiments/examples/loop_linen.py --learner=l1 --syncer=127.0.0.1:7070
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/linen
+    python experiments/examples/loop_linen.py --learner=l0
+    python experiments/examples/loop_linen.py --learner=l1
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model is a decoder in the
 manner of nanodo. With --checkpoints=FOLDER the loop saves parameters, optimizer state and position
@@ -133,6 +133,8 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
   flags.DEFINE_string('learner', '', 'Id of this learner; without it the loop is alone.')
-  flags.DEFINE_string('syncer', '127.0.0.1:7070', 'HOST:PORT of the syncer.')
+  flags.DEFINE_string(
+    'syncer', 'file:runs/linen/syncer/address', 'Where the syncer listens, as for diloco_jax.join.'
+  )
   flags.DEFINE_string('checkpoints', '', 'Folder of checkpoints; without it, none.')
   app.run(main)

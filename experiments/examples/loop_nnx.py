@@ -2,9 +2,9 @@
 
     python experiments/examples/loop_nnx.py     # alone
 
-    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/nnx --port=7070
-    python experiments/examples/loop_nnx.py --learner=l0 --syncer=127.0.0.1:7070
-    python experiments/examples/loop_nnx.py --learner=l1 --syncer=127.0.0.1:7070
+    diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/nnx
+    python experiments/examples/loop_nnx.py --learner=l0
+    python experiments/examples/loop_nnx.py --learner=l1
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
 after a token; its embedding is merged by averaging, since its path says `embed`.
@@ -87,5 +87,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == '__main__':
   flags.DEFINE_string('learner', '', 'Id of this learner; without it the loop is alone.')
-  flags.DEFINE_string('syncer', '127.0.0.1:7070', 'HOST:PORT of the syncer.')
+  flags.DEFINE_string(
+    'syncer', 'file:runs/nnx/syncer/address', 'Where the syncer listens, as for diloco_jax.join.'
+  )
   app.run(main)

@@ -32,11 +32,12 @@ def _run_on(choose) -> None:
     os.sched_setaffinity(0, {choose(os.sched_getaffinity(0))})
 
 
-def syncer(pipe, max_payload_bytes: int) -> None:
+def syncer(pipe, moments_bytes: int) -> None:
   """The syncer's end: receives donations and reports each one."""
   _run_on(max)
   from diloco_jax.protocol import events, messages
   from diloco_jax.transport import (
+    addresses,
     grpc_server,
     link,  # pylint: disable=g-import-not-at-top
     payloads,
@@ -45,12 +46,25 @@ def syncer(pipe, max_payload_bytes: int) -> None:
   kept = payloads.PayloadStore()
 
   def post(event):
-    if isinstance(event, events.Received) and isinstance(event.message, messages.Donation):
-      kept.drop(event.payload_id)
-      pipe.send(event.message.transfer)
+    match event:
+      case events.Received(session=session, message=message):
+        transport.handled(session)
+        if isinstance(message, messages.Donation):
+          kept.drop(event.payload_id)
+          ask(session, message.transfer + 1)
+          pipe.send(message.transfer)
+      case events.Connected(session=session):
+        ask(session, 1)
+
+  def ask(session, transfer):
+    transport.send(session, messages.Donate(transfer=transfer, clock=0, versions=(0,)))
 
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', post, kept, link.Limits(max_payload_bytes=max_payload_bytes)
+    '127.0.0.1:0',
+    post,
+    kept,
+    link.Limits(contribution_bytes=(0,), publish_bytes=(0,), donation_bytes=moments_bytes),
+    access=addresses.Access(plaintext_loopback=True),
   )
   pipe.send(transport.port)
   pipe.recv()
@@ -62,8 +76,10 @@ class Donor:
 
   def __init__(self, pipe, port: int, config, rate_bytes_per_s: int, assembled):
     from diloco_jax.learner import moments_work
+    from diloco_jax.protocol import messages  # pylint: disable=g-import-not-at-top
     from diloco_jax.train import island as island_lib
     from diloco_jax.transport import (
+      addresses,
       grpc_client,
       link,  # pylint: disable=g-import-not-at-top
       payloads,
@@ -83,13 +99,22 @@ class Donor:
     self._moments.compile()
     self._connected = threading.Event()
     limits = link.Limits(
-      max_payload_bytes=assembled.max_payload_bytes, donation_bytes_per_s=rate_bytes_per_s
+      contribution_bytes=(0,),
+      publish_bytes=(0,),
+      donation_bytes=assembled.moments_bytes,
+      donation_bytes_per_s=rate_bytes_per_s,
     )
     self._transport = grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{port}', self._post, self._payloads, limits
+      lambda: f'127.0.0.1:{port}',
+      self._post,
+      self._payloads,
+      limits,
+      access=addresses.Access(plaintext_loopback=True),
     )
     self._transport.dial(1)
     self._connected.wait()
+    join = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
+    self._transport.send(1, join)
 
   def _post(self, event) -> None:
     from diloco_jax.protocol import events, messages  # pylint: disable=g-import-not-at-top
@@ -165,7 +190,7 @@ def main() -> None:
   assembled = build.assemble(config)
   ours, theirs = multiprocessing.get_context('spawn').Pipe()
   process = multiprocessing.get_context('spawn').Process(
-    target=syncer, args=(theirs, assembled.max_payload_bytes), daemon=True
+    target=syncer, args=(theirs, assembled.moments_bytes), daemon=True
   )
   process.start()
   _run_on(min)

@@ -19,7 +19,7 @@ def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
 
 
 def test_an_address_without_a_port_is_refused(tmp_path):
-  with pytest.raises(program.NeverRetry, match="'localhost' is not HOST:PORT"):
+  with pytest.raises(program.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
     entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
   assert not (tmp_path / 'run').exists()
 

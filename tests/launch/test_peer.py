@@ -10,6 +10,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.launch import own_model
+from diloco_jax.transport import addresses
 
 _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
@@ -238,7 +239,7 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with pytest.raises(ValueError, match="learner is 'L 0'"):
     with diloco_jax.join(params, sync=sync, **kwargs | {'learner': 'L 0'}):
       pass
-  with pytest.raises(ValueError, match='not a loopback address'):
+  with pytest.raises(ValueError, match='needs certificates'):
     with diloco_jax.join(params, sync=sync, **kwargs | {'syncer': '10.0.0.1:7070'}):
       pass
   with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
@@ -281,4 +282,4 @@ def test_the_error_of_a_syncer_reaches_its_program():
   with pytest.raises(ValueError, match='64 balanced fragments'):
     with diloco_jax.run_syncer(total_steps=100, sync=sync) as server:
       model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
-      own_model.bring(model, lambda: server.address, wait_s=_DEADLINE_S)
+      own_model.bring(model, lambda: server.address, addresses.LOCAL, wait_s=_DEADLINE_S)

@@ -37,6 +37,9 @@ class Ports:
   def send(self, session: int, message: Any, payload: Any) -> None:
     self.asked.append(('send', session, message, payload))
 
+  def handled(self, session: int) -> None:
+    self.asked.append(('handled', session))
+
   def close(self, session: int, reason: str) -> None:
     self.asked.append(('close', session, reason))
 
@@ -101,6 +104,14 @@ def test_actions_reach_their_ports_in_order_until_exit():
     ('close', 1, 'over'),
   ]
   assert [event.reason for _, event in machine.seen] == ['a', 'b']
+
+
+def test_the_transport_hears_of_every_message_that_was_handled():
+  ports, end = Ports(), actions.Exit(code=0, text='')
+  machine = Script([actions.Say(text='first')], [], [end])
+  received = events.Received(session=3, message=messages.Heartbeat())
+  run(machine, ports, received, events.Connected(session=4), events.Stop(reason='x'))
+  assert ports.asked == [('say', 'first'), ('handled', 3)]
 
 
 def test_a_failed_port_ends_the_node_after_the_earlier_events():

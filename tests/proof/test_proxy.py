@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 20.0
 MIB = 1 << 20
@@ -272,7 +272,13 @@ def test_a_learner_is_told_of_a_dead_syncer():
 
 # --- With our transports on both sides ------------------------------------------------------------
 
-_LIMITS = link.Limits(max_payload_bytes=4 * MIB, handshake_s=DEADLINE_S, drain_s=1.0)
+_LIMITS = link.Limits(
+  contribution_bytes=(MIB,), publish_bytes=(MIB,), handshake_s=DEADLINE_S, drain_s=1.0
+)
+_ACCESS = addresses.Access(plaintext_loopback=True)
+_JOIN = messages.Join(
+  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
+)
 
 
 class Behind:
@@ -303,11 +309,15 @@ def _ends():
   """(events of the syncer, its transport, events of the learner, its transport, the proxy)."""
   syncer_events, learner_events = queue.Queue(), queue.Queue()
   syncer = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS
+    '127.0.0.1:0', syncer_events.put, payloads.PayloadStore(), _LIMITS, access=_ACCESS
   )
   behind = Behind(syncer.port)
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: behind.proxy.address, learner_events.put, payloads.PayloadStore(), _LIMITS
+    lambda: behind.proxy.address,
+    learner_events.put,
+    payloads.PayloadStore(),
+    _LIMITS,
+    access=_ACCESS,
   )
   yield syncer_events, syncer, learner_events, learner, behind
   learner.shutdown(0.0)
@@ -330,12 +340,16 @@ def _contribution(data: bytes) -> messages.Contribution:
 
 
 def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(ends):
-  syncer_events, _, learner_events, learner, behind = ends
+  syncer_events, syncer, learner_events, learner, behind = ends
   data = bytes(range(256)) * 4096
   for session in (1, 2):
     learner.dial(session)
     assert learner_events.get(timeout=DEADLINE_S) == events.Connected(session=session)
-    assert isinstance(syncer_events.get(timeout=DEADLINE_S), events.Connected)
+    number = syncer_events.get(timeout=DEADLINE_S).session
+    learner.send(session, _JOIN)
+    assert syncer_events.get(timeout=DEADLINE_S).message == _JOIN
+    syncer.send(number, messages.Pull(sync=1, fragment=0))
+    assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Received)
     if session == 1:
       behind.do(behind.proxy.up.flip, 16384)
     learner.send(session, _contribution(data), data)
@@ -354,6 +368,8 @@ def test_half_open_for_both_ends_and_then_healed(ends):
   learner.dial(1)
   assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Connected)
   number = syncer_events.get(timeout=DEADLINE_S).session
+  learner.send(1, _JOIN)
+  assert syncer_events.get(timeout=DEADLINE_S).message == _JOIN
   behind.do(behind.proxy.up.set, proxy_lib.Toxics(cut=True))
   learner.send(1, messages.Heartbeat())
   syncer.send(number, messages.Heartbeat())

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
+from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   adopted,
@@ -189,3 +190,43 @@ def test_a_new_incarnation_starts_at_step_zero():
   machine.handle(4, received(5, dataclasses.replace(confirm(nonce=9), incarnation=2)))
   member = machine.state()['members'][0]
   assert (member['incarnation'], member['clock'], member['nonce']) == (2, 0, 9)
+
+
+def connected_as(proved: str, **fields: Any) -> tuple[Any, list]:
+  """A syncer whose session 7 has proved an id, and its answer to a Join there."""
+  machine, _ = joined()
+  machine.handle(2, events.Connected(session=7, learner=proved))
+  return machine, machine.handle(3, received(7, join(**fields)))
+
+
+def test_a_process_joins_under_the_id_that_it_has_proved_and_no_other():
+  machine, out = connected_as('l1', learner='l2', nonce=99)
+  (refused,) = [a.message for a in out if isinstance(a, actions.Send)]
+  assert refused.code == 'NOT_YOURS' and refused.retry_ns is None
+  assert isinstance(out[-1], actions.Close) and out[-1].session == 7
+  machine, out = connected_as('l1', learner='l1', nonce=99)
+  assert [type(a.message) for a in out if isinstance(a, actions.Send)] == [messages.Offer]
+
+
+def test_the_nonce_of_a_live_process_takes_nothing_without_its_proof():
+  machine, _ = joined()
+  holder = machine._members.by_id['l0']
+  machine.handle(2, events.Connected(session=7, learner='l1'))
+  out = machine.handle(3, received(7, join(learner='l0', nonce=holder.nonce)))
+  assert [a.message.code for a in out if isinstance(a, actions.Send)] == ['NOT_YOURS']
+  assert holder.live and holder.session != 7
+
+
+def test_a_second_process_of_one_certificate_waits_for_the_lease_of_the_first():
+  """It is the same owner's, so its learner tries again as long as it takes, and never exits."""
+  _, out = connected_as('l0', learner='l0', nonce=99)
+  (refused,) = [a.message for a in out if isinstance(a, actions.Send)]
+  assert refused.code == 'YOUR_ID_IN_USE' and refused.retry_ns > 0
+  learner = single.new_learner()
+  for session in range(1, 6):
+    now_ms = session * 100_000
+    learner.handle(now_ms * single.MS, events.Wake())
+    learner.handle(now_ms * single.MS, events.Connected(session=session))
+    told = learner.handle(now_ms * single.MS, received(session, refused))
+    assert not [action for action in told if isinstance(action, actions.Exit)]
+    learner.handle(now_ms * single.MS, events.Disconnected(session=session, reason='refused'))

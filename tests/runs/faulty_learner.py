@@ -118,11 +118,12 @@ def main(argv: list[str]) -> int:
   if values.kills:
     _MortalSession.kills, transport_class = pathlib.Path(values.kills), _MortalTransport
   where = values.workdir, values.learner_id, values.syncer
-  return entrypoints.learner(config, *where, work_class, transport_class)
+  return entrypoints.learner(config, *where, program_lib.access(), work_class, transport_class)
 
 
 if __name__ == '__main__':
   program_lib.define_config()
+  program_lib.define_access()
   for name in ('workdir', 'learner_id', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_string('spoil', '', 'nan:N or huge:N')

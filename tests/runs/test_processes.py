@@ -166,11 +166,11 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   'command,flags,words',
   [
     ('train', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
-    ('syncer', ['--workdir={tmp}', '--host=0.0.0.0'], '127.0.0.1'),
+    ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], '--tls'),
     (
       'learner',
       ['--workdir={tmp}', '--learner_id=l0', '--syncer=10.0.0.1:7070'],
-      'loopback',
+      '--tls',
     ),
   ],
 )
@@ -207,11 +207,11 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')
-  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--port={address.split(":")[1]}')
+  taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--listen={address}')
   same = start('syncer', *run, f'--workdir={tmp_path}/s')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
-  assert address.split(':')[1] in _refusal(taken)
+  assert f'cannot listen on {address}: another syncer' in _refusal(taken)
   assert f'{tmp_path}/s/syncer/wal is already used by syncer pid' in _refusal(same)
   assert (tmp_path / 's' / 'syncer' / 'address').read_text().strip() == address
   assert 'Learner id "l0" is in use' in _refusal(twin)

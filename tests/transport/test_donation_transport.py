@@ -7,14 +7,22 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 DEADLINE_S = 60
 MIB = 1 << 20
 RATE = 4 * MIB
-LIMITS = link.Limits(max_payload_bytes=4 * MIB, donation_bytes_per_s=RATE, drain_s=1.0)
+ACCESS = addresses.Access(plaintext_loopback=True)
 MOMENTS = bytes(range(256)) * (4 * MIB // 256)
 FRAGMENT = b'a fragment'
+LIMITS = link.Limits(
+  contribution_bytes=(len(FRAGMENT), len(FRAGMENT)),
+  publish_bytes=(40, 40),
+  donation_bytes=len(MOMENTS),
+  donation_bytes_per_s=RATE,
+  drain_s=1.0,
+)
+JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
 
 
 class End:
@@ -32,16 +40,27 @@ class End:
 def _ends():
   """The syncer, a learner, and the syncer's number of their session."""
   syncer = End(
-    lambda post, kept: grpc_server.GrpcSyncerTransport('127.0.0.1:0', post, kept, LIMITS)
+    lambda post, kept: grpc_server.GrpcSyncerTransport(
+      '127.0.0.1:0', post, kept, LIMITS, access=ACCESS
+    )
   )
   learner = End(
     lambda post, kept: grpc_client.GrpcLearnerTransport(
-      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS
+      lambda: f'127.0.0.1:{syncer.transport.port}', post, kept, LIMITS, access=ACCESS
     )
   )
   learner.transport.dial(1)
   assert isinstance(learner.hears(), events.Connected)
-  yield syncer, learner, syncer.hears().session
+  session = syncer.hears().session
+  learner.transport.send(1, JOIN)
+  assert syncer.hears().message == JOIN
+  for asked in (
+    messages.Donate(transfer=1, clock=0, versions=(0, 0)),
+    messages.Pull(sync=2, fragment=0),
+  ):
+    syncer.transport.send(session, asked)
+    assert learner.hears().message == asked
+  yield syncer, learner, session
   learner.transport.shutdown(0.0)
   syncer.transport.shutdown(0.0)
 

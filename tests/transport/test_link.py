@@ -122,6 +122,20 @@ def test_waiting_messages_are_bounded():
     box.push(pull(3))
 
 
+def progress(clock):
+  return messages.Progress(clock=clock, steps=clock, tokens=clock, step_ns=1, finished=False)
+
+
+def test_a_waiting_progress_is_replaced_by_the_next_one_but_keeps_its_place():
+  box = send_queue(max_messages=3)
+  for clock in range(5):
+    box.push(progress(clock))
+  box.push(pull(1))
+  for clock in range(5, 9):
+    box.push(progress(clock))
+  assert [message for message, _ in control_of(box)] == [progress(4), pull(1), progress(8)]
+
+
 def test_clear_drops_all_messages_and_payloads():
   box = send_queue()
   box.push(pull(1)), box.push(publish(b'1'), b'1')
@@ -132,8 +146,8 @@ def test_clear_drops_all_messages_and_payloads():
 # --- Incoming -------------------------------------------------------------------------------------
 
 
-def receive_buffer(max_payload_bytes=10, max_waiting=2):
-  return link.ReceiveBuffer(max_payload_bytes, max_waiting)
+def receive_buffer(max_payload_bytes=10, max_announced=2):
+  return link.ReceiveBuffer(max_payload_bytes, max_announced)
 
 
 def arrive(box, transfer, data):
@@ -187,15 +201,19 @@ def test_a_repeated_unannounced_transfer_is_refused():
 
 
 def test_the_memory_for_one_peer_is_bounded():
-  box = receive_buffer(max_payload_bytes=3, max_waiting=2)
+  box = receive_buffer(max_payload_bytes=3, max_announced=2)
   with pytest.raises(link.LinkError, match='4 bytes is announced, at most 3'):
     box.on_message(publish(b'abcd'), 1)
-  arrive(box, 1, b'a'), arrive(box, 2, b'b')
+  arrive(box, 1, b'ab')
+  assert box.takes(2, 1) and not box.takes(2, 2)
   with pytest.raises(link.LinkError, match='unannounced'):
-    arrive(box, 3, b'c')
-  box.on_message(publish(b'a'), 4), box.on_message(publish(b'a'), 5)
+    arrive(box, 2, b'bc')
+  arrive(box, 3, b'')
+  with pytest.raises(link.LinkError, match='unannounced'):
+    arrive(box, 4, b'')
+  box.on_message(publish(b'a'), 5), box.on_message(publish(b'a'), 6)
   with pytest.raises(link.LinkError, match='have not come'):
-    box.on_message(publish(b'a'), 6)
+    box.on_message(publish(b'a'), 7)
 
 
 # --- Donations ------------------------------------------------------------------------------------

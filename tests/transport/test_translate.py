@@ -11,10 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.tape import codec
 from diloco_jax.transport import errors, sync_pb2, translate
 
 DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
 CASES = [(direction, cls) for direction in DIRECTIONS for cls in direction.classes]
+
+
+# What people read comes back as it was if it is printable.
+_PRINTABLE = st.characters(codec='utf-8').filter(str.isprintable)
+_ASCII = st.characters(min_codepoint=32, max_codepoint=126)
 
 
 def ident(case):
@@ -31,7 +37,7 @@ def values(cls, name, kind):
   if dataclasses.is_dataclass(kind):
     return instances(kind)
   if kind is str:
-    return st.text(max_size=15)  # of at most four bytes each
+    return st.text(_ASCII if name == 'agreement' else _PRINTABLE, max_size=15)
   if kind is bool:
     return st.booleans()
   low, high = translate._RANGES.get((cls, name), translate._COUNT)
@@ -83,7 +89,9 @@ def join(**changes):
     (join(nonce=-1), 'range'),
     (join(learner='x' * 64), 'length'),
     (join(learner='ü' * 32), 'length'),
-    (join(agreement='x' * 65537), 'length'),
+    (join(agreement='x' * 3073), 'length'),
+    (join(agreement='{"a\x1b": 1}'), 'string'),
+    (messages.Leave(reason='x' * 256), 'length'),
     (join(learner='\ud800'), 'string'),
     (join(learner=None), 'type'),
     (messages.Finish(), 'body'),
@@ -150,6 +158,51 @@ def test_truncation_never_raises_anything_else(case):
         pass
 
   check()
+
+
+def test_text_of_a_peer_arrives_on_one_printable_line():
+  forged = messages.Leave(reason='done\r\n[syncer] all good\x1b[2J\u202e')
+  data = translate.LEARNER_TO_SYNCER.encode(forged)
+  message, _ = translate.LEARNER_TO_SYNCER.decode(data)
+  assert message.reason == r'done\r\n[syncer] all good\x1b[2J\u202e'
+  long = messages.Refused(code='MISMATCH', text='a\n' * 1500, retry_ns=None)
+  told, _ = translate.SYNCER_TO_LEARNER.decode(translate.SYNCER_TO_LEARNER.encode(long))
+  assert told.text.isprintable() and len(told.text) == 2000 and told.text.endswith('...')
+
+
+def test_the_receiver_sets_how_many_items_it_takes():
+  held = (messages.Held(version=0, digest=1),) * 3
+  confirm = messages.Confirm(
+    nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=held, shard=None, cursor=0
+  )
+  data = translate.LEARNER_TO_SYNCER.encode(confirm)
+  assert translate.LEARNER_TO_SYNCER.decode(data, 3) == (confirm, 0)
+  with pytest.raises(errors.WireError, match='length 3, at most 2'):
+    translate.LEARNER_TO_SYNCER.decode(data, 2)
+
+
+def longest(cls, fragments):
+  """A message of that class with every field as long as a learner may send it."""
+
+  def value(name, kind):
+    if isinstance(kind, types.UnionType):
+      return value(name, typing.get_args(kind)[0])
+    if typing.get_origin(kind) is tuple:
+      return (value(name, typing.get_args(kind)[0]),) * fragments
+    if dataclasses.is_dataclass(kind):
+      return longest(kind, fragments)
+    if kind is str:
+      return ('"' if name == 'agreement' else '\x1b') * translate.MAX_STRING_BYTES[name]
+    return kind(translate._RANGES.get((cls, name), translate._COUNT)[1])
+
+  return cls(**{f.name: value(f.name, f.type) for f in dataclasses.fields(cls)})
+
+
+@pytest.mark.parametrize('cls', translate.LEARNER_TO_SYNCER.classes)
+def test_a_received_message_takes_little_of_a_tape(cls):
+  direction, fragments = translate.LEARNER_TO_SYNCER, 24
+  message, _ = direction.decode(direction.encode(longest(cls, fragments)), fragments)
+  assert len(codec.encode(message)) < (7 if cls is messages.Join else 4) << 10
 
 
 def test_the_checked_in_stubs_are_those_of_the_proto():

@@ -12,11 +12,18 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import grpc_client, grpc_server, in_process, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
 
 DEADLINE_S = 20
 MIB = 1 << 20
-LIMITS = link.Limits(max_payload_bytes=8 * MIB, max_sessions=8, drain_s=2.0)
+SIZES = (0, 1, 3, MIB, MIB + 1, 2 * MIB, 2 * MIB + 1, 3 * MIB, 5 * MIB)  # by fragment
+LIMITS = link.Limits(
+  contribution_bytes=SIZES, publish_bytes=(8 * MIB,) * len(SIZES), max_members=8, drain_s=2.0
+)
+ACCESS = addresses.Access(plaintext_loopback=True)
+JOIN = messages.Join(
+  protocol=1, run='', learner='l0', nonce=1, incarnation=0, agreement='', host='', pid=1
+)
 
 
 class End:
@@ -31,6 +38,8 @@ class End:
   def next(self):
     event = self.inbox.get(timeout=DEADLINE_S)
     self.history.append(event)
+    if isinstance(event, events.Received):
+      self.transport.handled(event.session)
     return event
 
   def message(self):
@@ -81,7 +90,9 @@ class GrpcWorld(InProcessWorld):
 
   def syncer(self):
     address = '127.0.0.1:0'
-    end = End(lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS))
+    end = End(
+      lambda *ports: grpc_server.GrpcSyncerTransport(address, *ports, LIMITS, access=ACCESS)
+    )
     self.port = end.transport.port
     return self.add(end)
 
@@ -89,7 +100,9 @@ class GrpcWorld(InProcessWorld):
     def address():
       return f'127.0.0.1:{self.port or 1}'  # no process listens on port 1
 
-    return self.add(End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS)))
+    return self.add(
+      End(lambda *ports: grpc_client.GrpcLearnerTransport(address, *ports, LIMITS, access=ACCESS))
+    )
 
   def cut(self, learner):
     for session in list(learner.transport._sessions.values()):
@@ -111,22 +124,32 @@ def world(request):
 
 
 def connect(syncer, learner, session=1):
-  """Dials and returns the syncer's number of the session."""
+  """Dials, sends the Join and returns the syncer's number of the session."""
   learner.transport.dial(session)
   assert learner.next() == events.Connected(session=session)
   event = syncer.next()
   assert isinstance(event, events.Connected)
+  learner.transport.send(session, JOIN, None)
+  assert syncer.next() == events.Received(session=event.session, message=JOIN)
   return event.session
+
+
+def pull(syncer, number, learner, *blobs):
+  """Asks the learner for contributions of these sizes."""
+  for blob in blobs:
+    asked = messages.Pull(sync=1, fragment=SIZES.index(len(blob)))
+    syncer.transport.send(number, asked, None)
+    assert learner.message() == asked
 
 
 def describe(data):
   return messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))
 
 
-def contribution(data, fragment=0):
+def contribution(data):
   return messages.Contribution(
     sync=1,
-    fragment=fragment,
+    fragment=SIZES.index(len(data)),
     version=0,
     steps=1,
     tokens_from=0,
@@ -148,8 +171,8 @@ def publish(data, fragment=0, version=1, base_version=0):
   )
 
 
-def progress(step):
-  return messages.Progress(clock=step, steps=step, tokens=step, step_ns=1, finished=False)
+def adopted(version):
+  return messages.Adopted(fragment=0, version=version, tokens=0, matched=True)
 
 
 def received_bytes(end, message):
@@ -162,9 +185,9 @@ def test_messages_arrive_in_order_both_ways(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   for step in range(200):
-    learner.transport.send(1, progress(step), None)
+    learner.transport.send(1, adopted(step), None)
     syncer.transport.send(number, messages.Pull(sync=step, fragment=0), None)
-  assert [syncer.message().clock for _ in range(200)] == list(range(200))
+  assert [syncer.message().version for _ in range(200)] == list(range(200))
   assert [learner.message().sync for _ in range(200)] == list(range(200))
 
 
@@ -173,6 +196,7 @@ def test_payloads_cross_whole_both_ways(world, size):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   data = os.urandom(size)
+  pull(syncer, number, learner, data)
   learner.transport.send(1, contribution(data), memoryview(data))
   syncer.transport.send(number, publish(data), data)
   assert received_bytes(syncer, contribution(data)) == data
@@ -185,20 +209,22 @@ def test_payloads_cross_whole_both_ways(world, size):
 
 def test_payloads_keep_their_order_among_control_messages(world):
   syncer, learner = world.syncer(), world.learner()
-  connect(syncer, learner)
-  blobs = [os.urandom(2 * MIB + k) for k in range(4)]
+  number = connect(syncer, learner)
+  blobs = [os.urandom(size) for size in (5 * MIB, 3 * MIB, 2 * MIB + 1, 1)]
+  pull(syncer, number, learner, *blobs)
   for k, blob in enumerate(blobs):
-    learner.transport.send(1, contribution(blob, fragment=k), blob)
-    learner.transport.send(1, progress(k), None)
+    learner.transport.send(1, contribution(blob), blob)
+    learner.transport.send(1, adopted(k), None)
   came = [syncer.message() for _ in range(8)]
-  assert [m.clock for m in came if isinstance(m, messages.Progress)] == [0, 1, 2, 3]
-  assert [m.fragment for m in came if isinstance(m, messages.Contribution)] == [0, 1, 2, 3]
+  assert [m.version for m in came if isinstance(m, messages.Adopted)] == [0, 1, 2, 3]
+  assert [m for m in came if isinstance(m, messages.Contribution)] == [*map(contribution, blobs)]
 
 
 def test_messages_before_a_close_arrive_before_it(world):
   syncer, learner = world.syncer(), world.learner()
   number = connect(syncer, learner)
   data = os.urandom(5 * MIB)
+  pull(syncer, number, learner, data)
   learner.transport.send(1, contribution(data), data)
   learner.transport.send(1, messages.Leave(reason='done'), None)
   learner.transport.close(1, 'the run is over')
@@ -238,7 +264,7 @@ def test_sending_to_a_closed_session_has_no_effect(world):
   number = connect(syncer, learner)
   learner.transport.close(1, 'bye')
   learner.next(), syncer.next()
-  learner.transport.send(1, progress(1), None)
+  learner.transport.send(1, adopted(1), None)
   syncer.transport.send(number, publish(b'x'), b'x')
   syncer.transport.send(77, messages.Finish(), None)
   learner.transport.close(77, 'never dialed')
@@ -252,8 +278,8 @@ def test_both_ends_report_a_lost_connection_and_the_learner_dials_again(world):
   assert isinstance(syncer.next(), events.Disconnected)
   second = connect(syncer, learner, session=2)
   assert second != first
-  learner.transport.send(2, progress(5), None)
-  assert syncer.next() == events.Received(session=second, message=progress(5))
+  learner.transport.send(2, adopted(5), None)
+  assert syncer.next() == events.Received(session=second, message=adopted(5))
 
 
 def test_a_failed_dial_is_reported_once(world):
@@ -289,8 +315,9 @@ def test_shutdown_sends_the_queued_messages(world):
 
 def test_a_close_just_before_the_shutdown_sends_the_queued_messages(world):
   syncer, learner = world.syncer(), world.learner()
-  connect(syncer, learner)
+  number = connect(syncer, learner)
   data = os.urandom(5 * MIB)
+  pull(syncer, number, learner, data)
   learner.transport.send(1, contribution(data), data)
   learner.transport.close(1, 'done')
   learner.transport.shutdown(DEADLINE_S)
@@ -302,6 +329,7 @@ def test_two_learners_at_once_do_not_mix(world):
   numbers = [connect(syncer, learner) for learner in learners]
   blobs = [os.urandom(3 * MIB), os.urandom(3 * MIB)]
   for learner, number, blob in zip(learners, numbers, blobs):
+    pull(syncer, number, learner, blob)
     learner.transport.send(1, contribution(blob), blob)
     syncer.transport.send(number, publish(blob), blob)
   came = {
@@ -315,7 +343,7 @@ def test_two_learners_at_once_do_not_mix(world):
 @pytest.mark.parametrize(
   'message, payload',
   [
-    (progress(1), b'stray'),
+    (adopted(1), b'stray'),
     (contribution(b'abc'), None),
     (contribution(b'abc'), b'ab'),
   ],

@@ -108,9 +108,11 @@ class ChaosRun(conductor.Conductor):
 
   def _connect_to_proxy(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name == supervisor_lib.SYNCER:
-      return program
+      return conductor.with_more(program, '--listen=127.0.0.1:0', '--plaintext_loopback')
     address = f'file:{_proxy_file(self.workdir, program.name)}'
-    return conductor.with_flag(program, 'syncer', address)
+    return conductor.with_more(
+      conductor.with_flag(program, 'syncer', address), '--plaintext_loopback'
+    )
 
   def _now_s(self) -> float:
     return time.time() - self.run.began_s

@@ -176,6 +176,12 @@ def with_flag(program: supervisor_lib.Program, name: str, value: str) -> supervi
   return dataclasses.replace(program, command=command)
 
 
+def with_more(program: supervisor_lib.Program, *words: str) -> supervisor_lib.Program:
+  """The program with more flags, and its standby process too."""
+  standby = [*program.standby, *words] if program.standby else ()
+  return dataclasses.replace(program, command=[*program.command, *words], standby=standby)
+
+
 Conducted = TypeVar('Conducted', bound=Conductor)
 
 

@@ -92,10 +92,28 @@ def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refu
   return None
 
 
+def refuse_unproved(join: messages.Join, proved: str) -> messages.Refused | None:
+  """Refuses a process that has proved another id than the one that it wants."""
+  if proved in ('', join.learner):
+    return None
+  return messages.Refused(
+    code='NOT_YOURS',
+    text=f'The certificate of this process is of learner "{proved}", it cannot join as '
+    f'"{join.learner}". Nothing was merged. Start it with --learner_id={proved}, or with the '
+    f'certificate of "{join.learner}".',
+    retry_ns=None,
+  )
+
+
 def refuse_if_held(
-  join: messages.Join, members: members_lib.Members, config: config_lib.ProtocolConfig, now_ns: int
+  join: messages.Join,
+  members: members_lib.Members,
+  config: config_lib.ProtocolConfig,
+  now_ns: int,
+  proved: str,
 ) -> messages.Refused | None:
-  """Refuses a process that is fenced or in quarantine, or whose id another live process holds."""
+  """Refuses a process that is fenced or in quarantine, or whose id another live process holds. The
+  holder of a proved id is another process of the same owner, so it is worth waiting for its end."""
   if members.replaced(join.learner, join.nonce, join.incarnation):
     return messages.Refused(
       code='FENCED',
@@ -113,7 +131,7 @@ def refuse_if_held(
   heard_s = (now_ns - holder.heard_ns) / config_lib.SECOND_NS
   lease_s = config.lease_ns / config_lib.SECOND_NS
   return messages.Refused(
-    code='ID_IN_USE',
+    code='YOUR_ID_IN_USE' if proved else 'ID_IN_USE',
     text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
     f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
     f'process and wait {lease_s:g} s.',
@@ -165,6 +183,7 @@ class Membership:
     self._out = out
     self._notices = screening.notices
     self.plausibility = plausible.Plausibility(config, ledger, pace, published)
+    self._proved: dict[int, str] = {}  # ids, by session, where they are proved
     self._offered: dict[int, _Offered] = {}
     self._waiting_room: dict[int, messages.Confirm] = {}  # by session
     self._told_to_wait: set[int] = set()  # sessions
@@ -180,12 +199,19 @@ class Membership:
 
   # --- From Join to the waiting room --------------------------------------------------------------
 
+  def connected(self, session: int, proved: str) -> None:
+    if proved:
+      self._proved[session] = proved
+
   def join(self, now_ns: int, session: int, join: messages.Join) -> None:
     """Offers an incarnation or refuses."""
     if session in self._members.by_session:
       return  # repeated by a member
-    refused = refuse_unfit(join, self._agreement, self._run) or refuse_if_held(
-      join, self._members, self._config, now_ns
+    proved = self._proved.get(session, '')
+    refused = (
+      refuse_unfit(join, self._agreement, self._run)
+      or refuse_unproved(join, proved)
+      or refuse_if_held(join, self._members, self._config, now_ns, proved)
     )
     if refused is not None:
       self._refuse(session, refused)
@@ -209,7 +235,7 @@ class Membership:
     if fault:
       self._out.close(session, f'implausible: {fault}')
       return
-    refused = self._recheck_offer(now_ns, offered)
+    refused = self._recheck_offer(now_ns, offered, self._proved.get(session, ''))
     if refused is not None:
       self._refuse(session, refused)
       return
@@ -218,10 +244,10 @@ class Membership:
       self._close(before, 'the process opened a new session', 'replaced by a new session')
     self._admit(now_ns, session, offered.join, confirm)
 
-  def _recheck_offer(self, now_ns: int, offered: _Offered) -> messages.Refused | None:
+  def _recheck_offer(self, now_ns: int, offered: _Offered, proved: str) -> messages.Refused | None:
     """Refuses if another process took the id between Offer and Confirm."""
     join = offered.join
-    refused = refuse_if_held(join, self._members, self._config, now_ns)
+    refused = refuse_if_held(join, self._members, self._config, now_ns, proved)
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
@@ -458,6 +484,7 @@ class Membership:
 
   def lose(self, session: int, reason: str) -> None:
     """Removes a closed session and its learner from every part; the other learners continue."""
+    self._proved.pop(session, None)
     self._offered.pop(session, None)
     self._waiting_room.pop(session, None)
     self._told_to_wait.discard(session)

@@ -181,7 +181,9 @@ class SyncerMachine:
         self._snapshots.ask()
       case events.Stop(reason=reason):
         self._stopping = self._stopping or reason
-      case events.Connected() | events.Wake():
+      case events.Connected(session=session, learner=learner):
+        self._membership.connected(session, learner)
+      case events.Wake():
         pass
       case _:
         raise TypeError(f'not an event of a syncer: {event}')

@@ -133,11 +133,13 @@ class RefusedWithReason(invariant.Invariant):
           and peer.join.nonce == holder.nonce
           and (0 < self.config.strikes <= holder.max_strikes)
         )
-      case 'ID_IN_USE':
+      case 'ID_IN_USE' | 'YOUR_ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':
         due = holder and holder.incarnation + (holder.nonce != peer.join.nonce)
         true = holder is not None and peer.offered != due
+      case 'NOT_YOURS':
+        true = peer.proved not in ('', peer.join.learner)
       case 'MISMATCH':
         true = peer.join.agreement != book.life.start.agreement
       case 'PROTOCOL':

@@ -40,6 +40,7 @@ class Peer:
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it
+  proved: str = ''  # the id that its transport has proved; '': none
 
   @property
   def caught_up(self) -> bool:
@@ -177,7 +178,7 @@ class SyncerBook:
   # --- Events -------------------------------------------------------------------------------------
 
   def connected(self, now_ns: int, event: events.Connected, out: Sequence) -> None:
-    self.peers[event.session] = Peer(event.session, now_ns)
+    self.peers[event.session] = Peer(event.session, now_ns, proved=event.learner)
 
   def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
     peer = self.peers.pop(event.session, None)

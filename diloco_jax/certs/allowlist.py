@@ -1,0 +1,96 @@
+"""The allowlist: which certificates of a run's learners the syncer accepts.
+
+A file of the syncer's folder, JSON::
+
+    {"run": "RUN", "learners": {"l0": [{"sha256": "0f...", "until": "2026-12-22T10:00:00+00:00"}]}}
+
+A certificate that the authority has signed is not enough: it must be listed. So taking a line out
+revokes it. The owner's commands write the file (authority.py), the syncer reads it again when it
+changes (transport/credentials.py).
+"""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping
+
+from diloco_jax.certs import names, private, proofs
+
+FILE = 'allowlist.json'
+_MAX_BYTES = 4 << 20
+
+Listed = dict[str, dict[str, datetime.datetime]]  # by id, by SHA-256: when the certificate ends
+
+
+class Allowlist:
+  """The certificates that a run's syncer accepts; `listed` is not changed after construction."""
+
+  def __init__(self, run: str, listed: Mapping[str, Mapping[str, datetime.datetime]]):
+    self.run = run
+    self.listed: Listed = {learner: dict(entries) for learner, entries in listed.items()}
+
+  def require(self, proof: proofs.Proof) -> None:
+    """Raises Unproved unless the certificate is one of this run, and listed for its id."""
+    name = proof.name
+    if name.run != self.run:
+      raise proofs.Unproved(f'the certificate is of run {name.run}, this syncer serves {self.run}')
+    if name.id not in self.listed:
+      raise proofs.Unproved(
+        f'learner {name.id} is not on the allowlist of run {self.run}: its owner lists it with '
+        f'`diloco certs issue {name.id}`'
+      )
+    if proof.sha256 not in self.listed[name.id]:
+      raise proofs.Unproved(
+        f'this certificate of learner {name.id} is not on the allowlist of run {self.run}: it was '
+        'revoked, or replaced by a newer one'
+      )
+
+  def with_certificate(self, proof: proofs.Proof, now: datetime.datetime) -> 'Allowlist':
+    """Adds a certificate; those of its learner that have not ended stay."""
+    listed = {id: _unended(entries, now) for id, entries in self.listed.items()}
+    listed.setdefault(proof.name.id, {})[proof.sha256] = proof.not_after
+    return Allowlist(self.run, listed)
+
+  def without(self, learner: str) -> 'Allowlist':
+    return Allowlist(self.run, {id: one for id, one in self.listed.items() if id != learner})
+
+  def write(self, folder: pathlib.Path) -> None:
+    rows = {
+      learner: [{'sha256': sha256, 'until': until.isoformat()} for sha256, until in entries.items()]
+      for learner, entries in sorted(self.listed.items())
+    }
+    text = json.dumps({'run': self.run, 'learners': rows}, indent=2)
+    private.replace(folder / FILE, text.encode() + b'\n')
+
+
+def read(folder: pathlib.Path) -> Allowlist:
+  """Reads the allowlist in a folder. Raises ValueError if it is missing or not whole."""
+  path = folder / FILE
+  try:
+    with open(path, 'rb') as file:
+      data = file.read(_MAX_BYTES + 1)
+    if len(data) > _MAX_BYTES:
+      raise ValueError(f'it has more than {_MAX_BYTES} bytes')
+    if path.stat().st_mode & 0o022:
+      raise ValueError('other users may write it: chmod 600')
+    return _parse(json.loads(data))
+  except OSError as error:
+    raise ValueError(f'{path} cannot be read: {error.strerror}') from None
+  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    raise ValueError(f'{path} is not a whole allowlist: {error}') from None
+
+
+def _parse(data: dict) -> Allowlist:
+  listed: Listed = {}
+  for learner, rows in data['learners'].items():
+    names.Name(data['run'], names.LEARNER, learner)
+    listed[learner] = {
+      str(row['sha256']): datetime.datetime.fromisoformat(row['until']) for row in rows
+    }
+  return Allowlist(data['run'], listed)
+
+
+def _unended(
+  entries: Mapping[str, datetime.datetime], now: datetime.datetime
+) -> dict[str, datetime.datetime]:
+  return {sha256: until for sha256, until in entries.items() if until > now}

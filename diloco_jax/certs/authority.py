@@ -1,0 +1,164 @@
+"""The owner's folder: the authority of a run, and one folder for each of its nodes.
+
+FOLDER/ca.pem, ca.key         the authority
+FOLDER/syncer/                ca.pem, cert.pem, key.pem and allowlist.json: goes to the syncer
+FOLDER/ID/                    ca.pem, cert.pem, key.pem: goes to learner ID
+
+The key of the authority signs whatever its holder likes, so keep it off the machines of the run.
+The name of a certificate comes from the owner, never from a request. All errors are ValueError,
+with one line.
+"""
+
+import dataclasses
+import datetime
+import pathlib
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from diloco_jax.certs import allowlist, check, mint, names, private, proofs
+
+AUTHORITY_KEY = 'ca.key'
+REQUEST = 'request.pem'
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Authority:
+  """The authority of a run, in the owner's folder."""
+
+  folder: pathlib.Path
+  run: str
+  certificate: x509.Certificate
+  key: ec.EllipticCurvePrivateKey
+
+  def issue(self, id: str, now: datetime.datetime, renew: bool = False) -> proofs.Proof:
+    """Makes the folder of a node with a new key and certificate; lists a learner's certificate.
+
+    `renew` replaces those in a folder that is there; the old certificate stays good until its end.
+    """
+    name, folder = self._name(id), self.folder / id
+    self._require(folder, there=renew)
+    key = mint.new_key()
+    certificate = mint.leaf(self.certificate, self.key, name, key.public_key(), now)
+    if not renew:
+      private.make_folder(folder)
+    private.replace(folder / check.KEY, mint.key_pem(key))
+    return self._place(folder, certificate, now)
+
+  def sign(
+    self, request: bytes, id: str, now: datetime.datetime, renew: bool = False
+  ) -> proofs.Proof:
+    """Like `issue`, for a key that never leaves its machine: the request has its public half."""
+    name, folder = self._name(id), self.folder / id
+    try:
+      asked = x509.load_pem_x509_csr(request)
+    except ValueError:
+      raise ValueError('the request is not one in PEM: make it with `diloco certs csr`') from None
+    public_key = asked.public_key()
+    if not asked.is_signature_valid or not isinstance(public_key, ec.EllipticCurvePublicKey):
+      raise ValueError('the request is not signed by its own key, or its key is not P-256')
+    if not isinstance(public_key.curve, ec.SECP256R1):
+      raise ValueError(f'the key of the request is {public_key.curve.name}, it must be P-256')
+    self._require(folder, there=renew)
+    if not renew:
+      private.make_folder(folder)
+    certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
+    return self._place(folder, certificate, now)
+
+  def revoke(self, learner: str) -> int:
+    """Takes a learner off the allowlist; returns how many certificates it had there."""
+    listed = self.allowlist()
+    if learner not in listed.listed:
+      raise ValueError(
+        f'{learner!r} is not on the allowlist of run {self.run}; on it: '
+        f'{", ".join(sorted(listed.listed)) or "no learner"}'
+      )
+    listed.without(learner).write(self.folder / names.SYNCER)
+    return len(listed.listed[learner])
+
+  def allowlist(self) -> allowlist.Allowlist:
+    return allowlist.read(self.folder / names.SYNCER)
+
+  def issued(self) -> list[proofs.Proof]:
+    """The newest certificate of each node, in the order of their ids."""
+    found = []
+    for path in sorted(self.folder.glob(f'*/{check.CERTIFICATE}')):
+      role = names.SYNCER if path.parent.name == names.SYNCER else names.LEARNER
+      found.append(proofs.of_pem(path.read_bytes(), role))
+    return found
+
+  def _name(self, id: str) -> names.Name:
+    return names.Name(self.run, names.SYNCER if id == names.SYNCER else names.LEARNER, id)
+
+  def _require(self, folder: pathlib.Path, there: bool) -> None:
+    if folder.exists() and not there:
+      raise ValueError(
+        f'{folder} is there already and is not overwritten: to replace its certificate, --renew'
+      )
+    if there and not folder.is_dir():
+      raise ValueError(f'there is no {folder} to renew; leave --renew out to make it')
+
+  def _place(
+    self, folder: pathlib.Path, certificate: x509.Certificate, now: datetime.datetime
+  ) -> proofs.Proof:
+    proof = proofs.of(certificate, names.SYNCER if folder.name == names.SYNCER else names.LEARNER)
+    private.replace(folder / check.AUTHORITY, mint.pem(self.certificate))
+    if proof.name.role == names.LEARNER:  # listed before it is used
+      self.allowlist().with_certificate(proof, now).write(self.folder / names.SYNCER)
+    private.replace(folder / check.CERTIFICATE, mint.pem(certificate))
+    return proof
+
+
+def init(folder: pathlib.Path, run: str, now: datetime.datetime) -> Authority:
+  """Makes the owner's folder, with the authority and the syncer's folder."""
+  names.Name(run, names.SYNCER, names.SYNCER)
+  try:
+    private.make_folder(folder)
+  except FileExistsError:
+    raise ValueError(
+      f'{folder} is there already and is not overwritten: choose another --folder'
+    ) from None
+  key = mint.new_key()
+  certificate = mint.authority(run, key, now)
+  private.write_new(folder / AUTHORITY_KEY, mint.key_pem(key))
+  private.write_new(folder / check.AUTHORITY, mint.pem(certificate))
+  made = Authority(folder, run, certificate, key)
+  made.issue(names.SYNCER, now)
+  allowlist.Allowlist(run, {}).write(folder / names.SYNCER)
+  return made
+
+
+def load(folder: pathlib.Path) -> Authority:
+  """Opens the owner's folder."""
+  for path in (folder, folder / AUTHORITY_KEY):
+    try:
+      objection = private.objection(path)
+    except OSError as error:
+      raise ValueError(
+        f'{path}: {error.strerror}; make the authority of a run with `diloco certs init`'
+      ) from None
+    if objection:
+      raise ValueError(objection)
+  key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
+  certificate = x509.load_pem_x509_certificate((folder / check.AUTHORITY).read_bytes())
+  if not isinstance(key, ec.EllipticCurvePrivateKey):
+    raise ValueError(f'{folder / AUTHORITY_KEY} is not an EC key')
+  if key.public_key() != certificate.public_key():
+    raise ValueError(f'{folder}: {AUTHORITY_KEY} is not the key of {check.AUTHORITY}')
+  (run,) = certificate.subject
+  return Authority(folder, str(run.value), certificate, key)
+
+
+def request(folder: pathlib.Path) -> pathlib.Path:
+  """Makes a learner's key in a new folder on its machine; returns the path of the request to sign.
+
+  In a folder that has a key, the request is made for that key again.
+  """
+  if not folder.exists():
+    private.make_folder(folder)
+    private.write_new(folder / check.KEY, mint.key_pem(mint.new_key()))
+  key = serialization.load_pem_private_key((folder / check.KEY).read_bytes(), password=None)
+  path = folder / REQUEST
+  private.replace(path, mint.pem(mint.request(key)))
+  return path

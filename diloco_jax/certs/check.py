@@ -1,0 +1,103 @@
+"""Checks the folder of a node: its certificate, its key, and the authority of its run.
+
+A learner checks its folder before every dial, because gRPC tells a client whose certificate is
+refused nothing but "Socket closed".
+"""
+
+import dataclasses
+import datetime
+import pathlib
+
+from cryptography import exceptions, x509
+from cryptography.hazmat.primitives import serialization
+
+from diloco_jax.certs import private, proofs
+
+AUTHORITY, CERTIFICATE, KEY = 'ca.pem', 'cert.pem', 'key.pem'
+FILES = (AUTHORITY, CERTIFICATE, KEY)
+WARN_DAYS = 7
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Identity:
+  """A node's own certificate and key, checked. `authority`, `certificate`, `key` are PEM."""
+
+  proof: proofs.Proof
+  authority: bytes
+  certificate: bytes
+  key: bytes
+
+
+def read(folder: pathlib.Path, role: str, now: datetime.datetime) -> Identity:
+  """Reads the folder of a node. Raises ValueError that names everything that is wrong."""
+  found, wrong = _examine(folder, role, now)
+  if wrong:
+    raise ValueError(f'--tls={folder}: {"; ".join(wrong)}')
+  return found
+
+
+def problems(folder: pathlib.Path, role: str, now: datetime.datetime) -> list[str]:
+  """What is wrong in the folder of a node, each with what to do; [] if all is right."""
+  return _examine(folder, role, now)[1]
+
+
+def warning(proof: proofs.Proof, now: datetime.datetime) -> str:
+  """Says that a certificate ends soon, from WARN_DAYS before its end on; else ''."""
+  left = proof.not_after - now
+  if left > datetime.timedelta(days=WARN_DAYS):
+    return ''
+  return (
+    f'the certificate of {proof.name.uri} ends at {proofs.date(proof.not_after)}, in '
+    f'{left.total_seconds() / 86400:.1f} days: `diloco certs issue {proof.name.id} --renew`, then '
+    'replace the files in its folder; no restart is needed'
+  )
+
+
+def _examine(
+  folder: pathlib.Path, role: str, now: datetime.datetime
+) -> tuple[Identity | None, list[str]]:
+  wrong: list[str] = []
+  data: dict[str, bytes] = {}
+  for name in FILES:
+    path = folder / name
+    try:
+      data[name] = path.read_bytes()
+      if name == KEY and (objection := private.objection(path)):
+        wrong.append(objection)
+    except OSError as error:
+      wrong.append(f'{name} cannot be read ({error.strerror})')
+  if len(data) < len(FILES):
+    return None, wrong
+  try:
+    authorities = x509.load_pem_x509_certificates(data[AUTHORITY])
+  except ValueError:
+    return None, [*wrong, f'{AUTHORITY} is not a certificate in PEM']
+  try:
+    certificate = x509.load_pem_x509_certificate(data[CERTIFICATE])
+  except ValueError:
+    return None, [*wrong, f'{CERTIFICATE} is not a certificate in PEM']
+  try:
+    key = serialization.load_pem_private_key(data[KEY], password=None)
+    if key.public_key() != certificate.public_key():
+      wrong.append(f'{KEY} is not the key of {CERTIFICATE}')
+  except (ValueError, TypeError, exceptions.UnsupportedAlgorithm):
+    wrong.append(f'{KEY} is not a private key in PEM without a password')
+  issuers = [one for one in authorities if _issued_by(certificate, one)]
+  if not issuers:
+    wrong.append(f'{CERTIFICATE} is not signed by {AUTHORITY}: both must be of the same authority')
+  elif all(now >= one.not_valid_after_utc for one in issuers):
+    wrong.append(f'{AUTHORITY} has ended at {proofs.date(issuers[0].not_valid_after_utc)}')
+  try:
+    proof = proofs.of(certificate, role)
+    proof.require_valid(now)
+  except proofs.Unproved as error:
+    return None, [*wrong, str(error)]
+  return Identity(proof, data[AUTHORITY], data[CERTIFICATE], data[KEY]), wrong
+
+
+def _issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
+  try:
+    certificate.verify_directly_issued_by(issuer)
+  except (ValueError, TypeError, exceptions.InvalidSignature):
+    return False
+  return True

@@ -1,0 +1,43 @@
+"""Files and folders that only this user may read."""
+
+import os
+import pathlib
+import stat
+
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def make_folder(folder: pathlib.Path) -> None:
+  """Makes a folder of this user alone, and those above it. Raises FileExistsError or OSError."""
+  folder.parent.mkdir(parents=True, exist_ok=True)
+  folder.mkdir(mode=0o700)
+  folder.chmod(0o700)  # whatever the umask takes away
+
+
+def write_new(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file that does not exist yet. Raises FileExistsError or OSError."""
+  with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), 'wb') as file:
+    file.write(data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def replace(path: pathlib.Path, data: bytes) -> None:
+  """Writes a file at once: a reader finds the old one or the new one, whole."""
+  partial = path.with_name(f'{path.name}.{os.getpid()}.new')
+  write_new(partial, data)
+  partial.replace(path)
+
+
+def objection(path: pathlib.Path) -> str:
+  """Says why a file or folder is not of this user alone; '' if it is."""
+  found = path.stat()
+  if found.st_uid not in (os.geteuid(), 0):
+    return f'{path} belongs to user {found.st_uid}, this is user {os.geteuid()}'
+  if found.st_mode & OTHERS:
+    right = '700' if stat.S_ISDIR(found.st_mode) else '600'
+    return (
+      f'{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}): '
+      f'chmod {right} {path}'
+    )
+  return ''

@@ -1,0 +1,140 @@
+"""Makes and checks the certificates of a run, for syncers and learners on several machines.
+
+    diloco certs init --run=tiny --folder=certs      # the authority; certs/syncer for the syncer
+    diloco certs issue l0 l1 --folder=certs          # certs/l0 and certs/l1, one for each learner
+    diloco certs revoke l1 --folder=certs            # its sessions end within 5 s
+    diloco certs list --folder=certs
+    diloco certs check certs/l0                      # says what is wrong in a node's folder
+
+    # A learner whose key never leaves its machine: csr there, sign here, copy the two files back.
+    diloco certs csr l3
+    diloco certs sign l3/request.pem --learner=l3 --folder=certs
+
+    # Before the 30 days are over; processes take the new files without a restart.
+    diloco certs issue syncer l0 --renew --folder=certs
+
+Copy certs/syncer to the machine of the syncer (`diloco syncer --tls=certs/syncer`) and certs/l0 to
+that of learner l0 (`diloco learner --learner_id=l0 --tls=certs/l0`). The syncer accepts the
+certificates in syncer/allowlist.json: after issue, sign and revoke copy that file again, if the
+syncer does not run from this folder. Keep ca.key off the machines of the run. Every error is one
+line and exit code 42.
+"""
+
+import pathlib
+
+from absl import flags
+
+from diloco_jax.certs import authority, check, names, proofs
+from diloco_jax.launch import program
+
+POSITIONAL = True
+_FOLDER = flags.DEFINE_string('folder', 'certs', "The owner's folder.")
+_RUN = flags.DEFINE_string('run', '', 'init: the name of the run.')
+_LEARNER = flags.DEFINE_string('learner', '', 'sign: the id of the learner.')
+_RENEW = flags.DEFINE_bool('renew', False, 'issue, sign: replace the certificate that is there.')
+
+
+def main(argv: list[str]) -> None:
+  words = argv[1:]
+  commands = {
+    'init': _init,
+    'issue': _issue,
+    'csr': _csr,
+    'sign': _sign,
+    'revoke': _revoke,
+    'list': _list,
+    'check': _check,
+  }
+  if not words or words[0] not in commands:
+    raise program.NeverRetry(f'diloco certs {"|".join(commands)}; diloco certs --help')
+  with program.never_retry(ValueError, OSError):
+    commands[words[0]](words[1:])
+
+
+def _init(words: list[str]) -> None:
+  _count(words, 0, 'init --run=NAME')
+  if not _RUN.value:
+    raise ValueError('init needs the name of the run, --run=NAME')
+  made = authority.init(_folder(), _RUN.value, proofs.utc_now())
+  print(
+    f'made the authority of run {made.run} in {made.folder}, and {made.folder / names.SYNCER} for '
+    'its syncer; next: diloco certs issue l0'
+  )
+
+
+def _issue(words: list[str]) -> None:
+  _count(words, None, 'issue ID ...')
+  owner = authority.load(_folder())
+  for id in words:
+    proof = owner.issue(id, proofs.utc_now(), _RENEW.value)
+    print(f'{proof.name.uri}: {owner.folder / id}, until {proofs.date(proof.not_after)}')
+
+
+def _csr(words: list[str]) -> None:
+  _count(words, 1, 'csr FOLDER')
+  path = authority.request(pathlib.Path(words[0]))
+  print(
+    f'made {path}: send it to the owner of the run, and put the ca.pem and cert.pem that come back '
+    f'into {path.parent}'
+  )
+
+
+def _sign(words: list[str]) -> None:
+  _count(words, 1, 'sign REQUEST.pem --learner=ID')
+  if not _LEARNER.value:
+    raise ValueError('sign needs the id of the learner, --learner=ID: the owner gives the name')
+  if _LEARNER.value == names.SYNCER:
+    raise ValueError("sign is for learners; the syncer's key is made by init")
+  owner = authority.load(_folder())
+  request = pathlib.Path(words[0]).read_bytes()
+  proof = owner.sign(request, _LEARNER.value, proofs.utc_now(), _RENEW.value)
+  made = owner.folder / _LEARNER.value
+  print(
+    f'{proof.name.uri}: send {made / check.AUTHORITY} and {made / check.CERTIFICATE} back, until '
+    f'{proofs.date(proof.not_after)}'
+  )
+
+
+def _revoke(words: list[str]) -> None:
+  _count(words, 1, 'revoke ID')
+  owner = authority.load(_folder())
+  number = owner.revoke(words[0])
+  print(
+    f'{words[0]}: {number} certificates are no longer accepted, once the syncer has '
+    f'{owner.folder / names.SYNCER / "allowlist.json"}'
+  )
+
+
+def _list(words: list[str]) -> None:
+  _count(words, 0, 'list')
+  owner, now = authority.load(_folder()), proofs.utc_now()
+  ends = owner.certificate.not_valid_after_utc
+  print(f'run {owner.run}; its authority ends at {proofs.date(ends)}')
+  listed = owner.allowlist().listed
+  for proof in owner.issued():
+    name = proof.name
+    state = 'accepted'
+    if name.role == names.LEARNER and proof.sha256 not in listed.get(name.id, ()):
+      state = 'revoked'
+    if now >= proof.not_after:
+      state = 'ended'
+    print(f'{name.id:12} {name.role:8} {state:9} until {proofs.date(proof.not_after)}')
+
+
+def _check(words: list[str]) -> None:
+  _count(words, 1, 'check FOLDER')
+  folder, now = pathlib.Path(words[0]), proofs.utc_now()
+  role = names.SYNCER if (folder / 'allowlist.json').exists() else names.LEARNER
+  identity = check.read(folder, role, now)
+  print(f'{identity.proof.name.uri}: in order until {proofs.date(identity.proof.not_after)}')
+  if warning := check.warning(identity.proof, now):
+    print(warning)
+
+
+def _folder() -> pathlib.Path:
+  return pathlib.Path(_FOLDER.value).absolute()
+
+
+def _count(words: list[str], number: int | None, usage: str) -> None:
+  if (not words) if number is None else len(words) != number:
+    raise ValueError(f'usage: diloco certs {usage}')

@@ -1,0 +1,110 @@
+"""Addresses of a syncer, and what each of them needs so that a stranger cannot use it.
+
+unix:PATH    a Unix socket in a folder of this user alone (mode 0700): no other user reaches it
+HOST:PORT    with certificates (`tls`) any host; without, only a loopback address and only if
+             `plaintext_loopback` says so, for proxies and debugging: every user of the machine, and
+             every container with its network, can connect there
+"""
+
+import dataclasses
+import hashlib
+import ipaddress
+import os
+import pathlib
+import re
+import tempfile
+
+from diloco_jax.certs import private
+
+UNIX = 'unix:'
+_MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
+_HOST = re.compile(r'[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?')
+_PORT = re.compile(r'[0-9]{1,5}')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Access:
+  """How a node proves its name (`tls`: the folder with its certificate), or that it need not."""
+
+  tls: pathlib.Path | None = None
+  plaintext_loopback: bool = False
+
+
+LOCAL = Access()
+
+
+def check(address: str, access: Access) -> None:
+  """Raises ValueError unless the address is one, and `access` is enough for it."""
+  if address.startswith(UNIX):
+    if access.tls is not None:
+      raise ValueError(
+        f'address {address!r}: a Unix socket needs no certificates, only this user reaches it; '
+        'leave --tls out, or give HOST:PORT'
+      )
+    return
+  host, colon, port = address.rpartition(':')
+  if not colon or not _PORT.fullmatch(port) or int(port) > 65535:
+    raise ValueError(
+      f'address {address!r} is not unix:PATH, nor HOST:PORT with a port from 0 to 65535'
+    )
+  number = _number(host)
+  if number is None and not _HOST.fullmatch(host):
+    raise ValueError(f'address {address!r}: {host!r} is not a host; IPv6 is written [::1]:PORT')
+  if access.tls is not None or (access.plaintext_loopback and number and number.is_loopback):
+    return
+  raise ValueError(
+    f'address {address!r} needs certificates: give --tls=FOLDER, made by `diloco certs`; or, on '
+    'one machine, use a Unix socket (--listen left out, --syncer=file:WORKDIR/syncer/address); or, '
+    'to debug on 127.0.0.1 where every user can connect, --plaintext_loopback on both sides'
+  )
+
+
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+  """The IP address that a host is; IPv6 in brackets."""
+  bracketed = host.startswith('[') and host.endswith(']')
+  try:
+    number = ipaddress.ip_address(host[1:-1] if bracketed else host)
+  except ValueError:
+    return None
+  return number if bracketed == (number.version == 6) else None
+
+
+def in_folder(workdir: pathlib.Path) -> str:
+  """The address of the Unix socket of the run in a folder; makes the socket's own folder.
+
+  The kernel limits the length of a socket's path. For a long WORKDIR the socket's folder is in
+  XDG_RUNTIME_DIR or the folder of temporary files, the same one at every start.
+  """
+  folder = workdir / 'syncer' / 'door'
+  if len(os.fsencode(_socket(folder))) > _MAX_PATH_BYTES:
+    short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
+    base = os.environ.get('XDG_RUNTIME_DIR') or tempfile.gettempdir()
+    folder = pathlib.Path(base) / f'diloco-{os.geteuid()}-{short}'
+  if not folder.exists():
+    private.make_folder(folder)
+  if private.objection(folder):  # another user was first, where everybody may make folders
+    folder = pathlib.Path(tempfile.mkdtemp(prefix='diloco-'))
+  return f'{UNIX}{_socket(folder)}'
+
+
+def _socket(folder: pathlib.Path) -> pathlib.Path:
+  return folder / 'socket'
+
+
+def path_of(address: str) -> pathlib.Path:
+  """The path of unix:PATH. Raises ValueError unless its folder is of this user alone, OSError
+  if there is none."""
+  path = pathlib.Path(address.removeprefix(UNIX))
+  if not path.is_absolute():
+    raise ValueError(f'address {address!r}: the path of a socket must be absolute')
+  path = path.parent.resolve() / path.name
+  if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+    raise ValueError(
+      f'address {address!r}: the path of a socket has at most {_MAX_PATH_BYTES} bytes, this one '
+      f'{len(os.fsencode(path))}: choose a shorter one'
+    )
+  if not path.parent.is_dir():
+    raise FileNotFoundError(f'address {address!r}: there is no folder {path.parent}')
+  if objection := private.objection(path.parent):
+    raise ValueError(f'address {address!r}: {objection}')
+  return path

@@ -1,0 +1,164 @@
+"""The proofs of both ends, judged at every session: files, names, dates and the allowlist.
+
+Everything is read again when it changes, so certificates are renewed and revoked without a restart
+of either side. A file that is half written leaves what was read before in force.
+"""
+
+import datetime
+import pathlib
+import threading
+from collections.abc import Callable
+
+import grpc
+
+from diloco_jax.certs import allowlist, check, names, proofs
+
+WATCH_S = 1.0  # between two looks at files and dates
+_WARN_AGAIN = datetime.timedelta(days=1)
+_CERTIFICATE = 'x509_pem_cert'  # in gRPC's auth context, also of a resumed TLS session
+_REFUSED = 'Socket closed'  # all that gRPC tells a client whose certificate TLS refuses
+
+Say = Callable[[str], None]
+Clock = Callable[[], datetime.datetime]
+
+
+class SyncerCredentials:
+  """The syncer's certificate, and its judgement of learners' certificates. Thread-safe.
+
+  Args:
+    folder: of the syncer: ca.pem, cert.pem, key.pem, allowlist.json.
+    say: takes one line about files and dates.
+    now: UTC.
+
+  Raises:
+    ValueError: something is wrong in the folder.
+  """
+
+  def __init__(self, folder: pathlib.Path, say: Say, now: Clock = proofs.utc_now):
+    self._folder, self._say, self._now = folder, say, now
+    self._lock = threading.Lock()
+    self._latest = now()
+    self._own = check.read(folder, names.SYNCER, self._latest)
+    self._listed = allowlist.read(folder)
+    self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
+    self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
+    if self._listed.run != self.run:
+      raise ValueError(
+        f'--tls={folder}: the allowlist is of run {self._listed.run}, the certificate of {self.run}'
+      )
+
+  @property
+  def run(self) -> str:
+    return self._own.proof.name.run
+
+  def server_credentials(self) -> grpc.ServerCredentials:
+    """For a gRPC server: learners must have a certificate of this authority. gRPC asks for changed
+    files before every connection."""
+    return grpc.dynamic_ssl_server_credentials(
+      _configuration(self._own), self._fetch, require_client_authentication=True
+    )
+
+  def prove(self, context: grpc.ServicerContext) -> proofs.Proof:
+    """The learner that makes a call. Raises Unproved."""
+    pem = context.auth_context().get(_CERTIFICATE)
+    if not pem:
+      raise proofs.Unproved('this connection has no certificate')
+    proof = proofs.of_pem(pem[0], names.LEARNER)
+    self.require(proof)
+    return proof
+
+  def require(self, proof: proofs.Proof) -> None:
+    """Raises Unproved once a certificate has ended, or is not on the allowlist any more."""
+    with self._lock:
+      self._latest = max(self._latest, self._now())  # a clock set back revives no certificate
+      now, listed = self._latest, self._listed
+    proof.require_valid(now)
+    listed.require(proof)
+
+  def refresh(self, live: list[proofs.Proof]) -> None:
+    """Reads a changed allowlist; warns of certificates that end soon, the syncer's and the live
+    learners'."""
+    with self._lock:
+      if self._changed((allowlist.FILE,)):
+        try:
+          listed = allowlist.read(self._folder)
+          if listed.run != self.run:
+            raise ValueError(f'the allowlist is of run {listed.run}')
+          self._listed = listed
+          self._say('the allowlist has changed and is in force')
+        except ValueError as error:
+          self._say(f'the allowlist before stays in force: {error}')
+      warn = [proof for proof in (self._own.proof, *live) if self._warns(proof)]
+    for proof in warn:
+      self._say(check.warning(proof, self._now()))
+
+  def _warns(self, proof: proofs.Proof) -> bool:
+    now = self._now()
+    if not check.warning(proof, now):
+      return False
+    last = self._warned.get(proof.sha256)
+    if last is not None and now < last + _WARN_AGAIN:
+      return False
+    self._warned[proof.sha256] = now
+    return True
+
+  def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
+    """The syncer's certificate if its files have changed, else None. Never raises."""
+    with self._lock:
+      if not self._changed(check.FILES):
+        return None
+      try:
+        own = check.read(self._folder, names.SYNCER, self._now())
+        if own.proof.name.run != self.run:
+          raise ValueError(f'the certificate is of run {own.proof.name.run}')
+      except ValueError as error:
+        self._say(f"the syncer's certificate before stays in use: {error}")
+        return None
+      self._own = own
+      self._say(f"the syncer's new certificate is in use, until {proofs.date(own.proof.not_after)}")
+      return _configuration(own)
+
+  def _changed(self, files: tuple[str, ...]) -> bool:
+    stamp = self._stamp(files)
+    changed, self._seen[files] = stamp != self._seen[files], stamp
+    return changed
+
+  def _stamp(self, files: tuple[str, ...]) -> tuple:
+    """Differs after every change of the files."""
+    found = []
+    for name in files:
+      try:
+        stat = (self._folder / name).stat()
+        found.append((stat.st_mtime_ns, stat.st_ino, stat.st_size, stat.st_mode))
+      except OSError:
+        found.append(None)
+    return tuple(found)
+
+
+def _configuration(own: check.Identity) -> grpc.ServerCertificateConfiguration:
+  return grpc.ssl_server_certificate_configuration([(own.key, own.certificate)], own.authority)
+
+
+def dial(
+  address: str, folder: pathlib.Path, options: tuple[tuple[str, object], ...]
+) -> grpc.Channel:
+  """A channel to the syncer of the run that the learner's certificate names, and to no other
+  server. Raises ValueError that names everything that is wrong in the folder."""
+  own = check.read(folder, names.LEARNER, proofs.utc_now())
+  expected = ('grpc.ssl_target_name_override', names.host(own.proof.name.run))
+  credentials = grpc.ssl_channel_credentials(own.authority, own.key, own.certificate)
+  return grpc.secure_channel(address, credentials, options=(*options, expected))
+
+
+def explain(details: str) -> str:
+  """What the end of a TLS connection means for the learner's operator; '' if nothing is known."""
+  if _REFUSED in details:
+    return (
+      ' The files of this learner are in order (`diloco certs check`), so the syncer may have '
+      'another authority (ca.pem), or no TLS at all.'
+    )
+  if 'WRONG_VERSION_NUMBER' in details:
+    return ' What listens there has no TLS: nothing was sent.'
+  if 'Hostname Verification' in details or 'handshake failed' in details:
+    return ' What listens there has no certificate of the syncer of this run: nothing was sent.'
+  return ''

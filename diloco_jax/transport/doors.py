@@ -1,0 +1,118 @@
+"""Where a gRPC server listens and how a channel reaches it: the only file that opens either.
+
+A door is a Unix socket of this user alone, or TLS with certificates on both ends, or, where
+`Access.plaintext_loopback` says so, plain TCP on loopback (addresses.py).
+"""
+
+import fcntl
+import os
+import urllib.parse
+from typing import IO
+
+import grpc
+
+from diloco_jax.certs import proofs
+from diloco_jax.transport import addresses, credentials
+
+Options = tuple[tuple[str, object], ...]
+
+
+class Door:
+  """Where a gRPC server listens; it judges the callers.
+
+  Attributes:
+    address: where the server listens; a port 0 is replaced by the one that the kernel chose.
+
+  Args:
+    server: not started yet.
+    address: unix:PATH or HOST:PORT.
+    say: takes lines about certificates.
+
+  Raises:
+    ValueError: `access` is not enough for the address, or something is wrong with its files.
+    OSError: the address is in use, or cannot be bound.
+  """
+
+  def __init__(
+    self,
+    server: grpc.Server,
+    address: str,
+    access: addresses.Access,
+    say: credentials.Say,
+  ):
+    addresses.check(address, access)
+    self._credentials = access.tls and credentials.SyncerCredentials(access.tls, say)
+    self._lock: IO | None = None
+    self.address = address
+    if address.startswith(addresses.UNIX):
+      self._bind_socket(server, address)
+    else:
+      port = self._bind(server, address)
+      self.address = f'{address.rpartition(":")[0]}:{port}'
+
+  @property
+  def proves(self) -> bool:
+    """Whether callers prove their names."""
+    return self._credentials is not None
+
+  def prove(self, context: grpc.ServicerContext) -> proofs.Proof | None:
+    """The learner that makes a call; None if this door needs no proof. Raises Unproved."""
+    return self._credentials and self._credentials.prove(context)
+
+  def require(self, proof: proofs.Proof) -> None:
+    """Raises Unproved once a proof has ended or was revoked."""
+    self._credentials.require(proof)
+
+  def refresh(self, live: list[proofs.Proof]) -> None:
+    """Reads changed files; warns of proofs that end soon."""
+    if self._credentials is not None:
+      self._credentials.refresh(live)
+
+  def close(self) -> None:
+    """After the end of the server."""
+    if self._lock is not None:
+      self._lock.close()
+
+  def _bind(self, server: grpc.Server, address: str) -> int:
+    try:
+      if self._credentials is not None:
+        return server.add_secure_port(address, self._credentials.server_credentials())
+      return server.add_insecure_port(address)
+    except RuntimeError as error:
+      raise OSError(
+        f'cannot listen on {address}: the port is in use or not ours to take; choose '
+        'another, or port 0 for any free one'
+      ) from error
+
+  def _bind_socket(self, server: grpc.Server, address: str) -> None:
+    """Replaces the socket of a killed syncer, never that of a live one: that one holds the lock,
+    and the kernel frees it when its process dies."""
+    path = addresses.path_of(address)
+    self._lock = open(path.with_name(f'{path.name}.lock'), 'w')
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      self._lock.close()
+      raise OSError(
+        f'cannot listen on {address}: another syncer listens there; stop it, or choose another '
+        '--workdir or --listen'
+      ) from None
+    path.unlink(missing_ok=True)
+    self._bind(server, _quoted(path))
+    self.address = f'{addresses.UNIX}{path}'
+
+
+def dial(address: str, access: addresses.Access, options: Options) -> grpc.Channel:
+  """A channel to a syncer. Raises ValueError if `access` is not enough for the address, or if
+  something is wrong with its files; OSError if they cannot be read."""
+  addresses.check(address, access)
+  if address.startswith(addresses.UNIX):
+    return grpc.insecure_channel(_quoted(addresses.path_of(address)), options=options)
+  if access.tls is not None:
+    return credentials.dial(address, access.tls, options)
+  return grpc.insecure_channel(address, options=options)
+
+
+def _quoted(path: os.PathLike) -> str:
+  """gRPC reads the path of a socket as that of a URL."""
+  return f'{addresses.UNIX}{urllib.parse.quote(os.fsencode(path))}'

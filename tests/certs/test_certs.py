@@ -1,0 +1,201 @@
+"""The owner's commands and the check of a node's folder, on real files."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.certs import allowlist, authority, check, names, proofs
+from diloco_jax.protocol.syncer import members
+from tests.certs import mint
+
+NOW = proofs.utc_now()
+
+
+@pytest.fixture
+def owner(tmp_path):
+  return mint.owner(tmp_path / 'certs')
+
+
+def diloco_certs(folder, *words):
+  ended = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'certs', *words],
+    cwd=folder,
+    env={**os.environ, 'PYTHONPATH': os.getcwd()},
+    capture_output=True,
+    text=True,
+  )
+  assert ended.stderr.count('\n') <= 1 and 'Traceback' not in ended.stderr, ended.stderr
+  return ended.returncode, ended.stdout + ended.stderr
+
+
+def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
+  run = lambda *words: diloco_certs(tmp_path, *words)
+  assert run('init', '--run=r')[0] == 0
+  assert run('issue', 'l0', 'l1')[0] == 0
+  assert run('csr', 'far')[0] == 0
+  assert run('sign', 'far/request.pem', '--learner=l3')[0] == 0
+  for name in (check.AUTHORITY, check.CERTIFICATE):
+    (tmp_path / 'far' / name).write_bytes((tmp_path / 'certs' / 'l3' / name).read_bytes())
+  assert 'diloco://r/learner/l3: in order' in run('check', 'far')[1]
+  assert not (tmp_path / 'certs' / 'l3' / check.KEY).exists()  # the key never left its machine
+  assert run('revoke', 'l1')[0] == 0
+  rows = {line.split()[0]: line.split()[2] for line in run('list')[1].splitlines()[1:]}
+  assert rows == {'l0': 'accepted', 'l1': 'revoked', 'l3': 'accepted', 'syncer': 'accepted'}
+  code, said = run('init', '--run=r')
+  assert code == 42 and 'is not overwritten' in said
+  code, said = run('issue', 'l0')
+  assert code == 42 and 'is not overwritten' in said
+  assert run('issue', 'l0', 'syncer', '--renew')[0] == 0
+  assert run('check', 'certs/syncer')[0] == 0
+  code, said = run('issue', '../x')
+  assert code == 42 and 'is not an id' in said
+  assert {path.name for path in tmp_path.iterdir()} == {'certs', 'far'}
+
+
+def test_keys_and_folders_are_of_this_user_alone(owner, monkeypatch):
+  before = os.umask(0)
+  try:
+    owner.issue('l2', NOW)
+  finally:
+    os.umask(before)
+  for path in (owner.folder, *owner.folder.rglob('*')):
+    assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_a_renewal_keeps_the_certificate_before_until_its_end(owner):
+  before = owner.allowlist().listed['l0']
+  owner.issue('l0', NOW, renew=True)
+  both = owner.allowlist().listed['l0']
+  assert len(both) == 2 and before.items() <= both.items()
+  later = max(both.values())
+  owner.issue('l0', later, renew=True)
+  assert len(owner.allowlist().listed['l0']) == 1  # those that have ended are gone
+
+
+@pytest.mark.parametrize(
+  'wrong', ['', 'X', 'a/b', '-a', 'a-', 'a.b', 'a' * 64, '..', 'a\n', '\u0661', 'a b']
+)
+def test_a_run_with_another_name_is_refused(wrong, tmp_path):
+  with pytest.raises(ValueError, match='not the name of a run'):
+    authority.init(tmp_path / 'new', wrong, NOW)
+  assert not (tmp_path / 'new').exists()
+
+
+@pytest.mark.parametrize(
+  'uri',
+  [
+    'diloco://r/learner/',
+    'diloco://r/owner/l0',
+    'diloco://r/learner/l0/x',
+    'diloco://r/learner/l0\n',
+    'diloco://r/learner/L0',
+    'diloco://r:1/learner/l0',
+    'diloco://u@r/learner/l0',
+    'diloco://r/learner/l0?x',
+    'https://r/learner/l0',
+    'diloco:///learner/l0',
+  ],
+)
+def test_another_uri_is_no_name(uri):
+  with pytest.raises(ValueError):
+    names.parse(uri)
+
+
+def test_a_name_is_read_as_it_was_written():
+  name = names.Name('run-1', names.LEARNER, 'l0_x-y')
+  assert names.parse(name.uri) == name and members.ID.fullmatch(name.id)
+
+
+def _rewrite(name, change):
+  def spoil(folder):
+    (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+  return spoil
+
+
+def _other(name):
+  return lambda folder: (folder / name).write_bytes((folder.parent / 'l1' / name).read_bytes())
+
+
+WRONG_FILES = {
+  'mode 0644': (lambda folder: (folder / check.KEY).chmod(0o644), 'chmod 600'),
+  'mode 0640': (lambda folder: (folder / check.KEY).chmod(0o640), 'chmod 600'),
+  'no key': (lambda folder: (folder / check.KEY).unlink(), 'key.pem cannot be read'),
+  'no certificate': (lambda folder: (folder / check.CERTIFICATE).unlink(), 'cert.pem cannot be'),
+  'no authority': (lambda folder: (folder / check.AUTHORITY).unlink(), 'ca.pem cannot be read'),
+  'half a certificate': (_rewrite(check.CERTIFICATE, lambda data: data[:200]), 'cert.pem is not a'),
+  'half a key': (_rewrite(check.KEY, lambda data: data[:100]), 'key.pem is not a private key'),
+  'half an authority': (_rewrite(check.AUTHORITY, lambda data: data[:200]), 'ca.pem is not a'),
+  'empty': (_rewrite(check.CERTIFICATE, lambda data: b''), 'cert.pem is not a certificate'),
+  'the key of another': (_other(check.KEY), 'key.pem is not the key of cert.pem'),
+  'the certificate of another': (_other(check.CERTIFICATE), 'key.pem is not the key of cert.pem'),
+}
+
+
+@pytest.mark.parametrize('case', WRONG_FILES)
+def test_check_says_what_is_wrong_with_files(owner, case):
+  spoil, said = WRONG_FILES[case]
+  assert check.problems(owner.folder / 'l0', names.LEARNER, NOW) == []
+  spoil(owner.folder / 'l0')
+  problems = check.problems(owner.folder / 'l0', names.LEARNER, NOW)
+  assert any(said in problem for problem in problems), problems
+
+
+WRONG_CERTIFICATES = {
+  'ended': ({'ends_s': -1}, 'has ended'),
+  'not begun': ({'begins_s': 600}, 'begins at'),
+  'of a server': ({'purposes': (mint.SERVER,)}, 'purpose'),
+  'of both purposes': ({'purposes': (mint.CLIENT, mint.SERVER)}, 'purpose'),
+  'two URIs': (
+    {'uris': (f'diloco://{mint.RUN}/learner/l0', f'diloco://{mint.RUN}/learner/l1')},
+    '2 URIs',
+  ),
+  'no URI': ({'uris': (), 'dns': (f'diloco://{mint.RUN}/learner/l0',)}, '0 URIs'),
+  'a DNS name too': ({'dns': (names.host(mint.RUN),)}, 'a learner has none'),
+  'a syncer': ({'uris': (f'diloco://{mint.RUN}/syncer/syncer',)}, 'must have'),
+  'another URI': ({'uris': ('https://example.org/l0',)}, 'is not diloco://'),
+}
+
+
+@pytest.mark.parametrize('case', WRONG_CERTIFICATES)
+def test_check_says_what_is_wrong_with_a_certificate(owner, tmp_path, case):
+  changes, said = WRONG_CERTIFICATES[case]
+  folder = mint.node(owner, tmp_path / 'node', **changes)
+  (problem,) = check.problems(folder, names.LEARNER, proofs.utc_now())
+  assert said in problem
+
+
+def test_check_notices_a_certificate_of_another_authority(owner, tmp_path):
+  other = mint.owner(tmp_path / 'other')
+  (owner.folder / 'l0' / check.AUTHORITY).write_bytes((other.folder / check.AUTHORITY).read_bytes())
+  (problem,) = check.problems(owner.folder / 'l0', names.LEARNER, NOW)
+  assert 'is not signed by ca.pem' in problem
+
+
+def test_a_certificate_is_warned_of_a_week_before_its_end(owner):
+  proof = check.read(owner.folder / 'l0', names.LEARNER, NOW).proof
+  assert not check.warning(proof, NOW)
+  said = check.warning(proof, proof.not_after - mint.seconds(6 * 86400))
+  assert 'in 6.0 days' in said and 'issue l0 --renew' in said
+
+
+@pytest.mark.parametrize(
+  'text',
+  [
+    '',
+    '[]',
+    '{"run": "run-x"}',
+    '{"run": "run-x", "learners": {"../x": []}}',
+    '{"run": "run-x", "learners": {"l0": [{"sha256": "0f"}]}}',
+    '{"run": "run-x", "learners": {"l0": [{"sha256": "0f", "until": "soon"}]}}',
+    '{"run": "run-x", "learners": {"l0": 1}}',
+    '[' * 100_000,
+  ],
+)
+def test_an_allowlist_that_is_not_whole_is_refused(tmp_path, text):
+  (tmp_path / allowlist.FILE).write_text(text)
+  (tmp_path / allowlist.FILE).chmod(0o600)
+  with pytest.raises(ValueError, match='is not a whole allowlist'):
+    allowlist.read(tmp_path)

@@ -1,0 +1,215 @@
+"""Which addresses are listened on and dialed, and Unix sockets of this user alone."""
+
+import os
+import pathlib
+import queue
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from diloco_jax.protocol import events
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from tests.certs import mint
+
+DEADLINE_S = 20
+LIMITS = link.Limits(max_payload_bytes=1 << 20, handshake_s=5.0, drain_s=0.5)
+LOCAL, PLAIN = addresses.LOCAL, addresses.Access(plaintext_loopback=True)
+TLS = addresses.Access(tls=pathlib.Path('certs'))
+
+OTHERS = ['0.0.0.0:0', '[::]:0', 'localhost:0', '10.0.0.1:0', 'example.com:7', '[::ffff:7f00:1]:0']
+LOOPBACK = ['127.0.0.1:0', '127.8.9.1:7070', '[::1]:0']
+NO_ADDRESS = [
+  '127.0.0.1',
+  '127.0.0.1:',
+  '127.0.0.1:x',
+  '127.0.0.1:65536',
+  '127.0.0.1:-1',
+  ':0',
+  ':::0',
+  '::1:7070',
+  '127.0.0.1]:0',
+  '[127.0.0.1]:0',
+  '127.0.0.1:\u0661',
+  '127.0.0.1:1\n',
+  'ipv4:127.0.0.1:1',
+  'dns:example.com:1',
+  'dns:///example.com:1',
+  'xds:///x:1',
+  'unix-abstract:x:1',
+  '127.0.0.1:1,127.0.0.2:2',
+  'a b:1',
+  '-x:1',
+]
+
+
+def refused(address, access):
+  """The error of listening and of dialing, which is the same."""
+  with pytest.raises(ValueError) as caught:
+    grpc_server.GrpcSyncerTransport(address, print, payloads.PayloadStore(), LIMITS, access=access)
+  inbox = queue.Queue()
+  one = grpc_client.GrpcLearnerTransport(
+    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS, access=access
+  )
+  one.dial(1)
+  reason = inbox.get(timeout=DEADLINE_S).reason
+  one.shutdown(0.0)
+  assert str(caught.value) == reason and '\n' not in reason
+  return reason
+
+
+@pytest.mark.parametrize('access', [LOCAL, PLAIN], ids=['default', 'plaintext_loopback'])
+@pytest.mark.parametrize('address', OTHERS)
+def test_an_address_of_other_machines_needs_certificates(address, access):
+  reason = refused(address, access)
+  for way_out in ('--tls=FOLDER', 'Unix socket', '--plaintext_loopback'):
+    assert way_out in reason
+
+
+@pytest.mark.parametrize('address', LOOPBACK)
+def test_plain_tcp_on_loopback_needs_its_flag(address):
+  assert 'needs certificates' in refused(address, LOCAL)
+  addresses.check(address, PLAIN)
+
+
+@pytest.mark.parametrize('address', [*LOOPBACK, *OTHERS])
+def test_with_certificates_every_host_will_do(address):
+  addresses.check(address, TLS)
+
+
+@pytest.mark.parametrize('address', NO_ADDRESS)
+@pytest.mark.parametrize('access', [PLAIN, TLS], ids=['plaintext_loopback', 'tls'])
+def test_what_is_no_address_is_refused(address, access):
+  with pytest.raises(ValueError, match='is not unix:PATH|is not a host'):
+    addresses.check(address, access)
+
+
+# --- Unix sockets ---------------------------------------------------------------------------------
+
+
+def listen(address, inbox=None):
+  post = (inbox or queue.Queue()).put
+  return grpc_server.GrpcSyncerTransport(address, post, payloads.PayloadStore(), LIMITS)
+
+
+def connects(address):
+  inbox = queue.Queue()
+  one = grpc_client.GrpcLearnerTransport(
+    lambda: address, inbox.put, payloads.PayloadStore(), LIMITS
+  )
+  one.dial(1)
+  event = inbox.get(timeout=DEADLINE_S)
+  one.shutdown(0.0)
+  return isinstance(event, events.Connected)
+
+
+@pytest.mark.parametrize('name', ['plain', 'with space', '100%25', 'gr\u00fcn@[x]#?'])
+def test_the_socket_of_a_run_is_of_this_user_alone(tmp_path, name):
+  workdir = tmp_path / name
+  address = addresses.in_folder(workdir)
+  syncer = listen(address)
+  assert syncer.address == address == addresses.in_folder(workdir)
+  path = pathlib.Path(address.removeprefix('unix:'))
+  assert path.is_socket() and path.parent.stat().st_mode & 0o777 == 0o700
+  assert path.is_relative_to(workdir)
+  assert connects(address)
+  syncer.shutdown(0.0)
+  assert not path.exists()
+
+
+def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))
+  address = addresses.in_folder(tmp_path / ('x' * 120))
+  assert address == addresses.in_folder(tmp_path / ('x' * 120))
+  assert address != addresses.in_folder(tmp_path / ('y' * 120))
+  path = pathlib.Path(address.removeprefix('unix:'))
+  assert path.parent.parent == tmp_path and path.parent.stat().st_mode & 0o777 == 0o700
+  syncer = listen(address)
+  assert connects(address)
+  syncer.shutdown(0.0)
+  path.parent.chmod(0o777)  # as if another user had made it first
+  other = addresses.in_folder(tmp_path / ('x' * 120))
+  assert other != address
+  pathlib.Path(other.removeprefix('unix:')).parent.rmdir()
+
+
+@pytest.mark.parametrize('mode', [0o755, 0o770, 0o701])
+def test_a_socket_in_a_folder_of_others_is_refused(tmp_path, mode):
+  (tmp_path / 'open').mkdir()
+  (tmp_path / 'open').chmod(mode)
+  assert 'chmod 700' in refused(f'unix:{tmp_path}/open/socket', LOCAL)
+
+
+def test_a_relative_or_long_path_is_refused(tmp_path):
+  assert 'must be absolute' in refused('unix:socket', LOCAL)
+  assert 'at most 100 bytes' in refused(f'unix:{tmp_path}/{"x" * 100}', LOCAL)
+
+
+def test_a_unix_socket_takes_no_certificates(tmp_path):
+  owner = mint.owner(tmp_path / 'certs')
+  access = addresses.Access(owner.folder / 'syncer')
+  assert 'leave --tls out' in refused(f'unix:{tmp_path}/socket', access)
+
+
+def test_a_live_socket_is_never_stolen(tmp_path):
+  address = addresses.in_folder(tmp_path)
+  syncer = listen(address)
+  with pytest.raises(OSError, match='another syncer listens there'):
+    listen(address)
+  assert connects(address)
+  syncer.shutdown(0.0)
+  again = listen(address)
+  assert connects(address)
+  again.shutdown(0.0)
+
+
+_SYNCER = """
+import queue, sys
+from diloco_jax.transport import grpc_server, link, payloads
+inbox = queue.Queue()
+transport = grpc_server.GrpcSyncerTransport(
+  sys.argv[1], inbox.put, payloads.PayloadStore(), link.Limits(max_payload_bytes=1))
+print('listens', flush=True)
+while True:
+  inbox.get()
+"""
+
+
+def test_the_socket_of_a_killed_syncer_is_replaced(tmp_path):
+  address = addresses.in_folder(tmp_path)
+  environment = {**os.environ, 'PYTHONPATH': os.getcwd()}
+  command = [sys.executable, '-c', _SYNCER, address]
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as killed:
+    assert killed.stdout.readline() == 'listens\n'
+    with pytest.raises(OSError, match='another syncer listens there'):
+      listen(address)
+    killed.send_signal(signal.SIGKILL)
+  assert pathlib.Path(address.removeprefix('unix:')).is_socket()
+  syncer = listen(address)
+  assert connects(address)
+  syncer.shutdown(0.0)
+
+
+def test_another_user_cannot_connect(tmp_path):
+  """Where this test may become another user, it does; else the folder's mode must say it."""
+  address = addresses.in_folder(tmp_path)
+  syncer = listen(address)
+  path = pathlib.Path(address.removeprefix('unix:'))
+  for folder in tmp_path.parents[:-2]:
+    folder.chmod(0o755)
+  tmp_path.chmod(0o755)
+  (tmp_path / 'syncer').chmod(0o755)
+  program = (
+    'import os, socket; own = socket.socket(socket.AF_UNIX); os.setgid(65534); os.setuid(65534); '
+    f'own.connect({str(path)!r})'
+  )
+  with socket.socket(socket.AF_UNIX) as own:
+    own.connect(str(path))
+  if os.geteuid() == 0:
+    nobody = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+    assert 'PermissionError' in nobody.stderr
+  else:
+    assert path.parent.stat().st_mode & 0o077 == 0
+  syncer.shutdown(0.0)

@@ -1,0 +1,551 @@
+"""Which peers get in: every kind of client before every kind of door and service, impostors of the
+syncer, and what happens to sessions that are open.
+
+The tables below give the cells. A cell is one call of one client. `--all` runs all of them, the
+default suite every client once, and all cells of five clients.
+"""
+
+import contextlib
+import pathlib
+import queue
+import socket
+import ssl
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from diloco_jax.certs import allowlist, authority, check, names, proofs
+from diloco_jax.launch import own_model
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import (
+  addresses,
+  credentials,
+  grpc_client,
+  grpc_server,
+  grpc_session,
+  link,
+  payloads,
+)
+from tests.certs import mint
+
+DEADLINE_S = 20
+LIMITS = link.Limits(max_payload_bytes=1 << 20, handshake_s=5.0, drain_s=0.5)
+PLAIN = addresses.Access(plaintext_loopback=True)
+
+
+class End:
+  """A transport and its events."""
+
+  def __init__(self, make):
+    self.inbox = queue.Queue()
+    self.transport = make(self.inbox.put)
+
+  def hears(self):
+    return self.inbox.get(timeout=DEADLINE_S)
+
+
+class World:
+  """The owners of two runs, and the folders of nodes."""
+
+  def __init__(self, folder: pathlib.Path):
+    self.folder = folder
+    self.owner = mint.owner(folder / 'certs')
+    self.other = mint.owner(folder / 'other')  # the same run, another authority
+    self.syncer = self.owner.folder / names.SYNCER
+    self._made = 0
+
+  def of(self, learner: str) -> pathlib.Path:
+    return self.owner.folder / learner
+
+  def node(self, **changes) -> pathlib.Path:
+    self._made += 1
+    return mint.node(self.owner, self.folder / f'node-{self._made}', **changes)
+
+
+def serve(tls=None, plaintext=False, address='127.0.0.1:0', said=None):
+  access = addresses.Access(tls, plaintext)
+  return End(
+    lambda post: grpc_server.GrpcSyncerTransport(
+      address,
+      post,
+      payloads.PayloadStore(),
+      LIMITS,
+      print if said is None else said.append,
+      access=access,
+    )
+  )
+
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory):
+  return World(tmp_path_factory.mktemp('authentication'))
+
+
+@pytest.fixture
+def closing():
+  with contextlib.ExitStack() as stack:
+    yield stack
+
+
+def learner(address, access, closing):
+  """A learner that dials session 1."""
+  end = End(
+    lambda post: grpc_client.GrpcLearnerTransport(
+      lambda: address, post, payloads.PayloadStore(), LIMITS, access=access
+    )
+  )
+  closing.callback(end.transport.shutdown, 0.0)
+  end.transport.dial(1)
+  return end
+
+
+# --- The matrix -----------------------------------------------------------------------------------
+
+# How a client comes: (the channel's credentials, what Control answers at a door of mutual TLS).
+# None: the session opens. Every other text is in the error; SHUT: TLS refuses without a word.
+SHUT = 'UNAVAILABLE'
+
+
+def _raw(folder):
+  """Credentials of files that `check` would not let a learner use."""
+  read = lambda name: (folder / name).read_bytes()
+  return grpc.ssl_channel_credentials(
+    read(check.AUTHORITY), read(check.KEY), read(check.CERTIFICATE)
+  )
+
+
+def _no_certificate(world):
+  return grpc.ssl_channel_credentials((world.of('l0') / check.AUTHORITY).read_bytes())
+
+
+def _other_authority(world):
+  read = lambda folder, name: (folder / name).read_bytes()
+  own = world.other.folder / 'l0'
+  return grpc.ssl_channel_credentials(
+    read(world.of('l0'), check.AUTHORITY), read(own, check.KEY), read(own, check.CERTIFICATE)
+  )
+
+
+def _self_signed(world):
+  folder = world.node()
+  made = authority.init(world.folder / f'self-{folder.name}', mint.RUN, proofs.utc_now())
+  read = lambda name: (made.folder / name).read_bytes()
+  return grpc.ssl_channel_credentials(
+    (world.of('l0') / check.AUTHORITY).read_bytes(),
+    read(authority.AUTHORITY_KEY),
+    read(check.AUTHORITY),
+  )
+
+
+def _wrong(said, **changes):
+  return (lambda world: _raw(world.node(**changes)), said)
+
+
+def _uri(learner, run=mint.RUN, role=names.LEARNER):
+  return f'diloco://{run}/{role}/{learner}'
+
+
+CLIENTS = {
+  'plaintext': (lambda world: None, SHUT),
+  'no certificate': (_no_certificate, SHUT),
+  'another authority': (_other_authority, SHUT),
+  'the certificate of an authority': (_self_signed, SHUT),
+  'ended': _wrong(SHUT, ends_s=-5, listed='l0'),
+  'not begun': _wrong(SHUT, begins_s=600, listed='l0'),
+  'the purpose of a syncer': _wrong(SHUT, purposes=(mint.SERVER,), listed='l0'),
+  "the syncer's certificate": (lambda world: _raw(world.syncer), SHUT),
+  'both purposes': _wrong('has not the purpose', purposes=(mint.CLIENT, mint.SERVER), listed='l0'),
+  'the role of a syncer': _wrong(
+    'is not that of a learner',
+    uris=(_uri('l0', role='syncer'),),
+    dns=(names.host(mint.RUN),),
+    listed='l0',
+  ),
+  'another run': _wrong('this syncer serves run-x', uris=(_uri('l0', run='run-y'),), listed='l0'),
+  'not listed': _wrong('learner l9 is not on the allowlist', uris=(_uri('l9'),)),
+  'not this certificate': _wrong('this certificate of learner l0 is not on'),
+  'listed for another': _wrong('this certificate of learner l0 is not on', listed='l1'),
+  'a DNS name as the URI': _wrong(
+    '1 names besides', uris=(_uri('l1'),), dns=(_uri('l0'),), listed='l1'
+  ),
+  'a DNS name alone': _wrong('0 URIs', uris=(), dns=(_uri('l0'),), listed='l0'),
+  'two URIs': _wrong('2 URIs', uris=(_uri('l0'), _uri('l1')), listed='l0'),
+  'a bad URI': _wrong('is not diloco://', uris=('diloco://run-x/learner/l0/..',), listed='l0'),
+  'right': (lambda world: _raw(world.of('l0')), None),
+}
+DOORS = ('mutual TLS', 'plaintext loopback')
+SERVICES = ('Control', 'Bulk', 'health', 'model')
+
+CELLS = [(client, door, service) for client in CLIENTS for door in DOORS for service in SERVICES]
+_ALWAYS = {'plaintext', 'ended', 'another run', 'not listed', 'right'}
+
+
+def _marks(client, door, service):
+  first = service == 'Control' and door == DOORS[0]
+  return () if first or client in _ALWAYS else (pytest.mark.full,)
+
+
+@pytest.fixture(scope='module')
+def came(world):
+  """The credentials of every client."""
+  return {client: make(world) for client, (make, _) in CLIENTS.items()}
+
+
+@pytest.fixture(scope='module')
+def served(world, came):
+  """The syncer behind each door, and the address of one that waits for a model."""
+  with contextlib.ExitStack() as stack:
+    found = {}
+    for door in DOORS:
+      tls = world.syncer if door == DOORS[0] else None
+      end = serve(tls, plaintext=tls is None)
+      stack.callback(end.transport.shutdown, 0.0)
+      listening, stopped = queue.Queue(), threading.Event()
+      pool = stack.enter_context(futures.ThreadPoolExecutor(1))
+      access = addresses.Access(tls, plaintext_loopback=tls is None)
+      pool.submit(own_model.receive, '127.0.0.1:0', access, listening.put, stopped, print)
+      stack.callback(stopped.set)
+      found[door] = end, end.transport.address, listening.get(timeout=DEADLINE_S)
+    yield found
+
+
+def _channel(address, client_credentials):
+  local = ('grpc.use_local_subchannel_pool', 1)
+  if client_credentials is None:
+    return grpc.insecure_channel(address, (local,))
+  name = ('grpc.ssl_target_name_override', names.host(mint.RUN))
+  return grpc.secure_channel(address, client_credentials, (local, name))
+
+
+def _ask(channel, service):
+  """Makes a call; its error, or None if it was let in."""
+  try:
+    match service:
+      case 'Control':
+        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()), timeout=4)
+        if grpc_session.TOKEN not in dict(call.initial_metadata()):
+          list(call)
+        call.cancel()
+      case 'Bulk':
+        list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=4))
+      case 'health':
+        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=4)
+      case 'model':
+        bring = channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}')
+        bring(iter([b'no header']), timeout=4)
+  except grpc.RpcError as error:
+    return f'{error.code().name}: {error.details()}'
+  return None
+
+
+# What a service answers to a client that it lets in.
+WELCOME = {
+  'Control': None,
+  'Bulk': 'unknown session token',
+  'health': None,
+  'model': 'not the header of a model',
+}
+
+
+@pytest.mark.parametrize(
+  'client, door, service', [pytest.param(*cell, marks=_marks(*cell)) for cell in CELLS]
+)
+def test_matrix(served, came, client, door, service):
+  refused = CLIENTS[client][1]
+  end, address, model_address = served[door]
+  with _channel(model_address if service == 'model' else address, came[client]) as channel:
+    answer = _ask(channel, service)
+  if door == DOORS[1]:
+    due = WELCOME[service] if came[client] is None else SHUT
+  elif service == 'health' and refused != SHUT:
+    due = None  # every certificate of the authority may ask whether the syncer is up
+  else:
+    due = WELCOME[service] if refused is None else refused
+  assert (answer is None) if due is None else (answer is not None and due in answer), answer
+  assert end.inbox.empty()  # no session has opened
+
+
+# --- A learner and the syncer of its run ----------------------------------------------------------
+
+
+def _reason(end):
+  """Why the first dial of a learner failed."""
+  event = end.hears()
+  assert isinstance(event, events.Disconnected), event
+  return event.reason
+
+
+def test_a_learner_proves_its_id(world, closing):
+  syncer = serve(world.syncer)
+  closing.callback(syncer.transport.shutdown, 0.0)
+  one = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
+  assert one.hears() == events.Connected(session=1)
+  assert syncer.hears() == events.Connected(session=1, learner='l1')
+  join = messages.Join(protocol=1, learner='l1', nonce=7, agreement='{}', host='h', pid=1)
+  one.transport.send(1, join)
+  heard = syncer.hears().message
+  assert heard.nonce == one.transport.nonce != one.transport._secret
+
+
+SYNCERS = {
+  'another authority': (lambda world: mint.syncer_node(world.other, world.folder / 's1'), False),
+  'ended': (lambda world: mint.syncer_node(world.owner, world.folder / 's2', ends_s=-5), False),
+  'another run': (
+    lambda world: mint.syncer_node(
+      world.owner, world.folder / 's3', dns=(names.host('run-y'),), uris=(_uri('s', 'run-y'),)
+    ),
+    False,
+  ),
+  "a learner's certificate": (lambda world: world.of('l1'), False),
+  'without the DNS name': (
+    lambda world: mint.syncer_node(world.owner, world.folder / 's4', dns=()),
+    False,
+  ),
+  'plaintext': (lambda world: None, False),
+  'right': (lambda world: world.syncer, True),
+}
+
+
+@pytest.mark.parametrize('syncer', SYNCERS)
+def test_a_learner_believes_no_syncer_but_that_of_its_run(world, closing, syncer):
+  """An impostor at the port of a dead syncer cannot end a learner with a Refused."""
+  make, right = SYNCERS[syncer]
+  folder = make(world)
+  pool = closing.enter_context(futures.ThreadPoolExecutor(4))
+  server = grpc.server(pool)
+  called = []
+
+  def control(requests, context):
+    called.append(context.peer())
+    context.send_initial_metadata(((grpc_session.TOKEN, '0'),))
+    yield from ()
+
+  handlers = {name: grpc.stream_stream_rpc_method_handler(control) for name in ('Control', 'Bulk')}
+  server.add_generic_rpc_handlers(
+    (grpc.method_handlers_generic_handler(grpc_session.SERVICE, handlers),)
+  )
+  if folder is None:
+    port = server.add_insecure_port('127.0.0.1:0')
+  else:
+    read = lambda name: (folder / name).read_bytes()
+    pair = read(check.KEY), read(check.CERTIFICATE)
+    port = server.add_secure_port('127.0.0.1:0', grpc.ssl_server_credentials([pair]))
+  server.start()
+  closing.callback(lambda: server.stop(None).wait())
+  one = learner(f'127.0.0.1:{port}', addresses.Access(world.of('l0')), closing)
+  if right:
+    assert one.hears() == events.Connected(session=1) and called
+  else:
+    assert 'nothing was sent' in _reason(one) and not called
+
+
+def test_a_learner_does_not_dial_with_wrong_files(world, closing):
+  """And says which: the syncer could only close the connection without a word."""
+  folder = world.node(listed='l0')
+  (folder / check.KEY).chmod(0o644)
+  with socket.create_server(('127.0.0.1', 0)) as unused:
+    address = f'127.0.0.1:{unused.getsockname()[1]}'
+    one = learner(address, addresses.Access(folder), closing)
+    assert f'chmod 600 {folder / check.KEY}' in _reason(one)
+    unused.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+      unused.accept()
+    (folder / check.KEY).chmod(0o600)
+    (folder / check.CERTIFICATE).write_bytes(b'half written')
+    one.transport.dial(2)
+    assert 'cert.pem is not a certificate' in _reason(one)
+
+
+# --- Sessions that are open -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, closing):
+  """A run of its own: its world, its syncer, and a joined learner l0."""
+  world = World(tmp_path)
+  said = []
+  syncer = serve(world.syncer, said=said)
+  closing.callback(syncer.transport.shutdown, 0.0)
+  syncer.said = said
+  one = learner(syncer.transport.address, addresses.Access(world.of('l0')), closing)
+  assert one.hears() == events.Connected(session=1)
+  assert syncer.hears() == events.Connected(session=1, learner='l0')
+  return world, syncer, one
+
+
+def _lives(syncer, one, session=1):
+  one.transport.send(session, messages.Heartbeat())
+  assert syncer.hears() == events.Received(session=session, message=messages.Heartbeat())
+
+
+def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run):
+  world, syncer, one = run
+  began_s = time.monotonic()
+  world.owner.revoke('l0')
+  reason = _reason(one)
+  assert 'learner l0 is not on the allowlist' in reason
+  assert time.monotonic() - began_s < 5
+  one.transport.dial(2)
+  assert 'learner l0 is not on the allowlist' in _reason(one)
+  world.owner.issue('l0', proofs.utc_now(), renew=True)
+  syncer.transport._door.refresh([])
+  one.transport.dial(3)
+  assert one.hears() == events.Connected(session=3)
+
+
+def test_a_session_ends_with_its_certificate(run, closing):
+  world, syncer, one = run
+  folder = world.node(uris=(_uri('l1'),), ends_s=4, listed='l1')
+  syncer.transport._door.refresh([])
+  two = learner(syncer.transport.address, addresses.Access(folder), closing)
+  assert two.hears() == events.Connected(session=1)
+  assert syncer.hears() == events.Connected(session=2, learner='l1')
+  assert 'has ended at' in _reason(two)
+  two.transport.dial(2)
+  assert 'has ended at' in _reason(two)  # of its own check: nothing was dialed
+  assert syncer.hears().session == 2  # Disconnected
+  _lives(syncer, one)
+
+
+def test_certificates_are_renewed_while_a_session_goes_on(run, closing):
+  world, syncer, one = run
+  now = proofs.utc_now()
+  world.owner.issue('syncer', now, renew=True)
+  world.owner.issue('l0', now, renew=True)
+  syncer.transport._door.refresh([])
+  _lives(syncer, one)
+  one.transport.close(1, 'done')
+  one.transport.dial(2)
+  assert [one.hears(), one.hears()][1] == events.Connected(session=2)
+  assert any("the syncer's new certificate is in use" in line for line in syncer.said)
+
+
+def test_half_written_files_leave_those_before_in_force(run, closing):
+  world, syncer, one = run
+  for name in (check.CERTIFICATE, allowlist.FILE):
+    (world.syncer / name).write_bytes((world.syncer / name).read_bytes()[:100])
+  syncer.transport._door.refresh([])
+  two = learner(syncer.transport.address, addresses.Access(world.of('l1')), closing)
+  assert two.hears() == events.Connected(session=1)
+  assert syncer.hears().learner == 'l1'
+  _lives(syncer, one)
+  said = ' '.join(syncer.said)
+  assert 'the allowlist before stays in force' in said
+  assert "the syncer's certificate before stays in use" in said
+
+
+def test_the_token_of_a_session_serves_its_own_certificate_only(run):
+  """Neither another learner nor another certificate of the same one opens Bulk with it."""
+  world, syncer, one = run
+  again = world.node(listed='l0')
+  syncer.transport._door.refresh([])
+  address = syncer.transport.address
+  with _channel(address, _raw(world.of('l0'))) as first:
+    control = first.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()))
+    token = (grpc_session.TOKEN, dict(control.initial_metadata())[grpc_session.TOKEN])
+    for folder in (world.of('l1'), again):
+      with _channel(address, _raw(folder)) as other:
+        bulk = other.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
+        with pytest.raises(grpc.RpcError) as error:
+          list(bulk)
+        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    bulk = first.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
+    assert dict(bulk.initial_metadata())[grpc_session.TOKEN] == token[1]
+    assert syncer.hears() == events.Connected(session=2, learner='l0')
+
+
+def test_a_clock_set_back_revives_no_certificate(world):
+  clock = [proofs.utc_now()]
+  judge = credentials.SyncerCredentials(world.syncer, print, lambda: clock[0])
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  judge.require(proof)
+  clock[0] = proof.not_after
+  with pytest.raises(proofs.Unproved, match='has ended'):
+    judge.require(proof)
+  clock[0] = proof.not_before
+  with pytest.raises(proofs.Unproved, match='has ended'):
+    judge.require(proof)
+
+
+def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
+  clock, said = [proofs.utc_now()], []
+  judge = credentials.SyncerCredentials(world.syncer, said.append, lambda: clock[0])
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  judge.refresh([proof])
+  assert not said
+  clock[0] = proof.not_after - mint.seconds(6 * 86400)
+  for _ in range(3):
+    judge.refresh([proof])
+  assert len([line for line in said if 'learner/l1 ends at' in line]) == 1
+  clock[0] += mint.seconds(86401)
+  judge.refresh([proof])
+  assert len([line for line in said if 'learner/l1 ends at' in line]) == 2
+
+
+# --- Resumed TLS sessions -------------------------------------------------------------------------
+
+
+def _frame(kind, flags, data):
+  return len(data).to_bytes(3, 'big') + bytes([kind, flags]) + (kind != 4).to_bytes(4, 'big') + data
+
+
+def _header(name, value):
+  return b'\0' + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+def _control_over_http2():
+  """The bytes of a call of Control; it waits for no more."""
+  fields = (
+    (b':method', b'POST'),
+    (b':scheme', b'https'),
+    (b':path', f'/{grpc_session.SERVICE}/Control'.encode()),
+    (b':authority', names.host(mint.RUN).encode()),
+    (b'te', b'trailers'),
+    (b'content-type', b'application/grpc'),
+  )
+  head = b''.join(_header(*field) for field in fields)
+  return b'PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n' + _frame(4, 0, b'') + _frame(1, 4, head)
+
+
+def _call_over_tls(context, address, session=None):
+  """Calls Control; (whether the TLS session was resumed, the answer, the session)."""
+  host, port = address.split(':')
+  with socket.create_connection((host, int(port)), DEADLINE_S) as plain:
+    with context.wrap_socket(
+      plain, server_hostname=names.host(mint.RUN), session=session
+    ) as secure:
+      secure.sendall(_control_over_http2())
+      answer = b''
+      while grpc_session.TOKEN.encode() not in answer and b'grpc-message' not in answer:
+        piece = secure.recv(4096)
+        assert piece, answer
+        answer += piece
+      return secure.session_reused, answer, secure.session
+
+
+@pytest.mark.parametrize('version', [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@pytest.mark.parametrize('how', ['ended', 'revoked'])
+def test_a_resumed_tls_session_is_judged_anew(run, version, how):
+  """TLS takes a ticket after the end of the certificate that it was given for."""
+  world, syncer, _ = run
+  folder = world.node(uris=(_uri('l1'),), ends_s=3, listed='l1')
+  syncer.transport._door.refresh([])
+  context = ssl.create_default_context(cadata=(folder / check.AUTHORITY).read_text())
+  context.load_cert_chain(folder / check.CERTIFICATE, folder / check.KEY)
+  context.set_alpn_protocols(['h2'])
+  context.minimum_version = context.maximum_version = version
+  reused, answer, ticket = _call_over_tls(context, syncer.transport.address)
+  assert not reused and grpc_session.TOKEN.encode() in answer
+  if how == 'revoked':
+    world.owner.revoke('l1')
+    syncer.transport._door.refresh([])
+  else:
+    end = proofs.of_pem((folder / check.CERTIFICATE).read_bytes(), names.LEARNER).not_after
+    threading.Event().wait((end - proofs.utc_now()).total_seconds() + 0.1)
+  reused, answer, _ = _call_over_tls(context, syncer.transport.address, ticket)
+  assert reused and b'grpc-message' in answer
+  assert (b'has ended' if how == 'ended' else b'allowlist') in answer

@@ -1,0 +1,450 @@
+"""Places, time and rates of the syncer's end: processes that occupy, flood or do not speak."""
+
+import contextlib
+import dataclasses
+import itertools
+import multiprocessing
+import pathlib
+import queue
+import re
+import resource
+import selectors
+import socket
+import threading
+import time
+
+import grpc
+import pytest
+
+from diloco_jax.protocol import events, messages
+from diloco_jax.transport import (
+  grpc_client,
+  grpc_server,
+  grpc_session,
+  link,
+  payloads,
+  stream_crc,
+  translate,
+)
+
+DEADLINE_S = 20
+LIMITS = link.Limits(
+  contribution_bytes=(8,),
+  publish_bytes=(8,),
+  max_members=2,
+  max_strangers=3,
+  stay_s=0.3,
+  drain_s=1.0,
+)
+HASTY = dataclasses.replace(LIMITS, handshake_s=0.5, member_s=0.5)
+
+
+def join(learner='l0'):
+  return messages.Join(protocol=1, learner=learner, nonce=1, agreement='', host='', pid=1)
+
+
+JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+
+
+class End:
+  """A transport with its events."""
+
+  def __init__(self, make):
+    self.inbox = queue.Queue()
+    self.transport = make(self.inbox.put, payloads.PayloadStore())
+
+  def hears(self):
+    event = self.inbox.get(timeout=DEADLINE_S)
+    if isinstance(event, events.Received):
+      self.transport.handled(event.session)
+    return event
+
+
+@pytest.fixture(name='made')
+def _made():
+  """Makes both ends: made.syncer(limits), made.learner(syncer)."""
+
+  class Made:
+    ends: list[End] = []
+    said = queue.Queue()
+
+    def syncer(self, limits=LIMITS):
+      made = End(
+        lambda *ports: grpc_server.GrpcSyncerTransport('127.0.0.1:0', *ports, limits, self.said.put)
+      )
+      self.ends.append(made)
+      return made
+
+    def learner(self, syncer):
+      """A learner whose session 1 is open."""
+      address = f'127.0.0.1:{syncer.transport.port}'
+      made = End(lambda *ports: grpc_client.GrpcLearnerTransport(lambda: address, *ports, LIMITS))
+      self.ends.insert(0, made)
+      made.transport.dial(1)
+      return made
+
+  made = Made()
+  yield made
+  for end in made.ends:
+    end.transport.shutdown(0.0)
+  made.ends.clear()
+
+
+def opened(syncer, learner):
+  """The syncer's number of the learner's session."""
+  assert isinstance(learner.hears(), events.Connected)
+  event = syncer.hears()
+  assert isinstance(event, events.Connected), event
+  return event.session
+
+
+def member(syncer, learner):
+  number = opened(syncer, learner)
+  learner.transport.send(1, join())
+  assert syncer.hears().message == join()
+  syncer.transport.send(number, JOINED)
+  assert learner.hears().message == JOINED
+  return number
+
+
+# --- Places ---------------------------------------------------------------------------------------
+
+
+def test_learners_beyond_the_places_are_told_so_and_so_is_the_operator(made):
+  syncer = made.syncer()
+  for _ in range(LIMITS.max_members):
+    first = made.learner(syncer)
+    member(syncer, first)
+  for _ in range(3):
+    lost = made.learner(syncer).hears()
+    assert isinstance(lost, events.Disconnected)
+    assert lost.reason.startswith('resource exhausted: 2 learners are connected, as many as')
+    assert 'sync.places' in lost.reason
+  assert 'refused sessions: 1, the last one: 2 learners are connected' in made.said.get(
+    timeout=DEADLINE_S
+  )
+  assert made.said.empty()  # once a minute
+  first.transport.close(1, 'done')
+  assert isinstance(syncer.hears(), events.Disconnected)
+  member(syncer, made.learner(syncer))
+
+
+def test_a_newcomer_displaces_the_stranger_that_has_come_least_far(made):
+  syncer = made.syncer(dataclasses.replace(LIMITS, stay_s=0.0))
+  learners = []
+  for greets in (True, False, False):
+    learners.append(made.learner(syncer))
+    opened(syncer, learners[-1])
+    if greets:
+      learners[-1].transport.send(1, join())
+      syncer.hears()
+  newest = made.learner(syncer)
+  assert 'displaced by a newer session' in learners[1].hears().reason
+  assert isinstance(newest.hears(), events.Connected)
+  assert 'displaced sessions: 1, ' in made.said.get(timeout=DEADLINE_S)
+  assert all(learners[k].inbox.empty() for k in (0, 2))
+
+
+def test_a_stranger_has_some_time_to_join_before_a_newcomer_displaces_it(made):
+  syncer = made.syncer()
+  start_s = time.monotonic()
+  strangers = [made.learner(syncer) for _ in range(LIMITS.max_strangers)]
+  for stranger in strangers:
+    opened(syncer, stranger)
+  newest = made.learner(syncer)
+  assert isinstance(newest.hears(), events.Connected)
+  assert time.monotonic() - start_s > LIMITS.stay_s
+
+
+def test_members_are_never_displaced(made):
+  syncer = made.syncer()
+  first = made.learner(syncer)
+  number = member(syncer, first)
+  for _ in range(LIMITS.max_strangers + 3):
+    assert isinstance(made.learner(syncer).hears(), events.Connected)
+  syncer.transport.send(number, messages.Heartbeat())
+  assert first.hears().message == messages.Heartbeat()
+
+
+def test_a_session_without_a_join_gives_its_place_back(made):
+  syncer = made.syncer(HASTY)
+  silent = made.learner(syncer)
+  number = opened(syncer, silent)
+  assert 'no Join within 0.5 s' in silent.hears().reason
+  assert syncer.hears() == events.Disconnected(session=number, reason='no Join within 0.5 s')
+  assert "sessions that became no learner's: 1, the last one: no Join" in made.said.get(
+    timeout=DEADLINE_S
+  )
+
+
+def test_a_session_that_is_not_admitted_gives_its_place_back(made):
+  syncer = made.syncer(HASTY)
+  learner = made.learner(syncer)
+  number = opened(syncer, learner)
+  learner.transport.send(1, join())
+  syncer.hears()
+  syncer.transport.send(number, messages.Offer(incarnation=1))
+  assert learner.hears().message == messages.Offer(incarnation=1)
+  assert 'not admitted as a learner within 0.5 s' in learner.hears().reason
+
+
+def test_a_member_has_all_the_time_that_it_wants(made):
+  syncer = made.syncer(HASTY)
+  learner = made.learner(syncer)
+  number = member(syncer, learner)
+  silent = made.learner(syncer)  # opened later, and over earlier
+  opened(syncer, silent)
+  assert 'no Join' in silent.hears().reason
+  syncer.transport.send(number, messages.Heartbeat())
+  assert learner.hears().message == messages.Heartbeat()
+
+
+def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():
+  lines, clock = [], iter([0.0, 0.0, 1.0, 59.0, 61.0, 61.0]).__next__
+  troubles = grpc_server.Troubles(lines.append, clock)
+  for text in ('a', 'b', 'c', 'd'):
+    troubles.add('sessions', text)
+  assert lines == ['sessions: 1, the last one: a', 'sessions: 3, the last one: d']
+
+
+def test_too_few_descriptors_for_the_places_are_one_clear_line():
+  soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+  places = 1 << 40
+  if hard != resource.RLIM_INFINITY:
+    with pytest.raises(OSError, match=f'may open {hard} files.*ulimit -n.*sync.places') as caught:
+      grpc_server.reserve_descriptors(places)
+    assert '\n' not in str(caught.value)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+  grpc_server.reserve_descriptors(1)
+  assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
+  resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# --- Rates ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hostile(syncer, controls):
+  """A peer that opens a session and sends these messages as fast as the syncer reads them."""
+  seal = stream_crc.Seal()
+  frames = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
+  address = f'127.0.0.1:{syncer.transport.port}'
+  with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
+    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(frames)
+    token = dict(control.initial_metadata())[grpc_session.TOKEN]
+    over = threading.Event()
+    held = iter(over.wait, True)  # sends nothing until the end of the test
+    bulk = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
+      (b'' for _ in held), metadata=((grpc_session.TOKEN, token),)
+    )
+    bulk.initial_metadata()
+    event = syncer.hears()
+    assert isinstance(event, events.Connected), event
+    yield event.session
+    over.set()
+
+
+def progress(clock):
+  return messages.Progress(clock=clock, steps=clock, tokens=clock, step_ns=1, finished=False)
+
+
+def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
+  syncer = made.syncer()
+  honest = made.learner(syncer)
+  number = member(syncer, honest)
+  flood = itertools.chain([join('l9')], map(progress, itertools.count()))
+  with hostile(syncer, flood) as flooder:
+    start_s, count, waits_s = time.monotonic(), 0, []
+    while time.monotonic() < start_s + 3:
+      sent_s = time.monotonic()
+      honest.transport.send(1, messages.Heartbeat())
+      while (event := syncer.hears()).session != number:
+        assert event.session == flooder
+        count += isinstance(event, events.Received)
+      waits_s.append(time.monotonic() - sent_s)
+    rate, took_s = LIMITS.messages_per_s, time.monotonic() - start_s
+    assert rate < count <= rate * (took_s + 2) + 10, (count, took_s)
+    assert sorted(waits_s)[len(waits_s) // 2] < 0.1, waits_s
+
+
+def test_a_session_waits_for_the_machine(made):
+  syncer = made.syncer()
+  flood = itertools.chain([join('l9')], map(progress, itertools.count()))
+  with hostile(syncer, flood):
+    came = [syncer.inbox.get(timeout=DEADLINE_S) for _ in range(grpc_session.MAX_UNHANDLED)]
+    with pytest.raises(queue.Empty):
+      syncer.inbox.get(timeout=0.3)
+    syncer.transport.handled(came[0].session)
+    assert syncer.inbox.get(timeout=DEADLINE_S).message == progress(len(came) - 1)
+
+
+def test_a_learner_of_very_short_steps_reports_less_often(made):
+  syncer = made.syncer()
+  learner = made.learner(syncer)
+  member(syncer, learner)
+  steps, count, clock = 5_000, 0, 0
+  for step in range(steps):
+    learner.transport.send(1, progress(step))
+  start_s = time.monotonic()
+  while clock < steps - 1:
+    event = syncer.hears()
+    assert event.message.clock >= clock
+    clock, count = event.message.clock, count + 1
+  assert count < steps / 2 and time.monotonic() - start_s < 5
+
+
+# --- A crowd --------------------------------------------------------------------------------------
+
+
+def admitting(pipe, limits):
+  """A syncer that admits every learner, in a process of its own."""
+  inbox = queue.Queue()
+  transport = grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), limits, lambda line: None
+  )
+  pipe.send(transport.port)
+  while not pipe.poll():
+    with contextlib.suppress(queue.Empty):
+      match inbox.get(timeout=0.1):
+        case events.Received(session=session, message=message):
+          if isinstance(message, messages.Join):
+            transport.send(session, messages.Offer(incarnation=1))
+          elif isinstance(message, messages.Confirm):
+            transport.send(session, JOINED)
+          elif isinstance(message, messages.Heartbeat):
+            transport.send(session, messages.Heartbeat())
+          transport.handled(session)
+  transport.shutdown(0.0)
+
+
+class Crowd:
+  """Idle sockets and idle sessions, opened again as soon as the syncer ends them."""
+
+  def __init__(self, port, sockets, streams):
+    self._port = port
+    self._over = threading.Event()
+    self._threads = [threading.Thread(target=self._idle_sockets, args=(sockets,))]
+    self._threads += [
+      threading.Thread(target=self._idle_streams, args=(greets, bulk))
+      for greets, bulk in itertools.islice(
+        itertools.cycle([(False, False), (False, True), (True, True)]), streams
+      )
+    ]
+
+  def __enter__(self):
+    for thread in self._threads:
+      thread.start()
+    return self
+
+  def __exit__(self, *error):
+    self._over.set()
+    for thread in self._threads:
+      thread.join(DEADLINE_S)
+      assert not thread.is_alive()
+
+  def _idle_sockets(self, count):
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as ended:
+      add = lambda: ended.register(
+        stack.enter_context(socket.create_connection(('127.0.0.1', self._port))),
+        selectors.EVENT_READ,
+      )
+      for _ in range(count):
+        add()
+      while not self._over.is_set():
+        for key, _ in ended.select(timeout=0.1):
+          try:
+            data = key.fileobj.recv(1 << 16)
+          except ConnectionError:
+            data = b''
+          if not data:
+            ended.unregister(key.fileobj)
+            key.fileobj.close()
+            add()
+
+  def _idle_streams(self, greets, with_bulk):
+    """Sessions without Bulk, without a Join, or without a Confirm."""
+    hello = stream_crc.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
+    address = f'127.0.0.1:{self._port}'
+    while not self._over.is_set():
+      ended = threading.Event()
+      frames = lambda first: itertools.chain(first, iter(lambda: ended.wait() and None, None))
+      with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
+        control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
+          frames([hello] if greets else [])
+        )
+        control.add_done_callback(lambda call, ended=ended: ended.set())
+        with contextlib.suppress(grpc.RpcError, KeyError):
+          token = dict(control.initial_metadata())[grpc_session.TOKEN]
+          if with_bulk:
+            channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
+              frames([]), metadata=((grpc_session.TOKEN, token),)
+            )
+        while not ended.wait(0.1) and not self._over.is_set():
+          pass
+        ended.set()
+
+
+def usage(pid):
+  """Descriptors and threads of a process."""
+  process = pathlib.Path(f'/proc/{pid}')
+  threads = re.search(r'Threads:\s+(\d+)', (process / 'status').read_text())[1]
+  return len(list((process / 'fd').iterdir())), int(threads)
+
+
+def test_a_crowd_keeps_no_learner_out(counts):
+  lasts_s, sockets, streams = (120, 500, 60) if counts.full else (6, 100, 20)
+  limits = dataclasses.replace(LIMITS, max_members=8, max_strangers=24, stay_s=0.5)
+  spawn = multiprocessing.get_context('spawn')
+  pipe, theirs = spawn.Pipe()
+  process = spawn.Process(target=admitting, args=(theirs, limits))
+  process.start()
+  inbox, port = queue.Queue(), pipe.recv()
+  learner = grpc_client.GrpcLearnerTransport(
+    lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits
+  )
+  sessions = itertools.count(1)
+
+  def joins():
+    """Joins as a learner would that dials again when it is sent away; returns the seconds."""
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + DEADLINE_S:
+      session = next(sessions)
+      learner.dial(session)
+      while not isinstance(event := inbox.get(timeout=DEADLINE_S), events.Disconnected):
+        match event:
+          case events.Connected():
+            learner.send(session, join())
+          case events.Received(message=messages.Offer()):
+            learner.send(
+              session,
+              messages.Confirm(
+                nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
+              ),
+            )
+          case events.Received(message=messages.Joined()):
+            took_s = time.monotonic() - start_s
+            learner.close(session, 'restarts')
+            assert isinstance(inbox.get(timeout=DEADLINE_S), events.Disconnected)
+            return took_s
+    raise AssertionError('not in')
+
+  try:
+    joins()
+    with Crowd(port, sockets, streams):
+      end_s, took_s, used = time.monotonic() + lasts_s, [], []
+      while time.monotonic() < end_s:
+        took_s.append(joins())
+        used.append(usage(process.pid))
+      assert max(took_s) < 10, took_s
+      descriptors, threads = zip(*used)
+      assert max(descriptors) <= sockets + 2 * streams + 100, max(descriptors)
+      # A session has two threads of the pool and two readers; gRPC has some of its own.
+      places = limits.max_members + limits.max_strangers
+      waiting = 128
+      assert max(threads) <= 4 * places + waiting + 100, max(threads)
+    print(f'{len(took_s)} joins, the slowest in {max(took_s):.2f} s')
+  finally:
+    learner.shutdown(0.0)
+    pipe.send('end')
+    process.join(DEADLINE_S)
+  assert process.exitcode == 0

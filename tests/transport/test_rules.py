@@ -1,0 +1,181 @@
+"""What the other end of a session may send."""
+
+import pytest
+
+from diloco_jax.protocol import messages
+from diloco_jax.transport import link, rules
+
+LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80), donation_bytes=7)
+JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
+CONFIRM = messages.Confirm(
+  nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
+)
+JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+
+
+def member():
+  of_learner = rules.OfLearner(LIMITS)
+  of_learner.received(JOIN), of_learner.sent(messages.Offer(incarnation=1))
+  of_learner.received(CONFIRM), of_learner.sent(JOINED)
+  return of_learner
+
+
+def pull(sync, fragment=0):
+  return messages.Pull(sync=sync, fragment=fragment)
+
+
+def announced(size):
+  return messages.Payload(size_bytes=size, crc32=0)
+
+
+def contribution(sync, fragment=0, size=10):
+  return messages.Contribution(
+    sync=sync,
+    fragment=fragment,
+    version=0,
+    steps=1,
+    tokens_from=0,
+    tokens_to=1,
+    shard=0,
+    cursor=1,
+    payload=announced(size),
+  )
+
+
+def decline(sync, fragment=0):
+  return messages.Decline(sync=sync, fragment=fragment, reason='empty', tokens_to=0)
+
+
+def donation(transfer, size=7):
+  return messages.Donation(
+    transfer=transfer, donor='l0', clock=0, versions=(), digest=0, payload=announced(size)
+  )
+
+
+def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
+  rate = rules.Rate(per_s=10, burst=3)
+  for _ in range(4):  # the burst, and the one that is due
+    assert rate.wait_s(5.0) == 0
+    rate.spend(1, 5.0)
+  assert rate.wait_s(5.0) == pytest.approx(0.1)
+  assert rate.wait_s(5.1) == pytest.approx(0)
+  rate.spend(1, 5.1)
+  assert rate.wait_s(5.1) == pytest.approx(0.1) and rate.wait_s(60) == 0
+
+
+@pytest.mark.parametrize(
+  'first', [CONFIRM, messages.Heartbeat(), messages.Leave(reason=''), decline(1), contribution(1)]
+)
+def test_a_session_begins_with_a_join(first):
+  with pytest.raises(link.LinkError, match='before Join'):
+    rules.OfLearner(LIMITS).received(first)
+
+
+@pytest.mark.parametrize('message', [JOIN, CONFIRM])
+def test_a_member_joins_once(message):
+  with pytest.raises(link.LinkError, match=f'a second {type(message).__name__}'):
+    member().received(message)
+
+
+@pytest.mark.parametrize('size', [0, 7, 10])
+def test_a_stranger_sends_no_payload(size):
+  stranger = rules.OfLearner(LIMITS)
+  stranger.received(JOIN)
+  stranger.sent(messages.Offer(incarnation=1))
+  assert stranger.stage == 1 and not stranger.member
+  with pytest.raises(link.LinkError, match='not asked for'):
+    stranger.begins(size)
+
+
+def test_what_is_sent_to_members_only_makes_a_member():
+  for message in (JOINED, messages.Heartbeat(), pull(1)):  # one may wait for a shard long
+    stranger = rules.OfLearner(LIMITS)
+    stranger.sent(message)
+    assert stranger.member
+  refused = rules.OfLearner(LIMITS)
+  refused.sent(messages.Refused(code='MISMATCH', text='', retry_ns=None))
+  assert not refused.member
+
+
+def test_every_pull_allows_one_payload_of_its_fragment():
+  one = member()
+  one.sent(pull(1)), one.sent(pull(1)), one.sent(pull(2, fragment=1))
+  one.begins(20), one.received(contribution(2, fragment=1, size=20))
+  one.received(contribution(1)), one.begins(10)  # in either order
+  for again in (10, 20):
+    with pytest.raises(link.LinkError, match='not asked for'):
+      one.begins(again)
+  with pytest.raises(link.LinkError, match='has not asked'):
+    one.received(contribution(1))
+
+
+@pytest.mark.parametrize(
+  'answer, why',
+  [
+    (contribution(1, size=9), 'announces 9 bytes, 10 were asked for'),
+    (contribution(1, fragment=1, size=20), 'has not asked'),
+    (contribution(2), 'has not asked'),
+    (decline(2), 'has not asked'),
+    (donation(1), 'has not asked'),
+    (messages.NoDonation(transfer=1, reason=''), 'has not asked'),
+  ],
+)
+def test_another_answer_is_refused(answer, why):
+  one = member()
+  one.sent(pull(1))
+  with pytest.raises(link.LinkError, match=why):
+    one.received(answer)
+
+
+def test_a_declined_pull_allows_no_payload():
+  one = member()
+  one.sent(pull(1))
+  one.received(decline(1))
+  with pytest.raises(link.LinkError, match='not asked for'):
+    one.begins(10)
+  one.sent(pull(2))
+  one.begins(10)
+  with pytest.raises(link.LinkError, match='not asked for'):
+    one.received(decline(2))  # although its bytes have begun
+
+
+def test_a_donate_allows_one_donation():
+  one = member()
+  one.sent(messages.Donate(transfer=3, clock=0, versions=()))
+  one.begins(7)
+  one.received(donation(3))
+  with pytest.raises(link.LinkError, match='not asked for'):
+    one.begins(7)
+
+
+def test_what_a_learner_owes_is_bounded():
+  one = member()
+  for sync in range(rules.MAX_ASKED + 5):
+    one.sent(pull(sync))
+  with pytest.raises(link.LinkError, match='has not asked'):
+    one.received(contribution(4))
+  one.received(contribution(5))
+  for _ in range(rules.MAX_ASKED):
+    one.begins(10)
+  with pytest.raises(link.LinkError, match='not asked for'):
+    one.begins(10)
+
+
+def publish(fragment, size):
+  return messages.Publish(
+    sync=1,
+    fragment=fragment,
+    version=1,
+    base_version=None,
+    digest=0,
+    payload=announced(size),
+  )
+
+
+def test_a_learner_believes_the_sizes_of_the_layout():
+  of_syncer = rules.OfSyncer(LIMITS)
+  for message in (publish(0, 40), publish(1, 80), donation(1), messages.Finish()):
+    of_syncer.received(message)
+  for message in (publish(0, 41), publish(2, 1), donation(1, 8)):
+    with pytest.raises(link.LinkError, match='the layout allows'):
+      of_syncer.received(message)
