@@ -210,7 +210,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     donation_bytes=sizes.moments,
   )
   syncer = syncer_machine.SyncerMachine(
-    config, AGREEMENT, (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
+    config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
   inbox, server = start(
     'syncer',
