@@ -37,7 +37,7 @@ def read_bytes(path: pathlib.Path, max_bytes: int) -> bytes:
     if found.st_size > max_bytes:
       raise safe_json.Unreadable(f'it has {found.st_size} bytes, at most {max_bytes} are read')
     with open(descriptor, 'rb', closefd=False) as file:
-      return file.read(max_bytes + 1)
+      return file.read(found.st_size + 1)  # not max_bytes: it is allocated at once
   finally:
     os.close(descriptor)
 

@@ -5,18 +5,24 @@ that is none (hostile.py says what must hold). It is as good as the defects that
 defence of the syncer, removed, must be found within CASES cases.
 """
 
+import contextlib
 import dataclasses
+import json
 import typing
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+from unittest import mock
 
 import hypothesis
+import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
-from diloco_jax.protocol import messages
-from diloco_jax.protocol.syncer import screening
+from diloco_jax.protocol import agreement, messages
+from diloco_jax.protocol.syncer import gathering, members, pace, plausible, screening
 from tests.protocol import hostile
 
-CASES = 1_000
+CASES, CASES_BY_DEFAULT, SEED = 1_000, 60, 0
 WORDS_PER_CASE = 20
 Lie = hostile.Lie
 
@@ -148,7 +154,7 @@ class HostileWords(stateful.RuleBasedStateMachine):
 
 
 def search(cases: int, seed: int) -> None:
-  """Raises what the state machine finds in this number of cases."""
+  """Raises the first violation that the state machine finds in this number of cases."""
   settings = hypothesis.settings(
     max_examples=cases,
     stateful_step_count=WORDS_PER_CASE,
@@ -156,5 +162,128 @@ def search(cases: int, seed: int) -> None:
     database=None,
     phases=[hypothesis.Phase.generate],
     suppress_health_check=list(hypothesis.HealthCheck),
+    print_blob=False,
   )
   stateful.run_state_machine_as_test(hypothesis.seed(seed)(HostileWords), settings=settings)
+
+
+def test_honest_learners_do_not_notice_hostile_words(counts):
+  search(CASES if counts.full else CASES_BY_DEFAULT, SEED)
+
+
+# --- The defences, removed ------------------------------------------------------------------------
+
+Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, original -> replacement
+
+
+class Mutant(NamedTuple):
+  """A syncer without one of its defences; `seed`: at which it is found early."""
+
+  bug: str
+  seed: int
+  replace: tuple[Replacement, ...]
+
+  @contextlib.contextmanager
+  def applied(self) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+      for owner, name, wrap in self.replace:
+        stack.enter_context(mock.patch.object(owner, name, wrap(getattr(owner, name))))
+      yield
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(name: str, bug: str, seed: int, *replace: Replacement) -> None:
+  MUTANTS[name] = Mutant(bug, seed, replace)
+
+
+def _believes(original: Callable) -> Callable:
+  """A judge of plausibility that finds no fault."""
+  return lambda *args: ''
+
+
+def _old_merged(original: Callable) -> Callable:
+  """The window of the last commits, whoever made them."""
+
+  def merged(self: screening.Usual, norms: dict[str, tuple[int, int]]) -> None:
+    self.commits += 1
+    commits = [*self.pairs.get('', []), screening.medians(list(norms.values()))]
+    self.pairs = {'': commits[-16:]}
+
+  return merged
+
+
+def _old_medians(original: Callable) -> Callable:
+  return lambda self: screening.medians(self.pairs['']) if self.pairs else None
+
+
+def _no_least(original: Callable) -> Callable:
+  return lambda *args: (0, original(*args)[1])
+
+
+def _nothing(original: Callable) -> Callable:
+  return lambda *args, **more: None
+
+
+def _without_withdrawal(original: Callable) -> Callable:
+  """The payload that waits in an open sync stays there."""
+
+  def answer(self: gathering.Gathering, *args: Any) -> None:
+    with mock.patch.object(gathering.Gathering, '_withdraw', lambda *args: None):
+      original(self, *args)
+
+  return answer
+
+
+PLAUSIBILITY = plausible.Plausibility
+mutant(
+  'D1',
+  'An agreement may be nested as deeply as its sender likes.',
+  0,
+  (agreement, '_decode', lambda original: json.loads),
+)
+mutant(
+  'D2',
+  'The clock of a report is believed.',
+  0,
+  (PLAUSIBILITY, '_progress', _believes),
+  (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),
+)
+mutant(
+  'D3',
+  'Whoever is merged often decides which norms are usual.',
+  0,
+  (screening.Usual, 'merged', _old_merged),
+  (screening.Usual, 'medians', _old_medians),
+  (screening.Usual, 'limits', _no_least),
+  (screening.Screening, '_forget_if_wrong', _nothing),
+)
+mutant(
+  'D5',
+  'The limit of norms grows with the claimed steps.',
+  0,
+  (PLAUSIBILITY, '_contribution', _believes),
+  (screening, 'GROWTH', lambda original: 2**64),
+)
+mutant(
+  'D6',
+  'The shortest claimed step decides how long the others may take.',
+  0,
+  (members.Member, 'inner_step_ns', lambda original: property(lambda self: self.step_ns.value)),
+  (pace, 'lower_median', lambda original: lambda values: min(values, default=0)),
+)
+mutant(
+  'D7',
+  'A payload stays in its open sync when its sender disowns its tokens.',
+  0,
+  (gathering.Gathering, 'decline', _without_withdrawal),
+  (gathering.Gathering, '_reject', _without_withdrawal),
+)
+
+
+@pytest.mark.parametrize('name', MUTANTS)
+def test_a_removed_defence_is_found(name, counts):
+  with MUTANTS[name].applied(), pytest.raises(Exception) as found:
+    search(CASES, 0 if counts.full else MUTANTS[name].seed)
+  print(found.value)

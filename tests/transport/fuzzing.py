@@ -64,6 +64,7 @@ class Target:
     decode: raises one of `raises` for bytes that it does not take, and nothing else.
     mend: makes the checksums of mutated bytes right.
     json: whether the input is JSON, to be mutated as such.
+    slow: a run takes so many times as long as that of a fast decoder.
   """
 
   name: str
@@ -72,6 +73,7 @@ class Target:
   raises: tuple[type[Exception], ...]
   mend: Callable[[bytes], bytes] = lambda data: data
   json: bool = False
+  slow: int = 1
 
   def run(self, data: bytes) -> bool:
     """Decodes these bytes; returns whether they were taken. Any other exception is a defect."""
@@ -210,7 +212,16 @@ def _decode_sealed(data: bytes) -> None:
 _PAYLOAD = messages.Payload(size_bytes=3, crc32=5)
 _HELD = (messages.Held(version=-1, digest=2**64 - 1), messages.Held(version=3, digest=0))
 _FROM_LEARNER = (
-  messages.Join(protocol=1, learner='l0', nonce=2**64 - 1, agreement='{"a":1}', host='h', pid=1),
+  messages.Join(
+    protocol=1,
+    run='',
+    learner='l0',
+    nonce=2**64 - 1,
+    incarnation=0,
+    agreement='{"a":1}',
+    host='h',
+    pid=1,
+  ),
   messages.Confirm(
     nonce=7, incarnation=1, clock=5, steps=5, tokens=50, held=_HELD, shard=1, cursor=5
   ),
@@ -299,14 +310,19 @@ def _decode_turn(data: bytes) -> None:
   tape.decode(tape.Record | tape.Crash, tape._parse(data.rstrip(b'\n').removesuffix(b'}')))
 
 
-_MANIFEST = {
-  'format': manifests.FORMAT,
-  'snapshot': 1,
-  'step': 12,
-  'syncer': {'step': 12, 'digest': '0' * 64},
-  'learners': {'l0': {'step': 12, 'incarnation': 1, 'digest': '1' * 64}},
-  'missing': [['l1', 'gone']],
-}
+_MANIFEST = manifests.Manifest(
+  snapshot=1,
+  step=12,
+  checkpoint=3,
+  record_sha256='0' * 64,
+  parts=(actions.Part(learner='l0', incarnation=1, checkpoint=12, record_sha256='1' * 64),),
+  missing=(('l1', 'gone'),),
+  unverified=('l0',),
+  agreement='{}',
+  place='/run',
+  commit='',
+  time='',
+)
 
 
 def _mend_manifest(data: bytes) -> bytes:
@@ -328,7 +344,7 @@ class _Manifests:
     folder = self._workdir / manifests.FOLDER
     folder.mkdir(exist_ok=True)
     (folder / '1.json').write_bytes(data)
-    manifests.read(self._workdir, 1)
+    manifests.read(self._workdir, 1, trust=True)
 
 
 def targets(workdir: pathlib.Path) -> dict[str, Target]:
@@ -366,16 +382,18 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
       lambda data: outer_log.decode(memoryview(_with_header(data))),
       record,
       json=True,
+      slow=4,
     ),
-    Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True),
-    Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True),
+    Target('tape', lines, _decode_line, (tape.TapeError,), _mend_line, json=True, slow=4),
+    Target('turn', lines[1:], _decode_turn, (tape.TapeError,), json=True, slow=4),
     Target(
       'manifest',
-      (_mend_manifest(json.dumps(_MANIFEST).encode()),),
+      (_mend_manifest(tape.encode(_MANIFEST).encode()),),
       _Manifests(workdir),
       (manifests.Unfit,),
       _mend_manifest,
       json=True,
+      slow=10,
     ),
     Target(
       'agreement',
