@@ -89,7 +89,9 @@ class Lane:
     self.passed_bytes += sent_bytes
     if self._toxics.rate:
       now_s = asyncio.get_running_loop().time()
-      self._free_s = max(self._free_s, now_s - _LATE_S) + sent_bytes / self._toxics.rate
+      if now_s > self._free_s + _LATE_S:  # it was idle
+        self._free_s = now_s
+      self._free_s += sent_bytes / self._toxics.rate
       if self._free_s > now_s:
         await self._wait(self._free_s - now_s)
 
