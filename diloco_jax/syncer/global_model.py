@@ -166,7 +166,8 @@ class Theta:
         of the input: a sum over more rows may round in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
-    tokens_M, steps_M = np.zeros(width, np.int32), np.zeros(width, np.int32)
+    # Counts may pass 2^31; float32 rounds smaller ones as the weights do.
+    tokens_M, steps_M = np.zeros(width, np.float32), np.zeros(width, np.float32)
     for m, (one, payload) in enumerate(zip(participants, payloads, strict=True)):
       if one.learner not in refused:
         payloads_MxB[m] = np.frombuffer(payload, np.uint8)
