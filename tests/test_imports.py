@@ -22,7 +22,7 @@ ALLOWED = {
   'config': {'protocol', 'protocol/tape', 'numerics', 'storage', 'train'},
   'node': {'protocol'},
   'configs': {'config', 'train'},
-  'certs': {'protocol/syncer'},
+  'certs': {'protocol', 'protocol/syncer'},
   'transport': {'protocol', 'node', 'certs'},
   'report': {'protocol', 'config', 'node'},
   'learner': {
@@ -197,6 +197,13 @@ def test_only_the_entry_point_names_the_commands():
   for name, path in MODULES.items():
     commands = {other for other in imports(path) if other.startswith('diloco_jax.commands')}
     assert not commands, name
+
+
+def test_only_doors_listen_and_dial():
+  """Every other file would have to repeat the rules for addresses and certificates."""
+  words = ('insecure_channel', 'secure_channel', 'add_insecure_port', 'add_secure_port')
+  found = {name for name, path in MODULES.items() if any(w in path.read_text() for w in words)}
+  assert found == {'diloco_jax.transport.doors', 'diloco_jax.transport.credentials'}
 
 
 def test_no_cycles():

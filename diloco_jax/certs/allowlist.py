@@ -15,6 +15,7 @@ import pathlib
 from collections.abc import Mapping
 
 from diloco_jax.certs import names, private, proofs
+from diloco_jax.protocol import safe_json
 
 FILE = 'allowlist.json'
 _MAX_BYTES = 4 << 20
@@ -73,10 +74,10 @@ def read(folder: pathlib.Path) -> Allowlist:
       raise ValueError(f'it has more than {_MAX_BYTES} bytes')
     if path.stat().st_mode & 0o022:
       raise ValueError('other users may write it: chmod 600')
-    return _parse(json.loads(data))
+    return _parse(safe_json.parse_object(data))
   except OSError as error:
     raise ValueError(f'{path} cannot be read: {error.strerror}') from None
-  except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+  except (ValueError, TypeError, KeyError, AttributeError) as error:
     raise ValueError(f'{path} is not a whole allowlist: {error}') from None
 
 

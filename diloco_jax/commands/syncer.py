@@ -26,6 +26,12 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import program
 from diloco_jax.node import failpoints
 
+_FAILPOINTS = flags.DEFINE_bool(
+  'allow_failpoints',
+  False,
+  'For tests: the environment may name a place where this process kills itself.',
+  module_name=failpoints.__name__,  # so --help does not list it
+)
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LISTEN = flags.DEFINE_string(
   'listen',
@@ -41,12 +47,6 @@ _INIT = flags.DEFINE_string(
   '',
   'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
   'model. Else the first learner brings it.',
-)
-_FAILPOINTS = flags.DEFINE_bool(
-  'allow_failpoints',
-  False,
-  'For tests: the environment may name a place where this process kills itself.',
-  module_name=failpoints.__name__,  # so --help does not list it
 )
 program.define_access()
 program.define_config()

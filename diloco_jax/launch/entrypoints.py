@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
@@ -171,6 +172,9 @@ def learner(
     devices = jax.local_devices()
     key = program.seal_key(folder)
     island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+  if access.tls:  # every dial checks again: files may be renewed meanwhile
+    for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
+      records.say(f'--tls={access.tls}: {problem}')
   if resolve is None:
     stopped = threading.Event()
     with (

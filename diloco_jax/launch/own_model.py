@@ -78,8 +78,10 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
       for name, (shape, dtype) in given['shapes'].items()
     }
     moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
+    if any(size < 0 for leaf in shapes.values() for size in leaf.shape):
+      raise ValueError('a size is negative')
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
 

@@ -20,8 +20,8 @@ syncer's checkpoint. An interrupted restore has to be repeated from the beginnin
 process of the run starts (manifests.RESTORING).
 
 No file is believed: names and numbers are typed before they become paths, links are not followed,
-and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. With a key,
-what the run goes back to is sealed with it.
+and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. What is
+trusted is then sealed with the key of the run, if it has one.
 """
 
 import contextlib

@@ -34,11 +34,12 @@ with M. In the loop every addition is accumulator + product, whichever learners 
 time to compile does not grow with M.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diloco_jax.numerics import fragments, spec
 
@@ -109,18 +110,19 @@ def make(text: str) -> MergeRule:
   return spec.make(text, RULES, use=lambda rule: jax.eval_shape(merge_one(rule), tensor))
 
 
-def token_weights(tokens_M: jax.Array, steps_M: jax.Array) -> jax.Array:
+def token_weights(tokens: Sequence[int], steps: Sequence[int]) -> np.ndarray:
   """The weights float32[M]; a learner without tokens or steps is absent and weighs 0.
 
-  Only ratios matter to a merge rule, so the unit does not matter.
+  Only ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
+  float64: counts may be larger than an int32, and their weights larger than a float32.
 
-  >>> token_weights(jnp.array([800, 400, 0]), jnp.array([8, 8, 0])).tolist()
-  [80000.0, 20000.0, 0.0]
+  >>> token_weights([800, 400, 0], [8, 8, 0]).tolist()
+  [1.0, 0.25, 0.0]
   """
-  tokens = jnp.asarray(tokens_M, jnp.float32)
-  steps = jnp.asarray(steps_M, jnp.float32)
-  present = (tokens > 0) & (steps > 0)
-  return jnp.where(present, tokens * (tokens / jnp.where(present, steps, 1.0)), 0.0)
+  tokens_M, steps_M = np.asarray(tokens, np.float64), np.asarray(steps, np.float64)
+  present = (tokens_M > 0) & (steps_M > 0)
+  weights_M = np.where(present, tokens_M * (tokens_M / np.where(present, steps_M, 1.0)), 0.0)
+  return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 
 def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:

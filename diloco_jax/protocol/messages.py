@@ -85,13 +85,13 @@ class Join:
   `run` and `incarnation` are those under which the process has joined before; '' and 0: none."""
 
   protocol: int
-  run: str
   learner: str
   nonce: int
-  incarnation: int
   agreement: str  # canonical JSON: flat names to values
   host: str
   pid: int
+  run: str = ''
+  incarnation: int = 0
 
 
 @_message

@@ -5,7 +5,8 @@ flushed, so a process killed at any moment leaves at most one torn line, which r
 process of the program appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name":
 ..., fields} (facts.py). The supervisor, the live table and the report read only these files.
 
-Writing never stops training: a full disk is reported once, and training continues.
+Writing never stops training: a full disk is reported once, and training continues. So is a file
+that has become LIMIT_BYTES long, which then grows no more.
 """
 
 import dataclasses
@@ -25,13 +26,19 @@ from diloco_jax.report import facts
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
+LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
 
 class Recorder:
   """Records of one process (node.ports.Records). Thread-safe; never raises on a failing disk."""
 
   def __init__(
-    self, workdir: str | os.PathLike, process: str, tensorboard: bool = True, prefix: str = ''
+    self,
+    workdir: str | os.PathLike,
+    process: str,
+    tensorboard: bool = True,
+    prefix: str = '',
+    limit_bytes: int = LIMIT_BYTES,
   ):
     """Args:
 
@@ -39,9 +46,11 @@ class Recorder:
     process: the name of the process, for example 'l0' or 'syncer'.
     tensorboard: also write curves. A killed process loses the last 8 KiB of them.
     prefix: of every line for people, if several nodes share an output.
+    limit_bytes: the most that the file of facts may have.
     """
     self._process = process
     self._prefix = prefix
+    self._limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._failed = False
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
@@ -59,7 +68,7 @@ class Recorder:
     values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
     line = json.dumps({**row, **values}, default=float).encode() + b'\n'
     with self._lock:
-      self._guard(lambda: self._file.write(line))
+      self._guard(lambda: self._append(line))
 
   def scalars(self, step: int, values: dict[str, float]) -> None:
     """Adds points to curves such as `perf/step_time_seconds`, `learning/loss`, `diloco/...`."""
@@ -86,6 +95,13 @@ class Recorder:
       if self._curves is not None:
         self._guard(self._curves.close)
         self._curves = None
+
+  def _append(self, line: bytes) -> None:
+    if self._file.tell() + len(line) > self._limit_bytes:
+      raise OSError(
+        f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
+      )
+    self._file.write(line)
 
   def _open_curves(self, folder: pathlib.Path) -> None:
     self._curves = Curves(folder)

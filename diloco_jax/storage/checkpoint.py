@@ -305,6 +305,9 @@ class Checkpoints:
     self._checkpointer.reload()
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
+    for partial in self._root.glob(f'{number}.orbax-checkpoint-tmp*'):
+      with contextlib.suppress(OSError):
+        partial.rmtree()
     return CheckpointError(
       f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
       'previous checkpoint is still there'
@@ -545,4 +548,12 @@ def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
 
 
 def _one_line(error: Exception) -> str:
-  return ' '.join(str(error).split())[:200] or type(error).__name__
+  return ' '.join(str(error).split())[:400] or type(error).__name__
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Orbax raises the error of a save, and also logs it in each of its threads, with a traceback."""
+  return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
+
+
+logging.getLogger('absl').addFilter(_is_news)

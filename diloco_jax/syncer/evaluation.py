@@ -1,6 +1,5 @@
 """Held-out loss of the global model, evaluated on its own thread."""
 
-import queue
 import threading
 from typing import Any
 
@@ -14,9 +13,12 @@ from diloco_jax.train import evaluate
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import task as task_lib
 
+DROP_S = 1.0  # how long `stop` waits for the batch that is being evaluated
+
 
 class Evaluation:
-  """Evaluates copies of the published model, so that merges neither wait for it nor change it."""
+  """Evaluates copies of the published model, so that merges neither wait for it nor change it. At
+  most one copy waits: a newer one replaces it."""
 
   def __init__(
     self, task: task_lib.Task | None, theta: global_model_lib.Theta, records: records_lib.Recorder
@@ -26,19 +28,30 @@ class Evaluation:
     self._theta = theta
     self._records = records
     self._error: BaseException | None = None
-    self._queue: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+    self._changed = threading.Condition()
+    self._waiting: tuple[int, Any] | None = None  # the model of a step
+    self._busy = self._stopped = False
     self._thread = threading.Thread(target=self._guarded, name='evaluation', daemon=True)
     self._thread.start()
 
   def submit(self, step: int) -> None:
-    """Queues an evaluation of the present model. Call it on the thread that changes the model."""
-    if self._task is not None:
-      self._queue.put((step, self._theta.params()))
+    """Asks for an evaluation of the present model. Call it on the thread that changes the model."""
+    if self._task is not None and self._error is None:
+      with self._changed:
+        self._waiting = step, self._theta.params()
+        self._changed.notify_all()
+
+  def wait(self, timeout_s: float) -> bool:
+    """Waits for the submitted evaluations; returns whether they are done."""
+    with self._changed:
+      return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
   def stop(self) -> None:
-    """Waits for all submitted evaluations; raises their first error."""
-    self._queue.put(None)
-    self._thread.join()
+    """Drops what is not done; raises the first error of an evaluation."""
+    with self._changed:
+      self._stopped = True
+      self._changed.notify_all()
+    self._thread.join(DROP_S)
     if self._error is not None:
       raise self._error
 
@@ -48,18 +61,37 @@ class Evaluation:
     except BaseException as error:  # the run continues without evaluations; `stop` raises the error
       self._error = error
       self._records.say(f'evaluation stopped: {error!r}')
+    with self._changed:
+      self._waiting, self._busy = None, False
+      self._changed.notify_all()
 
   def _run(self) -> None:
     if self._task is None:
       return
+    asked = self._next()  # before it prepares: the first evaluation is of the first model
     mesh = mesh_lib.make_mesh(train_config.MeshConfig(), jax.local_devices()[:1])
     shardings = mesh_lib.tree_shardings(mesh, self._theta.shapes, self._task.partition)
     eval_step = evaluate.make_eval_step(self._task, mesh, shardings)
     batches = [mesh_lib.put_batch(mesh, batch) for batch in self._task.eval_batches()]
-    while (asked := self._queue.get()) is not None:
+    while asked is not None:
       step, params = asked
-      if not batches:
-        continue
-      loss = evaluate.evaluate(eval_step, jax.device_put(params, shardings), batches)
-      self._records.report(facts.Eval(step=step, loss=loss))
-      self._records.scalars(step, {'evaluation/loss': loss})
+      if batches:
+        params = jax.device_put(params, shardings)
+        loss = evaluate.evaluate(eval_step, params, batches, lambda: self._stopped)
+        if loss is None:
+          return
+        self._records.report(facts.Eval(step=step, loss=loss))
+        self._records.scalars(step, {'evaluation/loss': loss})
+      asked = self._next()
+
+  def _next(self) -> tuple[int, Any] | None:
+    """The model to evaluate next; None: there is none any more."""
+    with self._changed:
+      self._busy = False
+      self._changed.notify_all()
+      self._changed.wait_for(lambda: self._waiting is not None or self._stopped)
+      if self._stopped:
+        return None
+      asked, self._waiting = self._waiting, None
+      self._busy = True
+      return asked

@@ -166,8 +166,7 @@ class Theta:
         of the input: a sum over more rows may round in another order.
     """
     payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
-    # Counts may pass 2^31; float32 rounds smaller ones as the weights do.
-    tokens_M, steps_M = np.zeros(width, np.float32), np.zeros(width, np.float32)
+    tokens_M, steps_M = [0] * width, [0] * width
     for m, (one, payload) in enumerate(zip(participants, payloads, strict=True)):
       if one.learner not in refused:
         payloads_MxB[m] = np.frombuffer(payload, np.uint8)
@@ -177,7 +176,7 @@ class Theta:
       self.published[p],
       self.outer_states[p],
       payloads_MxB,
-      merge_lib.token_weights(jnp.asarray(tokens_M), jnp.asarray(steps_M)),
+      merge_lib.token_weights(tokens_M, steps_M),
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state

@@ -18,7 +18,7 @@ import jax
 
 from diloco_jax.config import build
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
@@ -34,14 +34,7 @@ from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import link
 from diloco_jax.transport import payloads as payloads_lib
 
-_NO_BOOKS = (
-  LookupError,
-  TypeError,
-  ValueError,
-  AttributeError,
-  ArithmeticError,
-  AssertionError,
-)
+STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
 
 
@@ -180,9 +173,17 @@ def run(
     if machine.finished:  # a syncer that was asked to stop has no time for it
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
+      _wait_or_stop(evaluation, event_queue)
     evaluation.stop()
     checkpoints.close()
     return result
+
+
+def _wait_or_stop(evaluation: evaluation_lib.Evaluation, event_queue: loop.EventQueue) -> None:
+  """Waits for the last evaluation, or until the process is asked to stop."""
+  while not evaluation.wait(STOP_SEEN_S):
+    if isinstance(event_queue.take(0), events.Stop):
+      return
 
 
 def _export(
@@ -278,11 +279,21 @@ def _load(start: tape_lib.Start, machine_state: dict[str, Any]) -> syncer_machin
   and whatever else wrong books lead to."""
   new = dataclasses.replace(start, digests=(0,) * start.config.fragments).make().state()
   for name, value in new.items():
-    if type(machine_state[name]) is not type(value):
+    if value is not None and type(machine_state[name]) is not type(value):
       raise TypeError(f'{name} is {type(machine_state[name]).__name__}')
   return syncer_machine.SyncerMachine.load(
     start.config, start.agreement, start.payload_bytes, machine_state
   )
+
+
+_NO_BOOKS = (
+  LookupError,
+  TypeError,
+  ValueError,
+  AttributeError,
+  ArithmeticError,
+  AssertionError,
+)
 
 
 @contextlib.contextmanager

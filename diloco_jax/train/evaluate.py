@@ -19,8 +19,19 @@ def make_eval_step(task: task_lib.Task, mesh: jax.sharding.Mesh, params_sharding
   )
 
 
-def evaluate(eval_step: Callable, params: Any, batches: Sequence[task_lib.Batch]) -> float:
-  """Mean loss over equally large batches; blocks per batch (see island.py)."""
+def evaluate(
+  eval_step: Callable,
+  params: Any,
+  batches: Sequence[task_lib.Batch],
+  stopped: Callable[[], bool] = lambda: False,
+) -> float | None:
+  """Mean loss over equally large batches; blocks per batch (see island.py). None: `stopped`, which
+  is asked before every batch, said so."""
   if not batches:
     raise ValueError('the task has no evaluation batches')
-  return sum(float(eval_step(params, batch)) for batch in batches) / len(batches)
+  total = 0.0
+  for batch in batches:
+    if stopped():
+      return None
+    total += float(eval_step(params, batch))
+  return total / len(batches)

@@ -6,6 +6,7 @@ HOST:PORT    with certificates (`tls`) any host; without, only a loopback addres
              every container with its network, can connect there
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import ipaddress
@@ -80,7 +81,7 @@ def in_folder(workdir: pathlib.Path) -> str:
     short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
     base = os.environ.get('XDG_RUNTIME_DIR') or tempfile.gettempdir()
     folder = pathlib.Path(base) / f'diloco-{os.geteuid()}-{short}'
-  if not folder.exists():
+  with contextlib.suppress(FileExistsError):
     private.make_folder(folder)
   if private.objection(folder):  # another user was first, where everybody may make folders
     folder = pathlib.Path(tempfile.mkdtemp(prefix='diloco-'))

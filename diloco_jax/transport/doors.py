@@ -1,4 +1,4 @@
-"""Where a gRPC server listens and how a channel reaches it: the only file that opens either.
+"""Where a gRPC server listens and how a channel reaches it. No other file opens either.
 
 A door is a Unix socket of this user alone, or TLS with certificates on both ends, or, where
 `Access.plaintext_loopback` says so, plain TCP on loopback (addresses.py).
@@ -81,7 +81,7 @@ class Door:
     except RuntimeError as error:
       raise OSError(
         f'cannot listen on {address}: the port is in use or not ours to take; choose '
-        'another, or port 0 for any free one'
+        'another, or port 0 for any free one. A Unix socket needs a local disk'
       ) from error
 
   def _bind_socket(self, server: grpc.Server, address: str) -> None:

@@ -11,9 +11,8 @@ Places. A session is a *stranger's* until the machine has answered it as it answ
 (rules.py), and must become a member's in time. There is a number of places for members, and another
 one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
 to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
-and come at no higher rate.
-So processes that occupy sessions keep neither a member nor a restarted learner out, which needs
-less time to join, and connections that do not speak end after seconds.
+and come at no higher rate. So processes that occupy sessions keep neither a member nor a restarted
+learner out, which needs less time to join, and connections that do not speak end after seconds.
 """
 
 import collections
@@ -48,6 +47,7 @@ _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
 _AGAIN_S = 60.0  # between two lines of one kind
 _REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
+_UNPROVED = 'refused certificates'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
@@ -187,6 +187,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     try:
       return self._door.prove(context)
     except proofs.Unproved as error:
+      self._troubles.add(_UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
   def _watch_proofs(self) -> None:

@@ -1,32 +1,40 @@
-"""What mutual TLS costs: CPU time for a MiB of payload, against plain TCP and a Unix socket.
+"""What mutual TLS costs: CPU time for a MiB of payload, and steps/s of a run, against plain TCP and
+a Unix socket.
 
-    python scripts/benchmarks/tls.py [--mib=256] [--rounds=5]     # about a minute
+    python scripts/benchmarks/tls.py [--mib=256] [--rounds=5]     # half a minute
+    python scripts/benchmarks/tls.py --steps=600 [--rounds=3]     # some minutes, two idle cores
 
 A learner's transport sends contributions of 8 MiB over loopback to a syncer's, both in this
 process, so the CPU time is that of both ends: gRPC, checksums and TLS. Rounds of each way
-alternate, so that other load on the host affects all of them.
+alternate, so that other load on the host affects all of them. With --steps, real processes train
+the tiny config, two learners beside a syncer; the figure is that of learner l0, without its first
+fifth, which compiles.
 """
 
 import argparse
+import json
 import pathlib
 import queue
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import zlib
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from diloco_jax.certs import authority, proofs
+from diloco_jax.launch import local
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 MIB = 1 << 20
 PAYLOAD = bytes(range(256)) * (8 * MIB // 256)
 DEADLINE_S = 60
-LIMITS = link.Limits(max_payload_bytes=len(PAYLOAD))
+LIMITS = link.Limits(contribution_bytes=(len(PAYLOAD),), publish_bytes=(0,))
 
 
 def cpu_s() -> float:
@@ -44,10 +52,12 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
   client.dial(1)
   event = connected.get(timeout=DEADLINE_S)
   assert isinstance(event, events.Connected), event
-  assert isinstance(inbox.get(timeout=DEADLINE_S), events.Connected)
+  session = inbox.get(timeout=DEADLINE_S).session
+  client.send(1, messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1))
+  assert isinstance(inbox.get(timeout=DEADLINE_S).message, messages.Join)
   announced = messages.Payload(size_bytes=len(PAYLOAD), crc32=zlib.crc32(PAYLOAD))
-  contribution = messages.Contribution(
-    sync=1,
+  contribution = lambda sync: messages.Contribution(
+    sync=sync,
     fragment=0,
     version=0,
     steps=1,
@@ -58,9 +68,13 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
     payload=announced,
   )
   began_cpu_s, began_s = cpu_s(), time.monotonic()
-  for _ in range(mib * MIB // len(PAYLOAD)):
-    client.send(1, contribution, PAYLOAD)
+  for sync in range(mib * MIB // len(PAYLOAD)):
+    server.send(session, messages.Pull(sync=sync, fragment=0))
+    assert isinstance(connected.get(timeout=DEADLINE_S), events.Received)
+    client.handled(1)
+    client.send(1, contribution(sync), PAYLOAD)
     received = inbox.get(timeout=DEADLINE_S)
+    server.handled(session)
     assert isinstance(received, events.Received), received
     kept.drop(received.payload_id)
   taken = cpu_s() - began_cpu_s, time.monotonic() - began_s
@@ -69,14 +83,50 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
   return taken
 
 
+def steps_per_s(
+  address: str, syncer: addresses.Access, learner: addresses.Access, steps: int
+) -> float:
+  """Of learner l0 in a run of real processes."""
+  with tempfile.TemporaryDirectory() as workdir:
+    common = [
+      *('--config=stdlib_lm:tiny', f'--config.train.steps={steps}', '--config.sync.learners=2'),
+      f'--workdir={workdir}',
+    ]
+    start = lambda command, access, *words: subprocess.Popen(
+      [
+        *(sys.executable, '-m', 'diloco_jax', command, *common, *words),
+        *([f'--tls={access.tls}'] if access.tls else []),
+        f'--plaintext_loopback={str(access.plaintext_loopback).lower()}',
+      ],
+      cwd=ROOT,
+      env=local.environment(2) | {'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.DEVNULL,
+    )
+    listen = [] if address.startswith(addresses.UNIX) else [f'--listen={address}']
+    where = f'--syncer=file:{workdir}/syncer/address'
+    processes = [start('syncer', syncer, *listen)]
+    for name in ('l0', 'l1'):
+      tls = learner.tls and learner.tls.parent / name
+      access = addresses.Access(tls, learner.plaintext_loopback)
+      processes.append(start('learner', access, f'--learner_id={name}', where))
+    assert not any(process.wait() for process in processes)
+    lines = (pathlib.Path(workdir) / 'records' / 'l0.jsonl').read_text().splitlines()
+  facts = [fact for fact in map(json.loads, lines) if fact['name'] == 'step']
+  facts = facts[len(facts) // 5 :]
+  seconds = (facts[-1]['t_ns'] - facts[0]['t_ns']) / 1e9
+  return (facts[-1]['steps'] - facts[0]['steps']) / seconds
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument('--mib', type=int, default=256)
   parser.add_argument('--rounds', type=int, default=5)
+  parser.add_argument('--steps', type=int, default=0)
   flags = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:
     owner = authority.init(pathlib.Path(folder) / 'certs', 'benchmark', proofs.utc_now())
-    owner.issue('l0', proofs.utc_now())
+    for name in ('l0', 'l1'):
+      owner.issue(name, proofs.utc_now())
     plain = addresses.Access(plaintext_loopback=True)
     ways = {
       'plain TCP': ('127.0.0.1:0', plain, plain),
@@ -92,6 +142,14 @@ def main() -> None:
       ),
     }
     taken = {way: [] for way in ways}
+    if flags.steps:
+      for _ in range(flags.rounds):
+        for way in ways:
+          taken[way].append(steps_per_s(*ways[way], flags.steps))
+      for way, rates in taken.items():
+        each = ', '.join(f'{rate:.1f}' for rate in rates)
+        print(f'{way:12} {statistics.median(rates):6.1f} steps/s ({each})')
+      return
     for way in ways:
       measure(*ways[way], 8)  # not counted
     for _ in range(flags.rounds):

@@ -1,6 +1,7 @@
 """The owner's commands and the check of a node's folder, on real files."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -199,3 +200,10 @@ def test_an_allowlist_that_is_not_whole_is_refused(tmp_path, text):
   (tmp_path / allowlist.FILE).chmod(0o600)
   with pytest.raises(ValueError, match='is not a whole allowlist'):
     allowlist.read(tmp_path)
+
+
+def test_no_key_is_part_of_the_project():
+  root = pathlib.Path(__file__).resolve().parents[2]
+  folders = ('diloco_jax', 'docs', 'experiments', 'scripts', 'tests')
+  for path in (path for folder in folders for path in (root / folder).rglob('*')):
+    assert not path.is_file() or b'PRIVATE ' + b'KEY-----' not in path.read_bytes(), path

@@ -6,6 +6,7 @@ lacks only the key of the seals. `outside` lies beside the run's folder.
 
 import gc
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -16,8 +17,19 @@ import jax
 import pytest
 
 from diloco_jax.config import load
-from diloco_jax.launch import restore, run_folder
-from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals, wal, wal_format
+from diloco_jax.launch import own_model, restore, run_folder
+from diloco_jax.protocol.tape import tape
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import (
+  checkpoint,
+  json_files,
+  manifests,
+  outer_log,
+  seals,
+  tapes,
+  wal,
+  wal_format,
+)
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
@@ -55,18 +67,19 @@ def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | No
   run_folder.open_workdir(config, workdir, resume=False)
   restores._take(workdir, 1, agreement, key=key)
   files = files_lib.Files(workdir / 'syncer' / 'wal')
+  files.lock()
   wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
   files.close()
 
 
 def _tree(base: pathlib.Path) -> dict[str, tuple]:
-  """Everything below a folder: kinds, times of change, contents."""
+  """Everything below a folder, and when it changed: also of a folder, if a file in it came or
+  went."""
   found = {}
   for path in sorted(base.rglob('*')):
-    status = path.lstat()
     if path.name != files_lib.LOCK:
-      data = path.read_bytes() if stat.S_ISREG(status.st_mode) else b''
-      found[str(path.relative_to(base))] = status.st_mode, data
+      now = path.lstat()
+      found[str(path.relative_to(base))] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
   return found
 
 
@@ -305,6 +318,45 @@ def test_a_config_that_is_a_link_is_neither_read_nor_written_through(config, tmp
   assert target.read_bytes() == before and load.read(workdir).train.steps == 7
 
 
+# --- Other JSON -----------------------------------------------------------------------------------
+
+
+def _read_tape(workdir: pathlib.Path) -> None:
+  """A tape whose first line has the file's text in a field."""
+  path = workdir / 'tapes' / 'l0.1.0.jsonl'
+  text = path.read_bytes().replace(b'\n', b' ')
+  path.write_bytes(b'{"kind":"Header","x":' + text + b',"hash":"' + b'0' * 64 + b'"}\n')
+  tapes.read(tapes.ProcessTape('l0', 1, (path,)))
+
+
+READERS = {
+  load.FILE: load.read,
+  'syncer/model/model.json': own_model.read,
+  f'syncer/{manifests.RESTORED}': manifests.read_restored,
+  'tapes/l0.1.0.jsonl': _read_tape,
+}
+
+
+@pytest.mark.parametrize('name', READERS)
+def test_no_reader_of_json_is_broken_by_a_file(tmp_path, name):
+  path = tmp_path / name
+  path.parent.mkdir(parents=True, exist_ok=True)
+  for what, text in TEXTS.items():
+    path.write_bytes(text)
+    with pytest.raises((ValueError, tape.TapeError)) as refused:
+      READERS[name](tmp_path)
+    assert len(str(refused.value)) < 1000 and str(refused.value).isprintable(), what
+
+
+def test_records_that_are_none_are_skipped(tmp_path):
+  tail = records_lib.Tail(tmp_path / 'l0.jsonl')
+  lines = [text.replace(b'\n', b' ') for text in TEXTS.values() if len(text) < 10**6]
+  lines += [b'{"name": 1}', b'{"name": "step", "time": "noon"}', b'{"name": "step", "loss": NaN}']
+  (tmp_path / 'l0.jsonl').write_bytes(b'\n'.join(lines) + b'\n')
+  (fact,) = tail.read()
+  assert fact['name'] == 'step' and math.isnan(fact['loss'])
+
+
 # --- Rewritten logs -------------------------------------------------------------------------------
 
 Books = Callable[[dict], None]
@@ -391,7 +443,7 @@ def test_a_rewritten_log_is_refused_or_coherent_never_a_traceback(assembled, rec
     log = commit.CommitLog(files_lib.Files(folder / 'wal'), assembled.agreement, print)
     checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
     try:
-      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records())
+      syncer_process.recover(assembled, theta, checkpoints, log, durability.Records(), 'r0')
       accepted.append(name)
     except wal_format.WalError as error:
       assert str(error).isprintable() and len(str(error)) < 1500, (name, error)

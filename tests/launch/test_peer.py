@@ -11,6 +11,7 @@ import pytest
 import diloco_jax
 from diloco_jax.launch import own_model
 from diloco_jax.transport import addresses
+from tests.certs import mint
 
 _WIDTH, _WORDS = 16, 32
 _RULE = np.random.default_rng(7).permutation(_WORDS)
@@ -283,3 +284,25 @@ def test_the_error_of_a_syncer_reaches_its_program():
     with diloco_jax.run_syncer(total_steps=100, sync=sync) as server:
       model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
       own_model.bring(model, lambda: server.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+
+
+def test_loops_over_mutual_tls(tmp_path):
+  """The first learner brings the model under its own name; a loop of another run gets nothing."""
+  owner = mint.owner(tmp_path / 'certs')
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  kwargs = {'total_steps': 6, 'sync': sync}
+  params = {'w': jnp.ones((8, 8))}
+  where = {'listen': '127.0.0.1:0', 'tls': owner.folder / 'syncer'}
+  with diloco_jax.run_syncer(**where, **kwargs) as server:
+    own = {'learner': 'l0', 'syncer': server.address, **kwargs}
+    other = mint.owner(tmp_path / 'other', run='run-y').folder / 'l0'
+    with pytest.raises(TimeoutError, match='no certificate of the syncer of this run'):
+      with diloco_jax.join(params, tls=other, wait_s=0.1, **own):
+        pass
+    with pytest.raises(diloco_jax.Ended, match='certificate of this process is of learner "l0"'):
+      with diloco_jax.join(params, tls=owner.folder / 'l0', **own | {'learner': 'l1'}):
+        pass
+    with diloco_jax.join(params, tls=owner.folder / 'l0', **own) as peer:
+      for _ in peer.steps():
+        peer.sync({'w': peer.params['w'] * 0.9}, tokens=1)
+    assert float(server.wait()['w'].max()) < 1

@@ -371,7 +371,11 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   done = diloco(f'--workdir={workdir}', '--to=2')
   assert done.returncode == program.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
   assert 'snapshot 2 is not whole' in done.stderr
-  done = diloco(f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
+  _damage(workdir, 1)
+  words = (f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
+  done = diloco(*words)
+  assert done.returncode == program.NEVER_RETRY and '--without=l1 ' in done.stderr
+  done = diloco(*words, '--without=l1', '--trust')
   assert done.returncode == 0, done.stderr
   assert 'the run continues from snapshot 1' in done.stdout
   assert f'diloco_jax train --resume --workdir={workdir}' in done.stdout.splitlines()[-1]

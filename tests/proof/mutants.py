@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from diloco_jax.proof.checks.invariants import data
 from diloco_jax.proof.sim import network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
@@ -1225,6 +1226,47 @@ def leased_during_a_merge(original):
   return lambda self, shard: False
 
 
+def _says_one_batch_too_early(original):
+  def send(self, message, payload_id=None):
+    if isinstance(message, messages.Contribution) and message.cursor > message.steps:
+      message = dataclasses.replace(message, cursor=message.cursor - 1)
+    original(self, message, payload_id)
+
+  return send
+
+
+# No honest learner sends batches that were merged before, so the two guards below need a liar, and
+# the checker of honest learners looks away.
+LIES = (connection.Connection, 'send', _says_one_batch_too_early)
+UNNOTICED = (data.HonestReader, 'fail', lambda original: lambda self, *seen: None)
+
+
+@mutant(
+  'The syncer counts batches that were merged before.',
+  shards.Shards,
+  'counts',
+  'I21',
+  also=(LIES, UNNOTICED),
+)
+def merged_batches_count(original):
+  return lambda self, learner, contribution: self._holders.get(contribution.shard) == learner
+
+
+@mutant(
+  'The syncer counts a range whose first batch was merged before.',
+  shards.Shards,
+  'counts',
+  'I21',
+  also=(LIES, UNNOTICED),
+)
+def last_merged_batch_counts(original):
+  def counts(self, learner, contribution):
+    later = dataclasses.replace(contribution, cursor=contribution.cursor + 1)
+    return original(self, learner, later)
+
+  return counts
+
+
 @mutant(
   'A process that is given another shard keeps the steps trained on the last one.',
   LearnerMachine,
@@ -1429,16 +1471,6 @@ def flipped_moments_are_taken(original):
     original(self, dataclasses.replace(event, matched=True), step)
 
   return taken
-
-
-@mutant('A joiner takes moments of any age.', moments.Taker, 'boundary', 'I23')
-def old_moments_are_taken(original):
-  def boundary(self, step):
-    if self._arrived is not None:
-      step = min(step, self._arrived[0].clock)
-    original(self, step)
-
-  return boundary
 
 
 @mutant(

@@ -192,8 +192,8 @@ STORY = {
   'dial': Turn(LEARNER, 0, e.Wake(), (a.Dial(session=1),)),
   'accept': Turn(SYNCER, 1, e.Connected(session=1)),
   'connected': Turn(LEARNER, 1, e.Connected(session=1), (say(JOIN),)),
-  'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(incarnation=1)),)),
-  'offer': Turn(LEARNER, 3, got(m.Offer(incarnation=1)), (say(CONFIRM),)),
+  'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(run='r0', incarnation=1)),)),
+  'offer': Turn(LEARNER, 3, got(m.Offer(run='r0', incarnation=1)), (say(CONFIRM),)),
   'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
   'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(clock=0))),
   'step 1': Turn(

@@ -3,9 +3,13 @@
 Another seed or the story of one: `diloco simulate --help`.
 """
 
+import pytest
+
 from diloco_jax.proof import plans
 from diloco_jax.proof.checks import checkers, observers
-from diloco_jax.proof.sim import many_seeds, seeds
+from diloco_jax.proof.sim import many_seeds, narrate, seeds
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.tape import tape
 
 PROCESSES = 2
@@ -56,6 +60,32 @@ def test_seeds_that_failed_before_still_pass():
   for seed in EVER_FAILED:
     outcome = seeds.run_seed(seed)
     assert outcome.violation is None, many_seeds.explain(outcome, 'here')
+
+
+def _raises(*args):
+  raise KeyError('a seeded bug')
+
+
+@pytest.mark.parametrize(
+  'owner, name, when',
+  [
+    (syncer_machine.SyncerMachine, '_merged', 'turn'),
+    (learner_machine.LearnerMachine, '_adopt', 'turn'),
+    (learner_machine.LearnerMachine, '__init__', 'start'),
+  ],
+)
+def test_a_machine_that_raises_is_a_violation_with_its_seed_story_and_command(
+  owner, name, when, monkeypatch
+):
+  monkeypatch.setattr(owner, name, _raises)
+  outcome = seeds.run_seed(3)
+  assert outcome.violation.invariant == 'crash' and 'a seeded bug' in outcome.violation.detail
+  text = many_seeds.explain(outcome, 'here')
+  assert text.startswith('seed 3 at commit here breaks crash: No machine raises.')
+  assert text.endswith('replay: diloco simulate --seed=3 --story')
+  story = []
+  seeds.run_seed(3, [narrate.Story(story.append)])
+  assert when == 'start' or 'raises KeyError' in story[-1]
 
 
 class Records(observers.Observer):

@@ -154,7 +154,9 @@ def new_learner(**settings: Any) -> Any:
   return learner_machine.LearnerMachine(config, identity, (50, 51))
 
 
-def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = ()) -> list:
+def connect(
+  machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = (), donation: int = 0
+) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
   offer = messages.Offer(run=world_lib.RUN, incarnation=1)
@@ -162,7 +164,10 @@ def connect(machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple 
   return machine.handle(
     now_ms * MS,
     received(
-      session, messages.Joined(incarnation=1, clock=clock, shard=0, cursor=told.cursor, due=due)
+      session,
+      messages.Joined(
+        incarnation=1, clock=clock, shard=0, cursor=told.cursor, due=due, donation=donation
+      ),
     ),
   )
 

@@ -72,7 +72,7 @@ def test_a_payload_after_the_merge_is_late():
   seen.start('l0', 'l1')
   seen.world.learners['l1'].island.encode_ns = 60 * MS
   seen.run(20_000)
-  assert discarded(seen)['late'] == 50
+  assert discarded(seen)['late'] == 70
   settled = [m.reason for _, m in seen.sent(messages.Settled) if not m.merged]
   assert 'late' in settled
 

@@ -31,6 +31,18 @@ def test_facts_are_read_in_order_while_they_are_written(tmp_path):
   recorder.close()
 
 
+def test_a_file_of_facts_ends_at_its_limit_and_says_so_once(tmp_path, capsys):
+  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False, limit_bytes=1 << 20)
+  for number in range(20_000):
+    recorder.report(step(number))
+  path = tmp_path / 'records' / 'l0.jsonl'
+  assert 0.99 < path.stat().st_size / (1 << 20) <= 1
+  assert records.Tail(path).read()[-1]['name'] == 'step'  # no torn line
+  said = capsys.readouterr().err
+  assert said.count('records are incomplete from here on') == 1 and 'has 1 MiB' in said
+  recorder.close()
+
+
 def test_a_torn_line_of_a_killed_process_is_skipped(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   recorder.report(step(1))

@@ -23,11 +23,13 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.transport import grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 
 KB = 1_000
 AGREEMENT = '{}'
 SECOND_NS = config_lib.SECOND_NS
+
+ACCESS = addresses.Access(plaintext_loopback=True)
 
 
 class Bytes:
@@ -202,14 +204,20 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     elif name == 'l2' or (isinstance(fact, facts.Member) and fact.learner == 'l2'):
       say(f'{time.monotonic() - started_s[0]:7.2f} s  {name}: {fact}')
 
-  limits = link.Limits(max_payload_bytes=2 * max(sizes.whole, sizes.moments))
+  limits = link.Limits(
+    contribution_bytes=(sizes.delta,) * sizes.fragments,
+    publish_bytes=(max(sizes.whole, sizes.delta),) * sizes.fragments,
+    donation_bytes=sizes.moments,
+  )
   syncer = syncer_machine.SyncerMachine(
     config, AGREEMENT, (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
   inbox, server = start(
     'syncer',
     syncer,
-    lambda post, store: grpc_server.GrpcSyncerTransport('127.0.0.1:0', post, store, limits),
+    lambda post, store: grpc_server.GrpcSyncerTransport(
+      '127.0.0.1:0', post, store, limits, access=ACCESS
+    ),
     sizes,
     told,
   )
@@ -223,7 +231,9 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     inbox, transport = start(
       name,
       machine,
-      lambda post, store: grpc_client.GrpcLearnerTransport(lambda: address, post, store, limits),
+      lambda post, store: grpc_client.GrpcLearnerTransport(
+        lambda: address, post, store, limits, access=ACCESS
+      ),
       sizes,
       told,
     )

@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
   _assert_holds(_restore(tmp_path), 2)
 
 
-def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path):
+def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
   """The limit on file sizes gives the same kind of error as a full disk."""
   _save(tmp_path, 1)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
@@ -190,8 +190,10 @@ def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(
       wait()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  assert not [one.name for one in tmp_path.iterdir() if one.name.startswith('2')]
   with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
     checkpoints.wait()
+  assert 'Traceback' not in caplog.text
   _assert_holds(_restore(tmp_path), 1)
   checkpoints.save(2, _state(2), 20)()
   checkpoints.close()

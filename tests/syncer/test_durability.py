@@ -98,7 +98,7 @@ class Rig:
       self.theta = global_model_lib.Theta(assembled)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
       self.start = syncer_process.recover(
-        assembled, self.theta, self.checkpoints, self.log, self.records
+        assembled, self.theta, self.checkpoints, self.log, self.records, 'r0'
       )
     except BaseException:
       self.log.close()

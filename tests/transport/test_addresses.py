@@ -15,7 +15,9 @@ from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payl
 from tests.certs import mint
 
 DEADLINE_S = 20
-LIMITS = link.Limits(max_payload_bytes=1 << 20, handshake_s=5.0, drain_s=0.5)
+LIMITS = link.Limits(
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+)
 LOCAL, PLAIN = addresses.LOCAL, addresses.Access(plaintext_loopback=True)
 TLS = addresses.Access(tls=pathlib.Path('certs'))
 
@@ -169,8 +171,9 @@ _SYNCER = """
 import queue, sys
 from diloco_jax.transport import grpc_server, link, payloads
 inbox = queue.Queue()
+limits = link.Limits(contribution_bytes=(0,), publish_bytes=(0,))
 transport = grpc_server.GrpcSyncerTransport(
-  sys.argv[1], inbox.put, payloads.PayloadStore(), link.Limits(max_payload_bytes=1))
+  sys.argv[1], inbox.put, payloads.PayloadStore(), limits)
 print('listens', flush=True)
 while True:
   inbox.get()

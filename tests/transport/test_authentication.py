@@ -33,7 +33,9 @@ from diloco_jax.transport import (
 from tests.certs import mint
 
 DEADLINE_S = 20
-LIMITS = link.Limits(max_payload_bytes=1 << 20, handshake_s=5.0, drain_s=0.5)
+LIMITS = link.Limits(
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+)
 PLAIN = addresses.Access(plaintext_loopback=True)
 
 
@@ -374,6 +376,11 @@ def run(tmp_path, closing):
   one = learner(syncer.transport.address, addresses.Access(world.of('l0')), closing)
   assert one.hears() == events.Connected(session=1)
   assert syncer.hears() == events.Connected(session=1, learner='l0')
+  join = messages.Join(protocol=1, learner='l0', nonce=7, agreement='{}', host='h', pid=1)
+  one.transport.send(1, join)
+  assert isinstance(syncer.hears().message, messages.Join)
+  syncer.transport.send(1, messages.Heartbeat())
+  assert one.hears().message == messages.Heartbeat()
   return world, syncer, one
 
 

@@ -141,7 +141,7 @@ def joined(syncer, learner, *asked):
   assert isinstance(event_of(learner), events.Connected)
   number = connected(syncer)
   learner.send(1, JOIN)
-  assert event_of(syncer).message == JOIN
+  assert isinstance(event_of(syncer).message, messages.Join)
   for message in asked or (messages.Heartbeat(),):
     syncer.send(number, message)
     assert event_of(learner).message == message

@@ -18,6 +18,7 @@ import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
+  addresses,
   grpc_client,
   grpc_server,
   grpc_session,
@@ -36,6 +37,7 @@ LIMITS = link.Limits(
   stay_s=0.3,
   drain_s=1.0,
 )
+ACCESS = addresses.Access(plaintext_loopback=True)
 HASTY = dataclasses.replace(LIMITS, handshake_s=0.5, member_s=0.5)
 
 
@@ -70,7 +72,9 @@ def _made():
 
     def syncer(self, limits=LIMITS):
       made = End(
-        lambda *ports: grpc_server.GrpcSyncerTransport('127.0.0.1:0', *ports, limits, self.said.put)
+        lambda *ports: grpc_server.GrpcSyncerTransport(
+          '127.0.0.1:0', *ports, limits, self.said.put, access=ACCESS
+        )
       )
       self.ends.append(made)
       return made
@@ -78,7 +82,11 @@ def _made():
     def learner(self, syncer):
       """A learner whose session 1 is open."""
       address = f'127.0.0.1:{syncer.transport.port}'
-      made = End(lambda *ports: grpc_client.GrpcLearnerTransport(lambda: address, *ports, LIMITS))
+      made = End(
+        lambda *ports: grpc_client.GrpcLearnerTransport(
+          lambda: address, *ports, LIMITS, access=ACCESS
+        )
+      )
       self.ends.insert(0, made)
       made.transport.dial(1)
       return made
@@ -101,7 +109,7 @@ def opened(syncer, learner):
 def member(syncer, learner):
   number = opened(syncer, learner)
   learner.transport.send(1, join())
-  assert syncer.hears().message == join()
+  assert isinstance(syncer.hears().message, messages.Join)
   syncer.transport.send(number, JOINED)
   assert learner.hears().message == JOINED
   return number
@@ -183,8 +191,8 @@ def test_a_session_that_is_not_admitted_gives_its_place_back(made):
   number = opened(syncer, learner)
   learner.transport.send(1, join())
   syncer.hears()
-  syncer.transport.send(number, messages.Offer(incarnation=1))
-  assert learner.hears().message == messages.Offer(incarnation=1)
+  syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
+  assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
   assert 'not admitted as a learner within 0.5 s' in learner.hears().reason
 
 
@@ -300,7 +308,12 @@ def admitting(pipe, limits):
   """A syncer that admits every learner, in a process of its own."""
   inbox = queue.Queue()
   transport = grpc_server.GrpcSyncerTransport(
-    '127.0.0.1:0', inbox.put, payloads.PayloadStore(), limits, lambda line: None
+    '127.0.0.1:0',
+    inbox.put,
+    payloads.PayloadStore(),
+    limits,
+    lambda line: None,
+    access=ACCESS,
   )
   pipe.send(transport.port)
   while not pipe.poll():
@@ -308,7 +321,7 @@ def admitting(pipe, limits):
       match inbox.get(timeout=0.1):
         case events.Received(session=session, message=message):
           if isinstance(message, messages.Join):
-            transport.send(session, messages.Offer(incarnation=1))
+            transport.send(session, messages.Offer(run='r0', incarnation=1))
           elif isinstance(message, messages.Confirm):
             transport.send(session, JOINED)
           elif isinstance(message, messages.Heartbeat):
@@ -400,7 +413,7 @@ def test_a_crowd_keeps_no_learner_out(counts):
   process.start()
   inbox, port = queue.Queue(), pipe.recv()
   learner = grpc_client.GrpcLearnerTransport(
-    lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits
+    lambda: f'127.0.0.1:{port}', inbox.put, payloads.PayloadStore(), limits, access=ACCESS
   )
   sessions = itertools.count(1)
 

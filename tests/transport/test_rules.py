@@ -15,7 +15,7 @@ JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
 
 def member():
   of_learner = rules.OfLearner(LIMITS)
-  of_learner.received(JOIN), of_learner.sent(messages.Offer(incarnation=1))
+  of_learner.received(JOIN), of_learner.sent(messages.Offer(run='r0', incarnation=1))
   of_learner.received(CONFIRM), of_learner.sent(JOINED)
   return of_learner
 
@@ -81,7 +81,7 @@ def test_a_member_joins_once(message):
 def test_a_stranger_sends_no_payload(size):
   stranger = rules.OfLearner(LIMITS)
   stranger.received(JOIN)
-  stranger.sent(messages.Offer(incarnation=1))
+  stranger.sent(messages.Offer(run='r0', incarnation=1))
   assert stranger.stage == 1 and not stranger.member
   with pytest.raises(link.LinkError, match='not asked for'):
     stranger.begins(size)

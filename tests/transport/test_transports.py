@@ -130,7 +130,7 @@ def connect(syncer, learner, session=1):
   event = syncer.next()
   assert isinstance(event, events.Connected)
   learner.transport.send(session, JOIN, None)
-  assert syncer.next() == events.Received(session=event.session, message=JOIN)
+  assert isinstance(syncer.message(), messages.Join)
   return event.session
 
 

@@ -137,6 +137,11 @@ class Story(observers.Observer):
           to = f' {self._peers.get(action.session, "?")}'
         self.note(now_ns, f'{life.start.node:6}{to} {text}')
 
+  def crashed(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    self.note(now_ns, f'{life.start.node:6} raises {type(error).__name__}: {error}, on {event}')
+
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     begins = note.kind == 'recovered' and not note.number
     if note.kind not in ('appended', 'durable') and not begins:

@@ -29,7 +29,7 @@ PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
 
 
 class MachineCrash(Exception):
-  """A machine raised on an event."""
+  """A machine raised on an event, or as it started."""
 
 
 class Process(abc.ABC):
@@ -37,7 +37,10 @@ class Process(abc.ABC):
 
   def __init__(self, world: Any, name: str, life: observers.ObservedProcess, disk: disk_lib.Disk):
     self.world, self.name, self.life = world, name, life
-    self.machine = life.start.make()
+    try:
+      self.machine = life.start.make()
+    except Exception as error:
+      raise MachineCrash(f'{name}: {type(error).__name__}: {error}, as it started') from error
     self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
     self.alive, self.frozen, self.exit = True, False, None
     self.contents: dict[int, Any] = {}

@@ -28,7 +28,7 @@ LONGEST_STEP_NS = 400 * engine_lib.SECOND
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
   """The broken sentence, its invariant's id (or 'claim', 'check', 'crash' or 'circle'), and the
-  values that contradict it. Any other exception is a bug of the simulator."""
+  values that contradict it."""
 
   invariant: str
   sentence: str
@@ -77,13 +77,16 @@ def run_seed(
   except processes.MachineCrash as crash:
     violation = Violation(
       invariant='crash',
-      sentence='No machine raises on an event.',
+      sentence='No machine raises.',
       detail=f'{crash}\n{_traceback()}',
     )
   except AssertionError as broken:
     violation = Violation(
       invariant='check', sentence="A machine's own check holds.", detail=f'{broken}\n{_traceback()}'
     )
+  except Exception as bug:
+    bug.add_note(f'This is a bug of the simulator, in: diloco simulate --seed={seed} --story')
+    raise
   return Outcome(
     seed=seed,
     events=count.events,

@@ -1,0 +1,116 @@
+"""The call that brings a model to a syncer, before peers that are not what they should be."""
+
+import json
+import queue
+import threading
+import time
+from concurrent import futures
+
+import grpc
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.launch import own_model
+from diloco_jax.transport import addresses, doors
+
+_DEADLINE_S = 20
+_MODEL = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
+
+
+class Waiting:
+  """A syncer that waits for a model on a Unix socket."""
+
+  def __init__(self, folder, **limits):
+    self._stopped, listening = threading.Event(), queue.Queue()
+    self._pool = futures.ThreadPoolExecutor(1)
+    self.model = self._pool.submit(
+      own_model.receive,
+      addresses.in_folder(folder),
+      addresses.LOCAL,
+      listening.put,
+      self._stopped,
+      print,
+      **limits,
+    )
+    self.address = listening.get(timeout=_DEADLINE_S)
+
+  def bring(self, pieces):
+    """The call; the pieces are those of an iterator."""
+    channel = doors.dial(self.address, addresses.LOCAL, ())
+    return channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}').future(
+      pieces, timeout=_DEADLINE_S
+    )
+
+  def refuses(self, pieces):
+    """The status and the text of the refusal."""
+    call = self.bring(pieces)
+    error = call.exception()
+    return error.code(), error.details()
+
+  def close(self):
+    self._stopped.set()
+    self._pool.shutdown()
+
+
+@pytest.fixture
+def waiting(tmp_path):
+  started = []
+
+  def start(**limits):
+    started.append(Waiting(tmp_path, **limits))
+    return started[-1]
+
+  yield start
+  for one in started:
+    one.close()
+
+
+def header(shape=(8, 8), **changes):
+  fields = {'shapes': {'w': [shape, 'float32']}, 'labels': {'w': 'body'}, 'moments': []}
+  return json.dumps(fields | changes).encode()
+
+
+@pytest.mark.parametrize(
+  'pieces, said',
+  [
+    ([b'[' * 100_000], 'not the header of a model'),
+    ([b'{"shapes": 1}'], 'not the header of a model'),
+    ([header(shape=(1 << 40, 8))], 'this syncer has memory for'),
+    ([header(shape=(-1, 8))], 'not the header of a model'),
+    ([header(shape=('8',))], 'not the header of a model'),
+    ([header(), b'x' * 255], 'w has 255 bytes'),
+    ([header(), b'x' * 257], 'w has 257 bytes'),
+    ([header(), np.full(64, np.nan, np.float32).tobytes()], 'not finite'),
+  ],
+  ids=str,
+)
+def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, pieces, said):
+  syncer = waiting()
+  code, text = syncer.refuses(iter(pieces))
+  assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
+  own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
+
+
+def test_one_learner_at_a_time_brings_the_model_and_has_limited_time(waiting):
+  syncer = waiting(upload_s=1.0)
+  began, never = threading.Event(), threading.Event()
+
+  def slowly():
+    yield header()
+    began.set()
+    never.wait()
+
+  began_s = time.monotonic()
+  slow = syncer.bring(slowly())
+  assert began.wait(_DEADLINE_S)
+  refused = set()
+  while not slow.done():  # another one is refused until the slow one is cut off
+    code, text = syncer.refuses(iter([b'no header']))
+    refused.add(text if code is grpc.StatusCode.RESOURCE_EXHAUSTED else code)
+  assert 'another learner brings the model' in refused
+  assert slow.exception() is not None and time.monotonic() - began_s < 10
+  never.set()
+  own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)

@@ -1,0 +1,63 @@
+"""A donation is taken only if its bits are those that the donor sent."""
+
+import queue
+
+import jax
+import numpy as np
+import pytest
+
+from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.learner import moments_work
+from diloco_jax.learner import process as learner_process
+from diloco_jax.protocol import actions
+from diloco_jax.transport import payloads
+
+DEADLINE_S = 60
+
+
+class Side:
+  """One island and its work on moments."""
+
+  def __init__(self, assembled, folder, name):
+    self.island = learner_process.make_island(
+      assembled, folder, name, jax.devices()[: assembled.config.mesh.num_devices]
+    )
+    self.posted, self.kept = queue.SimpleQueue(), payloads.PayloadStore()
+    self.work = moments_work.Moments(self.island, self.posted.put, self.kept, None)
+    self.work.compile()
+
+  def moments(self):
+    return [np.array(leaf) for leaf in jax.tree.leaves(self.island.moments)]
+
+  def takes(self, data: bytes, digest: int) -> bool:
+    self.work.take(actions.TakeMoments(transfer=1, payload_id=self.kept.put(data), digest=digest))
+    return self.posted.get(timeout=DEADLINE_S).matched
+
+
+def _same(ours, theirs) -> bool:
+  return all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.fixture(scope='module', name='sides')
+def _sides(tmp_path_factory):
+  assembled, folder = build.assemble(stdlib_lm.get_config('tiny')), tmp_path_factory.mktemp('run')
+  donor, joiner = Side(assembled, folder, 'l0'), Side(assembled, folder, 'l1')
+  for clock in range(2):
+    donor.island.step(clock)
+  yield donor, joiner
+  donor.island.close()
+  joiner.island.close()
+
+
+def test_a_donation_whose_digest_differs_is_noticed_and_not_taken(sides):
+  donor, joiner = sides
+  donor.work.read(1)
+  read = donor.posted.get(timeout=DEADLINE_S)
+  data, own = bytearray(donor.kept.get(read.payload_id)), joiner.moments()
+  data[len(data) // 2] ^= 1
+  assert not joiner.takes(bytes(data), read.digest)
+  assert not joiner.takes(bytes(donor.kept.get(read.payload_id)), read.digest ^ 1)
+  assert _same(joiner.moments(), own) and not _same(own, donor.moments())
+  assert joiner.takes(bytes(donor.kept.get(read.payload_id)), read.digest)
+  assert _same(joiner.moments(), donor.moments())

@@ -1,0 +1,113 @@
+"""Evaluations never pile up, and a stop waits for none of them."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from diloco_jax.config import build
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.node import loop
+from diloco_jax.protocol import events
+from diloco_jax.report import facts
+from diloco_jax.report import records as records_lib
+from diloco_jax.syncer import evaluation, global_model, process
+from diloco_jax.transport import in_process
+
+DEADLINE_S = 60
+
+
+class Gate:
+  """Held-out batches that are there once the gate opens; then every evaluation is counted."""
+
+  def __init__(self, task):
+    self.began, self.open = threading.Event(), threading.Event()
+    self.task = dataclasses.replace(task, eval_batches=self._batches)
+    self._eval_batches = task.eval_batches
+
+  def _batches(self):
+    self.began.set()
+    assert self.open.wait(DEADLINE_S)
+    return self._eval_batches()
+
+
+class Records(records_lib.Recorder):
+  """Records that keep the steps of the evaluations, too."""
+
+  def __init__(self, folder):
+    super().__init__(folder, 'syncer', tensorboard=False)
+    self.steps = []
+
+  def report(self, fact):
+    super().report(fact)
+    if isinstance(fact, facts.Eval):
+      self.steps.append(fact.step)
+
+
+@pytest.fixture(scope='module', name='assembled')
+def _assembled():
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = config.sync.quorum = 1
+  return build.assemble(config)
+
+
+@pytest.fixture(name='records')
+def _records(tmp_path):
+  made = Records(tmp_path)
+  yield made
+  made.close()
+
+
+@pytest.fixture(name='gate')
+def _gate(assembled):
+  gate = Gate(assembled.task)
+  yield gate
+  gate.open.set()
+
+
+def test_at_most_one_model_waits_and_it_is_the_newest(assembled, gate, records):
+  theta = global_model.Theta(assembled)
+  evaluations = evaluation.Evaluation(gate.task, theta, records)
+  evaluations.submit(0)
+  assert gate.began.wait(DEADLINE_S)
+  for step in range(1, 50):
+    evaluations.submit(step)
+  gate.open.set()
+  assert evaluations.wait(DEADLINE_S)
+  evaluations.stop()
+  assert records.steps == [0, 49]
+
+
+def test_a_stopped_syncer_ends_during_an_evaluation(assembled, gate, records, tmp_path):
+  """And drops the evaluation that waits."""
+  event_queue = loop.EventQueue()
+  hub, ended = in_process.InProcessHub(), []
+  run = threading.Thread(
+    target=lambda: ended.append(
+      process.run(
+        dataclasses.replace(assembled, task=gate.task),
+        global_model.Theta(assembled),
+        tmp_path,
+        event_queue,
+        hub.syncer_transport,
+        records,
+      )
+    ),
+    daemon=True,
+  )
+  run.start()
+  assert gate.began.wait(DEADLINE_S)
+  event_queue.post(events.Stop(reason='preempted'))
+  run.join(DEADLINE_S)
+  assert ended and ended[0].code == 0 and not records.steps
+
+
+def test_a_stop_ends_the_wait_for_the_last_evaluation(assembled, gate, records):
+  event_queue = loop.EventQueue()
+  last = evaluation.Evaluation(gate.task, global_model.Theta(assembled), records)
+  last.submit(7)
+  assert gate.began.wait(DEADLINE_S)
+  event_queue.post(events.Stop(reason='preempted'))
+  process._wait_or_stop(last, event_queue)
+  last.stop()
+  assert not records.steps
