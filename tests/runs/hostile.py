@@ -9,6 +9,7 @@ import itertools
 import pathlib
 import queue
 import random
+import re
 import threading
 import time
 import zlib
@@ -20,7 +21,16 @@ import grpc
 from diloco_jax.launch import run_folder
 from diloco_jax.protocol import messages
 from diloco_jax.storage import tapes
-from diloco_jax.transport import chunks, errors, grpc_session, stream_crc, translate
+from diloco_jax.transport import (
+  addresses,
+  chunks,
+  doors,
+  errors,
+  grpc_session,
+  stream_crc,
+  sync_pb2,
+  translate,
+)
 
 PATIENCE_S = 5.0
 STEP_TOKENS = 4 * 32  # of `tiny`: batch_size * seq_len
@@ -29,7 +39,7 @@ _OPTIONS = (*grpc_session.COMMON_OPTIONS, ('grpc.use_local_subchannel_pool', 1))
 
 def dial(address: str) -> grpc.Channel:
   """A connection to a syncer: the one place that knows how."""
-  return grpc.insecure_channel(address, options=_OPTIONS)
+  return doors.dial(address, addresses.LOCAL, _OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +74,31 @@ class Run:
       'pid': 1,
     }
     return messages.Join(**values | changes)
+
+
+def encode(message: messages.FromLearner, transfer: int = 0) -> bytes:
+  """The envelope of a message, of any values that the schema can hold."""
+  envelope = sync_pb2.ControlRequest(transfer_id=transfer)
+  body = getattr(envelope, re.sub(r'(?<!^)(?=[A-Z])', '_', type(message).__name__).lower())
+  body.SetInParent()
+  _fill(body, message)
+  return envelope.SerializeToString()
+
+
+def _fill(proto: Any, message: Any) -> None:
+  for field in dataclasses.fields(message):
+    value = getattr(message, field.name)
+    if dataclasses.is_dataclass(value):
+      getattr(proto, field.name).SetInParent()
+      _fill(getattr(proto, field.name), value)
+    elif isinstance(value, tuple):
+      for item in value:
+        if dataclasses.is_dataclass(item):
+          _fill(getattr(proto, field.name).add(), item)
+        else:
+          getattr(proto, field.name).append(item)
+    elif value is not None:
+      setattr(proto, field.name, value)
 
 
 class Refused(Exception):
@@ -123,7 +158,7 @@ class Client:
       transfer = next(self._transfers)
       for frame in chunks.split(transfer, payload):
         self.frame(frame)
-    self.word(translate.LEARNER_TO_SYNCER.encode(message, transfer))
+    self.word(encode(message, transfer))
 
   def word(self, envelope: bytes) -> None:
     """Says an envelope, whatever it is, with a right checksum."""

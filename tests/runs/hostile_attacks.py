@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks, translate
+from diloco_jax.transport import chunks
 from tests.runs import hostile
 
 Act = Callable[[hostile.Run, float], None]
@@ -158,7 +158,7 @@ def bad_frames(run: hostile.Run, seconds: float) -> None:
 @attack()
 def bad_control_bytes(run: hostile.Run, seconds: float) -> None:
   """Envelopes that are none, one above gRPC's limit, and a wrong checksum."""
-  join = translate.LEARNER_TO_SYNCER.encode(run.join('x'))
+  join = hostile.encode(run.join('x'))
   acts = [
     lambda client: client.control(b''),
     lambda client: client.control(b'\xff' * 100),

@@ -2,8 +2,8 @@
 
 One run of `tiny` meets every attack of hostile_attacks.py, one after the other, with quiet time
 before; the tests read what its processes wrote meanwhile. All processes share few cores here, so
-the rate of honest steps says little. What an attack may take from a learner is time in which it
-neither runs nor waits for a CPU: it is *blocked*. Outer steps are counted per honest inner step.
+the rate of honest steps alone says little. What an attack may take from a learner is time in which
+it neither runs nor waits for a CPU: it is *blocked*. Outer steps are counted per honest inner step.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Phase:
   """What happened from the begin of an attack to the end of the quiet time after it.
 
   Attributes:
-    steps: the most inner steps of an honest learner.
+    steps: inner steps of each honest learner.
     outer: outer steps.
     blocked: the share of the time for which each honest learner was blocked.
     starts: processes of the syncer that started.
@@ -50,12 +50,15 @@ class Phase:
   name: str
   began_ns: int
   ended_ns: int = 0
-  steps: int = 0
+  steps: dict[str, int] = dataclasses.field(default_factory=dict)
   outer: int = 0
   blocked: dict[str, float] = dataclasses.field(default_factory=dict)
   starts: int = 0
   more_bytes: int = 0
   said: list[str] = dataclasses.field(default_factory=list)
+
+  def steps_per_s(self, learner: str) -> float:
+    return 1e9 * self.steps[learner] / (self.ended_ns - self.began_ns)
 
 
 class Shares:
@@ -166,9 +169,9 @@ def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
   def within(name: str, fact: str) -> int:
     return sum(phase.began_ns <= one['t_ns'] <= phase.ended_ns for one in run.of(name, fact))
 
-  phase.steps = max(within(name, 'step') for name in LEARNERS)
   phase.outer = within('syncer', 'outer')
   for name in LEARNERS:
+    phase.steps[name] = within(name, 'step')
     phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
 
 
@@ -191,9 +194,12 @@ def test_the_syncer_stays_up(run, name):
 
 @every_attack
 def test_honest_learners_are_not_held_up(run, name):
-  allowed = 0.02 if run.full else 0.25
-  for learner, blocked in run.phases[name].blocked.items():
-    assert blocked <= run.phases['quiet'].blocked[learner] + allowed, learner
+  """They make as many steps as before, or are not blocked for longer."""
+  phase, quiet = run.phases[name], run.phases['quiet']
+  lost = 0.02 if run.full else 0.25
+  for learner, blocked in phase.blocked.items():
+    as_many = phase.steps_per_s(learner) >= (1 - lost) * quiet.steps_per_s(learner)
+    assert as_many or blocked <= quiet.blocked[learner] + lost, learner
 
 
 @every_attack
@@ -201,7 +207,8 @@ def test_outer_steps_go_on(run, name):
   """All but what the edges of a short phase cut off."""
   phase, quiet = run.phases[name], run.phases['quiet']
   share = 0.95 if run.full else 0.5
-  assert phase.outer >= share * phase.steps * quiet.outer / quiet.steps - 3
+  steps, quiet_steps = max(phase.steps.values()), max(quiet.steps.values())
+  assert phase.outer >= share * steps * quiet.outer / quiet_steps - 3
 
 
 @every_attack

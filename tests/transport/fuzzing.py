@@ -20,6 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from diloco_jax.certs import allowlist
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
@@ -30,8 +31,7 @@ TESTS = pathlib.Path(__file__).resolve().parents[1]
 CORPUS = TESTS / 'corpus'
 GRANTED_BYTES = 1 << 16  # of a payload, and how many may be incomplete
 GRANTED_OPEN = 2
-# What a decoder may allocate: an object for some bytes of its input, and what is granted.
-MEMORY_PER_BYTE, MEMORY_BYTES = 200, 1 << 20
+MEMORY_PER_BYTE = 200  # what a decoder may allocate for each byte of its input
 
 BOUNDS = (0, 1, 2, 127, 128, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
 NASTY = (
@@ -65,6 +65,7 @@ class Target:
     mend: makes the checksums of mutated bytes right.
     json: whether the input is JSON, to be mutated as such.
     slow: a run takes so many times as long as that of a fast decoder.
+    granted_bytes: what it may allocate beside MEMORY_PER_BYTE for each byte of its input.
   """
 
   name: str
@@ -74,6 +75,7 @@ class Target:
   mend: Callable[[bytes], bytes] = lambda data: data
   json: bool = False
   slow: int = 1
+  granted_bytes: int = 1 << 20
 
   def run(self, data: bytes) -> bool:
     """Decodes these bytes; returns whether they were taken. Any other exception is a defect."""
@@ -91,7 +93,7 @@ class Target:
       _, peak = tracemalloc.get_traced_memory()
     finally:
       tracemalloc.stop()
-    most = MEMORY_BYTES + MEMORY_PER_BYTE * len(data)
+    most = self.granted_bytes + MEMORY_PER_BYTE * len(data)
     assert peak <= most, f'{self.name}: {peak} bytes for {len(data)}, at most {most} are granted'
 
   def remembered(self) -> list[bytes]:
@@ -347,6 +349,25 @@ class _Manifests:
     manifests.read(self._workdir, 1, trust=True)
 
 
+_ALLOWLIST = {
+  'run': 'r1',
+  'learners': {'l0': [{'sha256': '0' * 64, 'until': '2027-01-01T00:00:00+00:00'}], 'l1': []},
+}
+
+
+class _Allowlist:
+  """Reads the list of certificates that may connect."""
+
+  def __init__(self, folder: pathlib.Path):
+    self._folder = folder
+
+  def __call__(self, data: bytes) -> None:
+    path = self._folder / allowlist.FILE
+    path.write_bytes(data)
+    path.chmod(0o600)
+    allowlist.read(self._folder)
+
+
 def targets(workdir: pathlib.Path) -> dict[str, Target]:
   """All of them, by name; they write to the folder `workdir`."""
   step = _outer_step()
@@ -393,7 +414,16 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
       (manifests.Unfit,),
       _mend_manifest,
       json=True,
-      slow=10,
+      slow=40,
+    ),
+    Target(
+      'allowlist',
+      (json.dumps(_ALLOWLIST).encode(),),
+      _Allowlist(workdir),
+      (ValueError,),
+      json=True,
+      slow=40,
+      granted_bytes=8 << 20,  # a file is read at once, up to its largest size
     ),
     Target(
       'agreement',
