@@ -175,16 +175,6 @@ def overwritten_payload_stays(original):
   return lambda self, member, fragment, upto: None
 
 
-@mutant(
-  'The syncer withdraws a payload whose tokens come after the settled ones.',
-  gathering.Gathering,
-  '_withdraw',
-  'I7c L2a',
-)
-def every_payload_is_withdrawn(original):
-  return lambda self, member, fragment, upto: original(self, member, fragment, 1 << 60)
-
-
 @mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7')
 def failed_merge_keeps_its_tokens(original):
   return lambda self, count, reason: None
@@ -390,13 +380,19 @@ def no_warm_up(original):
   return limits
 
 
-@mutant('Each norm has a vote, not each learner.', screening.Usual, 'medians', 'I9b')
+@mutant('Each norm has a vote, not each learner.', screening.Usual, 'votes', 'I9b')
 def each_norm_votes(original):
-  def medians(self):
-    pairs = [pair for kept in self.pairs.values() for pair in kept]
-    return screening.medians(pairs) if original(self) else None
+  def votes(self):
+    return [pair for kept in self.pairs.values() for pair in kept] if original(self) else []
 
-  return medians
+  return votes
+
+
+@mutant(
+  'Of two votes the larger one is usual for the lower limit, too.', screening, 'medians', 'I9b'
+)
+def larger_vote_counts(original):
+  return lambda pairs, lower=False: original(pairs)
 
 
 @mutant('The first norm of a learner has a vote.', screening, 'VOTES_AFTER', 'I9b')
@@ -419,7 +415,7 @@ def refused_norms_are_kept(original):
   'The syncer keeps usual norms that most learners are far from.',
   screening.Screening,
   '_forget_if_wrong',
-  'I9b I9c I10 I16',
+  'I13b I9b I10 I16',
 )
 def wrong_norms_stay(original):
   return lambda self, fragment: None
@@ -835,15 +831,6 @@ def replaced_account_disappears(original):
     del self.accounts[learner, incarnation]
 
   return fold
-
-
-@mutant('Refused tokens of a replaced process stay merged.', ledger.Ledger, 'revoke', 'I7 I16 I10')
-def folded_tokens_stay_merged(original):
-  def revoke(self, learner, incarnation, count):
-    if (learner, incarnation) in self.accounts:
-      original(self, learner, incarnation, count)
-
-  return revoke
 
 
 @mutant(

@@ -394,6 +394,7 @@ class SyncerBook:
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
       peer.wholes.add(message.fragment)
+      peer.repaired_ns[message.fragment] = now_ns
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
