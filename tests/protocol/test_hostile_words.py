@@ -240,7 +240,7 @@ PLAUSIBILITY = plausible.Plausibility
 mutant(
   'D1',
   'An agreement may be nested as deeply as its sender likes.',
-  0,
+  3,
   (agreement, '_decode', lambda original: json.loads),
 )
 mutant(
@@ -253,7 +253,7 @@ mutant(
 mutant(
   'D3',
   'Whoever is merged often decides which norms are usual.',
-  0,
+  9,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'medians', _old_medians),
   (screening.Usual, 'limits', _no_least),
@@ -269,14 +269,14 @@ mutant(
 mutant(
   'D6',
   'The shortest claimed step decides how long the others may take.',
-  0,
+  3,
   (members.Member, 'inner_step_ns', lambda original: property(lambda self: self.step_ns.value)),
   (pace, 'lower_median', lambda original: lambda values: min(values, default=0)),
 )
 mutant(
   'D7',
   'A payload stays in its open sync when its sender disowns its tokens.',
-  0,
+  1,
   (gathering.Gathering, 'decline', _without_withdrawal),
   (gathering.Gathering, '_reject', _without_withdrawal),
 )
