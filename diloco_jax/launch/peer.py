@@ -285,7 +285,7 @@ def join(
         work,
         place,
         learner,
-        None if state is None else {'learner': learner, **state},
+        None if state is None else {'learner': learner, 'run': '', **state},
         event_queue,
         connect,
         payloads,

@@ -225,8 +225,8 @@ class Leave:
 class Offer:
   """An incarnation of the learner in this `run`, which the process holds from Confirm on."""
 
-  run: str
   incarnation: int
+  run: str
 
 
 @_message

@@ -17,6 +17,9 @@ another. The newest two are kept, and those that a run snapshot pins. A save ret
 the SHA-256 of the record. Where this SHA-256 is stored elsewhere (in the manifest of a snapshot,
 storage/manifests.py), `verify` does not depend on what the folder says about itself.
 
+A process grows by 40 to 90 KB per save (measured over 400), with Orbax alone as with this file: no
+Python objects are kept, it is the native memory of Orbax's threads and of TensorStore.
+
 A checkpoint only caches the progress of one node; the record of a run is the syncer's log.
 Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 """

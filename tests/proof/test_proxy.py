@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 import zlib
 
 import pytest
@@ -377,3 +378,21 @@ def test_half_open_for_both_ends_and_then_healed(ends):
   assert syncer_events.empty()
   behind.do(behind.proxy.heal)
   assert isinstance(syncer_events.get(timeout=DEADLINE_S), events.Received)
+
+
+def test_a_heartbeat_does_not_wait_behind_a_payload_on_a_slow_link(ends):
+  syncer_events, _, learner_events, learner, behind = ends
+  learner.dial(1)
+  assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Connected)
+  assert isinstance(syncer_events.get(timeout=DEADLINE_S), events.Connected)
+  behind.do(behind.proxy.up.set, proxy_lib.Toxics(rate=MIB))
+  data = bytes(4 * MIB)
+  before = behind.proxy.up.came_bytes
+  learner.send(1, _contribution(data), data)
+  began = time.monotonic()
+  while behind.proxy.up.came_bytes < before + MIB // 2:
+    assert time.monotonic() < began + DEADLINE_S
+    time.sleep(0.001)
+  learner.send(1, messages.Heartbeat())
+  first, last = (syncer_events.get(timeout=DEADLINE_S).message for _ in range(2))
+  assert (first, last) == (messages.Heartbeat(), _contribution(data))

@@ -186,8 +186,6 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     quorum=1,
     total_steps=1_000_000,
     shards=4,
-    lease_ns=int(sizes.lease_s * SECOND_NS),
-    heartbeat_ns=int(sizes.lease_s * SECOND_NS / 5),
     save_steps=0,
   )
   merged, started_s, running = threading.Event(), [time.monotonic()], threading.Event()
@@ -210,7 +208,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
     donation_bytes=sizes.moments,
   )
   syncer = syncer_machine.SyncerMachine(
-    config, AGREEMENT, (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
+    config, AGREEMENT, 'slow', (7,) * sizes.fragments, (sizes.delta,) * sizes.fragments
   )
   inbox, server = start(
     'syncer',
@@ -262,7 +260,7 @@ def contributes_after_s(sizes: argparse.Namespace, limit_s: float, say=print) ->
   return took_s if found else float('inf')
 
 
-def sizes(rate: float, update_rate: float, fragments: float, moments: float, lease_s: float):
+def sizes(rate: float, update_rate: float, fragments: float, moments: float):
   """Of a run of four fragments whose learners are sent `update_rate` bytes of deltas a second."""
   step_s, count, period = 0.25, 4, 8
   return argparse.Namespace(
@@ -273,7 +271,6 @@ def sizes(rate: float, update_rate: float, fragments: float, moments: float, lea
     delta=int(update_rate * step_s * period / count),
     whole=int(fragments / count),
     moments=int(moments),
-    lease_s=lease_s,
     need_s=(fragments + moments) / rate,
   )
 
@@ -284,7 +281,7 @@ def main() -> None:
   parser.add_argument('--update_kb_s', type=float, default=208)
   parser.add_argument('--limit_s', type=float, default=200)
   flags = parser.parse_args()
-  chosen = sizes(flags.rate_kb_s * KB, flags.update_kb_s * KB, 3e6, 7e6, 10.0)
+  chosen = sizes(flags.rate_kb_s * KB, flags.update_kb_s * KB, 3e6, 7e6)
   took_s = contributes_after_s(chosen, flags.limit_s)
   print(f'contributes after {took_s:.1f} s, its bytes need {chosen.need_s:.1f} s')
 

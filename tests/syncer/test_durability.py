@@ -214,7 +214,15 @@ def books(assembled: build.Assembly, sync: int) -> dict:
   account = dataclasses.asdict(ledger_lib.Account([0, 0], merged=sync * 1000))
   machine_state['ledger'] = [[name, 1, account] for name in NAMES]
   machine_state['members'] = [
-    {'learner': name, 'shard': m, 'incarnation': 1, 'left': False, 'strikes': 0, 'max_strikes': 0}
+    {
+      'learner': name,
+      'shard': m,
+      'incarnation': 1,
+      'clock': 0,
+      'left': False,
+      'strikes': 0,
+      'max_strikes': 0,
+    }
     for m, name in enumerate(NAMES)
   ]
   return machine_state

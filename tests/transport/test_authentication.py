@@ -398,6 +398,8 @@ def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run)
   assert time.monotonic() - began_s < 5
   one.transport.dial(2)
   assert 'learner l0 is not on the allowlist' in _reason(one)
+  (line,) = [line for line in syncer.said if line.startswith('refused certificates: 1, ')]
+  assert 'learner l0' in line
   world.owner.issue('l0', proofs.utc_now(), renew=True)
   syncer.transport._door.refresh([])
   one.transport.dial(3)

@@ -28,6 +28,7 @@ from collections.abc import Callable
 PIECE_BYTES = 1 << 16
 HELD_PIECES = 16
 _RATE_PIECES_PER_S = 20  # of a throttled lane
+_LATE_S = 0.5  # waits that took too long by no more than this do not lower the rate
 _RESET_ON_CLOSE = struct.pack('ii', 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 _END = b''  # the sender has ended its direction
@@ -49,6 +50,7 @@ class Lane:
   def __init__(self):
     self._toxics = Toxics()
     self._changed = asyncio.Event()
+    self._free_s = 0.0  # when the rate allows more bytes
     self._flip_bytes = 0  # flip a byte of the next piece with so many, 0: of none
     self.flipped = 0  # bytes
     self.came_bytes = 0  # read from a socket, whether or not they have passed since
@@ -86,7 +88,12 @@ class Lane:
     """Waits until the rate allows more bytes after these."""
     self.passed_bytes += sent_bytes
     if self._toxics.rate:
-      await self._wait(sent_bytes / self._toxics.rate)
+      now_s = asyncio.get_running_loop().time()
+      if now_s > self._free_s + _LATE_S:  # it was idle
+        self._free_s = now_s
+      self._free_s += sent_bytes / self._toxics.rate
+      if self._free_s > now_s:
+        await self._wait(self._free_s - now_s)
 
   async def _wait(self, seconds: float) -> None:
     """Waits so long, or until the toxics change."""
