@@ -26,8 +26,8 @@ NORMAL, HUGE, NAN = 117, 150, 255  # exponents of a payload's blocks
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-  """An attack. `sessions`: how many hostile sessions it has at a time; `says`: the syncer has to name
-  its learner, whose id is the name of the attack."""
+  """An attack. `sessions`: how many hostile sessions it has at a time; `says`: the syncer has to
+  name its learner, whose id is the name of the attack."""
 
   name: str
   act: Act
@@ -380,11 +380,11 @@ def flood_of_repairs(run: hostile.Run, seconds: float) -> None:
 
 @attack(says=True)
 def step_far_ahead(run: hostile.Run, seconds: float) -> None:
-  """A clock of 2^63-1 ends a run that believes it."""
+  """A clock of 2^53 ends a run that believes it."""
 
   def act(member: hostile.Member) -> None:
     member.step()
-    member.step(clock=MOST)
+    member.step(clock=2**53)
     until_ended(member)
 
   as_member(run, min(seconds, 1.0), act)
@@ -430,7 +430,7 @@ def tiny_payloads_at_once(run: hostile.Run, seconds: float) -> None:
   as_member(run, seconds, act, answer)
 
 
-@attack(says=True)
+@attack()
 def own_payload_declined(run: hostile.Run, seconds: float) -> None:
   """A payload waits in an open sync, then its sender disowns it."""
 

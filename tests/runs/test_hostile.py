@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1_000)
 LEARNERS = ('l0', 'l1')
 MIB = 1 << 20
 SESSION_BYTES, ALL_BYTES = 16 * MIB, 64 * MIB
-LINES_PER_MINUTE = 3  # of the syncer about one attack
+LINES_PER_MINUTE = 4  # of the syncer about one attack
 OVERRIDES = {
   **conductor.ENDLESS,
   'sync.learners': 2,

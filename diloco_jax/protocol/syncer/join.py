@@ -16,7 +16,8 @@ The syncer keeps these rules:
   mistake must not ruin the first.
 * A replaced process never rejoins under its id: its unmerged tokens were settled as lost and would
   count twice.
-* A process in quarantine never rejoins (screening.py); another process may take its id.
+* A process in quarantine never rejoins (screening.py). Another process may take its id after some
+  leases: else a host whose learner restarts would ruin three outer steps each time.
 * The syncer forgets the oldest absent ids of which nothing was ever merged, beyond twice the
   expected number of learners, so that invented ids do not fill its books.
 * An offer reserves nothing. The syncer may offer two processes the same incarnation; the first
@@ -54,6 +55,7 @@ from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
+QUARANTINE_LEASES = 3  # for which no other process may take the id
 STRANGERS = 2  # ids of which nothing was merged, for each expected learner
 
 
@@ -123,8 +125,17 @@ def refuse_if_held(
       retry_ns=None,
     )
   member = members.by_id.get(join.learner)
-  if member is not None and member.nonce == join.nonce and members.quarantined(member):
-    return screening_lib.quarantine(member)
+  if member is not None and members.quarantined(member):
+    if member.nonce == join.nonce:
+      return screening_lib.quarantine(member)
+    rests_ns = member.heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
+    if rests_ns > 0:
+      return messages.Refused(
+        code='ID_IN_QUARANTINE',
+        text=f'The last process of learner id "{join.learner}" is in quarantine. This one may take '
+        f'the id in {rests_ns / config_lib.SECOND_NS:.0f} s; it tries again by itself.',
+        retry_ns=rests_ns,
+      )
   holder = members.held_by_other(join.learner, join.nonce)
   if holder is None:
     return None
