@@ -61,7 +61,8 @@ class Moments:
     )
 
   def take(self, take: actions.TakeMoments) -> None:
-    """Replaces the state with a donation if its digest on this device is that of the donor's."""
+    """Replaces the state with a donation if its digest on this device is that of the donor's and
+    its values are finite, whatever the donor says."""
     data = self._payloads.get(take.payload_id)
     self._payloads.drop(take.payload_id)
     self._post(
@@ -75,8 +76,8 @@ class Moments:
       self._records.say(f'donation refused: {error}. This learner keeps its own moments.')
       return False
     placed = jax.device_put(given, self._island.shardings.opt_state)
-    found = moments_lib.digest(self._snapshot(placed).digests)
-    if found != digest:
+    taken = self._snapshot(placed)
+    if moments_lib.digest(taken.digests) != digest or not bool(taken.finite):
       return False
     self._island.moments = placed
     return True

@@ -6,11 +6,13 @@ compares it at Join, before the learner can contribute.
 
 import json
 
+from diloco_jax.protocol import safe_json, said
+
 MAY_CHANGE = ('train.steps',)
 """Settings that all processes share, and that a run which has ended may continue with another value
 of: the clock at which training ends is no part of what has been trained."""
 DIFFERENCES_SHOWN = 5
-MAX_NESTED = 100  # a deeper text from a peer would end the process (RecursionError)
+MAX_DEPTH = 8
 VALUE_CHARS = 80
 
 
@@ -29,7 +31,7 @@ def differences(here: str, there: str) -> list[str]:
   """Where the agreement `here` (the joining learner's) differs from `there` (the run's)."""
   ours, theirs = _decode(here), _decode(there)
   return [
-    f'{name} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
+    f'{said.said(name)} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
     for name in sorted(ours.keys() | theirs.keys())
     if ours.get(name) != theirs.get(name)
   ]
@@ -54,7 +56,7 @@ def _shown(facts: dict, name: str) -> str:
 
 def _decode(text: str) -> dict:
   try:
-    facts = json.loads(text) if text.count('[') + text.count('{') <= MAX_NESTED else None
-  except ValueError:
+    facts = safe_json.parse(text, max_depth=MAX_DEPTH)
+  except safe_json.Unreadable:
     facts = None
   return facts if isinstance(facts, dict) else {'agreement': 'unreadable'}

@@ -225,7 +225,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
   ) -> tuple[grpc_session.Session, str]:
     with self._lock:
-      members, displaced = self._wait_for_room()
+      members, displaced = self._wait_for_room(proved=proof is not None)
       full = members >= self._limits.max_members
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
@@ -247,14 +247,15 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       displaced.fail('displaced by a newer session, as too many had not joined', _DISPLACED)
     return session, token
 
-  def _wait_for_room(self) -> tuple[int, grpc_session.Session | None]:
-    """Waits for a place for one more stranger; the caller holds the lock. Returns the number of
-    members, who may have all places, and the stranger to displace."""
+  def _wait_for_room(self, proved: bool) -> tuple[int, grpc_session.Session | None]:
+    """Waits for a place for one more stranger, which a learner with a certificate is not; the
+    caller holds the lock. Returns the number of members, who may have all places, and the stranger
+    to displace."""
     while True:
       sessions = self._sessions.values()
       members = sum(session.member for session in sessions)
-      strangers = [session for session in sessions if session.stranger]
-      if self._closing or members >= self._limits.max_members:
+      strangers = [one for one in sessions if one.stranger and not one.learner]
+      if self._closing or proved or members >= self._limits.max_members:
         return members, None
       now_s, stay_s = time.monotonic(), self._limits.stay_s
       wait_s = self._arrivals.wait_s(now_s)

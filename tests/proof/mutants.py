@@ -29,7 +29,6 @@ from diloco_jax.protocol.syncer import (
   moments_relay,
   pace,
   published,
-  quorum,
   recovery,
   screening,
   shards,
@@ -430,10 +429,10 @@ def no_quarantine(original):
   return lambda self, member: False
 
 
-@mutant('A quarantined process joins again.', join_lib, 'refuse_if_held', 'I9c')
+@mutant('A quarantined process joins again.', verdicts, 'refuse_if_held', 'I9c')
 def quarantined_joins_again(original):
-  def taken(join, members_, config, now_ns):
-    refused = original(join, members_, config, now_ns)
+  def taken(*args):
+    refused = original(*args)
     return None if refused is not None and refused.code == 'QUARANTINED' else refused
 
   return taken
@@ -491,7 +490,7 @@ def dead_learner_counts(original):
   return leave
 
 
-@mutant('One payload too few makes a quorum.', quorum, 'decide', 'I5')
+@mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
 def quorum_is_one_less(original):
   def decide(gather, now_ns, needed, live, closing):
     return original(gather, now_ns, max(1, needed - 1), live, closing)
@@ -521,7 +520,7 @@ def _fails_without_repeats(original):
   'contribution',
   'I5 L2a',
   also=(
-    (quorum, 'decide', _decides_with_repeats),
+    (gather_lib, 'decide', _decides_with_repeats),
     (gathering.Gathering, '_fail', _fails_without_repeats),
   ),
 )
@@ -535,7 +534,7 @@ def quorum_counts_a_learner_twice(original):
   return contribution
 
 
-@mutant('The syncer waits for no other learner once it has a quorum.', quorum, 'decide', 'I5')
+@mutant('The syncer waits for no other learner once it has a quorum.', gather_lib, 'decide', 'I5')
 def no_grace(original):
   def decide(gather, now_ns, needed, live, closing):
     if not gather.merging and len(gather.payloads) >= needed:
@@ -560,7 +559,7 @@ def grace_never_ends(original):
   return property(lambda self: None)
 
 
-@mutant('A sync that can no longer reach its quorum stays open.', quorum, 'decide', 'L2a')
+@mutant('A sync that can no longer reach its quorum stays open.', gather_lib, 'decide', 'L2a')
 def never_cancelled(original):
   def decide(*args):
     verdict, why = original(*args)

@@ -35,119 +35,26 @@ A lost learner is removed from the pace and from the open syncs; other learners 
 Its process may reconnect and send the dropped payloads again, so its account stays open until
 another process takes the id, the learner leaves, or the run ends.
 
-Refusals are pure functions: they give the first reason that holds, with the syncer's and
-the learner's value and what to do.
+verdicts.py has the refusals.
 """
 
 import dataclasses
 
 from diloco_jax.protocol import action_list, facts, messages
-from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gathering as gathering_lib
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import moments_relay as moments_relay_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
-from diloco_jax.protocol.syncer import plausible
+from diloco_jax.protocol.syncer import plausible, verdicts
 from diloco_jax.protocol.syncer import published as published_lib
 from diloco_jax.protocol.syncer import screening as screening_lib
 from diloco_jax.protocol.syncer import shards as shards_lib
 
 Reason = messages.Reason
-QUARANTINE_LEASES = 3  # for which no other process may take the id
-STRANGERS = 2  # ids of which nothing was merged, for each expected learner
-
-
-# --- Refusals -------------------------------------------------------------------------------------
-
-
-def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refused | None:
-  """Refuses a process with another protocol version, a bad id, another run, or another
-  agreement."""
-  if join.protocol != messages.PROTOCOL_VERSION:
-    side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
-    return messages.Refused(
-      code='PROTOCOL',
-      text=f'The syncer speaks protocol {messages.PROTOCOL_VERSION}, this learner '
-      f'{join.protocol}. Nothing was sent. Upgrade {side}.',
-      retry_ns=None,
-    )
-  if not members_lib.ID.fullmatch(join.learner):
-    return messages.Refused(
-      code='BAD_ID',
-      text=f'{join.learner[:80]!r} is not a learner id: use up to 63 of a-z 0-9 _ -, a letter '
-      'or digit first.',
-      retry_ns=None,
-    )
-  if join.run not in ('', run):
-    return messages.Refused(
-      code='OTHER_RUN',
-      text=f'This learner belongs to run {join.run}, the syncer that answers to run {run}. Nothing '
-      'was sent, and its checkpoint is untouched. Give it the address of the syncer of its run, or '
-      'start it in another --workdir to join this run anew.',
-      retry_ns=None,
-    )
-  difference = agreement_lib.refusal(join.agreement, agreement)
-  if difference:
-    return messages.Refused(code='MISMATCH', text=difference, retry_ns=None)
-  return None
-
-
-def refuse_unproved(join: messages.Join, proved: str) -> messages.Refused | None:
-  """Refuses a process that has proved another id than the one that it wants."""
-  if proved in ('', join.learner):
-    return None
-  return messages.Refused(
-    code='NOT_YOURS',
-    text=f'The certificate of this process is of learner "{proved}", it cannot join as '
-    f'"{join.learner}". Nothing was merged. Start it with --learner_id={proved}, or with the '
-    f'certificate of "{join.learner}".',
-    retry_ns=None,
-  )
-
-
-def refuse_if_held(
-  join: messages.Join,
-  members: members_lib.Members,
-  config: config_lib.ProtocolConfig,
-  now_ns: int,
-  proved: str,
-) -> messages.Refused | None:
-  """Refuses a process that is fenced or in quarantine, or whose id another live process holds. The
-  holder of a proved id is another process of the same owner, so it is worth waiting for its end."""
-  if members.replaced(join.learner, join.nonce, join.incarnation):
-    return messages.Refused(
-      code='FENCED',
-      text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
-      'that it sends is merged. Its merged updates are safe. Give it another --learner_id, or stop '
-      'the other process.',
-      retry_ns=None,
-    )
-  member = members.by_id.get(join.learner)
-  if member is not None and members.quarantined(member):
-    if member.nonce == join.nonce:
-      return screening_lib.quarantine(member)
-    rests_ns = member.heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
-    if rests_ns > 0:
-      return messages.Refused(
-        code='ID_IN_QUARANTINE',
-        text=f'The last process of learner id "{join.learner}" is in quarantine. This one may take '
-        f'the id in {rests_ns / config_lib.SECOND_NS:.0f} s; it tries again by itself.',
-        retry_ns=rests_ns,
-      )
-  holder = members.held_by_other(join.learner, join.nonce)
-  if holder is None:
-    return None
-  heard_s = (now_ns - holder.heard_ns) / config_lib.SECOND_NS
-  lease_s = config.lease_ns / config_lib.SECOND_NS
-  return messages.Refused(
-    code='YOUR_ID_IN_USE' if proved else 'ID_IN_USE',
-    text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
-    f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
-    f'process and wait {lease_s:g} s.',
-    retry_ns=members.lease_left_ns(holder, now_ns) + config.heartbeat_ns,
-  )
+STRANGERS = 2  # ids in the books of which nothing was merged, for each expected learner
+SPARE_NEWCOMERS = 8  # live ones beyond the expected number of learners
 
 
 # --- A member's life ------------------------------------------------------------------------------
@@ -220,9 +127,9 @@ class Membership:
       return  # repeated by a member
     proved = self._proved.get(session, '')
     refused = (
-      refuse_unfit(join, self._agreement, self._run)
-      or refuse_unproved(join, proved)
-      or refuse_if_held(join, self._members, self._config, now_ns, proved)
+      verdicts.refuse_unfit(join, self._agreement, self._run)
+      or verdicts.refuse_unproved(join, proved)
+      or verdicts.refuse_if_held(join, self._members, self._config, now_ns, proved)
     )
     if refused is not None:
       self._refuse(session, refused)
@@ -246,7 +153,9 @@ class Membership:
     if fault:
       self._out.close(session, f'implausible: {fault}')
       return
-    refused = self._recheck_offer(now_ns, offered, self._proved.get(session, ''))
+    refused = self._refuse_if_full(offered.join.learner) or self._recheck_offer(
+      now_ns, offered, self._proved.get(session, '')
+    )
     if refused is not None:
       self._refuse(session, refused)
       return
@@ -258,7 +167,7 @@ class Membership:
   def _recheck_offer(self, now_ns: int, offered: _Offered, proved: str) -> messages.Refused | None:
     """Refuses if another process took the id between Offer and Confirm."""
     join = offered.join
-    refused = refuse_if_held(join, self._members, self._config, now_ns, proved)
+    refused = verdicts.refuse_if_held(join, self._members, self._config, now_ns, proved)
     if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
@@ -266,6 +175,20 @@ class Membership:
         retry_ns=self._config.heartbeat_ns,
       )
     return refused
+
+  def _refuse_if_full(self, learner: str) -> messages.Refused | None:
+    """Refuses a newcomer for now if too many ids of which nothing was merged are live: they may not
+    take the places of learners that contribute."""
+    newcomers = [name for name in self._live() if not self._ledger.merged(name)]
+    room = self._config.learners + SPARE_NEWCOMERS
+    if len(newcomers) < room or learner in newcomers or self._ledger.merged(learner):
+      return None
+    return messages.Refused(
+      code='FULL',
+      text=f'{len(newcomers)} learners are connected of which nothing was merged yet, at most '
+      f'{room} may be at once. Nothing is lost.',
+      retry_ns=self._config.lease_ns,
+    )
 
   def _refuse(self, session: int, refused: messages.Refused) -> None:
     self._out.send(session, refused)
@@ -291,6 +214,8 @@ class Membership:
     account.closed = False  # the process may be older than the end of the run
     account.train(confirm.steps, confirm.tokens)
     self._waiting_room[session] = confirm
+    if not self.started:
+      self._out.send(session, messages.Heartbeat())  # so the transport knows a member
     if self._start_ns is None:
       self._start_ns = now_ns + self._config.start_wait_ns
 
@@ -356,6 +281,7 @@ class Membership:
     self._waiting_room[member.session] = confirm
     if member.session not in self._told_to_wait and self._shards.all_read(self._live()):
       self._told_to_wait.add(member.session)
+      self._out.send(member.session, messages.Heartbeat())  # so the transport knows a member
       self._report(member, 'waits')
       self._out.say(
         f'{member.learner} waits: others read all {self._config.data_shards} shards, and '

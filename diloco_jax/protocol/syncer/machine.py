@@ -324,8 +324,7 @@ class SyncerMachine:
       self._membership.quarantine(member)
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
-    """Applies the end of an outer step that was in progress when the last process ended
-    (recovery.py)."""
+    """Applies the end of an outer step that the last process had in progress (recovery.py)."""
     gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
     gather.participants = merge.participants
     self._gathering.open[merge.sync] = gather
@@ -334,8 +333,7 @@ class SyncerMachine:
 
   def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
     """Counts a refusal by the learner's own encoder."""
-    why = screening_lib.describe(screening_lib.NOT_FINITE, None)
-    if self._screening.strike(now_ns, member, fragment, why):
+    if self._screening.strike(now_ns, member, fragment, 'NaN or Inf'):
       self._membership.quarantine(member)
 
   # --- The end of the run -------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Judges a plausible contribution (plausible.py): pure decisions.
+"""Verdicts on contributions and joins: pure decisions.
 
-The verdict is the first that holds:
+The verdict on a plausible contribution (plausible.py) is the first that holds:
 
     REPEATED    the open sync has this learner's payload: the first copy counts
     CANCELLED   no version came of its sync: the tokens stay unsettled, the learner sends them again
@@ -9,16 +9,24 @@ The verdict is the first that holds:
     DUPLICATE   its tokens begin before those that are settled
     ''          it counts
 
-With a reason of messages.Reason its tokens are discarded.
+With a reason of messages.Reason its tokens are discarded. The verdict on a Join is None, or a
+refusal with the first reason that holds, the syncer's and the learner's value, and what to do.
 """
 
+from diloco_jax.protocol import agreement as agreement_lib
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.syncer import gather as gather_lib
-from diloco_jax.protocol.syncer import published
+from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.protocol.syncer import published, screening
 
 Reason = messages.Reason
 
 REPEATED = 'repeated'
+QUARANTINE_LEASES = 3  # for which no other process may take the id
+
+
+# --- On a contribution ----------------------------------------------------------------------------
 
 
 def judge(
@@ -62,3 +70,94 @@ def needs_anchor(
   if message.tokens_from < anchor_tokens:
     return False
   return reason in (Reason.BAD_VALUE, Reason.DUPLICATE) and message.version == version
+
+
+# --- On a Join ------------------------------------------------------------------------------------
+
+
+def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refused | None:
+  """Refuses a process with another protocol version, a bad id, another run, or another
+  agreement."""
+  if join.protocol != messages.PROTOCOL_VERSION:
+    side = 'the syncer' if join.protocol > messages.PROTOCOL_VERSION else 'this learner'
+    return messages.Refused(
+      code='PROTOCOL',
+      text=f'The syncer speaks protocol {messages.PROTOCOL_VERSION}, this learner '
+      f'{join.protocol}. Nothing was sent. Upgrade {side}.',
+      retry_ns=None,
+    )
+  if not members_lib.ID.fullmatch(join.learner):
+    return messages.Refused(
+      code='BAD_ID',
+      text=f'{join.learner[:80]!r} is not a learner id: use up to 63 of a-z 0-9 _ -, a letter '
+      'or digit first.',
+      retry_ns=None,
+    )
+  if join.run not in ('', run):
+    return messages.Refused(
+      code='OTHER_RUN',
+      text=f'This learner belongs to run {join.run}, the syncer that answers to run {run}. Nothing '
+      'was sent, and its checkpoint is untouched. Give it the address of the syncer of its run, or '
+      'start it in another --workdir to join this run anew.',
+      retry_ns=None,
+    )
+  difference = agreement_lib.refusal(join.agreement, agreement)
+  if difference:
+    return messages.Refused(code='MISMATCH', text=difference, retry_ns=None)
+  return None
+
+
+def refuse_unproved(join: messages.Join, proved: str) -> messages.Refused | None:
+  """Refuses a process that has proved another id than the one that it wants."""
+  if proved in ('', join.learner):
+    return None
+  return messages.Refused(
+    code='NOT_YOURS',
+    text=f'The certificate of this process is of learner "{proved}", it cannot join as '
+    f'"{join.learner}". Nothing was merged. Start it with --learner_id={proved}, or with the '
+    f'certificate of "{join.learner}".',
+    retry_ns=None,
+  )
+
+
+def refuse_if_held(
+  join: messages.Join,
+  members: members_lib.Members,
+  config: config_lib.ProtocolConfig,
+  now_ns: int,
+  proved: str,
+) -> messages.Refused | None:
+  """Refuses a process that is fenced or in quarantine, or whose id another live process holds. The
+  holder of a proved id is another process of the same owner, so it is worth waiting for its end."""
+  if members.replaced(join.learner, join.nonce, join.incarnation):
+    return messages.Refused(
+      code='FENCED',
+      text=f'Another process has taken learner id "{join.learner}"; this one is fenced and nothing '
+      'that it sends is merged. Its merged updates are safe. Give it another --learner_id, or stop '
+      'the other process.',
+      retry_ns=None,
+    )
+  member = members.by_id.get(join.learner)
+  if member is not None and members.quarantined(member):
+    if member.nonce == join.nonce:
+      return screening.quarantine(member)
+    rests_ns = member.heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
+    if rests_ns > 0:
+      return messages.Refused(
+        code='ID_IN_QUARANTINE',
+        text=f'The last process of learner id "{join.learner}" is in quarantine. This one may take '
+        f'the id in {rests_ns / config_lib.SECOND_NS:.0f} s; it tries again by itself.',
+        retry_ns=rests_ns,
+      )
+  holder = members.held_by_other(join.learner, join.nonce)
+  if holder is None:
+    return None
+  heard_s = (now_ns - holder.heard_ns) / config_lib.SECOND_NS
+  lease_s = config.lease_ns / config_lib.SECOND_NS
+  return messages.Refused(
+    code='YOUR_ID_IN_USE' if proved else 'ID_IN_USE',
+    text=f'Learner id "{join.learner}" is in use by {holder.host} pid {holder.pid}, last heard '
+    f'{heard_s:.1f} s ago; that process continues. Use another --learner_id, or stop the other '
+    f'process and wait {lease_s:g} s.',
+    retry_ns=members.lease_left_ns(holder, now_ns) + config.heartbeat_ns,
+  )

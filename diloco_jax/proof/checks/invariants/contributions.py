@@ -126,7 +126,10 @@ class DeltasFit(invariant.Invariant):
     if not peer.joined or not peer.member or book.exiting:
       return
     if not event.message.matched:
-      if p not in book.reads:
+      repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
+      if p in book.reads:
+        peer.repaired_ns[p] = now_ns
+      elif now_ns - repaired_ns >= self.config.heartbeat_ns:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     self._left_behind(book, event)

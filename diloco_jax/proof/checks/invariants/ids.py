@@ -150,6 +150,8 @@ class RefusedWithReason(invariant.Invariant):
         true = peer.join.agreement != book.life.start.agreement
       case 'PROTOCOL':
         true = peer.join.protocol != messages.PROTOCOL_VERSION
+      case 'FULL':
+        true = len(book.members) > self.config.learners
       case 'OTHER_RUN':
         true = peer.join.run not in ('', book.life.start.run)
       case _:

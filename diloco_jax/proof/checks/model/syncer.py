@@ -37,6 +37,7 @@ class Peer:
     default_factory=lambda: collections.defaultdict(list)
   )  # fragment: versions not adopted yet
   wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
+  repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
   held: tuple[messages.Held, ...] = ()
   claim: Range | None = None  # its process's position in the data when it confirmed
   next_position: Range | None = None  # the position that Joined gave it
