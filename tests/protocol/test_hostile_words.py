@@ -18,11 +18,12 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+from diloco_jax.proof.sim import processes
 from diloco_jax.protocol import agreement, messages
 from diloco_jax.protocol.syncer import gathering, members, pace, plausible, screening
 from tests.protocol import hostile
 
-CASES, CASES_BY_DEFAULT, SEED = 1_000, 60, 0
+CASES, CASES_BY_DEFAULT, SEED = 1_000, 40, 0
 WORDS_PER_CASE = 20
 Lie = hostile.Lie
 
@@ -284,6 +285,5 @@ mutant(
 
 @pytest.mark.parametrize('name', MUTANTS)
 def test_a_removed_defence_is_found(name, counts):
-  with MUTANTS[name].applied(), pytest.raises(Exception) as found:
+  with MUTANTS[name].applied(), pytest.raises((AssertionError, processes.MachineCrash)):
     search(CASES, 0 if counts.full else MUTANTS[name].seed)
-  print(found.value)

@@ -397,7 +397,7 @@ def tokens_of_a_lifetime(run: hostile.Run, seconds: float) -> None:
     answer = answering(
       run, lambda p: hostile.gradient(run, p, NORMAL), tokens_from=0, tokens_to=tokens
     )
-    as_member(run, seconds / 4, lambda member: member.train(seconds / 4), answer)
+    as_member(run, seconds / 2, lambda member: member.train(seconds / 2), answer)
 
 
 @attack(says=True)
