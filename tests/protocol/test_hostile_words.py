@@ -241,7 +241,7 @@ PLAUSIBILITY = plausible.Plausibility
 mutant(
   'D1',
   'An agreement may be nested as deeply as its sender likes.',
-  3,
+  5,
   (agreement, '_decode', lambda original: json.loads),
 )
 mutant(
@@ -270,7 +270,7 @@ mutant(
 mutant(
   'D6',
   'The shortest claimed step decides how long the others may take.',
-  3,
+  8,
   (members.Member, 'inner_step_ns', lambda original: property(lambda self: self.step_ns.value)),
   (pace, 'lower_median', lambda original: lambda values: min(values, default=0)),
 )
