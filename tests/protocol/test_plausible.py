@@ -1,0 +1,281 @@
+"""The syncer believes no number of a peer: a lie closes the session of the liar, is a strike, and
+changes nothing of the run. What honest and hostile learners say together: test_hostile_words.py."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from diloco_jax.proof.sim import network
+from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from tests.protocol import single
+
+SECOND_NS = config_lib.SECOND_NS
+FAR = 2**53
+
+
+def told(out: list, kind: type) -> list:
+  return [one.message for one in out if isinstance(one, actions.Send) and type(one.message) is kind]
+
+
+def said(out: list) -> list[str]:
+  return [one.text for one in out if isinstance(one, actions.Say)]
+
+
+def member(**settings: Any) -> Any:
+  """A syncer with one learner, which has made 4 steps of 10 tokens; sync 2 is open."""
+  machine, _ = single.joined(max_step_tokens=10, **settings)
+  machine.handle(2, single.received(1, single.progress(4)))
+  return machine
+
+
+PROGRESS, CONTRIBUTION = single.progress(5), single.contribution()
+LIES = [
+  dataclasses.replace(PROGRESS, clock=FAR),  # D2
+  dataclasses.replace(PROGRESS, clock=7),
+  dataclasses.replace(PROGRESS, steps=6),
+  dataclasses.replace(PROGRESS, tokens=51),
+  dataclasses.replace(PROGRESS, tokens=4),
+  dataclasses.replace(PROGRESS, finished=True),
+  dataclasses.replace(CONTRIBUTION, steps=5),
+  dataclasses.replace(CONTRIBUTION, steps=FAR),  # D5
+  dataclasses.replace(CONTRIBUTION, tokens_to=41),
+  dataclasses.replace(CONTRIBUTION, tokens_from=20),
+  dataclasses.replace(CONTRIBUTION, steps=1),  # 20 tokens in one step
+  dataclasses.replace(CONTRIBUTION, cursor=5),
+  dataclasses.replace(CONTRIBUTION, sync=FAR),
+  dataclasses.replace(CONTRIBUTION, payload=messages.Payload(size_bytes=1, crc32=0)),
+  dataclasses.replace(single.decline(), tokens_to=41),
+  dataclasses.replace(single.decline(), reason='because'),
+  messages.Adopted(fragment=0, version=1, tokens=0, matched=True),
+  messages.Adopted(fragment=0, version=0, tokens=41, matched=False),
+  messages.Donation(  # D17
+    transfer=1,
+    donor='l0',
+    clock=FAR,
+    versions=(0,),
+    digest=1,
+    payload=messages.Payload(size_bytes=1, crc32=0),
+  ),
+]
+
+
+@pytest.mark.parametrize('lie', LIES)
+def test_a_lie_closes_the_session_is_a_strike_and_changes_nothing(lie):
+  machine = member()
+  before = machine.state()
+  out = machine.handle(3, single.received(1, lie, 9 if hasattr(lie, 'payload') else None))
+  assert isinstance(out[-1], actions.Close)
+  assert 'no learner of this run could say' in said(out)[0]
+  after = machine.state()
+  assert after['members'][0]['strikes'] == 1
+  assert {**after, 'members': 0} == {**before, 'members': 0}
+  machine.check()
+
+
+def test_three_lies_in_a_row_are_a_quarantine():
+  machine = member()
+  for session in (1, 2, 3):
+    if session > 1:
+      machine.handle(3, single.received(session, single.join()))
+      machine.handle(3, single.received(session, single.confirm()))
+    out = machine.handle(3, single.received(session, LIES[0]))
+  assert [one.code for one in told(out, messages.Refused)] == ['QUARANTINED']
+
+
+def test_a_deeply_nested_agreement_is_refused():  # D1
+  machine = single.new_machine()
+  deep = dataclasses.replace(single.join(), agreement='[' * 65_000)
+  out = machine.handle(0, single.received(1, deep))
+  assert [one.code for one in told(out, messages.Refused)] == ['MISMATCH']
+
+
+@pytest.mark.parametrize('changes', [{'clock': 99}, {'steps': 1}, {'tokens': 1}])
+def test_an_implausible_confirm_is_not_admitted(changes):
+  machine = single.new_machine()
+  machine.handle(0, single.received(1, single.join()))
+  out = machine.handle(0, single.received(1, dataclasses.replace(single.confirm(), **changes)))
+  assert isinstance(out[-1], actions.Close) and not machine.state()['members']
+
+
+# --- Pace -----------------------------------------------------------------------------------------
+
+
+def three(**settings: Any) -> Any:
+  """A syncer with l0, l1 and l2, of a long run; each makes a step per second."""
+  machine = single.new_machine(learners=3, total_steps=10**6, period=4, **settings)
+  for m in range(3):
+    machine.handle(0, single.received(m, single.join(learner=f'l{m}', nonce=7 + m)))
+    machine.handle(0, single.received(m, single.confirm(nonce=7 + m)))
+  for second in range(1, 5):
+    for m in range(3):
+      machine.handle(second * SECOND_NS, single.received(m, single.progress(second)))
+  return machine
+
+
+def test_one_clock_carries_nobody_to_the_end_of_the_run():
+  # D2 in small steps: with K = 1 the fastest learner sets the pace, but not at any speed.
+  machine = three()
+  leap = single.progress(900_000)
+  machine.handle(5 * SECOND_NS, single.received(2, leap))
+  assert machine.clock <= 16 * 5
+  machine.handle(9 * SECOND_NS, events.Wake())
+  assert machine.clock <= 16 * 9
+
+
+def test_a_learner_that_was_not_heard_for_a_while_counts_with_all_its_steps():
+  machine = three(lease_ms=600_000)
+  machine.handle(104 * SECOND_NS, single.received(2, single.progress(104)))
+  assert machine.state()['members'][2]['clock'] == 104
+
+
+# --- Books ----------------------------------------------------------------------------------------
+
+
+def died(machine: Any, deaths: int, first: int = 1) -> None:
+  for life in range(first, first + deaths):
+    confirm = dataclasses.replace(single.confirm(nonce=100 + life), incarnation=life)
+    machine.handle(life, single.received(life, single.join(nonce=100 + life)))
+    machine.handle(life, single.received(life, confirm))
+    machine.handle(life, single.received(life, single.progress(3)))
+    machine.handle(life, events.Disconnected(session=life, reason='killed'))
+
+
+def test_ten_thousand_deaths_of_a_learner_take_no_more_room_than_ten():  # D10
+  machine = single.new_machine()
+  died(machine, 10)
+  before = len(json.dumps(machine.state()))
+  died(machine, 9_990, first=11)
+  assert len(json.dumps(machine.state())) <= before + 40  # the numbers are longer
+  totals = machine._ledger.totals()
+  assert totals['trained'] == 30 * 10_000
+  assert totals['discarded'] == {'lost_with_process': 30 * 9_999}
+  machine.check()
+
+
+def test_a_thousand_invented_ids_are_forgotten():  # D10
+  machine = single.new_machine(learners=4, quorum=1)
+  for n in range(1_000):
+    machine.handle(n, single.received(n, single.join(learner=f'x{n}', nonce=n)))
+    machine.handle(n, single.received(n, single.confirm(nonce=n)))
+    machine.handle(n, events.Disconnected(session=n, reason='gone'))
+  assert len(machine.state()['members']) == len(machine.state()['ledger']) == 8
+  machine.check()
+
+
+def contributing(**settings: Any) -> Any:
+  """A syncer of which l0 has contributed once."""
+  machine = member(**settings)
+  out = machine.handle(3, single.received(1, single.contribution(), 5))
+  assert [one for one in out if isinstance(one, actions.Merge)]
+  machine.handle(4, single.merge_done(2))
+  return machine
+
+
+def test_newcomers_do_not_take_all_places():
+  machine = contributing()
+  for n in range(2, 30):
+    machine.handle(5, single.received(n, single.join(learner=f'x{n}', nonce=n)))
+    out = machine.handle(5, single.received(n, single.confirm(nonce=n)))
+  assert [one.code for one in told(out, messages.Refused)] == ['FULL']
+  machine.handle(5, events.Disconnected(session=1, reason='killed'))
+  machine.handle(5, single.received(40, single.join(nonce=99)))
+  confirm = dataclasses.replace(single.confirm(nonce=99), incarnation=2)
+  assert not told(machine.handle(5, single.received(40, confirm)), messages.Refused)
+
+
+def test_a_reader_that_contributes_nothing_gives_its_shard_to_a_learner_that_does():  # D11
+  machine = contributing(shards=1)
+  machine.handle(5, events.Disconnected(session=1, reason='killed'))
+  machine.handle(5, single.received(2, single.join(learner='x', nonce=2)))
+  assert told(machine.handle(5, single.received(2, single.confirm(nonce=2))), messages.Joined)
+  machine.handle(6, single.received(3, single.join()))
+  back = single.received(3, single.confirm())
+  assert not told(machine.handle(6, back), messages.Joined)
+  later = machine._config.lease_ns + 6
+  machine._members.by_id['x'].heard_ns = machine._members.by_id['l0'].heard_ns = later
+  out = machine.handle(later, events.Wake())
+  assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
+  assert told(out, messages.Joined)
+
+
+# --- Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_learner_of_another_run_is_told_so_and_changes_nothing():  # F4
+  machine = contributing()
+  before = machine.state()
+  other = dataclasses.replace(single.join(learner='old', nonce=1), run='r9', incarnation=3)
+  out = machine.handle(5, single.received(2, other))
+  (refused,) = told(out, messages.Refused)
+  assert refused.code == 'OTHER_RUN' and refused.retry_ns is None
+  assert 'run r9' in refused.text and 'run r0' in refused.text
+  assert machine.state() == before
+
+
+def test_a_learner_remembers_its_run_and_believes_no_syncer_of_another():
+  learner = single.new_learner()
+  single.connect(learner, 1, 0)
+  assert learner.state()['run'] == 'r0'
+  learner.handle(1, events.Disconnected(session=1, reason='gone'))
+  learner.handle(10**12, events.Wake())
+  (join,) = told(learner.handle(10**12, events.Connected(session=2)), messages.Join)
+  assert (join.run, join.incarnation) == ('r0', 1)
+  out = learner.handle(10**12, single.received(2, messages.Offer(run='r9', incarnation=1)))
+  assert [type(one) for one in out] == [actions.Close]
+
+
+def test_a_run_keeps_its_name():
+  machine = contributing()
+  again = syncer_machine.SyncerMachine.restore(
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.state()
+  )
+  (offer,) = told(again.handle(0, single.received(1, single.join())), messages.Offer)
+  assert offer.run == 'r0'
+
+
+# --- What people are told (F5) --------------------------------------------------------------------
+
+
+def test_a_syncer_says_within_a_minute_that_nothing_is_merged():
+  machine, _ = single.joined(learners=2, quorum=2, start_wait_ms=0)
+  lines = []
+  for second in range(1, 131):
+    machine._members.by_id['l0'].heard_ns = second * SECOND_NS
+    lines += said(machine.handle(second * SECOND_NS, events.Wake()))
+  assert len(lines) == 2
+  assert '1 learners contribute, an outer step needs 2' in lines[0]
+
+
+def test_a_syncer_says_that_only_zeros_are_merged():
+  machine = member()
+  machine.handle(3, single.received(1, single.contribution(), 5))
+  done = dataclasses.replace(single.merge_done(2), norms=(0,))
+  assert any('merged only zeros' in line for line in said(machine.handle(4, done)))
+
+
+def test_a_learner_says_that_it_is_not_connected():
+  learner = single.new_learner()
+  lines = []
+  for session in range(1, 40):
+    now_ns = 10 * session * SECOND_NS
+    out = learner.handle(now_ns, events.Wake())
+    out += learner.handle(now_ns, events.Disconnected(session=session, reason='refused'))
+    lines += [one for one in said(out) if 'not connected: refused' in one]
+  assert 5 <= len(lines) <= 8  # at once, and once a minute of six and a half
+
+
+def test_a_learner_says_that_nothing_of_it_is_merged():
+  learner = single.new_learner()
+  single.connect(learner, 1, 0)
+  late = messages.Settled(sync=1, fragment=0, merged=False, reason='late')
+  lines = said(learner.handle(SECOND_NS, single.received(1, late)))
+  for second in range(2, 70):
+    lines += said(learner.handle(second * SECOND_NS, single.received(1, messages.Heartbeat())))
+  assert [
+    line for line in lines if 'nothing of this learner was merged' in line and 'late: 1' in line
+  ]
