@@ -1,4 +1,4 @@
-"""docs/reliability.md names every fault, and tests that exist."""
+"""docs/reliability.md names every fault and refusal, and tests that exist."""
 
 import pathlib
 import re
@@ -9,7 +9,7 @@ PAGE = (ROOT / 'docs/reliability.md').read_text()
 
 def test_every_fault_has_a_section_with_its_evidence():
   numbers = re.findall(r'^### (\d+b?)\. ', PAGE, re.MULTILINE)
-  assert numbers == [*map(str, range(1, 26)), '25b', '26', '27']
+  assert numbers == [*map(str, range(1, 26)), '25b', *map(str, range(26, 41))]
   faults = PAGE[PAGE.index('### 1.') : PAGE.index('## Figures')].split('### ')[1:]
   for fault in faults:
     assert re.search(r'^What happens: .*^Shown by:\n\n\* ', fault, re.MULTILINE | re.DOTALL), fault
@@ -21,6 +21,14 @@ def test_every_test_that_is_named_exists():
   for file, name in named:
     tests = [path.read_text() for path in (ROOT / 'tests').rglob(file)]
     assert any(re.search(rf'^def {name}\(', text, re.MULTILINE) for text in tests), name
+
+
+def test_every_refusal_is_explained():
+  texts = [path.read_text() for path in (ROOT / 'diloco_jax/protocol').rglob('*.py')]
+  values = [value for text in texts for value in re.findall(r'code=([^,]*),', text)]
+  codes = {code for value in values for code in re.findall(r"'([A-Z_]+)'", value)}
+  table = PAGE.split('## Refusals')[1].split('\n## ')[0]
+  assert codes == set(re.findall(r'^\| `([A-Z_]+)` \|', table, re.MULTILINE))
 
 
 def test_every_scenario_that_is_named_exists():

@@ -60,6 +60,6 @@ def main(argv: list[str]) -> int:
       f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '
       'same --to'
     ) from error
-  again = program.command('train', '--resume', f'--workdir={workdir}')
+  again = program.command('train', '--resume', f'--workdir={workdir}', *program.file_flags())
   print(f'continue the run with: {again}')
   return 0

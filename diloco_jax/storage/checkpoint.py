@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import json_files, manifests, seals
+from diloco_jax.storage import json_files, leaves, manifests, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
@@ -149,8 +149,8 @@ class Checkpoints:
       'step': int(step),
       'protocol': protocol or {},
       'snapshot': snapshot,
-      'shapes': _shapes(arrays),
-      'digests': _digests(arrays),
+      'shapes': leaves.shapes(arrays),
+      'digests': leaves.digests(arrays),
     }
     record = json.loads(
       json.dumps(record)
@@ -201,7 +201,7 @@ class Checkpoints:
       try:
         with _ONE_OPERATION:
           return self._read(number, shardings, anchor_sharding, like)
-      except _Mismatch as mismatch:
+      except leaves.Mismatch as mismatch:
         raise ValueError(
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
@@ -274,9 +274,9 @@ class Checkpoints:
         jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=anchor_sharding)
         for shape in anchor_shapes
       ]
-    _require_same_shapes(record['shapes'], _shapes(arrays))
+    leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
     arrays = load(number, arrays)
-    _require_same_digests(record['digests'], _digests(arrays))
+    leaves.require_same_digests(record['digests'], leaves.digests(arrays))
     return Restored(
       record['step'],
       arrays['state'],
@@ -348,7 +348,7 @@ def verify(
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
-      _require_same_digests(record['digests'], _digests(arrays))
+      leaves.require_same_digests(record['digests'], leaves.digests(arrays))
   except seals.Unproved:
     raise
   except Exception as error:  # of any kind: the checkpoint does not read back
@@ -449,7 +449,7 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
     for name, tree in described.items()
     if name != 'record'
   }
-  _require_same_shapes(shapes, _shapes(arrays))
+  leaves.require_same_shapes(shapes, leaves.shapes(arrays))
   return arrays
 
 
@@ -479,10 +479,6 @@ def _context() -> ocp.Context:
   return context
 
 
-class _Mismatch(Exception):
-  """A checkpoint is whole but of another model or optimizer."""
-
-
 def _require_writable(root: pathlib.Path) -> None:
   try:
     root.mkdir(parents=True, exist_ok=True)
@@ -498,56 +494,6 @@ def _require_writable(root: pathlib.Path) -> None:
 
 def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _paths(tree: Any) -> dict[str, Any]:
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
-
-
-def _shapes(tree: Any) -> dict[str, list]:
-  return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in _paths(tree).items()}
-
-
-def _require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None:
-  for path in sorted(saved.keys() | wanted.keys()):
-    if saved.get(path) != wanted.get(path):
-      raise _Mismatch(
-        f'{path} was saved as {saved.get(path, "absent")}, this island has '
-        f'{wanted.get(path, "no such leaf")}'
-      )
-
-
-def _digests(tree: Any) -> dict[str, int]:
-  """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
-  return {path: int(value) for path, value in jax.device_get(_paths(_digest_leaves(tree))).items()}
-
-
-@jax.jit
-def _digest_leaves(tree: Any) -> Any:
-  return jax.tree.map(digest_leaf, tree)
-
-
-def digest_leaf(leaf: jax.Array) -> jax.Array:
-  """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
-
-  Every weight is odd, hence any change of one element changes the sum.
-  """
-  bits = leaf if leaf.dtype == jnp.uint32 else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-  index = jnp.zeros(leaf.shape, jnp.uint32)
-  stride = 1
-  for axis in reversed(range(leaf.ndim)):
-    index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
-    stride *= leaf.shape[axis]
-  return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
-
-
-def _require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
-  for path, value in saved.items():
-    if read.get(path) != value:
-      raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
 
 
 def _one_line(error: Exception) -> str:

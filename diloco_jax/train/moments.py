@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import leaves as leaves_lib
 
 PIECE_BYTES = 1 << 20
 
@@ -39,7 +39,7 @@ def snapshot(moments: Any) -> Snapshot:
   leaves = [leaf for leaf in jax.tree.leaves(moments) if jnp.issubdtype(leaf.dtype, jnp.floating)]
   finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
   return Snapshot(
-    jax.tree.map(jnp.copy, moments), jax.tree.map(checkpoint.digest_leaf, moments), finite
+    jax.tree.map(jnp.copy, moments), jax.tree.map(leaves_lib.digest_leaf, moments), finite
   )
 
 

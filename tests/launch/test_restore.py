@@ -21,7 +21,7 @@ from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, restore, run_folder
 from diloco_jax.protocol import actions, events
-from diloco_jax.storage import checkpoint, manifests, outer_log, wal, wal_format
+from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import snapshot_work
 from tests.syncer import test_durability as durability
@@ -354,7 +354,7 @@ def test_not_under_a_syncer_that_runs(config, workdir):
   files.close()
 
 
-def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
+def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tmp_path_factory):
   """Without --config it takes that of the run."""
 
   def diloco(*words: str) -> subprocess.CompletedProcess:
@@ -375,11 +375,15 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir):
   words = (f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   done = diloco(*words)
   assert done.returncode == program.NEVER_RETRY and '--without=l1 ' in done.stderr
-  done = diloco(*words, '--without=l1', '--trust')
+  key = tmp_path_factory.mktemp('key') / 'run.key'
+  key.write_text('0' * 64 + '\n')
+  key.chmod(0o600)
+  done = diloco(*words, '--without=l1', '--trust', f'--seal_key={key}')
   assert done.returncode == 0, done.stderr
   assert 'the run continues from snapshot 1' in done.stdout
-  assert f'diloco_jax train --resume --workdir={workdir}' in done.stdout.splitlines()[-1]
-  assert manifests.read_restored(workdir).log == 10
+  again = f'diloco_jax train --resume --workdir={workdir} --seal_key={key}'
+  assert done.stdout.splitlines()[-1].endswith(again)
+  assert manifests.read_restored(workdir, seals.load(key, workdir)).log == 10
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr

@@ -18,11 +18,12 @@ import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
 
+from diloco_jax.proof.sim import processes
 from diloco_jax.protocol import agreement, messages
 from diloco_jax.protocol.syncer import gathering, members, pace, plausible, screening
 from tests.protocol import hostile
 
-CASES, CASES_BY_DEFAULT, SEED = 1_000, 60, 0
+CASES, CASES_BY_DEFAULT, SEED = 1_000, 40, 0
 WORDS_PER_CASE = 20
 Lie = hostile.Lie
 
@@ -240,7 +241,7 @@ PLAUSIBILITY = plausible.Plausibility
 mutant(
   'D1',
   'An agreement may be nested as deeply as its sender likes.',
-  0,
+  5,
   (agreement, '_decode', lambda original: json.loads),
 )
 mutant(
@@ -253,7 +254,7 @@ mutant(
 mutant(
   'D3',
   'Whoever is merged often decides which norms are usual.',
-  0,
+  9,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'votes', _old_votes),
   (screening.Usual, 'limits', _no_least),
@@ -269,14 +270,14 @@ mutant(
 mutant(
   'D6',
   'The shortest claimed step decides how long the others may take.',
-  0,
+  8,
   (members.Member, 'inner_step_ns', lambda original: property(lambda self: self.step_ns.value)),
   (pace, 'lower_median', lambda original: lambda values: min(values, default=0)),
 )
 mutant(
   'D7',
   'A payload stays in its open sync when its sender disowns its tokens.',
-  0,
+  1,
   (gathering.Gathering, 'decline', _without_withdrawal),
   (gathering.Gathering, '_reject', _without_withdrawal),
 )
@@ -284,6 +285,5 @@ mutant(
 
 @pytest.mark.parametrize('name', MUTANTS)
 def test_a_removed_defence_is_found(name, counts):
-  with MUTANTS[name].applied(), pytest.raises(Exception) as found:
+  with MUTANTS[name].applied(), pytest.raises((AssertionError, processes.MachineCrash)):
     search(CASES, 0 if counts.full else MUTANTS[name].seed)
-  print(found.value)

@@ -168,7 +168,8 @@ def test_the_start_waits_for_the_expected_learners():
   # Config start_wait_ns. A process that died while it waited does not count.
   machine = new_machine(learners=2, start_wait_ms=300)
   machine.handle(0, received(1, join()))
-  assert not [a for a in machine.handle(0, received(1, confirm())) if isinstance(a, actions.Send)]
+  out = machine.handle(0, received(1, confirm()))
+  assert [a.message for a in out if isinstance(a, actions.Send)] == [messages.Heartbeat()]
   machine.handle(1, events.Disconnected(session=1, reason='gone'))
   machine.handle(2, received(2, join(nonce=9)))
   late = dataclasses.replace(

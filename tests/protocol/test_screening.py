@@ -255,10 +255,13 @@ def answers(machine, now_ns: int, session: int, nonce: int, incarnation: int = 0
   return told(machine.handle(now_ns, single.received(session, join)), session)
 
 
-def test_a_quarantined_process_never_rejoins_and_another_starts_without_strikes():
+def test_a_quarantined_process_never_rejoins_and_another_starts_later_without_strikes():
   duo = quarantined()
   (refused,) = answers(duo.machine, duo.now_ns, 3, nonce=8)
   assert (refused.code, refused.retry_ns) == ('QUARANTINED', None)
+  (refused,) = answers(duo.machine, duo.now_ns, 6, nonce=9)
+  assert refused.code == 'ID_IN_QUARANTINE' and refused.retry_ns > 0
+  duo.now_ns += refused.retry_ns
   (offer,) = answers(duo.machine, duo.now_ns, 4, nonce=9)
   assert offer == messages.Offer(run='r0', incarnation=2)
   duo.machine.handle(

@@ -44,12 +44,14 @@ def dial(address: str) -> grpc.Channel:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a hostile process knows of a run: where it is, and what a member is told."""
+  """What a hostile process knows of a run: where it is, and what a member is told; `learner`: the
+  id under which it lies."""
 
   workdir: pathlib.Path
   agreement: str
   payload_bytes: tuple[int, ...]
   digests: tuple[int, ...]
+  learner: str = 'x'
 
   @classmethod
   def of(cls, workdir: pathlib.Path) -> 'Run':

@@ -26,8 +26,8 @@ NORMAL, HUGE, NAN = 117, 150, 255  # exponents of a payload's blocks
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-  """An attack. `sessions`: how many hostile sessions it has at a time; `named`: texts of which the
-  syncer says at least one, '' if it need not say anything."""
+  """An attack. `sessions`: how many hostile sessions it has at a time; `says`: the syncer has to
+  name its learner, whose id is the name of the attack."""
 
   name: str
   act: Act
@@ -41,11 +41,20 @@ ATTACKS: dict[str, Attack] = {}
 def attack(sessions: int = 1, says: bool = False) -> Callable[[Act], Act]:
   """Registers an attack under its own name."""
 
-  def register(act: Act) -> Act:
-    ATTACKS[act.__name__] = Attack(act.__name__, act, sessions, says)
-    return act
+  def register(one: Act) -> Act:
+    ATTACKS[one.__name__] = Attack(one.__name__, one, sessions, says)
+    return one
 
   return register
+
+
+def prepare() -> None:
+  """Called first in the process of the attacker: it has imported everything."""
+
+
+def act(name: str, run: hostile.Run, seconds: float) -> None:
+  """Carries out an attack."""
+  ATTACKS[name].act(dataclasses.replace(run, learner=name), seconds)
 
 
 @contextlib.contextmanager
@@ -104,10 +113,10 @@ def as_member(
   act: Callable[[hostile.Member], None],
   answer: Callable[[hostile.Member, messages.Pull], None] | None = None,
 ) -> None:
-  """Carries out an act as the member `x`, again and again, in a new process each time."""
+  """Carries out an act as a member, again and again, in a new process each time."""
   for _ in lives(seconds):
     try:
-      with hostile.Member(run, 'x', answer) as member:
+      with hostile.Member(run, run.learner, answer) as member:
         act(member)
     except hostile.Refused:
       time.sleep(0.1)
@@ -202,7 +211,7 @@ def words_before_joined(run: hostile.Run, seconds: float) -> None:
   )
 
 
-@attack(says=False)
+@attack()
 def absurd_joins(run: hostile.Run, seconds: float) -> None:
   """Ids and agreements of every shape; the agreement as an oracle; one that is nested deeply."""
   ids = ('../../etc/x', 'l0\n', '\0', '\u202e', '\x1b[2J', 'x' * 63, 'X', '')
@@ -341,18 +350,20 @@ def flood(
   as_member(run, seconds, act)
 
 
-@attack(says=False)
+@attack()
 def flood_of_progress(run: hostile.Run, seconds: float) -> None:
   flood(run, seconds, lambda member: member.progress())
 
 
-@attack(says=False)
+@attack()
 def flood_of_joins(run: hostile.Run, seconds: float) -> None:
   """Each with an agreement of 64 KiB: a tape would hold them all."""
-  flood(run, seconds, lambda member: run.join('x', nonce=member.nonce, agreement='x' * 65_000))
+  flood(
+    run, seconds, lambda member: run.join(run.learner, nonce=member.nonce, agreement='x' * 65_000)
+  )
 
 
-@attack(says=False)
+@attack(says=True)
 def flood_of_repairs(run: hostile.Run, seconds: float) -> None:
   """Each asks for a whole fragment."""
   flood(
@@ -367,29 +378,29 @@ def flood_of_repairs(run: hostile.Run, seconds: float) -> None:
 # --- Lies of a member -----------------------------------------------------------------------------
 
 
-@attack(says=False)
+@attack(says=True)
 def step_far_ahead(run: hostile.Run, seconds: float) -> None:
-  """A clock of 2^63-1 ends a run that believes it."""
+  """A clock of 2^53 ends a run that believes it."""
 
   def act(member: hostile.Member) -> None:
     member.step()
-    member.step(clock=MOST)
+    member.step(clock=2**53)
     until_ended(member)
 
   as_member(run, min(seconds, 1.0), act)
 
 
-@attack(says=False)
+@attack(says=True)
 def tokens_of_a_lifetime(run: hostile.Run, seconds: float) -> None:
   """A contribution of 10^12 tokens, and one of 2^31."""
   for tokens in (10**12, 2**31):
     answer = answering(
       run, lambda p: hostile.gradient(run, p, NORMAL), tokens_from=0, tokens_to=tokens
     )
-    as_member(run, seconds / 4, lambda member: member.train(seconds / 4), answer)
+    as_member(run, seconds / 2, lambda member: member.train(seconds / 2), answer)
 
 
-@attack(says=False)
+@attack(says=True)
 def steps_that_were_not_made(run: hostile.Run, seconds: float) -> None:
   """Payloads a thousand times too long, of a million steps."""
   answer = answering(
@@ -398,7 +409,7 @@ def steps_that_were_not_made(run: hostile.Run, seconds: float) -> None:
   as_member(run, seconds, lambda member: member.train(seconds), answer)
 
 
-@attack(says=False)
+@attack(says=True)
 def huge_payloads(run: hostile.Run, seconds: float) -> None:
   """Payloads that are far too long, or hold NaN."""
   kinds = itertools.cycle((HUGE, NAN, 254))
@@ -406,7 +417,7 @@ def huge_payloads(run: hostile.Run, seconds: float) -> None:
   as_member(run, seconds, lambda member: member.train(seconds), answer)
 
 
-@attack(says=False)
+@attack(says=True)
 def tiny_payloads_at_once(run: hostile.Run, seconds: float) -> None:
   """Zeros and next to zeros, before anybody else can answer: they pull the norm limit down."""
   kinds = itertools.cycle(((0, 0), (9, -128), (20, 1)))
@@ -419,7 +430,7 @@ def tiny_payloads_at_once(run: hostile.Run, seconds: float) -> None:
   as_member(run, seconds, act, answer)
 
 
-@attack(says=False)
+@attack()
 def own_payload_declined(run: hostile.Run, seconds: float) -> None:
   """A payload waits in an open sync, then its sender disowns it."""
 
@@ -453,9 +464,9 @@ def contributions_repeated(run: hostile.Run, seconds: float) -> None:
       for _ in range(3):
         member.say(word, data)
 
-  with contextlib.suppress(hostile.Refused), hostile.Member(run, 'z', answer) as member:
+  with contextlib.suppress(hostile.Refused), hostile.Member(run, run.learner, answer) as member:
     member.train(seconds / 2)
-  with contextlib.suppress(hostile.Refused), hostile.Member(run, 'z') as member:
+  with contextlib.suppress(hostile.Refused), hostile.Member(run, run.learner) as member:
     for word, data in said[-20:]:
       member.say(word, data)
     member.train(seconds / 4)
@@ -477,7 +488,7 @@ def invented_seals(run: hostile.Run, seconds: float) -> None:
   as_member(run, min(seconds, 1.0), act)
 
 
-@attack()
+@attack(says=True)
 def random_words(run: hostile.Run, seconds: float) -> None:
   """Messages with numbers at the limits of their fields."""
   draw = random.Random(0)

@@ -11,8 +11,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import multiprocessing
+import os
 import pathlib
+import statistics
 import time
+from concurrent import futures
 
 import pytest
 
@@ -24,7 +28,7 @@ pytestmark = pytest.mark.timeout(1_000)
 LEARNERS = ('l0', 'l1')
 MIB = 1 << 20
 SESSION_BYTES, ALL_BYTES = 16 * MIB, 64 * MIB
-LINES_PER_MINUTE = 3  # of the syncer about one attack
+LINES_PER_MINUTE = 4  # of the syncer about one attack
 OVERRIDES = {
   **conductor.ENDLESS,
   'sync.learners': 2,
@@ -95,7 +99,7 @@ class Conductor(conductor.Conductor):
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}
     self.phases: list[Phase] = []
-    self.attacks = list(hostile_attacks.ATTACKS.values())
+    self.attacks = list(hostile_attacks.ATTACKS)
 
   def look(self) -> None:
     """Also samples the learners."""
@@ -106,10 +110,15 @@ class Conductor(conductor.Conductor):
 
   async def carry_out(self) -> None:
     await self.until(lambda: all(self.merges(name) >= 20 for name in LEARNERS))
-    run = hostile.Run.of(self.workdir)
-    await self._phase('quiet', asyncio.sleep(2 * self._seconds))
-    for attack in self.attacks:
-      await self._phase(attack.name, asyncio.to_thread(attack.act, run, self._seconds))
+    run, loop = hostile.Run.of(self.workdir), asyncio.get_running_loop()
+    # The attacker gets what CPU the others leave, as if it had a core of its own.
+    spawn = multiprocessing.get_context('spawn')
+    with futures.ProcessPoolExecutor(1, spawn, os.nice, (19,)) as attacker:
+      await loop.run_in_executor(attacker, hostile_attacks.prepare)
+      await self._phase('quiet', asyncio.sleep(2 * self._seconds))
+      for name in self.attacks:
+        doing = loop.run_in_executor(attacker, hostile_attacks.act, name, run, self._seconds)
+        await self._phase(name, doing)
     self.supervisor.retire()
 
   async def _phase(self, name: str, doing) -> None:
@@ -194,12 +203,13 @@ def test_the_syncer_stays_up(run, name):
 
 @every_attack
 def test_honest_learners_are_not_held_up(run, name):
-  """They make as many steps as before, or are not blocked for longer."""
+  """They make as many steps as before, or are blocked for no longer. A short phase on few cores
+  shows only that they go on."""
   phase, quiet = run.phases[name], run.phases['quiet']
-  lost = 0.02 if run.full else 0.25
-  for learner, blocked in phase.blocked.items():
-    as_many = phase.steps_per_s(learner) >= (1 - lost) * quiet.steps_per_s(learner)
-    assert as_many or blocked <= quiet.blocked[learner] + lost, learner
+  lost = 0.02 if run.full else 0.5
+  as_many = min(phase.steps_per_s(one) / quiet.steps_per_s(one) for one in LEARNERS) >= 1 - lost
+  blocked = statistics.mean(phase.blocked[one] - quiet.blocked[one] for one in LEARNERS)
+  assert as_many or blocked <= lost, phase.blocked
 
 
 @every_attack
@@ -223,8 +233,10 @@ def test_the_syncer_stays_small_over_all_attacks(run):
 
 @every_attack
 def test_the_syncer_says_it_briefly(run, name):
-  """A few lines a minute, and no text of a stranger as it came."""
+  """A few lines a minute, which name the liar, and no text of a stranger as it came."""
   phase = run.phases[name]
+  if hostile_attacks.ATTACKS[name].says:
+    assert any(name in line for line in phase.said), phase.said
   minutes = 1 + (phase.ended_ns - phase.began_ns) // 60_000_000_000
   assert len(phase.said) <= LINES_PER_MINUTE * minutes, phase.said[:10]
   assert all(line.isprintable() for line in phase.said), phase.said

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import checkpoint, leaves
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -213,10 +213,10 @@ def test_one_changed_bit_is_detected(tmp_path):
   """The record of a state detects one changed bit, even if the storage does not."""
   _save(tmp_path, 1, 2)
   record = tmp_path / '2' / 'record' / 'data.json'
-  digest = str(checkpoint._digests({'state': _state(2)})['state/w'])
+  digest = str(leaves.digests({'state': _state(2)})['state/w'])
   changed = _state(2)
   changed['w'] = changed['w'].at[3, 4].set(np.nextafter(np.float32(30), np.float32(31)))
-  other = str(checkpoint._digests({'state': changed})['state/w'])
+  other = str(leaves.digests({'state': changed})['state/w'])
   assert digest != other and digest in record.read_text()
   record.write_text(record.read_text().replace(digest, other))
   _assert_holds(_restore(tmp_path), 1)

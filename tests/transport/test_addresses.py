@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -45,6 +46,13 @@ NO_ADDRESS = [
   'a b:1',
   '-x:1',
 ]
+
+
+@pytest.fixture
+def tmp_path():
+  """A short one: the kernel limits the length of a socket's path."""
+  with tempfile.TemporaryDirectory() as folder:
+    yield pathlib.Path(folder)
 
 
 def refused(address, access):

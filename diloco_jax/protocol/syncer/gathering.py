@@ -215,12 +215,12 @@ class Gathering:
       limit=limit,
     )
 
-  def end(self, done: events.MergeDone) -> gather_lib.Gather:
+  def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
     """The outer step of a sync has ended: ends the sync."""
     gather = self.open.pop(done.sync)
     self._shards.end(done.sync, done.refused, made=not done.failed)
     if done.failed:
-      self._fail(gather, done.failed)
+      self._fail(now_ns, gather, done.failed)
     else:
       self._publish(gather, done)
     return gather
@@ -245,13 +245,14 @@ class Gathering:
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
-  def _fail(self, gather: gather_lib.Gather, why: str) -> None:
+  def _fail(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
     """An outer step was refused: discards its participants' tokens and sends them a fresh anchor.
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     self.grace.merge_failed(gather.fragment)
     for one in gather.participants:
       self._ledger.revoke(one.learner, one.incarnation, one.tokens)
-    self._out.say(f'Outer step {gather.sync} refused: {why}')
+    text = f'Outer step {gather.sync} refused: {why}'
+    self._screening.notices.say(now_ns, 'refused outer step', text)
     self.cancel(gather, why)
     for member in self._members.live():
       if member.learner in gather.asked and member.held_versions:

@@ -11,9 +11,10 @@ may spend a fraction gamma of the slack on waiting (paper section 4)::
     xi_sync    from the decision to merge to the first learner that has adopted the result
 
 All three are moving averages in integers, so that every host computes the same. Without slack the
-sync merges at once. The paper does not say whose step time counts: we take that of the fastest live
-learner, because its clock sets the pace and leaves the least time. Until xi_sync has been measured
-once, by the first sync, there is no grace window, also for K = 1.
+sync merges at once. The paper does not say whose step time counts: we take the median of the live
+learners', each near the time that the syncer measures (members.py), so that no learner alone ends
+the waiting for the others. Until xi_sync has been measured once, by the first sync, there is no
+grace window, also for K = 1.
 """
 
 import dataclasses
@@ -61,7 +62,7 @@ class Grace:
       del self._merging[fragment]
 
   def window_ns(self, config: config_lib.ProtocolConfig, step_ns: int) -> int:
-    """How long to wait after the quorum, for a fastest learner's step of `step_ns`."""
+    """How long to wait after the quorum, for a usual step of `step_ns`."""
     if not (self.quorum_ns.samples and self.sync_ns.samples):
       return 0
     slack_ns = config.overlap * step_ns - (self.quorum_ns.value + self.sync_ns.value)

@@ -16,7 +16,8 @@ The syncer keeps these rules:
   mistake must not ruin the first.
 * A replaced process never rejoins under its id: its unmerged tokens were settled as lost and would
   count twice.
-* A process in quarantine never rejoins (screening.py); another process may take its id.
+* A process in quarantine never rejoins (screening.py). Another process may take its id after some
+  leases: else a host whose learner restarts would ruin three outer steps each time.
 * The syncer forgets the oldest absent ids of which nothing was ever merged, beyond twice the
   expected number of learners, so that invented ids do not fill its books.
 * An offer reserves nothing. The syncer may offer two processes the same incarnation; the first

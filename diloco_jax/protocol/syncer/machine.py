@@ -316,7 +316,7 @@ class SyncerMachine:
     self._saving.decided(over=self._pace.over and not gathering)
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
-    gather = self._gathering.end(done)
+    gather = self._gathering.end(now_ns, done)
     if not done.failed:
       self._saving.outer_step()
       self._snapshots.outer_step()

@@ -23,6 +23,7 @@ from diloco_jax.protocol.syncer import published, screening
 Reason = messages.Reason
 
 REPEATED = 'repeated'
+QUARANTINE_LEASES = 3  # for which no other process may take the id
 
 
 # --- On a contribution ----------------------------------------------------------------------------
@@ -137,8 +138,17 @@ def refuse_if_held(
       retry_ns=None,
     )
   member = members.by_id.get(join.learner)
-  if member is not None and member.nonce == join.nonce and members.quarantined(member):
-    return screening.quarantine(member)
+  if member is not None and members.quarantined(member):
+    if member.nonce == join.nonce:
+      return screening.quarantine(member)
+    rests_ns = member.heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
+    if rests_ns > 0:
+      return messages.Refused(
+        code='ID_IN_QUARANTINE',
+        text=f'The last process of learner id "{join.learner}" is in quarantine. This one may take '
+        f'the id in {rests_ns / config_lib.SECOND_NS:.0f} s; it tries again by itself.',
+        retry_ns=rests_ns,
+      )
   holder = members.held_by_other(join.learner, join.nonce)
   if holder is None:
     return None

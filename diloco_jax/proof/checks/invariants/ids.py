@@ -133,6 +133,12 @@ class RefusedWithReason(invariant.Invariant):
           and peer.join.nonce == holder.nonce
           and (0 < self.config.strikes <= holder.max_strikes)
         )
+      case 'ID_IN_QUARANTINE':
+        true = (
+          holder is not None
+          and peer.join.nonce != holder.nonce
+          and (0 < self.config.strikes <= holder.max_strikes)
+        )
       case 'ID_IN_USE' | 'YOUR_ID_IN_USE':
         true = live is not None and live.join.nonce != peer.join.nonce
       case 'OFFER_PASSED':

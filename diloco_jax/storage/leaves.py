@@ -1,0 +1,65 @@
+"""What a checkpoint writes beside its arrays: shape and digest of each leaf of the tree."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Mismatch(Exception):
+  """A checkpoint is whole but of another model or optimizer."""
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): leaf
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def shapes(tree: Any) -> dict[str, list]:
+  """Shape and dtype of each leaf, by path."""
+  return {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in _by_path(tree).items()}
+
+
+def require_same_shapes(saved: dict[str, list], wanted: dict[str, list]) -> None:
+  """Raises Mismatch, which names the first leaf that differs."""
+  for path in sorted(saved.keys() | wanted.keys()):
+    if saved.get(path) != wanted.get(path):
+      raise Mismatch(
+        f'{path} was saved as {saved.get(path, "absent")}, this island has '
+        f'{wanted.get(path, "no such leaf")}'
+      )
+
+
+def digests(tree: Any) -> dict[str, int]:
+  """One 32-bit number per leaf, computed on the leaf's devices: only numbers reach the host."""
+  return {
+    path: int(value) for path, value in jax.device_get(_by_path(_digest_leaves(tree))).items()
+  }
+
+
+@jax.jit
+def _digest_leaves(tree: Any) -> Any:
+  return jax.tree.map(digest_leaf, tree)
+
+
+def digest_leaf(leaf: jax.Array) -> jax.Array:
+  """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
+
+  Every weight is odd, hence any change of one element changes the sum.
+  """
+  bits = leaf if leaf.dtype == jnp.uint32 else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
+  index = jnp.zeros(leaf.shape, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(leaf.ndim)):
+    index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
+    stride *= leaf.shape[axis]
+  return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
+  """Raises ValueError, which names the first leaf that differs."""
+  for path, value in saved.items():
+    if read.get(path) != value:
+      raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
