@@ -12,8 +12,8 @@ class Screened(invariant.Invariant):
   id = 'I9b'
   sentence = (
     'The syncer judges each payload by itself: it leaves out of the outer step exactly the '
-    'payloads that are not finite or whose norm is too large compared with earlier merges of the '
-    'fragment.'
+    'payloads that are not finite or whose norm is too large or too small compared with earlier '
+    'merges of the fragment.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
