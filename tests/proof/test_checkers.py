@@ -139,13 +139,12 @@ SNAPSHOT = {
       'incarnation': 1,
       'left': False,
       'clock': 2,
-      'replaced': [],
       'strikes': 0,
       'max_strikes': 0,
     }
   ],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
-  'norms': [[[5, 2]]],
+  'norms': [[1, [], [['l0', [[5, 2]]]]]],
   'data': {'holders': [[0, 'l0']], 'merged': [[0, [2]]], 'moves': []},
 }
 BOOKS = {
@@ -155,7 +154,7 @@ BOOKS = {
   'digests': [100],
   'last_sync': [0],
   'counts': {**SNAPSHOT['counts'], 'synced': 0},
-  'norms': [[]],
+  'norms': [[0, [], []]],
   'data': {'holders': [[0, 'l0']], 'merged': [], 'moves': [[2, [['l0', 0, 0, 2]]]]},
 }
 MERGE = a.Merge(
