@@ -8,8 +8,8 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
     its norm < 2^-20 * usual norm * share          share = steps / usual steps, at most 1
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
-that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
-one vote, however often it contributes, and no learner alone moves the limits far. There are none
+that was merged VOTES_AFTER times or more the median, and of these the median (of two in the middle
+the upper one for the limit above, the lower one for the limit below). So each learner has one vote, however often it contributes, and no learner alone moves the limits far. There are none
 before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in
 proportion, because learners keep training while the syncer is down.
 
@@ -75,16 +75,20 @@ class Usual:
 
   def medians(self) -> list[int] | None:
     """The usual norm and steps; None: unknown."""
-    votes = [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
+    votes = self._votes()
     return medians(votes) if votes else None
+
+  def _votes(self) -> list[list[int]]:
+    return [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
   def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
     """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
-    usual = self.medians()
+    usual, votes = self.medians(), self._votes()
     if not config.norm_factor or self.commits < config.norm_warmup or usual is None:
       return 0, None
     norm, usual_steps = usual
-    least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+    lower = sorted(vote[0] for vote in votes)[(len(votes) - 1) // 2]
+    least = lower * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
     longer = min(max(steps, usual_steps), GROWTH * usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 

@@ -29,10 +29,10 @@ class Screened(invariant.Invariant):
     config, usual = self.config, norms.usual()
     if not config.norm_factor or norms.commits < config.norm_warmup or usual is None:
       return 0, None
-    norm, usual_steps = usual
+    lower, norm, usual_steps = usual
     growth = max(usual_steps, min(steps, 32 * usual_steps))
     share = min(steps, usual_steps)
-    return norm * share // usual_steps // 2**20, config.norm_factor * norm * growth // usual_steps
+    return lower * share // usual_steps // 2**20, config.norm_factor * norm * growth // usual_steps
 
   @invariant.on(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):

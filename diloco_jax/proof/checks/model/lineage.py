@@ -105,9 +105,13 @@ class Norms:
     most = max(2, NORMS_KEPT // len(self.last))
     self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
 
-  def usual(self) -> Range | None:
+  def usual(self) -> tuple[int, int, int] | None:
+    """The norms by which others are too short and too long, and the steps."""
     votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
-    return medians(votes) if votes else None
+    if not votes:
+      return None
+    norm, steps = medians(votes)
+    return sorted(votes)[(len(votes) - 1) // 2][0], norm, steps
 
 
 @dataclasses.dataclass(slots=True)
