@@ -70,8 +70,8 @@ def load(path: pathlib.Path, workdir: pathlib.Path, make: bool = False) -> Key:
   """Reads a key file; with `make`, writes a new one if there is none.
 
   Raises:
-    ValueError: there is none, it is no key, others may read it, or it lies in the run's folder, where a writer of
-      the files could take it.
+    ValueError: there is none, it is no key, others may read it, or it lies in the run's folder,
+      where a writer of the files could take it.
     OSError: it cannot be read.
   """
   path = path.absolute()

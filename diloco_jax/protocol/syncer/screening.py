@@ -9,9 +9,10 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
 that was merged VOTES_AFTER times or more the median, and of these the median (of two in the middle
-the upper one for the limit above, the lower one for the limit below). So each learner has one vote, however often it contributes, and no learner alone moves the limits far. There are none
-before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in
-proportion, because learners keep training while the syncer is down.
+the upper one for the limit above, the lower one for the limit below). So each learner has one vote,
+however often it contributes, and no learner alone moves the limits far. There are none before
+`norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in proportion,
+because learners keep training while the syncer is down.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
