@@ -378,16 +378,16 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
   sealed = tuple(wire.Seal().close(one) for one in up)
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
-  frames, log = (wire.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
+  broken, log = (wire.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
   # outer_log makes these the one error of a record that is not reproduced.
   record = (ValueError, KeyError, TypeError, tape.TapeError)
   agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})
   lines = tuple(_lines())
   found = (
-    Target('frame', frames, _decode_frame, frames, _mend_frame),
-    Target('sealed', sealed, _decode_sealed, frames, _mend_seal),
-    Target('from_learner', up, translate.LEARNER_TO_SYNCER.decode, frames),
-    Target('from_syncer', down, translate.SYNCER_TO_LEARNER.decode, frames),
+    Target('frame', frames, _decode_frame, broken, _mend_frame),
+    Target('sealed', sealed, _decode_sealed, broken, _mend_seal),
+    Target('from_learner', up, translate.LEARNER_TO_SYNCER.decode, broken),
+    Target('from_syncer', down, translate.SYNCER_TO_LEARNER.decode, broken),
     Target(
       'segment',
       (segment,),
