@@ -28,6 +28,7 @@ from diloco_jax.protocol.syncer import (
   members,
   moments_relay,
   pace,
+  plausible,
   published,
   recovery,
   screening,
@@ -161,6 +162,17 @@ def overwrite_without_ledger(original):
       original(self, now_ns, member, message)
 
   return adopted
+
+
+@mutant(
+  'A payload stays in its open sync when its tokens are overwritten.',
+  gathering.Gathering,
+  '_withdraw',
+  'I1 I7',
+  also=(SETTLES,),
+)
+def overwritten_payload_stays(original):
+  return lambda self, member, fragment, upto: None
 
 
 @mutant('A refused outer step keeps its tokens as merged.', ledger.Account, 'revoke', 'I7')
@@ -344,36 +356,74 @@ def digest_not_compared(original):
   'A learner counts the tokens of its last incarnation again.', LearnerMachine, '_begin_life', 'I7a'
 )
 def tokens_of_the_last_incarnation(original):
-  def _begin_life(self, joined):
-    self._incarnation = joined.incarnation
-
-  return _begin_life
+  return lambda self: None
 
 
 # --- Bad updates ----------------------------------------------------------------------------------
 
 
-@mutant('No norm is ever too large.', screening, 'limit', 'I9b')
+@mutant('No norm is ever too large.', screening.Usual, 'limits', 'I9b')
 def no_limit(original):
-  return lambda window, steps, config: None
+  return lambda self, steps, config: (original(self, steps, config)[0], None)
 
 
-@mutant('The syncer applies a limit before the warm-up is over.', screening, 'limit', 'I9b')
+@mutant('No norm is ever too small.', screening.Usual, 'limits', 'I9b')
+def no_least(original):
+  return lambda self, steps, config: (0, original(self, steps, config)[1])
+
+
+@mutant('The syncer applies limits before the warm-up is over.', screening.Usual, 'limits', 'I9b')
 def no_warm_up(original):
-  def limit(window, steps, config):
-    return original(window, steps, dataclasses.replace(config, norm_warmup=1))
+  def limits(self, steps, config):
+    return original(self, steps, dataclasses.replace(config, norm_warmup=1))
 
-  return limit
+  return limits
 
 
-@mutant('Refused norms enter the medians.', screening, 'append_commit', 'I9b I10 I16')
+@mutant('Each norm has a vote, not each learner.', screening.Usual, 'votes', 'I9b')
+def each_norm_votes(original):
+  def votes(self):
+    return [pair for kept in self.pairs.values() for pair in kept] if original(self) else []
+
+  return votes
+
+
+@mutant(
+  'Of two votes the larger one is usual for the lower limit, too.', screening, 'medians', 'I9b'
+)
+def larger_vote_counts(original):
+  return lambda pairs, lower=False: original(pairs)
+
+
+@mutant('The first norm of a learner has a vote.', screening, 'VOTES_AFTER', 'I9b')
+def first_norm_votes(original):
+  return 1
+
+
+@mutant('Refused norms become usual.', screening.Screening, 'after_merge', 'I9b I10 I16')
 def refused_norms_are_kept(original):
-  return lambda window, merged: original(window, [(100 * norm, steps) for norm, steps in merged])
+  def after_merge(self, now_ns, participants, done):
+    for one, norm in zip(participants, done.norms):
+      if one.learner in done.refused and norm != screening.NOT_FINITE:
+        self.usual[done.fragment].pairs.setdefault(one.learner, []).append([norm, one.steps])
+    return original(self, now_ns, participants, done)
+
+  return after_merge
+
+
+@mutant(
+  'The syncer keeps usual norms that most learners are far from.',
+  screening.Screening,
+  '_forget_if_wrong',
+  'I13b I9b I10 I16',
+)
+def wrong_norms_stay(original):
+  return lambda self, fragment: None
 
 
 @mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
 def nan_is_merged(original):
-  return lambda norm, limit: norm > 0 and original(norm, limit)
+  return lambda norm, least, limit: norm >= 0 and original(norm, least, limit)
 
 
 def _without_refused(done: events.MergeDone) -> events.MergeDone:
@@ -453,7 +503,7 @@ def strikes_not_recovered(original):
 def norms_not_recovered(original):
   def recovered(load, machine_state, records):
     state = original(load, machine_state, records)
-    return {**state, 'norms': [[] for _ in state['norms']]}
+    return {**state, 'norms': [screening.Usual().state() for _ in state['norms']]}
 
   return recovered
 
@@ -554,6 +604,26 @@ def window_is_the_longest(original):
   return lambda self, config, step_ns: config.overlap * step_ns
 
 
+@mutant(
+  'The grace window is of the step times that learners report.',
+  members.Member,
+  'inner_step_ns',
+  'I5',
+)
+def reported_steps_are_believed(original):
+  return property(lambda self: self.step_ns.value if self.step_ns.samples else 0)
+
+
+@mutant('The grace window is of the times between reports.', members.Member, 'inner_step_ns', 'I5')
+def slow_reports_are_long_steps(original):
+  return property(lambda self: self.report_ns.value if self.step_ns.samples else 0)
+
+
+@mutant('The shortest step decides how long the others may take.', pace, 'lower_median', 'I5 I16')
+def fastest_is_usual(original):
+  return lambda values: min(values, default=0)
+
+
 @mutant('The grace window never closes.', gather_lib.Gather, 'deadline_ns', 'L2a')
 def grace_never_ends(original):
   return property(lambda self: None)
@@ -575,6 +645,25 @@ def fastest_sets_the_pace(original):
       not self.over and bool(self._ready) and (len(self.contributors) >= self._config.quorum)
     )
   )
+
+
+@mutant('The syncer believes the clock of every learner.', pace.Pace, '_limit', 'I16 I10 P1 I7')
+def clock_is_believed(original):
+  return lambda self, now_ns, member: member.claimed
+
+
+@mutant('Twice the usual speed is too fast.', pace, 'SPEED', 'I16 P1')
+def twice_as_fast_is_too_fast(original):
+  return 2
+
+
+@mutant('What did not count of a clock never counts later.', pace.Pace, 'measure', 'I16 P1')
+def clock_is_not_caught_up(original):
+  def measure(self, now_ns):
+    with mock.patch.object(pace.Pace, 'advance', lambda *args: None):
+      original(self, now_ns)
+
+  return measure
 
 
 @mutant('The syncer opens a second sync of a fragment in flight.', SyncerMachine, '_may_open', 'P1')
@@ -654,7 +743,7 @@ def lease_is_too_long(original):
 
 @mutant('A replaced process may rejoin.', members.Members, 'replaced', 'I12')
 def no_fencing(original):
-  return lambda self, name, nonce: False
+  return lambda self, learner, nonce, incarnation: False
 
 
 @mutant(
@@ -678,7 +767,6 @@ def one_phase_join(original):
       return
     before = self._members.by_id.get(message.learner)
     if before is not None and before.nonce not in (None, message.nonce):
-      before.replaced.append(before.nonce)
       before.nonce, before.incarnation = message.nonce, offered.incarnation
 
   return join
@@ -721,6 +809,51 @@ def lost_with_process_forgotten(original):
       original(self, reason)
 
   return close
+
+
+@mutant(
+  'The ledger keeps only the last of the accounts of replaced processes.',
+  ledger.Ledger,
+  'fold',
+  'I7 I16',
+)
+def last_folded_account_only(original):
+  def fold(self, learner, incarnation, into=''):
+    self.accounts.pop((learner, ledger.FORMER), None)
+    original(self, learner, incarnation, into)
+
+  return fold
+
+
+@mutant('The account of a replaced process disappears.', ledger.Ledger, 'fold', 'I7 I16')
+def replaced_account_disappears(original):
+  def fold(self, learner, incarnation, into=''):
+    del self.accounts[learner, incarnation]
+
+  return fold
+
+
+@mutant(
+  'A report of the last step, made when the run is over, is implausible.',
+  plausible.Plausibility,
+  '_totals',
+  'I13',
+)
+def last_step_is_implausible(original):
+  def _totals(self, clock, steps, tokens):
+    return original(self, clock + 1, steps, tokens)
+
+  return _totals
+
+
+@mutant(
+  'A clock that jumped to an open sync is implausible.',
+  plausible.Plausibility,
+  '_newest_clock',
+  'I13',
+)
+def jumped_clock_is_implausible(original):
+  return lambda self, member: member.claimed
 
 
 @mutant(
@@ -1019,7 +1152,7 @@ def machine_state_before_the_merge(original):
   'The syncer counts wrong bits but does not replace them.', join_lib.Membership, '_repair', 'I4b'
 )
 def wrong_bits_are_left(original):
-  def _repair(self, member, adopted):
+  def _repair(self, now_ns, member, adopted):
     self.repaired += 1
 
   return _repair

@@ -215,8 +215,8 @@ def _old_merged(original: Callable) -> Callable:
   return merged
 
 
-def _old_medians(original: Callable) -> Callable:
-  return lambda self: screening.medians(self.pairs['']) if self.pairs else None
+def _old_votes(original: Callable) -> Callable:
+  return lambda self: [screening.medians(self.pairs[''])] if self.pairs else []
 
 
 def _no_least(original: Callable) -> Callable:
@@ -256,7 +256,7 @@ mutant(
   'Whoever is merged often decides which norms are usual.',
   9,
   (screening.Usual, 'merged', _old_merged),
-  (screening.Usual, 'medians', _old_medians),
+  (screening.Usual, 'votes', _old_votes),
   (screening.Usual, 'limits', _no_least),
   (screening.Screening, '_forget_if_wrong', _nothing),
 )

@@ -25,6 +25,19 @@ def test_the_ledger_settles_ranges_once():
   assert account.merged + sum(account.discarded.values()) == 2 * 100
 
 
+def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_process():
+  # Design section 4, also if another process took the id while the outer step was under way.
+  book = ledger.Ledger(1)
+  account = book.open('l0', 1)
+  account.train(10, 100)
+  assert account.settle(0, 0, 60, '')
+  book.fold('l0', 1)
+  book.revoke('l0', 1, 60)
+  book.check()
+  assert book.totals()['discarded'] == {'bad_value': 60, 'lost_with_process': 40}
+  assert book.totals()['trained'] == 100 and not book.totals()['merged']
+
+
 def test_tokens_of_a_killed_process_are_lost_with_it():
   # Reliability fault 1: "counted lost_with_process".
   seen = Recording(learners=1, fragments=1, period=10, overlap=1, quorum=1, total_steps=40)

@@ -102,6 +102,20 @@ def test_an_implausible_confirm_is_not_admitted(changes):
   assert isinstance(out[-1], actions.Close) and not machine.state()['members']
 
 
+def test_a_step_between_confirm_and_joined_of_a_new_incarnation_is_plausible():
+  # A process of step 3 is new to a syncer whose log was repaired; its steps count from 0 again.
+  machine = single.new_machine()
+  machine.handle(0, single.received(1, single.join()))
+  machine.handle(0, single.received(1, dataclasses.replace(single.confirm(), clock=3)))
+  first = dataclasses.replace(single.progress(0), clock=4)
+  assert not said(machine.handle(1, single.received(1, first)))
+  assert not said(
+    machine.handle(2, single.received(1, dataclasses.replace(PROGRESS, steps=1, tokens=10)))
+  )
+  out = machine.handle(3, single.received(1, dataclasses.replace(first, clock=9)))
+  assert isinstance(out[-1], actions.Close)
+
+
 # --- Pace -----------------------------------------------------------------------------------------
 
 

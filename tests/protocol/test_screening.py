@@ -78,9 +78,15 @@ def test_norms_that_are_not_finite_are_always_refused():
 def test_one_learner_has_one_vote_however_often_it_is_merged():
   made = usual(2 * UNIT, 2 * UNIT)
   for _ in range(1000):
-    made.merged({'liar': (0, 1)})
-  assert made.medians()[0] == 2 * UNIT
+    made.merged({'liar': (0, 4)})
+  assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
   assert sum(map(len, made.pairs.values())) <= screening.KEPT
+
+
+@pytest.mark.parametrize('other', [0, 2**40 * UNIT])
+def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
+  least, limit = usual(2 * UNIT, other).limits(4, config())
+  assert not screening.refused(2 * UNIT, least, limit)
 
 
 def test_more_than_half_of_the_learners_are_not_wrong():

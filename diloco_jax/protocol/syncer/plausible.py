@@ -6,7 +6,8 @@ published, or the schedule. The syncer then closes the session, counts a strike 
 changes nothing else. Every number of a peer is judged here first; behind this file the machine may
 rely on them:
 
-    clock      at most T + H + 1; grows with the learner's steps, or jumps to a sync that was opened
+    clock      at most T + H + 1; grows with the learner's steps, or jumps to an open sync; before
+               the first step of an incarnation any, its process may have made steps before
     steps      of this incarnation; at most the clock, since every step moves the clock
     tokens     at least 1 and at most `max_step_tokens` for each step
     a range    [tokens_from, tokens_to) of reported tokens, of at most the reported steps
@@ -79,8 +80,10 @@ class Plausibility:
     return '' if steps <= tokens <= most else f'{tokens} tokens in {steps} steps, at most {most}'
 
   def _progress(self, member: members_lib.Member, said: messages.Progress) -> str:
-    new_steps = max(0, said.steps - self._ledger.of(member).steps)
-    if said.clock > self._newest_clock(member) + new_steps:
+    steps = self._ledger.of(member).steps
+    new_steps = max(0, said.steps - steps)
+    began = said.steps or steps
+    if began and said.clock > self._newest_clock(member) + new_steps:
       return f'step {said.clock} after step {member.claimed} and {new_steps} more steps'
     if said.finished and said.clock < self._config.total_steps:
       return f'finished at step {said.clock} of {self._config.total_steps}'

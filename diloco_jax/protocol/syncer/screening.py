@@ -8,11 +8,11 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
     its norm < 2^-20 * usual norm * share          share = steps / usual steps, at most 1
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
-that was merged VOTES_AFTER times or more the median, and of these the median (of two in the middle
-the upper one for the limit above, the lower one for the limit below). So each learner has one vote,
-however often it contributes, and no learner alone moves the limits far. There are none before
-`norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in proportion,
-because learners keep training while the syncer is down.
+that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
+one vote, however often it contributes, and no learner alone moves the limits far: of two votes in
+the middle the larger one is usual for the upper limit, the smaller one for the lower. There are no
+limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in
+proportion, because learners keep training while the syncer is down.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
@@ -43,13 +43,15 @@ LEAST_SHIFT = 20
 # --- Norms ----------------------------------------------------------------------------------------
 
 
-def medians(pairs: Sequence[Sequence[int]]) -> list[int]:
-  """The medians of norms and of steps, each the upper one of two.
+def medians(pairs: Sequence[Sequence[int]], lower: bool = False) -> list[int]:
+  """The medians of norms and of steps, each the upper one of two, or the lower one.
 
   >>> medians([(9, 1), (5, 3), (7, 2)])
   [7, 2]
+  >>> medians([(9, 1), (5, 3)]), medians([(9, 1), (5, 3)], lower=True)
+  ([9, 3], [5, 1])
   """
-  return [sorted(column)[len(pairs) // 2] for column in zip(*pairs)]
+  return [sorted(column)[(len(pairs) - lower) // 2] for column in zip(*pairs)]
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,22 +76,18 @@ class Usual:
     kept = max(VOTES_AFTER, KEPT // len(self.pairs))
     self.pairs = {learner: pairs[-kept:] for learner, pairs in self.pairs.items()}
 
-  def medians(self) -> list[int] | None:
-    """The usual norm and steps; None: unknown."""
-    votes = self._votes()
-    return medians(votes) if votes else None
-
-  def _votes(self) -> list[list[int]]:
+  def votes(self) -> list[list[int]]:
+    """The median norm and steps of each learner that has a vote."""
     return [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
   def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
     """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
-    usual, votes = self.medians(), self._votes()
-    if not config.norm_factor or self.commits < config.norm_warmup or usual is None:
+    votes = self.votes()
+    if not config.norm_factor or self.commits < config.norm_warmup or not votes:
       return 0, None
-    norm, usual_steps = usual
-    lower = sorted(vote[0] for vote in votes)[(len(votes) - 1) // 2]
-    least = lower * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+    norm, usual_steps = medians(votes, lower=True)
+    least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+    norm, usual_steps = medians(votes)
     longer = min(max(steps, usual_steps), GROWTH * usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 
@@ -108,15 +106,15 @@ def refused(norm: int, least: int, limit: int | None) -> bool:
   return norm == NOT_FINITE or norm < least or (limit is not None and norm > limit)
 
 
-def describe(norm: int, usual: list[int] | None) -> str:
+def describe(norm: int, votes: list[list[int]]) -> str:
   """Describes what is wrong with a norm.
 
-  >>> describe(60 * UNIT, [2 * UNIT, 4]), describe(NOT_FINITE, None)
+  >>> describe(60 * UNIT, [[2 * UNIT, 4]]), describe(NOT_FINITE, [])
   ('norm 60, usual is 2', 'NaN or Inf')
   """
-  if norm == NOT_FINITE or usual is None:
+  if norm == NOT_FINITE or not votes:
     return 'NaN or Inf'
-  return f'norm {norm / UNIT:.3g}, usual is {usual[0] / UNIT:.3g}'
+  return f'norm {norm / UNIT:.3g}, usual is {medians(votes)[0] / UNIT:.3g}'
 
 
 class Screening:
@@ -147,7 +145,7 @@ class Screening:
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.learner in done.refused:
-        what = describe(norm, usual.medians())
+        what = describe(norm, usual.votes())
         self._out.report(
           facts.Refused(
             sync=done.sync,

@@ -127,9 +127,7 @@ class DeltasFit(invariant.Invariant):
       return
     if not event.message.matched:
       repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
-      if p in book.reads:
-        peer.repaired_ns[p] = now_ns
-      elif now_ns - repaired_ns >= self.config.heartbeat_ns:
+      if p not in book.reads and now_ns - repaired_ns >= self.config.heartbeat_ns:
         self.fail(event, 'it differs, and no whole fragment is read for it')
       return
     self._left_behind(book, event)

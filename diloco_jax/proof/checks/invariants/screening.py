@@ -12,8 +12,8 @@ class Screened(invariant.Invariant):
   id = 'I9b'
   sentence = (
     'The syncer judges each payload by itself: it leaves out of the outer step exactly the '
-    'payloads that are not finite or whose norm is too large compared with earlier merges of the '
-    'fragment.'
+    'payloads that are not finite or whose norm is too large or too small compared with earlier '
+    'merges of the fragment.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -29,10 +29,10 @@ class Screened(invariant.Invariant):
     config, usual = self.config, norms.usual()
     if not config.norm_factor or norms.commits < config.norm_warmup or usual is None:
       return 0, None
-    lower, norm, usual_steps = usual
+    (small, few_steps), (norm, usual_steps) = usual
+    least = small * min(steps, few_steps) // few_steps // 2**20
     growth = max(usual_steps, min(steps, 32 * usual_steps))
-    share = min(steps, usual_steps)
-    return lower * share // usual_steps // 2**20, config.norm_factor * norm * growth // usual_steps
+    return least, config.norm_factor * norm * growth // usual_steps
 
   @invariant.on(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):

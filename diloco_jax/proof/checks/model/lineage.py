@@ -105,13 +105,10 @@ class Norms:
     most = max(2, NORMS_KEPT // len(self.last))
     self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
 
-  def usual(self) -> tuple[int, int, int] | None:
-    """The norms by which others are too short and too long, and the steps."""
-    votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
-    if not votes:
-      return None
-    norm, steps = medians(votes)
-    return sorted(votes)[(len(votes) - 1) // 2][0], norm, steps
+  def usual(self) -> tuple[Range, Range] | None:
+    """What is usual for the least norm, and for the greatest."""
+    votes = [medians(pairs)[1] for pairs in self.last.values() if len(pairs) > 1]
+    return medians(votes) if votes else None
 
 
 @dataclasses.dataclass(slots=True)
@@ -259,10 +256,11 @@ class Record:
         lineage.holders[learner].strikes = lineage.holders[learner].max_strikes = 0
 
 
-def medians(pairs: Sequence[Range]) -> Range:
-  """The medians of norms and of steps; of two in the middle the upper one."""
-  norms, steps = zip(*pairs)
-  return sorted(norms)[len(pairs) // 2], sorted(steps)[len(pairs) // 2]
+def medians(pairs: Sequence[Range]) -> tuple[Range, Range]:
+  """The medians of norms and of steps: of two in the middle the lower ones, and the upper ones."""
+  norms, steps = map(sorted, zip(*pairs))
+  low, high = (len(pairs) - 1) // 2, len(pairs) // 2
+  return (norms[low], steps[low]), (norms[high], steps[high])
 
 
 def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:

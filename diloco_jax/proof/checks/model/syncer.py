@@ -145,6 +145,7 @@ class SyncerBook:
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)
     self.longest_step_ns = self.usual_report_ns = 0
+    self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
     self.first = lineage.next  # the sync that it opens first
@@ -393,6 +394,7 @@ class SyncerBook:
     peer.versions_in_flight[message.fragment].append(message.version)
     if message.base_version is None:
       peer.wholes.add(message.fragment)
+      peer.repaired_ns[message.fragment] = now_ns
 
   def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
     gather = self.gathers[merge.sync]
@@ -428,6 +430,9 @@ class SyncerBook:
       self.lineage.cancelled[cancelled.fragment] += 1
 
   def sweeps(self, now_ns: int, ledger: facts.Ledger, event: Any) -> None:
+    if now_ns < self._sweep_ns:
+      return  # it exits
+    self._sweep_ns = now_ns + self.config.heartbeat_ns
     usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
     self.usual_report_ns = usual_ns or self.usual_report_ns
     for peer in self.members.values():
