@@ -310,7 +310,7 @@ class Checkpoints:
   def _failed(self, number: int, error: Exception) -> CheckpointError:
     for partial in self._root.glob(f'{number}.orbax-checkpoint-tmp*'):
       with contextlib.suppress(OSError):
-        partial.rmtree()
+        shutil.rmtree(partial)
     return CheckpointError(
       f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
       'previous checkpoint is still there'

@@ -70,9 +70,9 @@ def load(path: pathlib.Path, workdir: pathlib.Path, make: bool = False) -> Key:
   """Reads a key file; with `make`, writes a new one if there is none.
 
   Raises:
-    ValueError: it is no key, others may read it, or it lies in the run's folder, where a writer of
-      the files could take it.
-    OSError: there is none, or it cannot be read.
+    ValueError: there is none, it is no key, others may read it, or it lies in the run's folder,
+      where a writer of the files could take it.
+    OSError: it cannot be read.
   """
   path = path.absolute()
   if workdir.resolve() in path.resolve().parents:
@@ -84,6 +84,11 @@ def load(path: pathlib.Path, workdir: pathlib.Path, make: bool = False) -> Key:
       file.write(secrets.token_hex(KEY_BYTES).encode() + b'\n')
       file.flush()
       os.fsync(file.fileno())
+  elif not path.exists():
+    raise ValueError(
+      f'--seal_key={path} does not exist: copy the one of the run there. `diloco syncer` and '
+      '`diloco train` make it when a run begins'
+    )
   try:
     match = _TEXT.fullmatch(json_files.read_bytes(path, 4096))
   except safe_json.Unreadable as error:

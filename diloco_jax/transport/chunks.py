@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from diloco_jax.transport import errors
+from diloco_jax.transport import wire
 
 CHUNK_BYTES = 1 << 18
 MAGIC = b'DLCB'
@@ -108,7 +108,7 @@ class _Partial:
   def add(self, chunk: Chunk) -> None:
     crc32 = zlib.crc32(chunk.data, self.crc32)
     if crc32 != chunk.crc32:
-      raise errors.WireError(
+      raise wire.WireError(
         'checksum',
         f'CRC-32 {crc32:#010x} after chunk {chunk.index} of transfer '
         f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
@@ -161,13 +161,13 @@ class Assembler:
 
   def _check_limits(self, chunk: Chunk) -> None:
     if chunk.total > self._max_payload_bytes:
-      raise errors.WireError(
+      raise wire.WireError(
         'too_large',
         f'transfer {chunk.transfer} has {chunk.total} bytes, at most '
         f'{self._max_payload_bytes} are granted',
       )
     if chunk.transfer not in self._open and len(self._open) >= self._max_open:
-      raise errors.WireError(
+      raise wire.WireError(
         'too_many',
         f'transfer {chunk.transfer} begins beside {len(self._open)} '
         f'incomplete ones, at most {self._max_open} are granted',
@@ -178,7 +178,7 @@ class Assembler:
       return self._open[chunk.transfer]
     # Only a first chunk opens a transfer, so a misplaced chunk allocates nothing.
     if chunk.index != 0:
-      raise errors.WireError(
+      raise wire.WireError(
         'order',
         f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
       )
@@ -187,18 +187,18 @@ class Assembler:
 
   def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
     if chunk.total != partial.buffer_S.nbytes:
-      raise errors.WireError(
+      raise wire.WireError(
         'size',
         f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes, its '
         f'chunk {chunk.index} says {chunk.total}',
       )
     if chunk.index < partial.next_index:
-      raise errors.WireError(
+      raise wire.WireError(
         'duplicate',
         f'chunk {chunk.index} of transfer {chunk.transfer} came again',
       )
     if chunk.index > partial.next_index:
-      raise errors.WireError(
+      raise wire.WireError(
         'order',
         f'chunk {chunk.index} of transfer {chunk.transfer} came when {partial.next_index} was due',
       )
@@ -224,12 +224,12 @@ def acknowledged(frame: bytes) -> int | None:
 def _checked(view: memoryview) -> list[int]:
   """The numbers of a frame's header, from `transfer` to `crc32`."""
   if view.nbytes < HEADER_BYTES:
-    raise errors.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
+    raise wire.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
   magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
   if magic != MAGIC:
-    raise errors.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
+    raise wire.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
   if (version, header_bytes) != (VERSION, HEADER_BYTES):
-    raise errors.WireError(
+    raise wire.WireError(
       'version',
       f'version {version} with a header of {header_bytes} bytes; this '
       f'build reads version {VERSION} with {HEADER_BYTES}',
@@ -242,7 +242,7 @@ def _check_header(frame: memoryview) -> None:
   (stored,) = _CHECK.unpack_from(frame, _FIELDS.size)
   found = zlib.crc32(frame[: _FIELDS.size])
   if stored != found:
-    raise errors.WireError(
+    raise wire.WireError(
       'header',
       f'CRC-32 {found:#010x} over the header, it says {stored:#010x}',
     )
@@ -250,17 +250,17 @@ def _check_header(frame: memoryview) -> None:
 
 def _check_sizes(chunk: Chunk) -> None:
   if chunk.transfer == _NO_TRANSFER:
-    raise errors.WireError('transfer', 'transfer number 0 stands for no transfer')
+    raise wire.WireError('transfer', 'transfer number 0 stands for no transfer')
   if chunk.count != chunk_count(chunk.total):
-    raise errors.WireError(
+    raise wire.WireError(
       'count',
       f'{chunk.total} bytes in {chunk.count} chunks, not {chunk_count(chunk.total)}',
     )
   if chunk.index >= chunk.count:
-    raise errors.WireError('index', f'chunk {chunk.index} of {chunk.count}')
+    raise wire.WireError('index', f'chunk {chunk.index} of {chunk.count}')
   expected = min(CHUNK_BYTES, chunk.total - chunk.index * CHUNK_BYTES)
   if chunk.data.nbytes != expected:
-    raise errors.WireError(
+    raise wire.WireError(
       'size',
       f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} bytes, not {expected}',
     )

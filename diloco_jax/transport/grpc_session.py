@@ -32,7 +32,7 @@ import grpc
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
 from diloco_jax.protocol import said as said_lib
-from diloco_jax.transport import chunks, errors, flow, link, rules, stream_crc, translate
+from diloco_jax.transport import chunks, flow, link, rules, translate, wire
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
@@ -108,7 +108,7 @@ class Session:
     self._byte_rate = rules.Rate(limits.message_bytes_per_s, room_s * limits.message_bytes_per_s)
     self._unhandled = 0  # delivered messages that the machine has not handled
     self._patience: tuple[float, str] | None = None  # when a stranger's session ends, and why
-    self._sent, self._received = stream_crc.Seal(), stream_crc.Seal()
+    self._sent, self._received = wire.Seal(), wire.Seal()
     self._window, self._receipts = flow.Window(), flow.Receipts()
     self._changed = threading.Condition()
     self._state = _State.CONNECTING
@@ -226,7 +226,7 @@ class Session:
     while (entry := self._next_control()) is not None:
       try:
         data = self._sent.close(self._outgoing.encode(*entry))
-      except errors.WireError as error:
+      except wire.WireError as error:
         self.fail(f'this end cannot encode a message: {error}')
         return
       self._traffic.add(sent_bytes=len(data))
@@ -324,7 +324,7 @@ class Session:
       for data in stream:
         self._traffic.add(received_bytes=len(data))
         take(data)
-    except (errors.WireError, link.LinkError) as error:
+    except (wire.WireError, link.LinkError) as error:
       self.fail(f'the peer broke the protocol: {error}', trouble=BROKEN)
     except grpc.RpcError as error:
       self.fail(describe(error))

@@ -25,11 +25,10 @@ from diloco_jax.transport import (
   addresses,
   chunks,
   doors,
-  errors,
   grpc_session,
-  stream_crc,
   sync_pb2,
   translate,
+  wire,
 )
 
 PATIENCE_S = 5.0
@@ -119,7 +118,7 @@ class Client:
     self.heard: queue.SimpleQueue[messages.FromSyncer] = queue.SimpleQueue()
     self.ended, self.why = threading.Event(), ''
     self._transfers = itertools.count(1)
-    self._sealed, self._opened = stream_crc.Seal(), stream_crc.Seal()
+    self._sealed, self._opened = wire.Seal(), wire.Seal()
     self._lock = threading.Lock()
     self._out: dict[str, queue.Queue[bytes | None]] = {}
     self._channel = dial(address)
@@ -215,7 +214,7 @@ class Client:
       self.why = 'closed by the syncer'
     except grpc.RpcError as error:
       self.why = grpc_session.describe(error)
-    except errors.WireError as error:
+    except wire.WireError as error:
       self.why = str(error)
     self.ended.set()
 

@@ -25,9 +25,9 @@ from diloco_jax.transport import (
   grpc_session,
   link,
   payloads,
-  stream_crc,
   sync_pb2,
   translate,
+  wire,
 )
 
 DEADLINE_S = 20
@@ -312,10 +312,10 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
     ((), (oversized_frame(),), 'count'),
     ((), (frame_of(b'abc'),), 'not asked for'),
     ((), (frame_of(b''),), 'not asked for'),
-    ((stream_crc.Seal().close(HEARTBEAT.SerializeToString()),), (), 'Heartbeat before Join'),
-    ((stream_crc.Seal().close(b'\xff\xff'),), (), 'protobuf'),
-    ((stream_crc.Seal().close(b''),), (), 'body'),
-    ((stream_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
+    ((wire.Seal().close(HEARTBEAT.SerializeToString()),), (), 'Heartbeat before Join'),
+    ((wire.Seal().close(b'\xff\xff'),), (), 'protobuf'),
+    ((wire.Seal().close(b''),), (), 'body'),
+    ((wire.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
     ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
   ],
 )

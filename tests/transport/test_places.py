@@ -24,8 +24,8 @@ from diloco_jax.transport import (
   grpc_session,
   link,
   payloads,
-  stream_crc,
   translate,
+  wire,
 )
 
 DEADLINE_S = 20
@@ -234,7 +234,7 @@ def test_too_few_descriptors_for_the_places_are_one_clear_line():
 @contextlib.contextmanager
 def hostile(syncer, controls):
   """A peer that opens a session and sends these messages as fast as the syncer reads them."""
-  seal = stream_crc.Seal()
+  seal = wire.Seal()
   frames = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
   address = f'127.0.0.1:{syncer.transport.port}'
   with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
@@ -376,7 +376,7 @@ class Crowd:
 
   def _idle_streams(self, greets, with_bulk):
     """Sessions without Bulk, without a Join, or without a Confirm."""
-    hello = stream_crc.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
+    hello = wire.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
     address = f'127.0.0.1:{self._port}'
     while not self._over.is_set():
       ended = threading.Event()

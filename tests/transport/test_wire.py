@@ -4,18 +4,18 @@ import zlib
 
 import pytest
 
-from diloco_jax.transport import errors, stream_crc
+from diloco_jax.transport import wire
 
 ENVELOPES = (b'first', b'2', b'third envelope')
 
 
 def sealed() -> list[bytes]:
-  seal = stream_crc.Seal()
+  seal = wire.Seal()
   return [seal.close(envelope) for envelope in ENVELOPES]
 
 
 def opened(stream: list[bytes]) -> list[bytes]:
-  seal = stream_crc.Seal()
+  seal = wire.Seal()
   return [seal.open(data) for data in stream]
 
 
@@ -34,7 +34,7 @@ def test_every_flipped_bit_is_detected():
     for bit in range(8 * len(data)):
       flipped = bytearray(data)
       flipped[bit // 8] ^= 1 << bit % 8
-      with pytest.raises(errors.WireError) as caught:
+      with pytest.raises(wire.WireError) as caught:
         opened([*stream[:which], bytes(flipped), *stream[which + 1 :]])
       assert caught.value.clause == 'checksum'
 
@@ -42,5 +42,5 @@ def test_every_flipped_bit_is_detected():
 @pytest.mark.parametrize('order', [(1, 2), (0, 2), (0, 0, 1), (1, 0), (2,)])
 def test_a_missing_repeated_or_moved_message_is_detected(order):
   stream = sealed()
-  with pytest.raises(errors.WireError):
+  with pytest.raises(wire.WireError):
     opened([stream[which] for which in order])

@@ -1,4 +1,4 @@
-"""The checksum of a Control stream: it detects every wrong, missing or repeated message.
+"""What all streams share: the error of wrong bytes, and the checksum of a Control stream.
 
 HTTP/2 and protobuf have no checksum, and a flipped bit turns one valid token count into another. So
 every envelope ends with the field `check` (tag 15, fixed32): the CRC-32 (zlib) of all envelopes of
@@ -10,10 +10,20 @@ attacker.
 import struct
 import zlib
 
-from diloco_jax.transport import errors
-
 _CHECK = struct.Struct('<BI')
 _TAG = 15 << 3 | 5
+
+
+class WireError(ValueError):
+  """Bytes or fields from a peer (or for one) break the format.
+
+  `clause` names the rule that is broken, one word per rule (docs/wire_format.md lists them); the
+  text gives what came and what is allowed. The link it came over cannot be trusted any further.
+  """
+
+  def __init__(self, clause: str, text: str):
+    super().__init__(f'{clause}: {text}')
+    self.clause = clause
 
 
 class Seal:
@@ -33,7 +43,7 @@ class Seal:
     envelope = data[: -_CHECK.size]
     self._crc32 = zlib.crc32(envelope, self._crc32)
     if data[-_CHECK.size :] != _CHECK.pack(_TAG, self._crc32):
-      raise errors.WireError(
+      raise WireError(
         'checksum',
         f'the stream has CRC-32 {self._crc32:#010x} up to this message of '
         f'{len(envelope)} bytes, but the message ends with {data[-_CHECK.size :].hex()}',
