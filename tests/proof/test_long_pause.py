@@ -46,6 +46,7 @@ def test_a_pause_of_many_tokens_is_merged_and_the_ledger_is_exact(steps):
     lease_ns=1_000 * MS,
     heartbeat_ns=200 * MS,
     save_steps=0,
+    max_step_tokens=TOKENS // steps,
   )
   weights, checkers = Weights(), checkers_lib.Checkers(config)
   world = world_lib.World(config, watchers=(weights, checkers))
