@@ -364,18 +364,18 @@ def tokens_of_the_last_incarnation(original):
 
 @mutant('No norm is ever too large.', screening.Usual, 'limits', 'I9b')
 def no_limit(original):
-  return lambda self, steps, config: (original(self, steps, config)[0], None)
+  return lambda *args: (original(*args)[0], None)
 
 
 @mutant('No norm is ever too small.', screening.Usual, 'limits', 'I9b')
 def no_least(original):
-  return lambda self, steps, config: (0, original(self, steps, config)[1])
+  return lambda *args: (0, original(*args)[1])
 
 
 @mutant('The syncer applies limits before the warm-up is over.', screening.Usual, 'limits', 'I9b')
 def no_warm_up(original):
-  def limits(self, steps, config):
-    return original(self, steps, dataclasses.replace(config, norm_warmup=1))
+  def limits(self, learner, steps, config):
+    return original(self, learner, steps, dataclasses.replace(config, norm_warmup=1))
 
   return limits
 

@@ -204,7 +204,7 @@ class Gathering:
       message.fragment, message.tokens_from, message.tokens_to, ''
     )
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
-    least, limit = self._screening.limits(message.fragment, message.steps)
+    least, limit = self._screening.limits(learner, message.fragment, message.steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,

@@ -10,9 +10,10 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
 that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
 one vote, however often it contributes, and no learner alone moves the limits far: of two votes in
-the middle the larger one is usual for the upper limit, the smaller one for the lower. There are no
-limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be longer in
-proportion, because learners keep training while the syncer is down.
+the middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
+vote limits only its own learner. There are no limits before `norm_warmup` commits. A
+pseudo-gradient of more steps than usual may be longer in proportion, because learners keep training
+while the syncer is down.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
@@ -80,10 +81,14 @@ class Usual:
     """The median norm and steps of each learner that has a vote."""
     return [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
-  def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
-    """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
+  def limits(
+    self, learner: str, steps: int, config: config_lib.ProtocolConfig
+  ) -> tuple[int, int | None]:
+    """The least and the greatest norm allowed to this learner's pseudo-gradient of `steps` steps;
+    None: any. A single vote limits only its own learner."""
     votes = self.votes()
-    if not config.norm_factor or self.commits < config.norm_warmup or not votes:
+    alone = len(votes) == 1 and len(self.pairs.get(learner, ())) < VOTES_AFTER
+    if not config.norm_factor or self.commits < config.norm_warmup or not votes or alone:
       return 0, None
     norm, usual_steps = medians(votes, lower=True)
     least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
@@ -132,9 +137,9 @@ class Screening:
     self.usual = [Usual() for _ in range(config.fragments)]
     self.notices = notices.Notices(config.say_again_ns, out)
 
-  def limits(self, fragment: int, steps: int) -> tuple[int, int | None]:
+  def limits(self, learner: str, fragment: int, steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
-    return self.usual[fragment].limits(steps, self._config)
+    return self.usual[fragment].limits(learner, steps, self._config)
 
   def after_merge(
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone

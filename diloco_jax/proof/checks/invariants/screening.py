@@ -20,13 +20,16 @@ class Screened(invariant.Invariant):
   def merge(self, book, now_ns, merge, event):
     for one in merge.participants:
       norms = book.lineage.norms.get(merge.fragment, lineage_book.Norms())
-      true = self._limits(norms, one.steps)
+      true = self._limits(norms, one)
       if (one.least, one.limit) != true:
         self.fail(one, f'its limits should be {true}')
 
-  def _limits(self, norms, steps):
+  def _limits(self, norms, one):
     """The rule of syncer/screening.py, implemented a second time."""
-    config, usual = self.config, norms.usual()
+    config, usual, steps = self.config, norms.usual(), one.steps
+    voters = [learner for learner, pairs in norms.last.items() if len(pairs) > 1]
+    if len(voters) == 1 and one.learner not in voters:
+      return 0, None
     if not config.norm_factor or norms.commits < config.norm_warmup or usual is None:
       return 0, None
     (small, few_steps), (norm, usual_steps) = usual
