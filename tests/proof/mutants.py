@@ -382,7 +382,7 @@ def no_warm_up(original):
 
 @mutant('Each norm has a vote, not each learner.', screening.Usual, 'votes', 'I9b')
 def each_norm_votes(original):
-  def votes(self):
+  def votes(self, lower=False):
     return [pair for kept in self.pairs.values() for pair in kept] if original(self) else []
 
   return votes

@@ -216,7 +216,7 @@ def _old_merged(original: Callable) -> Callable:
 
 
 def _old_votes(original: Callable) -> Callable:
-  return lambda self: [screening.medians(self.pairs[''])] if self.pairs else []
+  return lambda self, lower=False: [screening.medians(self.pairs[''])] if self.pairs else []
 
 
 def _no_least(original: Callable) -> Callable:

@@ -89,10 +89,10 @@ def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
   assert not screening.refused(2 * UNIT, least, limit)
 
 
-def test_a_single_vote_limits_only_its_own_learner():
+def test_a_single_vote_makes_no_other_norms_too_small():
   made = usual(2 * UNIT)
-  assert made.limits('l0', 4, config())[1] == 20 * UNIT
-  assert made.limits('l1', 4, config()) == (0, None)
+  assert made.limits('l0', 4, config()) == (UNIT >> 19, 20 * UNIT)
+  assert made.limits('l1', 4, config()) == (0, 20 * UNIT)
 
 
 def test_more_than_half_of_the_learners_are_not_wrong():

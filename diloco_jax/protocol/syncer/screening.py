@@ -9,9 +9,9 @@ an outer step the shell, which has the arrays, looks at each payload by itself a
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
 that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
-one vote, however often it contributes, and no learner alone moves the limits far: of two votes in
-the middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
-vote limits only its own learner. There are no limits before `norm_warmup` commits. A
+one vote, however often it contributes, and no learner alone moves the limits far: of two in the
+middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
+vote makes no other learner's norms too small. There are no limits before `norm_warmup` commits. A
 pseudo-gradient of more steps than usual may be longer in proportion, because learners keep training
 while the syncer is down.
 
@@ -77,22 +77,23 @@ class Usual:
     kept = max(VOTES_AFTER, KEPT // len(self.pairs))
     self.pairs = {learner: pairs[-kept:] for learner, pairs in self.pairs.items()}
 
-  def votes(self) -> list[list[int]]:
+  def votes(self, lower: bool = False) -> list[list[int]]:
     """The median norm and steps of each learner that has a vote."""
-    return [medians(pairs) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
+    return [medians(pairs, lower) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
   def limits(
     self, learner: str, steps: int, config: config_lib.ProtocolConfig
   ) -> tuple[int, int | None]:
     """The least and the greatest norm allowed to this learner's pseudo-gradient of `steps` steps;
-    None: any. A single vote limits only its own learner."""
+    None: any."""
     votes = self.votes()
-    alone = len(votes) == 1 and len(self.pairs.get(learner, ())) < VOTES_AFTER
-    if not config.norm_factor or self.commits < config.norm_warmup or not votes or alone:
+    if not config.norm_factor or self.commits < config.norm_warmup or not votes:
       return 0, None
-    norm, usual_steps = medians(votes, lower=True)
+    norm, usual_steps = medians(self.votes(lower=True), lower=True)
     least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
     norm, usual_steps = medians(votes)
+    if len(votes) == 1 and len(self.pairs.get(learner, ())) < VOTES_AFTER:
+      least = 0
     longer = min(max(steps, usual_steps), GROWTH * usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 

@@ -28,12 +28,12 @@ class Screened(invariant.Invariant):
     """The rule of syncer/screening.py, implemented a second time."""
     config, usual, steps = self.config, norms.usual(), one.steps
     voters = [learner for learner, pairs in norms.last.items() if len(pairs) > 1]
-    if len(voters) == 1 and one.learner not in voters:
-      return 0, None
     if not config.norm_factor or norms.commits < config.norm_warmup or usual is None:
       return 0, None
     (small, few_steps), (norm, usual_steps) = usual
     least = small * min(steps, few_steps) // few_steps // 2**20
+    if len(voters) == 1 and one.learner not in voters:
+      least = 0
     growth = max(usual_steps, min(steps, 32 * usual_steps))
     return least, config.norm_factor * norm * growth // usual_steps
 

@@ -107,8 +107,11 @@ class Norms:
 
   def usual(self) -> tuple[Range, Range] | None:
     """What is usual for the least norm, and for the greatest."""
-    votes = [medians(pairs)[1] for pairs in self.last.values() if len(pairs) > 1]
-    return medians(votes) if votes else None
+    votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
+    if not votes:
+      return None
+    small, large = zip(*votes)
+    return medians(small)[0], medians(large)[1]
 
 
 @dataclasses.dataclass(slots=True)
