@@ -125,7 +125,7 @@ def test_a_quarantined_learner_exits_with_42_and_is_not_restarted(run):
 
 def test_the_console_names_the_bad_payload_and_its_host(run):
   host = socket.gethostname()
-  for name, what in (('l1', 'NaN or Inf'), ('l2', 'times the median')):
+  for name, what in (('l1', 'NaN or Inf'), ('l2', 'usual is')):
     lines = [line for line in run.said if f'Learner {name} on {host} sent' in line]
     assert lines and all('[syncer]' in line and what in line for line in lines), run.said
     assert all('Check that host for faulty hardware.' in line for line in lines)

