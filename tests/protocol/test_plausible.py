@@ -70,7 +70,7 @@ def test_a_lie_closes_the_session_is_a_strike_and_changes_nothing(lie):
   before = machine.state()
   out = machine.handle(3, single.received(1, lie, 9 if hasattr(lie, 'payload') else None))
   assert isinstance(out[-1], actions.Close)
-  assert 'no learner of this run could say' in said(out)[0]
+  assert 'a message that no learner of this run sends' in said(out)[0]
   after = machine.state()
   assert after['members'][0]['strikes'] == 1
   assert {**after, 'members': 0} == {**before, 'members': 0}

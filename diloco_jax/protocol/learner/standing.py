@@ -1,6 +1,6 @@
-"""Says when nothing of what the learner trains reaches the model, once per NOTICE_NS.
+"""Lines for the operator of a learner without a merged contribution, one per NOTICE_NS.
 
-Training continues in every case, so a person who reads only the loss would not notice.
+The learner trains on in every such case, so its loss does not show that the model lacks its work.
 """
 
 from diloco_jax.protocol import action_list, messages
@@ -23,13 +23,13 @@ class Standing:
     self._next_ns = now_ns + NOTICE_NS
 
   def disconnected(self, now_ns: int, reason: str) -> None:
-    """There is no session: a line at once if there never was one, then one per NOTICE_NS."""
+    """Notes why there is no session. If there never was one, the first line is due at once."""
     if self._next_ns is None:
       self._next_ns = now_ns
     self._failure = reason
 
   def refused(self, now_ns: int) -> None:
-    """The reason for the next disconnect is said already."""
+    """Notes that the operator has read the syncer's refusal, so that no other line follows."""
     self._next_ns = now_ns + NOTICE_NS
 
   def settled(self, now_ns: int, settled: messages.Settled) -> None:
@@ -40,7 +40,7 @@ class Standing:
       self._reasons[settled.reason] = self._reasons.get(settled.reason, 0) + 1
 
   def tell(self, now_ns: int) -> None:
-    """Says what is due."""
+    """Says the line that is due, if one is."""
     if self._next_ns is None or now_ns < self._next_ns:
       return
     self._next_ns = now_ns + NOTICE_NS

@@ -409,8 +409,8 @@ class Membership:
     self._notices.say(
       now_ns,
       f'implausible {member.learner}',
-      f'Learner {member.learner} on {member.host} said what no learner of this run could say: '
-      f'{fault}. Its session is closed and nothing of the run has changed.',
+      f'Learner {member.learner} on {member.host} sent a message that no learner of this run '
+      f'sends: {fault}. Its session is closed and nothing of the run has changed.',
     )
     if member.held_versions and self._screening.add_strike(member):
       self.quarantine(member)
