@@ -43,20 +43,23 @@ class Exchange:
   function is not compiled yet waits for that function only.
   """
 
-  def __init__(self, assembled: build.Assembly, island: held.Held):
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: held.Held,
+    compiled: dict[tuple, futures.Future] | None = None,
+  ):
+    """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
     self._layout = assembled.layout
     self._codec_up = assembled.codec_up
     self._codecs_down = {False: assembled.codec_down, True: WHOLE}
     self._alpha = assembled.config.sync.alpha
-    self._compiled: dict[tuple, futures.Future] = {}
+    self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
-    gather = jax.jit(
-      lambda p, params: codecs.canonical(fragments.gather(self._layout, p, params)),
-      static_argnums=0,
-      out_shardings=island.replicated,
-    )
-    self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
+    self.anchors = [
+      self._get(self._lower_gather, p)(island.params) for p in range(self._layout.num_fragments)
+    ]
 
   def compile_all(self) -> None:
     for p in range(self._layout.num_fragments):
@@ -77,6 +80,10 @@ class Exchange:
       mine.set_exception(error)
       raise
     return mine.result()
+
+  def _lower_gather(self, p: int) -> jax.stages.Lowered:
+    gather = lambda params: codecs.canonical(fragments.gather(self._layout, p, params))
+    return jax.jit(gather, out_shardings=self._island.replicated).lower(self._abstract(p)[0])
 
   def _lower_encode(self, p: int) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
@@ -152,13 +159,14 @@ class LearnerWork:
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
+    exchange: Exchange | None = None,
   ):
     self._config = assembled.config
     self._island = island
     self._post = post
     self._payloads = payloads
     self._records = records
-    self.exchange = Exchange(assembled, island)
+    self.exchange = exchange or Exchange(assembled, island)
     self._moments = moments_work.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -13,6 +13,7 @@ A step blocks until the device is done: a step boundary must be one moment for t
 collectives on emulated devices have aborted when the host ran ahead.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -84,6 +85,14 @@ class Island:
       self._folder = files_lib.Files(checkpoint_dir)
       self._folder.lock('learner')
       self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+
+  def twin(self) -> 'Island':
+    """Another island with the same compiled functions and a copy of the state; it has no folder of
+    checkpoints."""
+    other = copy.copy(self)
+    other._state = jax.tree.map(jax.numpy.copy, self._state)
+    other._folder = other._checkpoints = None
+    return other
 
   # Training.
 
