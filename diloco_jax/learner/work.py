@@ -52,17 +52,16 @@ class Exchange:
     """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
     self._layout = assembled.layout
+    self._fragments = range(self._layout.num_fragments)
     self._codec_up = assembled.codec_up
     self._codecs_down = {False: assembled.codec_down, True: WHOLE}
     self._alpha = assembled.config.sync.alpha
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
-    self.anchors = [
-      self._get(self._lower_gather, p)(island.params) for p in range(self._layout.num_fragments)
-    ]
+    self.anchors = self._get(self._lower_gather)(island.params)
 
   def compile_all(self) -> None:
-    for p in range(self._layout.num_fragments):
+    for p in self._fragments:
       self._get(self._lower_encode, p)
       self._get(self._lower_adopt, p, False)
 
@@ -81,9 +80,12 @@ class Exchange:
       raise
     return mine.result()
 
-  def _lower_gather(self, p: int) -> jax.stages.Lowered:
-    gather = lambda params: codecs.canonical(fragments.gather(self._layout, p, params))
-    return jax.jit(gather, out_shardings=self._island.replicated).lower(self._abstract(p)[0])
+  def _lower_gather(self) -> jax.stages.Lowered:
+    def gather(params):
+      fragments_N = [fragments.gather(self._layout, p, params) for p in self._fragments]
+      return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
+
+    return jax.jit(gather, out_shardings=self._island.replicated).lower(self._abstract(0)[0])
 
   def _lower_encode(self, p: int) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)

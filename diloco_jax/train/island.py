@@ -244,6 +244,8 @@ def _place(tree: Any, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: a leaf does not fit this island's model and optimizer.
   """
+  if _fits(tree, like):
+    return jax.tree.map(_put, tree, shardings)
   given, expected = _shapes(tree), _shapes(like)
   for path in sorted(given.keys() | expected.keys()):
     if given.get(path) != expected.get(path):
@@ -252,7 +254,21 @@ def _place(tree: Any, like: Any, shardings: Any) -> Any:
         f'{expected.get(path, "no such leaf")}: it must come from a learner with '
         'the same model and optimizer'
       )
-  return jax.tree.map(jax.device_put, tree, shardings)
+  return jax.tree.map(_put, tree, shardings)
+
+
+def _fits(tree: Any, like: Any) -> bool:
+  """Whether two trees have the same structure, shapes and dtypes."""
+  ours, structure = jax.tree.flatten(tree)
+  theirs, expected = jax.tree.flatten(like)
+  return structure == expected and all(
+    (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(ours, theirs)
+  )
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+  return leaf if placed else jax.device_put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:

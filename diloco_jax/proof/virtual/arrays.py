@@ -38,9 +38,7 @@ class Model:
     keep_moments: whether saves keep a copy of the arrays, for learners that return.
   """
 
-  def __init__(
-    self, assembled: build.Assembly, on_evaluation: Evaluate, keep_moments: bool
-  ):
+  def __init__(self, assembled: build.Assembly, on_evaluation: Evaluate, keep_moments: bool):
     self._assembled = assembled
     self._on_evaluation = on_evaluation
     self._keep_moments = keep_moments
