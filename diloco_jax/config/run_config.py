@@ -38,6 +38,8 @@ def _section(section: str) -> tuple[type, dict[str, protocol_config.Setting]]:
 
 
 def _type(one: protocol_config.Setting) -> Any:
+  if one.choices:
+    return str
   return OptionalInt if one.default is None else int if one.unit == 1 else float
 
 
@@ -59,7 +61,8 @@ class SyncConfig(_Sync):
       (paper section 4). For all tensors but those of embedding_merge.
     embedding_merge: the same for the embedding and an untied head.
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
-    alpha: share of the learner's own value that survives an adopt; 0 overwrites.
+    alpha: the share of a learner's own value that survives an adoption with adopt='blend'
+      (Streaming DiLoCo, arXiv 2501.18512).
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
       second. A donation must arrive at most H steps old, so it has to cross both within that time:
       2 * moments / rate < H * step time.
@@ -75,7 +78,7 @@ class SyncConfig(_Sync):
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
-  alpha: float = 0.0
+  alpha: float = 0.5
   donor_rate_mib_s: int = 256
   places: int = 0
   keep_log: bool = False

@@ -25,6 +25,7 @@ from diloco_jax.node import ports
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import config as protocol_config
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
@@ -55,7 +56,11 @@ class Exchange:
     self._fragments = range(self._layout.num_fragments)
     self._codec_up = assembled.codec_up
     self._codecs_down = {False: assembled.codec_down, True: WHOLE}
-    self._alpha = assembled.config.sync.alpha
+    self._rebases = assembled.protocol.rebases
+    blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
+    self._alpha = assembled.config.sync.alpha if blends else 0.0
+    # By fragment: its newest encoded pseudo-gradient, on the device.
+    self._captures: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self.anchors = self._get(self._lower_gather)(island.params)
@@ -94,19 +99,31 @@ class Exchange:
   def _lower_adopt(self, p: int, whole: bool) -> jax.stages.Lowered:
     codec = self._codecs_down[whole]
 
-    def adopt(params, anchor_N, data):
+    def adopt(params, anchor_N, data, capture, keep, merged):
       start_N = jnp.zeros_like(anchor_N) if whole else anchor_N
       published_N, digest = exchange.apply_delta(codec, start_N, data)
-      params, anchor_N = exchange.adopt(self._layout, p, params, anchor_N, published_N, self._alpha)
+      if self._rebases:
+        up = self._codec_up
+        params, anchor_N = exchange.rebase(
+          self._layout, p, up, params, anchor_N, published_N, capture, keep, merged
+        )
+      else:
+        params, anchor_N = exchange.adopt(
+          self._layout, p, params, anchor_N, published_N, self._alpha
+        )
       return params, anchor_N, digest
 
     place = self._island.replicated
-    size_bytes = codec.encoded_size(self._layout.size(p))
+    sizes = [one.encoded_size(self._layout.size(p)) for one in (codec, self._codec_up)]
+    data, capture = (
+      jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place) for size_bytes in sizes
+    )
+    flag = jax.ShapeDtypeStruct((), np.bool_, sharding=place)
     return jax.jit(
       adopt,
       donate_argnums=(0, 1),
       out_shardings=(self._island.shardings.params, place, place),
-    ).lower(*self._abstract(p), jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place))
+    ).lower(*self._abstract(p), data, capture, flag, flag)
 
   def _lower_rewind(self, p: int) -> jax.stages.Lowered:
     def rewind(params, anchor_N):
@@ -134,19 +151,39 @@ class Exchange:
     return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device."""
-    return self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
+    """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
+    adoption of a version that contains them."""
+    data, ok = self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
+    if self._rebases:
+      self._captures[p] = data
+    return data, ok
 
-  def adopt(self, p: int, data: memoryview | bytes, whole: bool) -> jax.Array:
-    """Replaces anchor and parameters of fragment p; returns the digest of the new anchor."""
-    data = jax.device_put(np.frombuffer(data, np.uint8), self._island.replicated)
+  def adopt(
+    self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
+  ) -> jax.Array:
+    """Replaces the anchor of fragment p and adopts it; returns its digest.
+
+    Args:
+      p: the fragment.
+      data: the encoded value, `whole` or a delta to the anchor.
+      whole: see `data`.
+      keep: carry the steps that are not in the value onto it (exchange.rebase).
+      merged: the value contains the newest capture of the fragment.
+    """
+    nothing = np.zeros(self._codec_up.encoded_size(self._layout.size(p)), np.uint8)
+    capture = self._captures.pop(p) if merged else nothing
+    arguments = jax.device_put(
+      (np.frombuffer(data, np.uint8), capture, np.bool_(keep), np.bool_(merged)),
+      self._island.replicated,
+    )
     self._island.params, self.anchors[p], digest = self._get(self._lower_adopt, p, whole)(
-      self._island.params, self.anchors[p], data
+      self._island.params, self.anchors[p], *arguments
     )
     return digest
 
   def rewind(self) -> None:
     """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
+    self._captures.clear()
     for p, anchor_N in enumerate(self.anchors):
       self._island.params = self._get(self._lower_rewind, p)(self._island.params, anchor_N)
 
@@ -222,10 +259,8 @@ class LearnerWork:
       case actions.Encode(sync=sync, fragment=fragment):
         data, ok = self.exchange.encode(fragment)
         self._egress.put(functools.partial(self._encoded, sync, fragment, data, ok))
-      case actions.Adopt(fragment=fragment, version=version, payload_id=payload_id, whole=whole):
-        digest = self.exchange.adopt(fragment, self._payloads.get(payload_id), whole)
-        self._payloads.drop(payload_id)
-        self._egress.put(functools.partial(self._adopted, fragment, version, digest))
+      case actions.Adopt():
+        self._adopt(action)
       case actions.UseShard():
         self._use_shard(action)
       case actions.ReadMoments(transfer=transfer):
@@ -236,6 +271,12 @@ class LearnerWork:
         self._save(action)
       case _:
         raise TypeError(f'a learner has no such work: {action}')
+
+  def _adopt(self, adopt: actions.Adopt) -> None:
+    data = self._payloads.get(adopt.payload_id)
+    digest = self.exchange.adopt(adopt.fragment, data, adopt.whole, adopt.keep, adopt.merged)
+    self._payloads.drop(adopt.payload_id)
+    self._egress.put(functools.partial(self._adopted, adopt.fragment, adopt.version, digest))
 
   def _use_shard(self, use: actions.UseShard) -> None:
     """Reads on from the committed cursor of a shard, even if the checkpoint has another position:

@@ -9,9 +9,13 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   A_{v+1} = A_v + D_down(bytes)                                     apply_delta
-              theta_m <- (1 - alpha) A_{v+1} + alpha theta_m                    adopt
+              theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       rebase
+           or theta_m <- (1 - alpha) A_{v+1} + alpha theta_m                    adopt
 
-Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the master and is part of
+with c_m = D_up(bytes_m) if the syncer merged it, else 0.
+
+Error feedback upward: theta_m - (A_v - c_m) holds, beside the steps since the capture, what the
+codec lost of them. Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the master and is part of
 the next delta, Theta'' - A_{v+1} = (Theta'' - Theta') + e, so rounding errors do not pile up.
 Every learner that holds version v computes the same A_{v+1} from the same bytes: the decoded values
 are exact (see codecs.py), every backend rounds one addition alike, and `apply_delta` makes the
@@ -83,9 +87,9 @@ def adopt(
 ) -> tuple[PyTree, jax.Array]:
   """Learner: (parameters with fragment p adopted, the new anchor).
 
-  theta <- (1 - alpha) published + alpha theta. The paper overwrites (alpha = 0), which is better
-  than mixing for many learners; Streaming DiLoCo mixes. The old anchor is an argument so that its
-  buffer can be donated to the new one.
+  theta <- (1 - alpha) published + alpha theta. The paper overwrites (alpha = 0); Streaming DiLoCo
+  (arXiv 2501.18512) mixes. The old anchor is an argument so that its buffer can be donated to the
+  new one.
   """
   if not 0.0 <= alpha < 1.0:
     raise ValueError(f'exchange: alpha is {alpha}; it must be in [0, 1), and 0 overwrites')
@@ -98,6 +102,30 @@ def adopt(
   if alpha:
     theta_N = (1 - alpha) * published_N + alpha * fragments.gather(layout, p, params_tree)
   return fragments.scatter(layout, p, params_tree, theta_N), published_N
+
+
+def rebase(
+  layout: fragments.Layout,
+  p: int,
+  codec: codecs.Codec,
+  params_tree: PyTree,
+  anchor_N: jax.Array,
+  published_N: jax.Array,
+  capture: jax.Array,
+  keep: jax.Array,
+  merged: jax.Array,
+) -> tuple[PyTree, jax.Array]:
+  """Learner: (parameters with fragment p rebased onto the published value, the new anchor).
+
+  Args:
+    capture: uint8, the newest encoded pseudo-gradient of the fragment.
+    keep: bool scalar; False: theta <- published.
+    merged: bool scalar, whether the published value contains the capture.
+  """
+  theta_N = fragments.gather(layout, p, params_tree)
+  merged_N = jnp.where(merged, codec.decode(capture, anchor_N.shape[0]), 0.0)
+  carried_N = jnp.where(keep, theta_N - (anchor_N - merged_N), 0.0)
+  return fragments.scatter(layout, p, params_tree, published_N + carried_N), published_N
 
 
 def init_outer(

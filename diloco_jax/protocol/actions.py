@@ -63,7 +63,8 @@ class Step:
 
 @_action
 class Encode:
-  """Capture anchor - local of a fragment and encode it on the device; answered by Encoded."""
+  """Capture anchor - local of a fragment and encode it on the device; answered by Encoded. The
+  shell keeps what was encoded until the next Encode or Adopt(merged) of the fragment."""
 
   sync: int
   fragment: int
@@ -71,13 +72,19 @@ class Encode:
 
 @_action
 class Adopt:
-  """Take the published value of `payload_id` (`whole`, else a delta to the anchor) as anchor and
-  parameters; answered by AdoptDone. The shell drops the id afterwards."""
+  """Take the published value of `payload_id` (`whole`, else a delta to the anchor) as anchor;
+  answered by AdoptDone. The shell drops the id afterwards.
+
+  `keep`: carry local - anchor onto the new value, less the newest capture of the fragment if it is
+  `merged`; else the parameters become the new value (or blend with it).
+  """
 
   fragment: int
   version: int
   payload_id: int
   whole: bool
+  keep: bool
+  merged: bool
 
 
 @_action

@@ -15,6 +15,7 @@ from typing import Any
 
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
+ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own steps when it adopts
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
 Bound = int | Callable[['ProtocolConfig'], int]
@@ -33,6 +34,7 @@ class Setting:
     remedy: the reason for the bounds, or how to meet them, where `doc` does not say it.
     unit: the protocol's value of a written 1: SECOND_NS for a time that is written in seconds.
     shared: every learner must have the value of the syncer.
+    choices: the words that are written for 0, 1, 2, ...; () for a number.
   """
 
   name: str
@@ -43,13 +45,18 @@ class Setting:
   remedy: str = ''
   unit: int = 1
   shared: bool = True
+  choices: tuple[str, ...] = ()
 
-  def written(self, value: int | None) -> int | float | None:
+  def written(self, value: int | None) -> int | float | str | None:
     """The protocol's `value` as the config of a run has it."""
+    if self.choices and value in range(len(self.choices)):
+      return self.choices[value]
     return value if value is None or self.unit == 1 else value / self.unit
 
-  def read(self, written: int | float | None) -> int | float | None:
+  def read(self, written: int | float | str | None) -> Any:
     """The protocol's value of a `written` one, not yet checked."""
+    if written in self.choices:
+      return self.choices.index(written)
     if self.unit == 1 or not isinstance(written, int | float) or not math.isfinite(written):
       return written
     return round(written * self.unit)
@@ -64,6 +71,10 @@ class Setting:
     if value is None and self.default is None:
       return
     low, high = self.bounds(config)
+    if self.choices:
+      if value not in range(len(self.choices)):
+        raise ValueError(f'{self.name} is {value!r}; use one of: {", ".join(self.choices)}')
+      return
     bounds = f'at least {self.written(low)}'
     if high is not None:
       bounds = f'between {self.written(low)} and {self.written(high)}'
@@ -113,7 +124,7 @@ class ProtocolConfig:
     remedy='the schedule syncs at most one fragment a step: fragments <= period',
   )
   overlap: int = setting(
-    2,
+    3,
     'tau, how many syncs may be in flight, and the latency budget of one sync in inner steps. 0: a '
     'learner waits at its step boundary for the sync (one sync in flight, and max_lag is 0)',
     high=lambda config: config.period - 1,
@@ -127,11 +138,31 @@ class ProtocolConfig:
     remedy='a learner that is a whole period ahead would reach the next sync of the same fragment; '
     'none: it never waits',
   )
+  ahead: int = setting(
+    1,
+    'how many inner steps before the time t of its sync a learner captures a fragment, so that the '
+    'payload is there when the sync opens; in lock-step modes it captures at t',
+    high=lambda config: max(1, config.period - 1),
+    remedy='a fragment is due once in a period: ahead < period',
+  )
+  adopt: int = setting(
+    ADOPT.index('rebase'),
+    "what becomes of a learner's own steps when it adopts a version. rebase: it carries those that "
+    'were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it keeps '
+    'the share sync.alpha of its own value',
+    high=len(ADOPT) - 1,
+    choices=ADOPT,
+  )
+  max_misses: int = setting(
+    2,
+    'of how many versions of a fragment in a row a learner may carry its steps on although none of '
+    'them was merged; then it drops them, as too old',
+  )
   max_staleness: int = setting(
-    1, 'a payload whose anchor is more versions old than this is discarded'
+    1, 'a payload whose anchor is more versions old than this is not merged'
   )
   grace_permille: int = setting(
-    750,
+    900,
     'gamma, the share of the slack that the grace window may use',
     high=PERMILLE - 1,
     remedy='the grace window uses a part of the slack, 0 merges as soon as the quorum is reached',
@@ -275,6 +306,21 @@ class ProtocolConfig:
   def lag(self) -> int | None:
     """The effective max_lag: 0 if there is no overlap."""
     return 0 if self.overlap == 0 else self.max_lag
+
+  @property
+  def rebases(self) -> bool:
+    """Whether a learner carries its unmerged steps onto a version that it adopts."""
+    return ADOPT[self.adopt] == 'rebase'
+
+  @property
+  def steps_ahead(self) -> int:
+    """The effective `ahead`."""
+    return self.ahead if self.lag is None else 0
+
+  @property
+  def lead(self) -> int:
+    """How many inner steps before it opens a sync may be announced, and how many at once."""
+    return self.overlap + self.steps_ahead
 
   @property
   def data_shards(self) -> int:

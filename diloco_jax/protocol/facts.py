@@ -27,14 +27,23 @@ def fact(cls):
 
 
 @fact
+class Opened:
+  """A sync has opened: K live learners have reached its time."""
+
+  sync: int
+  fragment: int
+
+
+@fact
 class _OuterStep:
-  """`participants`: learner ids; `grace_ns`: the grace window; `staleness`: versions since the
-  oldest anchor."""
+  """`participants`: learner ids; `waited_ns`: from the opening to the decision; `grace_ns`: the grace
+  window, from the opening; `staleness`: versions since the oldest anchor."""
 
   sync: int
   fragment: int
   version: int
   participants: tuple[str, ...]
+  waited_ns: int
   grace_ns: int
   tokens: int
   why: str
@@ -139,7 +148,8 @@ class State:
 @fact
 class Adopted:
   """The learner adopts a new version of a fragment. `steps_between`: inner steps since the last
-  one; `whole`: not a delta, as after a join; `staleness`: versions that it never adopted."""
+  one; `whole`: not a delta, as after a join; `staleness`: versions that it never adopted; `reason`:
+  why it dropped its unmerged steps, '' if it carries them on."""
 
   fragment: int
   version: int
@@ -148,6 +158,7 @@ class Adopted:
   steps_between: int
   whole: bool
   staleness: int
+  reason: str
 
 
 @fact
@@ -162,5 +173,5 @@ class Moments:
   reason: str
 
 
-_SyncerFact = Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
+_SyncerFact = Opened | Merging | Synced | Cancelled | Refused | Ledger | Member | Snapshot
 Fact = _SyncerFact | State | Adopted | Moments

@@ -16,8 +16,8 @@ The messages of one learner's process::
                            <-  Donation(transfer)            a peer's moments, if promised
       Recovered(way)       ->
       Progress(clock)       ->                                after every inner step
-                           <-  Pull(sync, fragment)          sync t has opened
-      Contribution(...)    ->                                at the next step boundary
+                           <-  Pull(sync, fragment)          sync t will open soon, or has opened
+      Contribution(...)    ->                                at the step boundary where it is due
                            <-  Settled(merged | reason)
                            <-  Publish(version)
       Adopted(version)     ->                                at the next step boundary
@@ -125,8 +125,8 @@ class Progress:
 class Contribution:
   """A pseudo-gradient (payload) measured from the anchor `version`.
 
-  It covers the learner's own token count from `tokens_from` (when it adopted the anchor) to
-  `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
+  It covers the learner's own token count from `tokens_from` (what the syncer had settled before)
+  to `tokens_to` (the capture): c_tokens = tokens_to - tokens_from, c_steps = `steps`. These tokens
   are the batches [cursor - steps, cursor) of data shard `shard` (syncer/shards.py).
   """
 
@@ -153,12 +153,15 @@ class Decline:
 
 @_message
 class Adopted:
-  """The learner's anchor of `fragment` is now `version`; `matched`: the digests agree."""
+  """The learner's anchor of `fragment` is now `version`; `matched`: the digests agree. Its next
+  contribution begins at `tokens`: what is not settled before is discarded for `reason` ('' if
+  nothing is)."""
 
   fragment: int
   version: int
   tokens: int
   matched: bool
+  reason: str = ''
 
 
 @_message
@@ -242,14 +245,16 @@ class Refused:
 class Joined:
   """The learner is a member. It sets its clock to `clock`; the `due` fragments follow before it may
   train. It reads data shard `shard` from batch `cursor` on; if it claimed exactly that position, it
-  continues there. `donation`: the transfer that brings a peer's moments before it may train; 0: no
-  transfer."""
+  continues there. `settled`: for each fragment, the token count of this incarnation up to which the
+  ledger has merged or discarded. `donation`: the transfer that brings a peer's moments before it
+  may train; 0: no transfer."""
 
   incarnation: int
   clock: int
   shard: int
   cursor: int
   due: tuple[int, ...]
+  settled: tuple[int, ...]
   donation: int = 0
 
 
@@ -265,27 +270,37 @@ class Donate:
 
 @_message
 class Pull:
-  """Sync `sync` has opened on `fragment`: asks for a pseudo-gradient at the next step boundary."""
+  """Asks for a pseudo-gradient of `fragment` for sync `sync`: at the step boundary where it is due,
+  or, if the sync has opened (`now`), at the next one."""
 
   sync: int
   fragment: int
+  now: bool
 
 
 @_message
 class Publish:
-  """A new published value (payload): a delta to `base_version`, or whole if that is None."""
+  """A new published value (payload): a delta to `base_version`, or whole if that is None.
+
+  `settled_to`: the receiver's tokens before this count are settled, so those of its payload are in
+  this version if the payload ends there. `keep`: the receiver may carry its other steps onto it;
+  False after a refused update or a repair.
+  """
 
   sync: int
   fragment: int
   version: int
   base_version: int | None
   digest: int
+  settled_to: int
+  keep: bool
   payload: Payload
 
 
 @_message
 class Settled:
-  """The verdict on a contribution: merged, or discarded for `reason`."""
+  """The verdict on a contribution: merged, or not for `reason`. With the reason CANCELLED, and with
+  LATE or STALE if learners rebase, the learner keeps the tokens and sends them again."""
 
   sync: int
   fragment: int
@@ -310,15 +325,26 @@ class Finish:
 class Reason:
   """Why tokens are discarded. The ledger's column names."""
 
-  LATE = 'late'  # the sync had closed before the payload arrived
+  LATE = 'late'  # the sync had closed before the payload arrived (rebase: max_misses in a row)
   STALE = 'stale'  # the anchor was more than max_staleness versions old
   OVERWRITTEN = 'overwritten'  # trained after the capture, then overwritten by the publish
+  UNDONE = 'undone'  # after a fault the learner went back to the published value
   BAD_VALUE = 'bad_value'  # NaN, Inf or an absurd norm, refused by the encoder or before the merge
   LOST_WITH_PROCESS = 'lost_with_process'  # its process died before they were merged
   LEFT = 'left'  # the learner left before they were merged
   END_OF_RUN = 'end_of_run'  # the run ended before they were merged
   DUPLICATE = 'duplicate'  # covered by an earlier contribution
-  ALL = (LATE, STALE, OVERWRITTEN, BAD_VALUE, LOST_WITH_PROCESS, LEFT, END_OF_RUN, DUPLICATE)
+  ALL = (
+    LATE,
+    STALE,
+    OVERWRITTEN,
+    UNDONE,
+    BAD_VALUE,
+    LOST_WITH_PROCESS,
+    LEFT,
+    END_OF_RUN,
+    DUPLICATE,
+  )
 
 
 class Way:

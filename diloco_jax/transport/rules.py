@@ -47,6 +47,7 @@ class OfLearner:
     self.stage = 0
     self.member = False
     self._asked: dict[Any, int] = {}  # the answer that is awaited: bytes of its payload
+    self._pulled: dict[int, int] = {}  # by fragment: its newest sync
     self._to_come: collections.Counter[int] = collections.Counter()  # of sizes, not yet begun
 
   def sent(self, message: messages.Message) -> None:
@@ -55,7 +56,9 @@ class OfLearner:
       case messages.Offer() | messages.Refused():
         return  # any process may get these
       case messages.Pull(sync=sync, fragment=fragment):
-        self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
+        if sync > self._pulled.get(fragment, 0):  # else it is asked again, for the same answer
+          self._pulled[fragment] = sync
+          self._ask((sync, fragment), self._limits.contribution_bytes[fragment])
       case messages.Donate(transfer=transfer):
         self._ask(transfer, self._limits.donation_bytes)
     self.member = True

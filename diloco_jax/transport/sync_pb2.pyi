@@ -179,16 +179,18 @@ class Decline(_message.Message):
     def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., reason: _Optional[str] = ..., tokens_to: _Optional[int] = ...) -> None: ...
 
 class Adopted(_message.Message):
-    __slots__ = ("fragment", "version", "tokens", "matched")
+    __slots__ = ("fragment", "version", "tokens", "matched", "reason")
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     MATCHED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     fragment: int
     version: int
     tokens: int
     matched: bool
-    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., matched: bool = ...) -> None: ...
+    reason: str
+    def __init__(self, fragment: _Optional[int] = ..., version: _Optional[int] = ..., tokens: _Optional[int] = ..., matched: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ()
@@ -213,20 +215,24 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Donation(_message.Message):
-    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "payload")
+    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "settled_to", "keep", "payload")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DONOR_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_TO_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     donor: str
     clock: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     digest: int
+    settled_to: int
+    keep: bool
     payload: Payload
-    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., settled_to: _Optional[int] = ..., keep: bool = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class NoDonation(_message.Message):
     __slots__ = ("transfer", "reason")
@@ -263,20 +269,22 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ..., retry_ns: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("incarnation", "clock", "shard", "cursor", "due", "donation")
+    __slots__ = ("incarnation", "clock", "shard", "cursor", "due", "settled", "donation")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
     DONATION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     clock: int
     shard: int
     cursor: int
     due: _containers.RepeatedScalarFieldContainer[int]
+    settled: _containers.RepeatedScalarFieldContainer[int]
     donation: int
-    def __init__(self, incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., donation: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., settled: _Optional[_Iterable[int]] = ..., donation: _Optional[int] = ...) -> None: ...
 
 class Donate(_message.Message):
     __slots__ = ("transfer", "clock", "versions")
@@ -289,12 +297,14 @@ class Donate(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pull(_message.Message):
-    __slots__ = ("sync", "fragment")
+    __slots__ = ("sync", "fragment", "now")
     SYNC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
+    NOW_FIELD_NUMBER: _ClassVar[int]
     sync: int
     fragment: int
-    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ...) -> None: ...
+    now: bool
+    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., now: bool = ...) -> None: ...
 
 class Publish(_message.Message):
     __slots__ = ("sync", "fragment", "version", "base_version", "digest", "payload")

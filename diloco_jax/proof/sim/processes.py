@@ -194,7 +194,10 @@ class Learner(Process):
     self.flips: set[int] = set()  # fragments whose next adoption has a wrong bit
     self.steps = self.tokens = 0
     self.values = [-1] * len(world.initial) if restored else list(world.initial)
-    self.adopted = [(0, 0)] * len(world.initial)  # (tokens, steps) at adoption
+    # By fragment: (tokens, steps) up to which local - anchor contains nothing, and of the newest
+    # capture.
+    self.contains = [(0, 0)] * len(world.initial)
+    self.captured: dict[int, tuple[int, int]] = {}
     self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
     self.at = (-1, 0)  # shard and next batch
     self.moments = arrays.value('moments', self.nonce)
@@ -217,7 +220,8 @@ class Learner(Process):
         self._claim_boundary()
         self.at = shard, cursor
         if rewind:  # its parameters are the anchors
-          self.adopted = [(self.tokens, self.steps)] * len(self.adopted)
+          self.contains = [(self.tokens, self.steps)] * len(self.contains)
+          self.captured.clear()
       case actions.ReadMoments(transfer=transfer):
         self._read_moments(transfer)
       case actions.TakeMoments():
@@ -268,7 +272,8 @@ class Learner(Process):
 
   def _encode(self, sync: int, fragment: int) -> None:
     self._claim_boundary()
-    (start, steps), content = self.adopted[fragment], None
+    (start, steps), content = self.contains[fragment], None
+    self.captured[fragment] = self.tokens, self.steps
     if fragment not in self.nan:
       content = arrays.Gradient(
         self.learner,
@@ -319,7 +324,10 @@ class Learner(Process):
       self.flips.discard(fragment)
       self.world.flipped += 1
       self.values[fragment] = -1
-    self.adopted[fragment] = (self.tokens, self.steps)
+    if adopt.merged:
+      self.contains[fragment] = self.captured.pop(fragment)
+    elif not adopt.keep:
+      self.contains[fragment] = self.tokens, self.steps
     self.answer(
       self.island.adopt_ns,
       events.AdoptDone(

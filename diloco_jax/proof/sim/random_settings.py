@@ -161,6 +161,13 @@ def draw(seed: int) -> Setting:
     spare_shards,
     donor_wait_ns,
   )
+  adopt = random_streams.random_stream(seed, 'adopt')
+  config = dataclasses.replace(
+    config,
+    adopt=config_lib.ADOPT.index(adopt.choice(('rebase', 'rebase', 'rebase', 'overwrite'))),
+    ahead=adopt.randint(0, min(2, max(1, config.period - 1))),
+    max_misses=adopt.choice((0, 1, 2, 2)),
+  )
   snapshots = random_streams.random_stream(seed, 'snapshots')
   config = dataclasses.replace(
     config,

@@ -233,8 +233,8 @@ def _island_key(config: run_config.Config) -> str:
 
 def _exchange_key(config: run_config.Config) -> str:
   sync = config.sync
-  codecs = sync.codec_up, sync.codec_down, sync.alpha
-  return repr((_task_key(config), sync.fragmentation, sync.fragments, codecs))
+  arithmetic = sync.codec_up, sync.codec_down, sync.adopt, sync.alpha
+  return repr((_task_key(config), sync.fragmentation, sync.fragments, arithmetic))
 
 
 def _theta_key(config: run_config.Config) -> str:

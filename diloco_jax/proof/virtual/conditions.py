@@ -111,7 +111,8 @@ class Faults:
       kinds = SYNCER_KINDS if fault.node == plans.SYNCER else LEARNER_KINDS
       if fault.kind not in kinds:
         raise ValueError(
-          f'a virtual run has no fault {fault.kind!r} of {fault.node}; use one of {", ".join(kinds)}'
+          f'a virtual run has no fault {fault.kind!r} of {fault.node}; use one of: '
+          f'{", ".join(kinds)}'
         )
 
   @property

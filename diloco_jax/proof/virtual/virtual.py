@@ -243,8 +243,6 @@ class _Book(observers.Observer):
     self.tokens = self.deaths = self.up_bytes = self.down_bytes = 0
     self.steps: collections.Counter[str] = collections.Counter()
     self.merges: list[Merge] = []
-    self._opened: dict[int, int] = {}
-    self._clock = 0
 
   @property
   def time(self) -> float:
@@ -279,11 +277,6 @@ class _Book(observers.Observer):
           self.up_bytes += 0 if syncer else size_bytes
       elif syncer and isinstance(action, actions.Report) and isinstance(action.fact, facts.Merging):
         self._merging(now_ns, action.fact)
-    if syncer:
-      clock = self.world.syncer.machine.clock
-      for sync in range(self._clock + 1, clock + 1):
-        self._opened[sync] = now_ns
-      self._clock = clock
 
   def _merging(self, now_ns: int, merging: facts.Merging) -> None:
     self.merges.append(
@@ -293,7 +286,7 @@ class _Book(observers.Observer):
         fragment=merging.fragment,
         participants=merging.participants,
         live=len(self.world.learners),
-        waited=(now_ns - self._opened.pop(merging.sync, now_ns)) / self._step_ns,
+        waited=merging.waited_ns / self._step_ns,
       )
     )
 

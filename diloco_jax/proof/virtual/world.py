@@ -1,6 +1,6 @@
 """The simulated world with processes that have no disks, and the work that it is given."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from diloco_jax.proof.checks import observers
@@ -94,7 +94,7 @@ class Learner(processes.Learner):
 
 
 class Syncer(processes.Process):
-  """The syncer's process, without a log: it never dies. `merge_ns`: an outer step and its commit."""
+  """The syncer's process, without a log: it never dies. `merge_ns`: an outer step and commit."""
 
   def __init__(self, world: 'World', life: observers.ObservedProcess):
     super().__init__(world, 'syncer', life, world.disk('syncer'))
@@ -150,6 +150,3 @@ class World(world.World):
     self.run(limit_ns, done=lambda: self.finished)
     if not self.finished:
       raise RuntimeError(f'the virtual run has not ended in {limit_ns / 1e9} s:\n{self.stuck()}')
-
-
-Progress = Callable[[int, int], None]

@@ -1,4 +1,15 @@
-"""An anchor: the published value from which a learner measures its progress on one fragment."""
+"""An anchor: the published value from which a learner measures its progress on one fragment.
+
+With `adopt=rebase` a learner carries onto a new version what the syncer has not merged: with A_v
+the anchor, theta the local value, and c the decoded capture that the syncer merged (else 0)::
+
+    theta <- A_{v+1} + (theta - (A_v - c))
+
+So local - anchor is at any time exactly what no merge and no discard has settled: the steps since
+the capture, the rounding error of the codec (error feedback upward), or all steps since the last
+capture that was merged. The ledger of the syncer, never the learner, says what was merged:
+`Publish.settled_to` and `Joined.settled`. The merge is that of LOSCAR-SGD (arXiv 2605.20866).
+"""
 
 import dataclasses
 
@@ -8,14 +19,87 @@ from diloco_jax.protocol import messages
 UNKNOWN = messages.Held(version=-1, digest=0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Capture:
+  """What the learner gave to a sync, and its counts then."""
+
+  sync: int
+  steps: int
+  tokens: int
+
+
 @dataclasses.dataclass(slots=True)
 class Anchor:
-  """The published value of one fragment as this learner holds it, and its counts when adopted."""
+  """The published value of one fragment as this learner holds it.
+
+  Attributes:
+    version, digest: of the value.
+    steps, tokens: the learner's counts up to which local - anchor contains nothing.
+    capture: of this anchor, while the syncer may have merged it or may still do so.
+    misses: versions in a row that the learner adopted without a merged capture of its own.
+    reason: why the adoption discarded steps; '' if it discarded none.
+    sound: False if the adopted bits differ from the published ones.
+    next_due: the sync that this learner waits for in lock-step modes.
+  """
 
   version: int
   digest: int
   steps: int = 0
   tokens: int = 0
-  contributed: int = 0  # the sync that this learner contributed to, 0: none yet
-  sound: bool = True  # False: the adopted bits differ from the published ones
-  next_due: int = 0  # the sync this learner waits for in lock-step modes
+  capture: Capture | None = None
+  misses: int = 0
+  reason: str = ''
+  sound: bool = True
+  next_due: int = 0
+
+  def rewind(self, steps: int, tokens: int) -> None:
+    """The local value is the anchor again."""
+    if tokens > self.tokens:
+      self.reason = messages.Reason.UNDONE
+    self.steps, self.tokens, self.capture = steps, tokens, None
+
+  def settled(self, tokens: int) -> None:
+    """A session begins, and the ledger has settled these tokens: a capture that is not among them
+    was dropped with the last session."""
+    if self.capture is not None and tokens != self.capture.tokens:
+      self.capture = None
+
+  def rejected(self, sync: int) -> None:
+    """The capture for this sync was not merged and will not be."""
+    if self.capture is not None and self.capture.sync == sync:
+      self.capture = None
+
+  def adopt(
+    self, publish: messages.Publish, steps: int, tokens: int, max_misses: int | None
+  ) -> tuple['Anchor', bool, bool]:
+    """The anchor after the adoption of `publish` at these counts.
+
+    Args:
+      publish: a version of this fragment.
+      steps, tokens: the counts of the learner now.
+      max_misses: of the config; None: the learner keeps nothing, because it does not rebase.
+
+    Returns:
+      (the new anchor, whether the steps that are not merged are kept, whether the capture is among
+      those that are merged).
+    """
+    new = Anchor(publish.version, publish.digest, steps, tokens, next_due=self.next_due)
+    capture = self.capture
+    if max_misses is None:
+      new.reason = messages.Reason.OVERWRITTEN
+    elif not publish.keep or self.version < 0:
+      new.reason = messages.Reason.UNDONE
+    elif capture is not None and publish.settled_to == capture.tokens:
+      new.steps, new.tokens = capture.steps, capture.tokens
+      return new, True, True
+    elif publish.settled_to <= self.tokens:
+      new.misses = self.misses + (steps > self.steps)
+      if new.misses <= max_misses:
+        new.steps, new.tokens, new.reason = self.steps, self.tokens, self.reason
+        waits = capture is not None and capture.sync > publish.sync
+        new.capture = capture if waits else None
+        return new, True, False
+      new.misses, new.reason = 0, messages.Reason.LATE
+    else:
+      new.reason = messages.Reason.UNDONE
+    return new, False, False

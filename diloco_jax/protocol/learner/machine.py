@@ -12,15 +12,17 @@ moments.py decides from which source a new process gets its moments.
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
-At a step boundary the learner does this, in this order: use another shard, adopt arrived versions,
-capture and encode pulled fragments, save if a save is due, start the next step. The clock grows by
-one per inner step, and adopting the version of sync t sets it to max(clock, t), so that learners of
-different speeds stay aligned.
+At a step boundary the learner does this, in this order: use another shard, capture and encode the
+pulled fragments that are due, adopt arrived versions, save if a save is due, start the next step.
+The clock grows by one per inner step, and adopting the version of sync t sets it to max(clock, t),
+so that learners of different speeds stay aligned.
 
-A learner contributes once per anchor: its payload covers all its steps since it adopted that
-anchor, so a second payload would count the same tokens again. A pull that comes before the learner
-has trained on the fragment waits for the next boundary; the learner declines it if it may not step
-before.
+A fragment is due for sync t `ahead` steps before t, so that the payload is at the syncer when the
+sync opens; a learner that is further behind is pulled again then, and answers at its next boundary.
+The payload covers all steps that the syncer has not settled (anchor.py). While a capture may still
+be merged, the learner makes no other one of that fragment: it would count the same tokens again. A
+pull that comes before the learner has trained on the fragment waits for the next boundary; the
+learner declines it if it may not step before.
 """
 
 import collections
@@ -92,6 +94,7 @@ class LearnerMachine:
     ]
     self._due: set[int] = set()
     self._pulls: dict[int, int] = {}  # fragment: sync
+    self._urgent: set[int] = set()  # fragments of open syncs, pulled to be given at once
     self._unsettled: set[int] = set()  # syncs of this session that owe it a verdict
     self._leave_ns = 0  # a learner that was asked to end waits for these verdicts until then
     self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this session
@@ -182,6 +185,7 @@ class LearnerMachine:
     joined = self._connection.joined
     self._told_clock = -1
     self._pulls.clear()
+    self._urgent.clear()
     self._pulled.clear()
     self._saving.forget()
     self._unsettled.clear()
@@ -205,8 +209,8 @@ class LearnerMachine:
           self._exit_refused()
       case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)
-      case messages.Pull(sync=sync, fragment=fragment) if sync > self._pulled.get(fragment, 0):
-        self._pulls[fragment] = self._pulled[fragment] = sync
+      case messages.Pull():
+        self._pull(message)
       case messages.Publish():
         self._arrivals.append((message, payload_id))
       case messages.Donate():
@@ -222,8 +226,8 @@ class LearnerMachine:
         self._saving.heard(message)
       case messages.Finish():
         self._ending = self._ending or 'done'
-      case messages.Heartbeat() | messages.Joined() | messages.Pull():
-        pass  # a Joined or Pull is a repeat here
+      case messages.Heartbeat() | messages.Joined():
+        pass  # a Joined is a repeat here
       case _:
         raise TypeError(f'not a message of a syncer: {message}')
 
@@ -255,13 +259,13 @@ class LearnerMachine:
     self._due = set(joined.due)
     self._progress(0)  # the steps since Confirm, before a message that counts them
     for fragment, anchor in enumerate(self._anchors):
+      anchor.settled(joined.settled[fragment])
       self._renew(fragment, anchor, joined.clock)
     self._taker.joined(now_ns, joined)
     self._report_state('joined')
 
   def _renew(self, fragment: int, anchor: anchor_lib.Anchor, clock: int) -> None:
-    """A session begins: the syncer will pull the unmerged tokens of older sessions again."""
-    anchor.contributed = 0
+    """A session begins."""
     due = self._schedule.due(fragment, clock)
     # Syncs may close out of order: this learner may hold the version of a sync after `clock`.
     anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
@@ -274,6 +278,15 @@ class LearnerMachine:
     self._saving.begin_life()
     for anchor in self._anchors:
       anchor.steps = anchor.tokens = 0
+      anchor.capture = None
+
+  def _pull(self, pull: messages.Pull) -> None:
+    fragment, sync = pull.fragment, pull.sync
+    if sync > self._pulled.get(fragment, 0):  # else it is repeated
+      self._pulls[fragment] = self._pulled[fragment] = sync
+      self._urgent.discard(fragment)
+    if pull.now and self._pulls.get(fragment) == sync:
+      self._urgent.add(fragment)
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """Sends the encoded capture, unless the session has changed since."""
@@ -283,6 +296,7 @@ class LearnerMachine:
       self._out.drop(encoded.payload_id)
     elif encoded.payload_id is None:
       self._unsettled.discard(encoded.sync)
+      self._anchors[encoded.fragment].rejected(encoded.sync)
       self._connection.send(
         messages.Decline(
           sync=encoded.sync,
@@ -299,9 +313,9 @@ class LearnerMachine:
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
     self._unsettled.discard(settled.sync)
-    if settled.reason == messages.CANCELLED:  # the tokens can be sent again
-      if anchor.contributed == settled.sync:
-        anchor.contributed = 0
+    if not settled.merged and (self._config.rebases or settled.reason == messages.CANCELLED):
+      anchor.rejected(settled.sync)
+    if settled.reason == messages.CANCELLED:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
       if self._pulls.get(settled.fragment) == settled.sync:
         del self._pulls[settled.fragment]
@@ -338,9 +352,11 @@ class LearnerMachine:
     """Between two steps: only here parameters are read or replaced."""
     if self._next_position is not None:
       self._use_shard(self._next_position)
+    self._answer_pulls()
     for publish, payload_id in self._arrivals:
       self._adopt(publish, payload_id)
     self._arrivals.clear()
+    self._answer_pulls()  # an adoption may have moved the clock
     if self._training == 'waiting' and not self._due:
       if not self._adopting:  # else the donation would age before the first step
         self._taker.boundary(self.clock)
@@ -353,8 +369,6 @@ class LearnerMachine:
     if self._training == 'training' and self.clock >= self._config.total_steps:
       self._train('trained')
       self._report_state('trained')
-    for fragment, sync in list(self._pulls.items()):
-      self._answer(fragment, sync)
     # Not before it trains: until then its moments are undecided.
     if trains and not (self._ending or self._refused) and self._saving.due(self.steps):
       self._save()
@@ -376,7 +390,7 @@ class LearnerMachine:
     )
     self._position, self._next_position = position, None
     for anchor in self._anchors:
-      anchor.steps, anchor.tokens = self.steps, self.tokens
+      anchor.rewind(self.steps, self.tokens)
 
   def _may_step(self) -> bool:
     if self._training != 'training' or self._ending:
@@ -393,16 +407,20 @@ class LearnerMachine:
       self._out.drop(payload_id)
       self._connection.send(
         messages.Adopted(
-          fragment=fragment, version=publish.version, tokens=self.tokens, matched=False
+          fragment=fragment, version=publish.version, tokens=anchor.tokens, matched=False
         )
       )
       return
+    max_misses = self._config.max_misses if self._config.rebases else None
+    new, keep, merged = anchor.adopt(publish, self.steps, self.tokens, max_misses)
     self._out.do(
       actions.Adopt(
         fragment=fragment,
         version=publish.version,
         payload_id=payload_id,
         whole=publish.base_version is None,
+        keep=keep,
+        merged=merged,
       )
     )
     self._out.report(
@@ -414,16 +432,15 @@ class LearnerMachine:
         steps_between=self.steps - anchor.steps,
         whole=publish.base_version is None,
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
+        reason='' if keep else new.reason,
       )
     )
-    self._unsettled.discard(anchor.contributed)  # a payload whose anchor is replaced is withdrawn
-    self._anchors[fragment] = anchor_lib.Anchor(
-      publish.version,
-      publish.digest,
-      steps=self.steps,
-      tokens=self.tokens,
-      next_due=max(anchor.next_due, self._schedule.due(fragment, publish.sync)),
-    )
+    if (
+      anchor.capture is not None and new.capture is None
+    ):  # a payload of dropped steps is withdrawn
+      self._unsettled.discard(anchor.capture.sync)
+    new.next_due = max(anchor.next_due, self._schedule.due(fragment, publish.sync))
+    self._anchors[fragment] = new
     self._adopting.append((self._connection.session, self._anchors[fragment]))
     if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
       del self._pulls[fragment]
@@ -447,24 +464,33 @@ class LearnerMachine:
         version=anchor.version,
         tokens=anchor.tokens,
         matched=anchor.sound,
+        reason=anchor.reason,
       )
     )
+    if anchor.sound:
+      anchor.reason = ''
+
+  def _answer_pulls(self) -> None:
+    for fragment, sync in list(self._pulls.items()):
+      self._answer(fragment, sync)
 
   def _answer(self, fragment: int, sync: int) -> None:
     """Captures a pulled fragment, declines the pull, or leaves it for a later boundary."""
     anchor = self._anchors[fragment]
     if fragment in self._due or len(self._encoding) >= self._config.in_flight:
       return  # captures occupy the device: at most as many as syncs may be open
+    if not (fragment in self._urgent or self._ends or self.clock >= self._gives_at(sync)):
+      return
     steps = self.steps - anchor.steps
-    if anchor.contributed or steps == 0:
+    if anchor.capture is not None or steps == 0:
       if steps == 0 and self._may_step():
         return
-      reason = 'contributed' if anchor.contributed else 'empty'
+      reason = 'empty' if anchor.capture is None else 'contributed'
       self._connection.send(
         messages.Decline(sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens)
       )
     else:
-      anchor.contributed = sync
+      anchor.capture = anchor_lib.Capture(sync, self.steps, self.tokens)
       self._unsettled.add(sync)
       covers = {
         'sync': sync,
@@ -478,6 +504,16 @@ class LearnerMachine:
       self._encoding.append((self._connection.session, covers))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     del self._pulls[fragment]
+    self._urgent.discard(fragment)
+
+  def _gives_at(self, sync: int) -> int:
+    """The clock at which a fragment is due for a sync."""
+    return min(sync - self._config.steps_ahead, self._config.total_steps)
+
+  @property
+  def _ends(self) -> bool:
+    """Whether no step can follow."""
+    return bool(self._ending) or self._training in ('trained', 'waiting')
 
   # --- Saving and ending --------------------------------------------------------------------------
 

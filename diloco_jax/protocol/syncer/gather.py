@@ -1,8 +1,8 @@
-"""An open sync: its state, the learners that it waits for, its payloads, and when it may end.
+"""A sync: its state, the learners that it waits for, its payloads, and when it may end.
 
-The grace window runs once K payloads have arrived; the sync merges all payloads that have arrived
-when it ends. If a withdrawn payload breaks the quorum, the window starts again with the next K-th
-payload. docs/protocol.md draws the states from SYNC_STATES.
+The syncer announces a sync before it opens, so that learners give their payloads when these are
+due. The grace window begins at the opening; the sync merges all payloads that have arrived when the
+window is over and there are K. docs/protocol.md draws the states from SYNC_STATES.
 """
 
 import dataclasses
@@ -11,12 +11,14 @@ from typing import Any
 from diloco_jax.protocol import actions, messages, states
 
 SYNC_STATES = (
+  ('due', 'announced', 'K live learners are within tau steps of the time at which it is given'),
   (
-    'due',
+    'announced',
     'gathering',
     'K live learners have reached t and fewer than max(1, tau) syncs are in flight',
   ),
   ('gathering', 'merging', 'K payloads and the grace window is over, or all have answered'),
+  ('announced', 'cancelled', 'its period is skipped'),
   ('gathering', 'cancelled', 'all have answered and the quorum cannot be reached'),
   ('merging', 'published', 'the outer step is done'),
   ('merging', 'cancelled', 'every payload is refused, or the result is not finite'),
@@ -25,17 +27,16 @@ SYNC_STATES = (
 
 @dataclasses.dataclass(slots=True)
 class Gather:
-  """One open sync."""
+  """One sync."""
 
   sync: int
   fragment: int
-  opened_ns: int
+  opened_ns: int = 0
   state: str = 'due'
   asked: set[str] = dataclasses.field(default_factory=set)
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
-  quorum_at_ns: int | None = None
-  grace_ns: int = 0
+  grace_ns: int = 0  # from the opening
   participants: tuple[actions.Participant, ...] = ()
   facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its outer step, for reports
 
@@ -48,20 +49,21 @@ class Gather:
     return self.state == 'merging'
 
   @property
-  def deadline_ns(self) -> int | None:
+  def close_ns(self) -> int:
     """The end of the grace window."""
-    if self.merging or self.quorum_at_ns is None:
-      return None
-    return self.quorum_at_ns + self.grace_ns
+    return self.opened_ns + self.grace_ns
 
-  def withdraw(self, learner: str, quorum: int) -> int | None:
+  def deadline_ns(self, quorum: int) -> int | None:
+    """When the sync merges without the missing learners."""
+    waits = self.state == 'gathering' and len(self.payloads) >= quorum
+    return self.close_ns if waits else None
+
+  def withdraw(self, learner: str) -> int | None:
     """Removes a learner's payload and returns its id; None: there is none, or it is being
     merged."""
     if self.merging or learner not in self.payloads:
       return None
     _, payload_id = self.payloads.pop(learner)
-    if len(self.payloads) < quorum:
-      self.quorum_at_ns = None
     return payload_id
 
   def abandon(self) -> list[int]:
@@ -96,7 +98,7 @@ def decide(gather: Gather, now_ns: int, quorum: int, live: int, closing: bool) -
   if count >= quorum:
     if not gather.waiting:
       return 'merge', f'all {count} have answered'
-    if gather.deadline_ns is not None and now_ns >= gather.deadline_ns:
+    if now_ns >= gather.close_ns:
       return 'merge', f'grace is over: {count} payloads, {len(gather.waiting)} learners missing'
     return 'wait', f'quorum {count} >= {quorum}, grace runs'
   # No asked learner can still answer. With fewer live learners than K another may join (and a

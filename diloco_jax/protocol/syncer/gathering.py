@@ -1,16 +1,17 @@
-"""Gathering: the open syncs, the learners they wait for, their payloads, and how they end.
+"""Gathering: the syncs that are announced or open, their payloads, and how they end.
 
-An open sync pulls its fragment from every contributor. Each contributor answers once, with a
-payload or with a reason to send none; then the sync does not wait for it any more::
+A sync pulls its fragment from every contributor: when it is announced, so that the learner gives it
+when it is due, and again when it opens, from those that have not answered. Each contributor answers
+once, with a payload or with a reason to send none; then the sync does not wait for it any more::
 
     asked --Pull--> waiting --Contribution that counts--> in payloads
     waiting --Contribution that does not count, Decline, disconnected--> answered, no payload
 
 The sync holds a payload that counts until it merges or is cancelled. Before that the syncer
 withdraws the payload when its learner's session closes (the learner sends the tokens again), or
-when its learner adopts another value of the fragment (the tokens count as overwritten). A payload
-that does not count is dropped immediately. Its tokens are discarded with the reason (verdicts.py),
-unless the sync was cancelled; the learner is told, except of repeats.
+when its learner drops the steps of it. A payload that does not count is dropped immediately; the
+learner is told, except of repeats. Its tokens are discarded with the reason (verdicts.py), unless
+the learner keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
 
 A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """
@@ -31,7 +32,7 @@ Reason = messages.Reason
 
 
 class Gathering:
-  """The open syncs. Owns their gathers, the grace window's averages, and the counts of syncs."""
+  """The syncs in hand. Owns their gathers, the grace window's averages, and the counts of syncs."""
 
   def __init__(
     self,
@@ -52,6 +53,13 @@ class Gathering:
     self._out = out
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
+    self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
+    # Reasons after which the learner keeps the tokens and sends them again, and the one for those
+    # that it does not send although nothing was said of them.
+    self._kept = (messages.CANCELLED,)
+    if config.rebases:
+      self._kept += (Reason.LATE, Reason.STALE)
+    self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
 
@@ -60,22 +68,64 @@ class Gathering:
     """Whether an outer step is in progress."""
     return any(gather.merging for gather in self.open.values())
 
-  def pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
+  def fragments(self) -> set[int]:
+    """The fragments of all syncs in hand."""
+    return {gather.fragment for gather in self._all()}
+
+  def _all(self) -> list[gather_lib.Gather]:
+    return [*self.open.values(), *self.announced.values()]
+
+  def _find(self, sync: int) -> gather_lib.Gather | None:
+    return self.open.get(sync) or self.announced.get(sync)
+
+  def announce(self, sync: int, fragment: int) -> None:
+    """Asks every contributor for the fragment when it is due."""
+    gather = self.announced[sync] = gather_lib.Gather(sync=sync, fragment=fragment)
+    gather.move('announced')
+    for member in self._members.live():
+      if member.caught_up:
+        self._pull(gather, member)
+
+  def open_sync(self, now_ns: int, sync: int, fragment: int) -> gather_lib.Gather:
+    """The sync opens: asks every contributor that has not answered."""
+    gather = self.announced.pop(sync, None)
+    if gather is None:
+      gather = gather_lib.Gather(sync=sync, fragment=fragment)
+      gather.move('announced')
+    gather.move('gathering')
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns()
+    self.open[sync] = gather
+    for member in self._members.live():
+      answered = member.learner in gather.asked and member.learner not in gather.waiting
+      if member.caught_up and not answered:
+        self._pull(gather, member)
+    self._out.report(facts.Opened(sync=sync, fragment=fragment))
+    return gather
+
+  def _window_ns(self) -> int:
+    times = [member.inner_step_ns for member in self._members.by_session.values()]
+    step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
+    return self.grace.window_ns(self._config, step_ns)
+
+  def _pull(self, gather: gather_lib.Gather, member: members_lib.Member) -> None:
     gather.asked.add(member.learner)
     gather.waiting.add(member.learner)
-    self._out.send(member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment))
+    now = gather.state != 'announced'
+    self._out.send(
+      member.session, messages.Pull(sync=gather.sync, fragment=gather.fragment, now=now)
+    )
 
   def enter(self, member: members_lib.Member) -> None:
-    """A learner has caught up: pulls from it for every open sync that is not merging yet."""
-    for gather in self.open.values():
+    """A learner has caught up: pulls from it for every sync that is not merging yet."""
+    for gather in self._all():
       if not gather.merging:
-        self.pull(gather, member)
+        self._pull(gather, member)
 
   def drop_learner(self, learner: str) -> None:
     """A learner has disconnected: stops waiting for it and drops its payloads without a verdict."""
-    for gather in self.open.values():
+    for gather in self._all():
       gather.waiting.discard(learner)
-      self._out.drop(gather.withdraw(learner, self._config.quorum))
+      self._out.drop(gather.withdraw(learner))
 
   # --- Answers ------------------------------------------------------------------------------------
 
@@ -83,7 +133,7 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
-    gather = self.open.get(message.sync)
+    gather = self._find(message.sync)
     reason = verdicts.judge(
       message,
       member.learner,
@@ -99,15 +149,6 @@ class Gathering:
       return
     gather.waiting.discard(member.learner)
     gather.payloads[member.learner] = (message, payload_id)
-    if len(gather.payloads) == self._config.quorum and gather.quorum_at_ns is None:
-      self._quorum_reached(now_ns, gather)
-
-  def _quorum_reached(self, now_ns: int, gather: gather_lib.Gather) -> None:
-    gather.quorum_at_ns = now_ns
-    self.grace.quorum_ns.add(now_ns - gather.opened_ns)
-    times = [member.inner_step_ns for member in self._members.by_session.values()]
-    step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
-    gather.grace_ns = self.grace.window_ns(self._config, step_ns)
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
@@ -118,22 +159,28 @@ class Gathering:
       return
     fragment = message.fragment
     member.rejected, member.last_reason = member.rejected + 1, reason
-    if reason != messages.CANCELLED:
+    if reason not in self._kept:
       self._withdraw(member, fragment, message.tokens_to)
-      self._ledger.of(member).settle(fragment, message.tokens_from, message.tokens_to, reason)
+      self._settle(member, message, reason)
     self.settle(member, message.sync, fragment, reason)
     self._answered(member, message.sync)
     version = self._published.fragments[fragment].version
     if verdicts.needs_anchor(message, version, member.anchor_tokens.get(fragment, 0), reason):
-      self._published.resend_whole(member, fragment)
+      self._published.replace(member, fragment)
+
+  def _settle(
+    self, member: members_lib.Member, message: messages.Contribution, reason: str
+  ) -> bool:
+    return self._ledger.of(member).settle(
+      message.fragment, message.tokens_from, message.tokens_to, reason, self._gap
+    )
 
   def decline(self, member: members_lib.Member, message: messages.Decline) -> None:
     if message.reason == Reason.BAD_VALUE:
       account = self._ledger.of(member)
-      start = account.cursors[message.fragment]
       self._withdraw(member, message.fragment, message.tokens_to)
-      account.settle(message.fragment, start, max(start, message.tokens_to), Reason.BAD_VALUE)
-      self._published.resend_whole(member, message.fragment)
+      account.drop(message.fragment, message.tokens_to, Reason.BAD_VALUE)
+      self._published.replace(member, message.fragment)
     self._answered(member, message.sync)
 
   def say_if_idle(self, now_ns: int, contributors: int) -> None:
@@ -161,22 +208,24 @@ class Gathering:
         )
 
   def _answered(self, member: members_lib.Member, sync: int) -> None:
-    if sync in self.open:
-      self.open[sync].waiting.discard(member.learner)
+    gather = self._find(sync)
+    if gather is not None:
+      gather.waiting.discard(member.learner)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
-    """The learner replaced its anchor. Its payload in an open sync of this fragment (if the
-    replacement was a repair) no longer counts: these tokens are overwritten."""
+    """The learner replaced its anchor. Its payload in a sync of this fragment no longer counts if
+    it dropped the steps of it: these tokens are discarded."""
     self._withdraw(member, adopted.fragment, adopted.tokens)
+    self._ledger.of(member).drop(adopted.fragment, adopted.tokens, adopted.reason or self._gap)
     self.grace.adopted(adopted.fragment, adopted.version, now_ns)
 
   def _withdraw(self, member: members_lib.Member, fragment: int, upto: int) -> None:
-    """The learner's tokens before `upto` are being settled: its payload in an open sync of this
-    fragment may not count them again."""
-    for gather in self.open.values():
+    """The learner's tokens before `upto` are being settled: its payload in a sync of this fragment
+    may not count them again."""
+    for gather in self._all():
       waits = gather.fragment == fragment and gather.payloads.get(member.learner)
       if waits and waits[0].tokens_from < upto:
-        self._out.drop(gather.withdraw(member.learner, self._config.quorum))
+        self._out.drop(gather.withdraw(member.learner))
 
   # --- How a sync is merged and ends --------------------------------------------------------------
 
@@ -200,9 +249,7 @@ class Gathering:
     self, learner: str, message: messages.Contribution, payload_id: int
   ) -> actions.Participant:
     member = self._members.by_id[learner]
-    settled = self._ledger.of(member).settle(
-      message.fragment, message.tokens_from, message.tokens_to, ''
-    )
+    settled = self._settle(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
     least, limit = self._screening.limits(learner, message.fragment, message.steps)
     return actions.Participant(
@@ -237,7 +284,7 @@ class Gathering:
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
         ends[one.learner, one.incarnation] = Reason.BAD_VALUE
-        self._ledger.revoke(one.learner, one.incarnation, one.tokens)
+        self._revoke(one, gather.fragment)
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
@@ -250,13 +297,39 @@ class Gathering:
     Otherwise their next range would start among those tokens and be a duplicate for ever."""
     self.grace.merge_failed(gather.fragment)
     for one in gather.participants:
-      self._ledger.revoke(one.learner, one.incarnation, one.tokens)
+      self._revoke(one, gather.fragment)
     text = f'Outer step {gather.sync} refused: {why}'
     self._screening.notices.say(now_ns, 'refused outer step', text)
     self.cancel(gather, why)
+    took_part = {one.learner for one in gather.participants}
     for member in self._members.live():
-      if member.learner in gather.asked and member.held_versions:
-        self._published.resend_whole(member, gather.fragment)
+      if member.learner in took_part and member.held_versions:
+        self._published.replace(member, gather.fragment)
+
+  def _revoke(self, one: actions.Participant, fragment: int) -> None:
+    """An update was refused: its tokens are discarded, and its learner needs a fresh anchor."""
+    self._ledger.revoke(one.learner, one.incarnation, one.tokens)
+    member = self._members.by_id.get(one.learner)
+    if member is not None and member.incarnation == one.incarnation:
+      member.spoiled.add(fragment)
+
+  def skip(self, upto: int) -> None:
+    """The syncs before `upto` that are announced will not open: drops their payloads, which the
+    learners can send again."""
+    for sync in [sync for sync in self.announced if sync < upto]:
+      gather = self.announced.pop(sync)
+      asked = [m for m in self._members.live() if m.learner in gather.asked and m.held_versions]
+      for payload_id in gather.abandon():
+        self._out.drop(payload_id)
+      gather.move('cancelled')
+      for member in asked:
+        self.settle(member, sync, gather.fragment, messages.CANCELLED)
+
+  def abandon(self) -> None:
+    """The process ends: drops all payloads that are not being merged."""
+    for gather in self._all():
+      for payload_id in gather.abandon():
+        self._out.drop(payload_id)
 
   def cancel(self, gather: gather_lib.Gather, why: str) -> None:
     """Ends a sync without a version. Its payloads are dropped unsettled: they can be sent again.
@@ -281,8 +354,8 @@ class Gathering:
 
   def check(self) -> None:
     """Asserts that no two open syncs have the same fragment, and that each is consistent."""
-    gathers = list(self.open.values())
-    assert len(gathers) <= self._config.in_flight, gathers
+    assert len(self.open) <= self._config.in_flight, self.open
+    gathers = self._all()
     assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
     live = {member.learner for member in self._members.by_session.values()}
     for gather in gathers:

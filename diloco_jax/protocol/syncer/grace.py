@@ -1,8 +1,8 @@
-"""The adaptive grace window: how long a sync may wait for more learners once it has its quorum.
+"""The adaptive grace window: how long a sync waits for more learners than its quorum.
 
-A sync must end within tau inner steps of its opening, or learners lose more steps to the overwrite
-than planned. The part of that time which the sync itself does not need is *slack*, and the syncer
-may spend a fraction gamma of the slack on waiting (paper section 4)::
+A sync must end within tau inner steps of its opening, or its result reaches the learners later than
+planned. The part of that time which the sync itself does not need is *slack*, and the syncer may
+spend a fraction gamma of the slack on waiting (paper section 4)::
 
     xi_slack = tau * xi_step - (xi_quorum + xi_sync)        0 <= xi_grace <= gamma * xi_slack
 
@@ -10,11 +10,16 @@ may spend a fraction gamma of the slack on waiting (paper section 4)::
     xi_quorum  from opening a sync to its K-th payload
     xi_sync    from the decision to merge to the first learner that has adopted the result
 
-All three are moving averages in integers, so that every host computes the same. Without slack the
-sync merges at once. The paper does not say whose step time counts: we take the median of the live
-learners', each near the time that the syncer measures (members.py), so that no learner alone ends
-the waiting for the others. Until xi_sync has been measured once, by the first sync, there is no
-grace window, also for K = 1.
+The paper counts the window from the K-th payload, with averages. Here the syncer counts it from the
+opening, so that xi_quorum is this sync's own and an early quorum does not shorten the wait::
+
+    the sync closes at    opening + gamma * (tau * xi_step - xi_sync)    and not before its quorum
+
+Averages are in integers, so that every host computes the same. Without slack the sync merges at its
+quorum. The paper does not say whose step time counts: we take the median of the live learners',
+each near the time that the syncer measures (members.py), so that no learner alone ends the waiting
+for the others. Until xi_sync has been measured once, by the first sync, there is no grace window,
+also for K = 1.
 """
 
 import dataclasses
@@ -44,7 +49,6 @@ class Average:
 class Grace:
   """The averages of a syncer and the grace window from them (members keep their own xi_step)."""
 
-  quorum_ns: Average = dataclasses.field(default_factory=Average)
   sync_ns: Average = dataclasses.field(default_factory=Average)
   _merging: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
@@ -62,8 +66,9 @@ class Grace:
       del self._merging[fragment]
 
   def window_ns(self, config: config_lib.ProtocolConfig, step_ns: int) -> int:
-    """How long to wait after the quorum, for a usual step of `step_ns`."""
-    if not (self.quorum_ns.samples and self.sync_ns.samples):
+    """How long after its opening a sync waits for more than K learners, for a usual step of
+    `step_ns`."""
+    if not self.sync_ns.samples:
       return 0
-    slack_ns = config.overlap * step_ns - (self.quorum_ns.value + self.sync_ns.value)
+    slack_ns = config.overlap * step_ns - self.sync_ns.value
     return max(0, slack_ns) * config.grace_permille // config_lib.PERMILLE

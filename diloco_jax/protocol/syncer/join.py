@@ -319,6 +319,7 @@ class Membership:
         shard=lease.shard,
         cursor=lease.cursor,
         due=due,
+        settled=tuple(self._ledger.of(member).cursors),
         donation=member.awaited_transfer,
       ),
     )
@@ -370,7 +371,8 @@ class Membership:
       self._repair(now_ns, member, adopted)
       return
     self._gathering.adopted(now_ns, member, adopted)
-    self._ledger.of(member).overwrite(adopted.fragment, adopted.tokens)
+    if adopted.reason:
+      member.spoiled.discard(adopted.fragment)
     member.anchor_tokens[adopted.fragment] = adopted.tokens
     self._published.adopted(member, adopted.fragment, adopted.version)
     if adopted.fragment in member.due:
@@ -402,7 +404,7 @@ class Membership:
       f'{member.learner}: published fragment {adopted.fragment} differs from version '
       f'{adopted.version}; sending it whole.',
     )
-    self._published.resend_whole(member, adopted.fragment)
+    self._published.replace(member, adopted.fragment)
 
   def implausible(self, now_ns: int, member: members_lib.Member, fault: str) -> None:
     """A message that no learner of this run could send: closes the session and counts a strike."""
@@ -450,7 +452,7 @@ class Membership:
       wanted = [fragment for fragment, again in member.repairs.items() if again]
       member.repairs = dict.fromkeys(wanted, False)
       for fragment in wanted if member.held_versions else ():
-        self._published.resend_whole(member, fragment)
+        self._published.replace(member, fragment)
 
   def quarantine(self, member: members_lib.Member) -> None:
     """Closes the member's session; a disconnected process is refused when it rejoins."""

@@ -3,11 +3,12 @@
 Each token trains all P fragments, and each fragment is merged on its own, so the unit of account is
 the *fragment-token*: a token counts P times, once for each fragment. An incarnation's tokens are a
 line 0 ... trained; for each fragment a cursor moves along it. A contribution covers a range of the
-line. The tokens between the cursor and its start were trained after the last capture and then
-overwritten by the published fragment, so they are discarded as `overwritten`; the range itself is
-merged or discarded as a whole; the cursor moves to its end. Ranges never overlap, so no token
-counts twice. When the incarnation ends, the rest of the line is discarded with the reason of its
-end. Hence always, per incarnation::
+line, which is merged or discarded as a whole, and the cursor moves to its end. If learners rebase,
+it begins at the cursor: a learner drops nothing that is not settled, unless a fault undid its steps
+(`undone`). If they overwrite, the tokens between the cursor and its start were trained after the
+last capture and are discarded as `overwritten`. Ranges never overlap, so no token counts twice.
+When the incarnation ends, the rest of the line is discarded with the reason of its end. Hence
+always, per incarnation::
 
     P * trained = merged + sum(discarded.values()) + unsettled,   unsettled = sum(trained - cursor)
 """
@@ -40,23 +41,22 @@ class Account:
     if count:
       self.discarded[reason] = self.discarded.get(reason, 0) + count
 
-  def overwrite(self, fragment: int, upto: int) -> None:
-    """The learner adopted a new value at token count `upto`: unsettled tokens before it are
-    lost."""
+  def drop(self, fragment: int, upto: int, reason: str) -> None:
+    """The learner begins anew at token count `upto`: its unsettled tokens before are discarded."""
     self.trained = max(self.trained, upto)
     if upto > self.cursors[fragment]:
-      self._discard(upto - self.cursors[fragment], Reason.OVERWRITTEN)
+      self._discard(upto - self.cursors[fragment], reason)
       self.cursors[fragment] = upto
 
-  def settle(self, fragment: int, start: int, end: int, reason: str) -> bool:
-    """Settles the range [start, end): merged if `reason` is empty. False: it overlaps (duplicate),
-    and only its new tokens are discarded."""
+  def settle(self, fragment: int, start: int, end: int, reason: str, gap: str) -> bool:
+    """Settles the range [start, end): merged if `reason` is empty; unsettled tokens before it are
+    discarded for `gap`. False: it overlaps (duplicate), and only its new tokens are discarded."""
     self.trained = max(self.trained, end)
     if start < self.cursors[fragment]:
       self._discard(max(0, end - self.cursors[fragment]), Reason.DUPLICATE)
       self.cursors[fragment] = max(end, self.cursors[fragment])
       return False
-    self.overwrite(fragment, start)
+    self.drop(fragment, start, gap)
     if reason:
       self._discard(end - start, reason)
     else:

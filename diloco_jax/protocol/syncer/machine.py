@@ -2,15 +2,17 @@
 
 The life of a sync (SYNC_STATES in gather.py)::
 
-    due --K live learners reached t, a slot is free--> gathering
+    due --K live learners are near t--> announced
+    announced --K live learners reached t, a slot is free--> gathering
+    announced --its period is skipped--> cancelled
     gathering --quorum and grace over, or all answered--> merging
     gathering --all answered, quorum impossible--> cancelled
     merging --outer step done--> published
     merging --every payload refused, or the result not finite--> cancelled
 
 The syncer keeps these rules:
-* No two syncs of one fragment are in flight: the second's pseudo-gradients would be measured from a
-  value that the first is about to replace.
+* No two syncs of one fragment are announced or open: the second's pseudo-gradients would be
+  measured from a value that the first is about to replace.
 * A payload counts once: its range of the learner's tokens must not overlap a range that was settled
   before (ledger.py), whatever was repeated, delayed or sent again.
 * No message of a session before Joined changes the run, and no message of a replaced process ever.
@@ -90,6 +92,7 @@ class SyncerMachine:
     self._published = published_lib.Published(
       [published_lib.Fragment(d, size) for d, size in zip(digests, payload_bytes)],
       self._members,
+      self._ledger,
       self._out,
     )
     self._shards = shards_lib.Shards(config.data_shards, config.fragments)
@@ -150,9 +153,11 @@ class SyncerMachine:
       self._membership.deadline_ns,
       self._snapshots.deadline_ns,
       self._relay.deadline_ns,
+      self._pace.deadline_ns,
     ]
     if not self._save_waits:
-      times += [gather.deadline_ns for gather in self._gathering.open.values()]
+      quorum = self._config.quorum
+      times += [gather.deadline_ns(quorum) for gather in self._gathering.open.values()]
     return min(time for time in times if time is not None)
 
   @property
@@ -242,10 +247,13 @@ class SyncerMachine:
       self._save_what_is_due(now_ns)
     self._snapshots.advance(now_ns)
     for gather in list(self._gathering.open.values()):
-      if not self._save_waits:
-        self._decide(now_ns, gather)
+      self._decide(now_ns, gather)
+    self._pace.close(now_ns)
     while self._may_open():
       self._open(now_ns)
+    while self._may_announce():
+      sync = self._pace.announce()
+      self._gathering.announce(sync, self._schedule.fragment(sync))
     self._end(now_ns)
 
   # --- The life of a sync -------------------------------------------------------------------------
@@ -257,21 +265,24 @@ class SyncerMachine:
     free = len(fragments) < self._config.in_flight
     return free and self._schedule.fragment(self._pace.next) not in fragments
 
+  def _may_announce(self) -> bool:
+    if self._stopping or not self._pace.nears:
+      return False
+    if len(self._gathering.announced) >= self._config.lead:
+      return False
+    return self._schedule.fragment(self._pace.soon) not in self._gathering.fragments()
+
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
     sync = self._pace.open()
-    gather = self._gathering.open[sync] = gather_lib.Gather(
-      sync=sync, fragment=self._schedule.fragment(sync), opened_ns=now_ns
-    )
-    gather.move('gathering')
-    for member in self._members.live():
-      if member.caught_up:
-        self._gathering.pull(gather, member)
+    gather = self._gathering.open_sync(now_ns, sync, self._schedule.fragment(sync))
+    self._decide(now_ns, gather)  # all may have answered already
 
   def _skip_overdue(self) -> None:
     """Skips overdue syncs and tells lock-step learners, which would wait for them."""
     periods = self._pace.skip_overdue()
     self._skipped += periods * self._config.fragments
+    self._gathering.skip(self._pace.next)
     if not periods or self._config.lag is None:
       return
     for member in self._members.live():
@@ -280,6 +291,8 @@ class SyncerMachine:
         self._gathering.settle(member, due, fragment, messages.CANCELLED)
 
   def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
+    if self._save_waits:
+      return
     closing = gather.sync > self._config.total_steps
     verdict, why = gather_lib.decide(
       gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
@@ -306,6 +319,7 @@ class SyncerMachine:
       'fragment': gather.fragment,
       'version': base + 1,
       'participants': tuple(p.learner for p in gather.participants),
+      'waited_ns': now_ns - gather.opened_ns,
       'grace_ns': gather.grace_ns,
       'tokens': sum(p.tokens for p in gather.participants),
       'why': why,
@@ -384,9 +398,7 @@ class SyncerMachine:
     """Begins the last save; the process ends after it."""
     self._exiting = True
     self._snapshots.abandon()
-    for gather in self._gathering.open.values():
-      for payload_id in gather.abandon():
-        self._out.drop(payload_id)
+    self._gathering.abandon()
     self._report_ledger()
     if not self._saving.running:
       self._save()

@@ -62,6 +62,8 @@ class Member:
   versions_in_flight: list[list[int]] = dataclasses.field(default_factory=list)
   lagging: set[int] = dataclasses.field(default_factory=set)  # fragments of which it gets no delta
   wholes: set[int] = dataclasses.field(default_factory=set)  # to be sent whole, or in flight so
+  # Fragments whose learner must drop its own steps when it adopts next, after a fault.
+  spoiled: set[int] = dataclasses.field(default_factory=set)
   repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again
   # Refused updates (screening.py).
   strikes: int = 0  # in a row
@@ -132,6 +134,7 @@ class Members:
       member.since = 0, now_ns
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
       member.anchor_tokens.clear()
+      member.spoiled.clear()
       member.strikes = member.max_strikes = 0
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
@@ -163,7 +166,10 @@ class Members:
       'strikes',
       'max_strikes',
     )
-    return [{f: getattr(m, f) for f in fields} for _, m in sorted(self.by_id.items())]
+    return [
+      {**{f: getattr(m, f) for f in fields}, 'spoiled': sorted(m.spoiled)}
+      for _, m in sorted(self.by_id.items())
+    ]
 
   def forget(self, learner: str) -> None:
     """Removes an absent learner id."""
@@ -172,4 +178,5 @@ class Members:
   def load(self, rows: list) -> None:
     """Loads the members of a machine state; none of them is live."""
     for row in rows:
-      self.by_id[row['learner']] = Member(**row, claimed=row['clock'])
+      spoiled = set(row['spoiled'])
+      self.by_id[row['learner']] = Member(**{**row, 'spoiled': spoiled}, claimed=row['clock'])

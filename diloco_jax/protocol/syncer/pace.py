@@ -1,7 +1,12 @@
 """The pace: which sync opens next, and when.
 
 Sync t opens once K live learners have reported a step >= t, so the K-th fastest learner sets the
-pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over.
+pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over. A
+*closing* sync, after the last inner step, opens once all of them have done their last step, so that
+no step is left out, or one lease after K of them: a learner may live and make no steps.
+
+The syncer announces a sync before it opens: `lead` steps before, which is the time that a request
+and its answer may take, so that a learner knows of it when its payload is due.
 
 Only a *contributor* counts: a live learner that is caught up, which means that it trains on
 published values only. A contributor is *ready* once its step has reached the next sync. Events
@@ -55,11 +60,16 @@ class Pace:
     self.next = schedule.next(0)
     self.contributors: set[str] = set()
     self._ready: set[str] = set()
+    self.soon = self.next  # the next sync to announce
+    self._close_ns: int | None = None  # when closing syncs wait for K learners only
+    self._closes = False
+    self._near: set[str] = set()  # contributors that are within `lead` steps of it
     self._usual_ns = 0  # between two reports of a learner; 0: not measured yet
 
   def load(self, next_sync: int, opened: int) -> None:
     """Where the last process was."""
     self.next, self.opened = next_sync, opened
+    self.soon = next_sync
 
   def reopen(self, undecided: Sequence[int]) -> None:
     """Goes on after the last process; `undecided`: the syncs that it had opened, no more.
@@ -68,7 +78,7 @@ class Pace:
     run goes back to the first of them; later ones that were decided find nothing left to merge.
     """
     closing = [sync for sync in undecided if sync > self._config.total_steps]
-    self.next = min([self.next, *closing])
+    self.next = self.soon = min([self.next, *closing])
     self.opened = min(self.opened, self.next - 1)
 
   @property
@@ -78,8 +88,29 @@ class Pace:
 
   @property
   def reached(self) -> bool:
-    """Whether K contributors are ready for the next sync."""
-    return not self.over and len(self._ready) >= self._config.quorum
+    """Whether enough contributors are ready for the next sync."""
+    return not self.over and len(self._ready) >= self._needed(self.next)
+
+  @property
+  def nears(self) -> bool:
+    """Whether the next sync that is not announced can be."""
+    return self.soon <= self.last and len(self._near) >= self._needed(self.soon)
+
+  def _needed(self, sync: int) -> int:
+    waits = sync > self._config.total_steps and not self._closes
+    return max(self._config.quorum, len(self.contributors) if waits else 0)
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """When the closing syncs need not wait any longer for all contributors."""
+    return None if self._closes or self.over else self._close_ns
+
+  def close(self, now_ns: int) -> None:
+    """Ends the wait for learners that live and do not finish."""
+    if self._close_ns is not None:
+      self._closes = self._closes or now_ns >= self._close_ns
+    elif self.next > self._config.total_steps and len(self._ready) >= self._config.quorum:
+      self._close_ns = now_ns + self._config.lease_ns
 
   def enter(self, member: members_lib.Member) -> None:
     """The learner has caught up."""
@@ -89,6 +120,7 @@ class Pace:
   def drop_learner(self, learner: str) -> None:
     self.contributors.discard(learner)
     self._ready.discard(learner)
+    self._near.discard(learner)
 
   def claim(self, member: members_lib.Member, clock: int) -> None:
     """A process that continues its incarnation says where it is."""
@@ -126,12 +158,16 @@ class Pace:
       self.advance(now_ns, member)
 
   def mark(self, member: members_lib.Member) -> None:
-    """Updates the ready set after a report of a learner. A learner that has done its last step is
+    """Updates the two sets after a report of a learner. A learner that has done its last step is
     ready for every closing sync."""
+    if member.learner not in self.contributors:
+      return
     finished = member.clock >= self._config.total_steps
     clock = self._schedule.last if finished else member.clock
-    if member.learner in self.contributors and clock >= self.next:
+    if clock >= self.next:
       self._ready.add(member.learner)
+    if clock + self._config.lead >= self.soon:
+      self._near.add(member.learner)
 
   def last_due(self, fragment: int) -> int:
     """The last sync of a fragment that was opened or skipped (not positive: there was none)."""
@@ -145,14 +181,28 @@ class Pace:
     self.next += periods * self._config.period
     return periods
 
+  def announce(self) -> int:
+    """Announces the next sync and returns it."""
+    announced, self.soon = self.soon, self._schedule.next(self.soon)
+    self._near.clear()
+    self._mark_all()
+    return announced
+
   def open(self) -> int:
     """Opens the next sync and returns it."""
     self.opened, self.next = self.next, self._schedule.next(self.next)
     self._ready.clear()
+    if self.soon < self.next:
+      self.soon = self.next
+      self._near.clear()
+    self._mark_all()
+    return self.opened
+
+  def _mark_all(self) -> None:
     for member in self._members.by_session.values():
       self.mark(member)
-    return self.opened
 
   def check(self) -> None:
     live = {member.learner for member in self._members.by_session.values()}
     assert self._ready <= self.contributors <= live, (self._ready, self.contributors, live)
+    assert self._near <= self.contributors, (self._near, self.contributors)

@@ -120,6 +120,8 @@ class Plausibility:
     trained = self._ledger.of(member).trained
     if said.tokens > trained:
       return f'token {said.tokens} of {trained}'
+    if said.reason not in ('', *messages.Reason.ALL):
+      return f'reason {said.reason!r}'
     return self._version(said.fragment, said.version) if said.matched else ''
 
   def _version(self, fragment: int, version: int) -> str:

@@ -24,6 +24,7 @@ when it arrives.
 import dataclasses
 
 from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 MAX_VERSIONS_IN_FLIGHT = 4
@@ -43,9 +44,14 @@ class Published:
   """The published fragments. It owns `Member.held_versions` of all live members."""
 
   def __init__(
-    self, fragments: list[Fragment], members: members_lib.Members, out: action_list.ActionList
+    self,
+    fragments: list[Fragment],
+    members: members_lib.Members,
+    ledger: ledger_lib.Ledger,
+    out: action_list.ActionList,
   ):
     self.fragments = fragments
+    self._ledger = ledger
     self._members = members
     self._out = out
     self._reads: set[int] = set()  # fragments being read whole
@@ -54,7 +60,8 @@ class Published:
     """A learner enters: every fragment that it does not hold as published is due to it."""
     ours = [messages.Held(version=one.version, digest=one.digest) for one in self.fragments]
     member.held_versions = [
-      held.version if held == our else None for held, our in zip(learner_held, ours)
+      held.version if held == our and p not in member.spoiled else None
+      for p, (held, our) in enumerate(zip(learner_held, ours))
     ]
     member.due = {p for p, version in enumerate(member.held_versions) if version is None}
     member.versions_in_flight = [[] for _ in self.fragments]
@@ -82,11 +89,17 @@ class Published:
       self._send(member, publish, payload_id)
 
   def _send(self, member: members_lib.Member, publish: messages.Publish, payload_id: int) -> None:
+    p = publish.fragment
+    publish = dataclasses.replace(
+      publish,
+      settled_to=self._ledger.of(member).cursors[p],
+      keep=p not in member.spoiled,
+    )
     self._out.send(member.session, publish, payload_id)
-    member.held_versions[publish.fragment] = publish.version
-    member.versions_in_flight[publish.fragment].append(publish.version)
+    member.held_versions[p] = publish.version
+    member.versions_in_flight[p].append(publish.version)
     if publish.base_version is None:
-      member.wholes.add(publish.fragment)
+      member.wholes.add(p)
 
   def adopted(self, member: members_lib.Member, fragment: int, version: int) -> None:
     """The learner now holds this version."""
@@ -104,8 +117,14 @@ class Published:
     if room:
       self.resend_whole(member, room[0])
 
+  def replace(self, member: members_lib.Member, fragment: int) -> None:
+    """Sends the whole fragment to a learner that must drop its own steps: after a refused update, a
+    repair, or a contribution that began among settled tokens."""
+    member.spoiled.add(fragment)
+    self.resend_whole(member, fragment)
+
   def resend_whole(self, member: members_lib.Member, fragment: int) -> None:
-    """Sends the whole fragment to a learner with a wrong value, or in need of a fresh anchor."""
+    """Sends the whole fragment to a learner that has missed versions or holds a wrong one."""
     member.held_versions[fragment] = None
     member.lagging.discard(fragment)
     member.wholes.add(fragment)
@@ -138,6 +157,8 @@ class Published:
       version=now.version,
       base_version=base,
       digest=now.digest,
+      settled_to=0,  # of each receiver: `_send`
+      keep=True,
       payload=payload,
     )
 

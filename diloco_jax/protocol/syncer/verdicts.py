@@ -9,7 +9,8 @@ The verdict on a plausible contribution (plausible.py) is the first that holds:
     DUPLICATE   its tokens begin before those that are settled
     ''          it counts
 
-With a reason of messages.Reason its tokens are discarded. The verdict on a Join is None, or a
+With a reason of messages.Reason its tokens are discarded; if learners rebase, those of a late or
+stale one stay unsettled, and the learner carries them on. The verdict on a Join is None, or a
 refusal with the first reason that holds, the syncer's and the learner's value, and what to do.
 """
 
@@ -42,7 +43,7 @@ def judge(
   Args:
     message: the contribution.
     learner: its sender.
-    gather: the sync it names, if that is open.
+    gather: the sync it names, if that is announced or open.
     fragment: the published fragment.
     cursor: the learner's tokens before this count are settled for this fragment.
     max_staleness: how many versions old its anchor may be.

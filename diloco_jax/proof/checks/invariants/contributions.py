@@ -28,13 +28,15 @@ class CountedOnce(invariant.Invariant):
 class OneAnswer(invariant.Invariant):
   id = 'I1b'
   sentence = (
-    'A learner answers only pulls of its current session, and captures each anchor only once.'
+    'A learner answers only pulls of its current session that are due, and makes no second capture '
+    'of a fragment while the first may still be merged.'
   )
 
   @invariant.on(LEARNER, actions.Encode)
   def encode(self, book, now_ns, encode, event):
     anchor = book.anchors[encode.fragment]
-    if not book.joined or book.pulls.get(encode.fragment) != encode.sync or anchor.contributed:
+    pulled = book.joined and book.pulls.get(encode.fragment) == encode.sync
+    if not pulled or anchor.contributed or not book.is_due(encode.fragment):
       self.fail(book, encode, book.pulls, anchor)
 
   @invariant.on(LEARNER, messages.Contribution)
@@ -191,8 +193,10 @@ class Quorum(invariant.Invariant):
     gather = book.gathers[merging.sync]
     if merging.grace_ns != gather.grace_ns:
       self.fail(merging, f'the grace window is {gather.grace_ns} ns')
-    if gather.waiting and now_ns < gather.quorum_ns + merging.grace_ns:
+    if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
       self.fail(merging, f'{gather.waiting} have not answered')
+    if merging.waited_ns != now_ns - gather.opened_ns:
+      self.fail(merging, f'it opened at {gather.opened_ns}')
     if merging.tokens != sum(one.tokens for one in gather.merging.participants):
       self.fail(merging, gather.merging)
 

@@ -170,15 +170,17 @@ class JoinerCatchesUp(invariant.Invariant):
   id = 'I17'
   sentence = (
     'A joiner trains and contributes only on published values: each fragment that it does not hold '
-    'as published is due to it, and it adopts that first.'
+    'as published, or of which the syncer refused its update, is due to it, and it adopts that first.'
   )
 
   @invariant.on(SYNCER, messages.Joined)
   def joined(self, book, now_ns, send, event):
     peer, due, lineage = book.peers[send.session], send.message.due, book.lineage
+    holder = lineage.holders[peer.join.learner]
     for p, held in enumerate(peer.held):
       published = held.version == lineage.versions[p] and held.digest == lineage.digests[p]
-      if published == (p in due):
+      must = not published or p in holder.refused
+      if must and p not in due or p in due and not must and p not in holder.spoiled:
         self.fail(send, peer, lineage.versions, lineage.digests)
 
   @invariant.on(SYNCER, messages.Pull)

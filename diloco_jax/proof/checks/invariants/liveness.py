@@ -37,16 +37,13 @@ class DecidedInTime(invariant.Invariant):
   def turn(self, book, now_ns, event, out):
     if book.merges or book.exiting:
       return  # a save may defer the others until the merge is done
-    for gather in book.gathers.values():
+    for gather in book.open:
       enough = len(gather.payloads) >= self.config.quorum
       if gather.waiting:
-        if enough and now_ns > gather.quorum_ns + self._longest_ns(book):
+        if enough and now_ns > gather.opened_ns + gather.grace_ns:
           self.fail(gather, 'the grace window never closes')
       elif enough or self._cannot_reach_quorum(book, gather):
         self.fail(gather, 'every asked learner has answered')
-
-  def _longest_ns(self, book) -> int:
-    return self.config.overlap * book.longest_step_ns * self.config.grace_permille // 1000
 
   def _cannot_reach_quorum(self, book, gather) -> bool:
     if gather.sync > self.config.total_steps:
@@ -69,8 +66,8 @@ class DecidedInTime(invariant.Invariant):
 class EveryPullIsAnswered(invariant.Invariant):
   id = 'L4a'
   sentence = (
-    'At a step boundary a learner answers every pull, unless the fragment is due to it or it has '
-    'not trained on the fragment yet.'
+    'At a step boundary a learner answers every pull that is due or of an open sync, unless the '
+    'fragment is due to it or it has not trained on the fragment yet.'
   )
 
   @invariant.after(LEARNER, EVERY)
@@ -80,7 +77,7 @@ class EveryPullIsAnswered(invariant.Invariant):
     boundary = not book.running or any(type(one) is actions.Step for one in out)
     for p in book.pulls if boundary else ():
       comes = not book.trained_on(book.anchors[p]) and (book.running or book.ending)
-      if p not in book.due and not comes:
+      if p not in book.due and not comes and book.is_due(p):
         self.fail(book, book.pulls, book.anchors[p])
 
 
@@ -195,10 +192,9 @@ class Contributes(invariant.Invariant):
   def joined(self, book, now_ns, send, event):
     self._welcomed.append(book.peers[send.session])
 
-  @invariant.on(SYNCER, messages.Pull)
-  def pull(self, book, now_ns, send, event):
-    if send.message.sync not in book.gathers:
-      self._opened.append(send.message.sync)
+  @invariant.on(SYNCER, facts.Opened)
+  def opened(self, book, now_ns, opened, event):
+    self._opened.append(opened.sync)
 
   @invariant.after(SYNCER, EVERY)
   def turn(self, book, now_ns, event, out):
@@ -212,8 +208,7 @@ class Contributes(invariant.Invariant):
         self.fail(peer, f'{book.reads} are read')
 
   def _asks(self, gather, peers):
-    asked = gather.waiting | {peer.join.learner for peer, _ in gather.payloads.values()}
-    missing = {peer.join.learner for peer in peers} - asked
+    missing = {peer.join.learner for peer in peers if peer.session not in gather.asked}
     if missing:
       self.fail(gather, f'{missing} were not asked')
 

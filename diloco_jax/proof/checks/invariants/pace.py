@@ -1,7 +1,7 @@
 """Safety: when syncs open, and how a run ends."""
 
 from diloco_jax.proof.checks.invariants import invariant
-from diloco_jax.protocol import actions, messages
+from diloco_jax.protocol import actions, facts, messages
 
 EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 
@@ -9,8 +9,9 @@ EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 class Pace(invariant.Invariant):
   id = 'P1'
   sentence = (
-    'Sync t opens once K live learners have reached step t, in the order of the schedule; no two '
-    'open syncs have the same fragment.'
+    'Sync t opens once K live learners have reached step t, a closing sync once all have done their '
+    'last step or one lease later, in the order of the schedule; the syncer announces it at most '
+    'tau + ahead steps before. No two syncs in hand have the same fragment.'
   )
 
   def __init__(self, run):
@@ -25,12 +26,26 @@ class Pace(invariant.Invariant):
       if gather.fragment != p or gather.merging:
         self.fail(send, gather)
       return
+    if sync < book.lineage.next or book.schedule.fragment(sync) != p:
+      self.fail(send, f'the next sync is {book.lineage.next}')
+    self._alone(book, sync, p, send)
+    lead = 0 if send.message.now else self.config.overlap + self.config.steps_ahead
+    self._reached(book, sync, lead)
+
+  @invariant.on(SYNCER, facts.Opened)
+  def opened(self, book, now_ns, opened, event):
+    sync, p = opened.sync, opened.fragment
     late, rest = divmod(sync - book.lineage.next, self.config.period)
     if late < 0 or rest or book.schedule.fragment(sync) != p:
-      self.fail(send, f'the next sync is {book.lineage.next}')
-    if any(other.fragment == p for other in book.gathers.values()) or book.stopping:
-      self.fail(send, book.gathers)
-    self._reached(book, sync)
+      self.fail(opened, f'the next sync is {book.lineage.next}')
+    self._alone(book, sync, p, opened)
+    self._reached(book, sync, 0)
+
+  def _alone(self, book, sync, p, said):
+    others = (one for one in book.gathers.values() if one.sync != sync)
+    skipped = lambda one: one.opened_ns is None and one.sync < sync
+    if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
+      self.fail(said, book.gathers)
 
   @invariant.after(SYNCER, EVERY)
   def opens(self, book, now_ns, event, out):
@@ -40,28 +55,32 @@ class Pace(invariant.Invariant):
     self._look_ns = now_ns + self.config.heartbeat_ns
     sync = book.lineage.next
     p = book.schedule.fragment(sync)
-    flying = [gather.fragment for gather in book.gathers.values()]
+    flying = [gather.fragment for gather in book.open]
     if len(flying) >= self.config.in_flight or p in flying:
       return
     ready = 0
     for peer in book.members.values():
       holder = book.lineage.holders[peer.join.learner]
       ready += peer.caught_up and (holder.clock >= sync or holder.done)
-    if ready >= self.config.quorum:
+    caught_up = sum(peer.caught_up for peer in book.members.values())
+    needed = self.config.quorum
+    if sync > self.config.total_steps:
+      needed = max(needed, caught_up)
+    if ready >= needed:
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
 
-  def _reached(self, book, sync):
+  def _reached(self, book, sync, lead):
     ready = 0
     for peer in book.members.values():
       holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
       step = holder.clock if learner is None else max(holder.clock, learner.clock)
-      ready += peer.caught_up and (step >= sync or step >= self.config.total_steps)
+      ready += peer.caught_up and (step + lead >= sync or step >= self.config.total_steps)
     if ready < self.config.quorum:
       self.fail(f'sync {sync}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)
   def finish(self, book, now_ns, send, event):
-    if not book.over or book.gathers:
+    if not book.over or book.open:
       self.fail(send, book.gathers, f'sync {book.lineage.next} is next')
 
 

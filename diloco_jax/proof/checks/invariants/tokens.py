@@ -156,6 +156,51 @@ class TokensConserved(invariant.Invariant):
         self.fail(f'{name} trained {trained[name]} tokens, the ledger has {tokens}')
 
 
+class Rebased(invariant.Invariant):
+  id = 'I25'
+  sentence = (
+    'When learners rebase, a learner that adopts a version carries on exactly what the ledger has not '
+    'settled, and drops it only after a refused update, a repair or max_misses; the ranges of one '
+    'fragment are contiguous unless a fault undid steps.'
+  )
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    if (adopt.keep, adopt.merged) != book.kept(book.payload_ids[adopt.payload_id]):
+      self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    """The reason is true: a learner that keeps its steps discards none."""
+    if not send.message.matched or not isinstance(event, events.AdoptDone):
+      return
+    anchor = book.last_adopted
+    if anchor.reason != send.message.reason:
+      self.fail(book, send, anchor)
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    said, peer = send.message, book.peers[send.session]
+    holder = book.lineage.holders[peer.join.learner]
+    if said.settled_to != book.account(peer).cursors[said.fragment]:
+      self.fail(send, book.account(peer))
+    if said.keep == (said.fragment in holder.refused) or (
+      not said.keep and said.fragment not in holder.refused | holder.spoiled
+    ):
+      self.fail(send, holder)
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    cursors = book.account(book.peers[send.session]).cursors
+    if send.message.settled != tuple(cursors):
+      self.fail(send, cursors)
+
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
+    if self.config.rebases and {Reason.OVERWRITTEN, Reason.STALE} & ledger.discarded.keys():
+      self.fail(ledger)
+
+
 class Verdicts(invariant.Invariant):
   id = 'I7c'
   sentence = (
@@ -308,8 +353,9 @@ class Finite(invariant.Invariant):
 class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
-    'Memory is bounded: a syncer keeps one payload per learner and open sync, a learner keeps a '
-    'few versions that it has not adopted yet, and neither keeps any at the end.'
+    'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
+    'tau + ahead announced ones; a learner keeps a few versions that it has not adopted yet; neither '
+    'keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -325,7 +371,8 @@ class Bounded(invariant.Invariant):
   def syncer(self, book, now_ns, event, out):
     if len(book.payload_ids) != len(book.pending):
       self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
-    if len(book.gathers) > self.config.in_flight:
+    announced = len(book.gathers) - len(book.open)
+    if len(book.open) > self.config.in_flight or announced > self.config.lead:
       self.fail(book.gathers)
 
   @invariant.after(SYNCER, messages.Contribution)

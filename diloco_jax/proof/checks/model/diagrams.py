@@ -45,12 +45,22 @@ class Diagrams:
     for action in out:
       match action:
         case actions.Send(message=messages.Pull(sync=sync)):
-          if self._state(process, 'sync', sync) != 'gathering':  # else another learner is asked
-            yield self._move(process, 'sync', 'gathering', sync)
+          if self._state(process, 'sync', sync) == 'due':  # else another learner is asked
+            yield self._move(process, 'sync', 'announced', sync)
+        case actions.Report(fact=facts.Opened(sync=sync)):
+          yield from self._opened(process, sync)
         case actions.Merge(sync=sync):
           yield self._move(process, 'sync', 'merging', sync)
         case actions.Report(fact=facts.Cancelled(sync=sync)):
           yield self._move(process, 'sync', 'cancelled', sync)
+
+  def _opened(self, process: int, sync: int) -> Iterator[Move]:
+    for (number, diagram, other), state in list(self._states.items()):
+      if (number, diagram, state) == (process, 'sync', 'announced') and other < sync:
+        yield self._move(process, 'sync', 'cancelled', other)
+    if self._state(process, 'sync', sync) == 'due':
+      yield self._move(process, 'sync', 'announced', sync)
+    yield self._move(process, 'sync', 'gathering', sync)
 
   def _learner(self, process: int, event: events.Event, out: observers.Actions) -> Iterator[Move]:
     newest = self._sessions.get(process)

@@ -16,14 +16,17 @@ Batches = tuple[int, int, int]  # data shard, first batch, the one after the las
 
 @dataclasses.dataclass(slots=True)
 class Anchor:
-  """The value of a fragment that a process holds, and the counts of the process at its adoption."""
+  """The value of a fragment that a process holds, and the counts of the process up to which its own
+  value has nothing that the anchor lacks."""
 
   version: int
   digest: int
   tokens: int = 0
   steps: int = 0
   sound: bool = True  # it has the published bits
-  contributed: int = 0  # the sync of its capture on this session, 0: none
+  contributed: 'Capture | None' = None  # it may have been merged, or may be
+  misses: int = 0
+  reason: str = ''  # of unsettled tokens before `tokens` that are to be reported as discarded
   ended: int = 0  # the last due time for which this learner need not wait
 
 
@@ -37,6 +40,7 @@ class Capture:
   version: int
   session: int
   steps: int
+  steps_to: int  # of the process
   true: Range
   reported: Range
   reads: tuple[Batches, ...]
@@ -85,6 +89,7 @@ class LearnerBook:
       Anchor(-1, 0) if digests is None else Anchor(0, digests[p]) for p in range(config.fragments)
     ]
     self.pulls: dict[int, int] = {}  # fragment: sync, on this session
+    self.urgent: set[int] = set()  # fragments pulled for an open sync
     self.pulled_to: dict[int, int] = {}  # the newest pull, answered or not
     self.encoding: collections.deque[Capture] = collections.deque()
     self.adopting: collections.deque[Anchor] = collections.deque()
@@ -120,6 +125,13 @@ class LearnerBook:
     """Steps of this incarnation since an adoption."""
     return self.steps - max(anchor.steps, self.base_steps)
 
+  def is_due(self, fragment: int) -> bool:
+    """Whether a pulled fragment is to be given at this boundary."""
+    ahead = self.config.ahead if self.config.lag is None else 0
+    due_at = min(self.pulls[fragment] - ahead, self.config.total_steps)
+    ends = self.ending or not self.training or self.clock >= self.config.total_steps
+    return fragment in self.urgent or ends or self.clock >= due_at
+
   @property
   def may_step(self) -> bool:
     """Whether the settings allow a step and no one asked the process to end."""
@@ -145,8 +157,12 @@ class LearnerBook:
   def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
     if event.session == self.session:
       self.joined = False
-      self.pulls.clear()
-      self.pulled_to.clear()
+      self._forget_pulls()
+
+  def _forget_pulls(self) -> None:
+    self.pulls.clear()
+    self.urgent.clear()
+    self.pulled_to.clear()
 
   def welcomed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     message = event.message
@@ -157,10 +173,14 @@ class LearnerBook:
       self.next_position = message.shard, message.cursor
     if message.incarnation != self.incarnation:
       self.incarnation = message.incarnation
+      for anchor in self.anchors:
+        anchor.contributed = None
       self.base_tokens, self.base_steps = self.tokens, self.steps
     self.clock, self.due = max(self.clock, message.clock), set(message.due)
     for p, anchor in enumerate(self.anchors):
-      anchor.contributed = 0
+      capture = anchor.contributed
+      if capture is not None and capture.reported[1] != message.settled[p]:
+        anchor.contributed = None
       anchor.ended = message.clock if p in self.due else max(anchor.ended, message.clock)
     self._set_limit()
     self.begin()
@@ -171,19 +191,27 @@ class LearnerBook:
 
   def pulled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     sync, p = event.message.sync, event.message.fragment
-    if event.session == self.session and sync > self.pulled_to.get(p, 0):  # else a duplicate
+    if event.session != self.session:
+      return
+    if sync > self.pulled_to.get(p, 0):  # else a duplicate
       self.pulls[p] = self.pulled_to[p] = sync
+      self.urgent.discard(p)
+    if event.message.now and self.pulls.get(p) == sync:
+      self.urgent.add(p)
 
   def published(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     self.payload_ids[event.payload_id] = event.message
 
   def settled(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     message = event.message
-    if event.session != self.session or message.reason != messages.CANCELLED:
+    if event.session != self.session or message.merged:
       return
     anchor = self.anchors[message.fragment]
-    if anchor.contributed == message.sync:
-      anchor.contributed = 0
+    if self.config.rebases or message.reason == messages.CANCELLED:
+      if anchor.contributed is not None and anchor.contributed.sync == message.sync:
+        anchor.contributed = None
+    if message.reason != messages.CANCELLED:
+      return
     anchor.ended = max(anchor.ended, message.sync)
     self._set_limit()
     if self.pulls.get(message.fragment) == message.sync:
@@ -204,6 +232,10 @@ class LearnerBook:
     capture = self.last_encoded = self.encoding.popleft()
     if event.payload_id is not None:
       self.payload_ids[event.payload_id] = capture
+    elif self.joined and capture.session == self.session:
+      anchor = self.anchors[capture.fragment]
+      if anchor.contributed is not None and anchor.contributed.sync == capture.sync:
+        anchor.contributed = None
 
   def adopt_done(self, now_ns: int, done: events.AdoptDone, out: Sequence) -> None:
     anchor = self.last_adopted = self.adopting.popleft()
@@ -216,8 +248,7 @@ class LearnerBook:
 
   def dials(self, now_ns: int, dial: actions.Dial, event: Any) -> None:
     self.session, self.joined = dial.session, False
-    self.pulls.clear()
-    self.pulled_to.clear()
+    self._forget_pulls()
 
   def begins_step(self, now_ns: int, step: actions.Step, event: Any) -> None:
     self.running = True
@@ -229,34 +260,66 @@ class LearnerBook:
   def uses(self, now_ns: int, use: actions.UseShard, event: Any) -> None:
     self.at, self.next_position = (use.shard, use.cursor), None
     for anchor in self.anchors if use.rewind else ():
+      if anchor.tokens < self.tokens:
+        anchor.reason = messages.Reason.UNDONE
       anchor.tokens, anchor.steps = self.tokens, self.steps
+      anchor.contributed = None
 
   def encodes(self, now_ns: int, encode: actions.Encode, event: Any) -> None:
     p, anchor = encode.fragment, self.anchors[encode.fragment]
-    anchor.contributed = encode.sync
     self.pulls.pop(p, None)
-    self.encoding.append(
-      Capture(
-        encode.sync,
-        p,
-        anchor.version,
-        self.session,
-        self.trained_on(anchor),
-        (anchor.tokens, self.tokens),
-        (self.reported(anchor), self.reported_tokens),
-        last_batches(self.reads, self.steps - anchor.steps),
-      )
+    self.urgent.discard(p)
+    anchor.contributed = Capture(
+      encode.sync,
+      p,
+      anchor.version,
+      self.session,
+      self.trained_on(anchor),
+      self.steps,
+      (anchor.tokens, self.tokens),
+      (self.reported(anchor), self.reported_tokens),
+      last_batches(self.reads, self.steps - anchor.steps),
     )
+    self.encoding.append(anchor.contributed)
 
   def declines(self, now_ns: int, send: actions.Send, event: Any) -> None:
     if self.pulls.get(send.message.fragment) == send.message.sync:
       del self.pulls[send.message.fragment]
+      self.urgent.discard(send.message.fragment)
+
+  def kept(self, publish: messages.Publish) -> tuple[bool, bool]:
+    """Whether an adoption keeps the steps that are not merged, and whether the capture is merged:
+    the rule of protocol/learner/anchor.py, implemented a second time."""
+    anchor = self.anchors[publish.fragment]
+    capture = anchor.contributed
+    if not self.config.rebases or not publish.keep or anchor.version < 0:
+      return False, False
+    if capture is not None and capture.reported[1] == publish.settled_to:
+      return True, True
+    misses = anchor.misses + (self.trained_on(anchor) > 0)
+    fits = publish.settled_to <= self.reported(anchor)
+    return fits and misses <= self.config.max_misses, False
 
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
     publish, p = self.payload_ids.pop(adopt.payload_id), adopt.fragment
-    ended = max(self.anchors[p].ended, publish.sync)
-    self.anchors[p] = Anchor(publish.version, publish.digest, self.tokens, self.steps, ended=ended)
-    self.adopting.append(self.anchors[p])
+    old, (keep, merged) = self.anchors[p], self.kept(publish)
+    new = Anchor(publish.version, publish.digest, self.tokens, self.steps)
+    new.ended = max(old.ended, publish.sync)
+    if merged:
+      new.tokens, new.steps = old.contributed.true[1], old.contributed.steps_to
+    elif keep:
+      new.tokens, new.steps, new.reason = old.tokens, old.steps, old.reason
+      new.misses = old.misses + (self.trained_on(old) > 0)
+      if old.contributed is not None and old.contributed.sync > publish.sync:
+        new.contributed = old.contributed
+    elif not self.config.rebases:
+      new.reason = messages.Reason.OVERWRITTEN
+    elif publish.keep and old.version >= 0 and publish.settled_to <= self.reported(old):
+      new.reason = messages.Reason.LATE
+    else:
+      new.reason = messages.Reason.UNDONE
+    self.anchors[p] = new
+    self.adopting.append(new)
     self._set_limit()
     if p in self.pulls and self.pulls[p] <= publish.sync:
       del self.pulls[p]

@@ -43,13 +43,13 @@ class Account:
     self.discard(max(0, upto - self.cursors[p]), reason)
     self.cursors[p] = max(upto, self.cursors[p])
 
-  def settle(self, p: int, tokens: Range, reason: str) -> None:
-    """A contribution gets its verdict; '' is merged. The tokens before its range were
-    overwritten."""
+  def settle(self, p: int, tokens: Range, reason: str, gap: str) -> None:
+    """A contribution gets its verdict; '' is merged. The tokens before its range that have none get
+    `gap`."""
     if tokens[0] < self.cursors[p]:
       self.move(p, tokens[1], Reason.DUPLICATE)
       return
-    self.move(p, tokens[0], Reason.OVERWRITTEN)
+    self.move(p, tokens[0], gap)
     if reason:
       self.move(p, tokens[1], reason)
     else:
@@ -82,6 +82,10 @@ class Holder:
   done: bool = False  # with its last step
   strikes: int = 0  # refused updates in a row
   max_strikes: int = 0
+  # Fragments of which it must drop its own steps when it adopts next: after an update that the merge
+  # refused, and those of which the syncer may ask it.
+  refused: frozenset[int] = frozenset()
+  spoiled: frozenset[int] = frozenset()
 
   def add_strike(self) -> None:
     self.strikes += 1
@@ -230,6 +234,9 @@ class Record:
         account = lineage.account(one.learner, one.incarnation)
         account.merged -= one.tokens
         account.discard(one.tokens, Reason.BAD_VALUE)
+        holder = lineage.holders[one.learner]
+        if holder.incarnation == one.incarnation:
+          holder.refused |= {p}
       else:
         lineage.batches[shard, p] = max(end, lineage.batches.get((shard, p), 0))
     self._screen(lineage)

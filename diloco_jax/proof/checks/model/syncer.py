@@ -54,11 +54,11 @@ class Gather:
 
   sync: int
   fragment: int
-  opened_ns: int
+  opened_ns: int | None = None  # None: it is announced
+  asked: set[int] = dataclasses.field(default_factory=set)  # sessions
   waiting: set[str] = dataclasses.field(default_factory=set)
   payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
-  quorum_ns: int | None = None
-  grace_ns: int = 0  # the grace window, which begins with the quorum
+  grace_ns: int = 0  # the grace window, which begins with the opening
   merging: actions.Merge | None = None
   merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
   record: lineage_book.Record | None = None
@@ -70,7 +70,7 @@ class Window:
 
   def __init__(self, config: config_lib.ProtocolConfig):
     self._config = config
-    self._quorum_ns, self._sync_ns = grace.Average(), grace.Average()
+    self._sync_ns = grace.Average()
     # By nonce: step times as reported, times between reports, the last report and its steps.
     self._steps_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)
     self._reports_ns: dict[int, grace.Average] = collections.defaultdict(grace.Average)
@@ -113,16 +113,13 @@ class Window:
       self._sync_ns.add(now_ns - since_ns)
       del self._merging[fragment]
 
-  def begins(self, waited_ns: int, nonces: Iterable[int]) -> int:
-    """K payloads arrived after `waited_ns`; returns the grace window for the other live
-    learners."""
-    self._quorum_ns.add(waited_ns)
+  def begins(self, nonces: Iterable[int]) -> int:
+    """A sync opens; returns its grace window for these live learners."""
     if not self._sync_ns.samples:
       return 0
     times = sorted(filter(None, map(self._step_ns, nonces)))
     usual_ns = times[(len(times) - 1) // 2] if times else 0
-    needed_ns = self._quorum_ns.value + self._sync_ns.value
-    slack_ns = max(0, self._config.overlap * usual_ns - needed_ns)
+    slack_ns = max(0, self._config.overlap * usual_ns - self._sync_ns.value)
     return slack_ns * self._config.grace_permille // 1000
 
 
@@ -144,7 +141,7 @@ class SyncerBook:
     self.peer: Peer | None = None  # the sender in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = Window(run.config)
-    self.longest_step_ns = self.usual_report_ns = 0
+    self.usual_report_ns = 0
     self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = False
@@ -172,6 +169,11 @@ class SyncerBook:
 
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
+
+  @property
+  def gap(self) -> str:
+    """The reason for tokens of which a learner says nothing."""
+    return Reason.UNDONE if self.config.rebases else Reason.OVERWRITTEN
 
   @property
   def over(self) -> bool:
@@ -252,7 +254,6 @@ class SyncerBook:
     if not self._counts(peer):
       return
     holder = self.lineage.holders[peer.join.learner]
-    self.longest_step_ns = max(self.longest_step_ns, message.step_ns)
     self.window.step(now_ns, peer.join.nonce, message.steps, message.step_ns)
     holder.claimed = max(holder.claimed, message.clock)
     self._advance(now_ns, holder)
@@ -276,10 +277,6 @@ class SyncerBook:
       return
     gather.payloads[payload_id] = peer, message
     self.pending[payload_id] = gather
-    if len(gather.payloads) == self.config.quorum and gather.quorum_ns is None:
-      gather.quorum_ns = now_ns
-      nonces = (member.join.nonce for member in self.members.values())
-      gather.grace_ns = self.window.begins(now_ns - gather.opened_ns, nonces)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -290,6 +287,10 @@ class SyncerBook:
     if message.reason == Reason.BAD_VALUE:
       self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
       self.lineage.holders[peer.join.learner].add_strike()
+      self._spoil(peer, message.fragment)
+
+  def _spoil(self, peer: Peer, fragment: int) -> None:
+    self.lineage.holders[peer.join.learner].spoiled |= {fragment}
 
   def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -297,9 +298,15 @@ class SyncerBook:
       return
     if not message.matched:
       self.lineage.repaired += 1
+      self._spoil(peer, message.fragment)
     else:
       self.window.adopted(now_ns, message.fragment, message.version)
-      self.account(peer).move(message.fragment, message.tokens, Reason.OVERWRITTEN)
+      if message.reason:
+        holder = self.lineage.holders[peer.join.learner]
+        holder.refused -= {message.fragment}
+        holder.spoiled -= {message.fragment}
+      reason = message.reason or self.gap
+      self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
       peer.wholes.discard(message.fragment)
       peer.versions_in_flight[message.fragment] = [
@@ -373,20 +380,40 @@ class SyncerBook:
     message = send.message
     gather = self.gathers.get(message.sync)
     if gather is None:
-      gather = self.gathers[message.sync] = Gather(message.sync, message.fragment, now_ns)
-      lineage = self.lineage
-      lineage.skipped += (message.sync - lineage.next) // self.config.period
-      lineage.opened, lineage.next = message.sync, self.schedule.next(message.sync)
+      gather = self.gathers[message.sync] = Gather(message.sync, message.fragment)
+    gather.asked.add(send.session)
     gather.waiting.add(self.peers[send.session].join.learner)
+
+  def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
+    lineage = self.lineage
+    lineage.skipped += (opened.sync - lineage.next) // self.config.period
+    lineage.opened, lineage.next = opened.sync, self.schedule.next(opened.sync)
+    for sync in [sync for sync in self.gathers if sync < opened.sync]:
+      if self.gathers[sync].opened_ns is None:  # its period is skipped
+        del self.gathers[sync]
+    if opened.sync not in self.gathers:
+      self.gathers[opened.sync] = Gather(opened.sync, opened.fragment)
+    gather = self.gathers[opened.sync]
+    gather.opened_ns = now_ns
+    nonces = (member.join.nonce for member in self.members.values())
+    gather.grace_ns = self.window.begins(nonces)
+
+  @property
+  def open(self) -> list[Gather]:
+    """The syncs that have opened."""
+    return [one for one in self.gathers.values() if one.opened_ns is not None]
 
   def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
     """A verdict on the contribution of this turn."""
     message = send.message
     if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
       return  # merged tokens were settled when the merge began, refused ones when it ended
+    if self.config.rebases and message.reason in (Reason.LATE, Reason.STALE):
+      return  # the learner keeps them
     peer, settled = self.peers[send.session], event.message
+    self._spoil(peer, settled.fragment)
     tokens = settled.tokens_from, settled.tokens_to
-    self.account(peer).settle(settled.fragment, tokens, message.reason)
+    self.account(peer).settle(settled.fragment, tokens, message.reason, self.gap)
 
   def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer, message = self.peers[send.session], send.message
@@ -403,7 +430,7 @@ class SyncerBook:
     gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
     for one, (peer, message) in zip(merge.participants, gather.merged):
       reported = message.tokens_from, message.tokens_to
-      self.account(peer).settle(merge.fragment, reported, '')
+      self.account(peer).settle(merge.fragment, reported, '', self.gap)
       true = self.true_range(peer, message)
       if true is not None:
         self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
@@ -422,7 +449,7 @@ class SyncerBook:
 
   def _undecided(self) -> tuple[int, ...]:
     """The syncs that end if this process ends now."""
-    return tuple(one.sync for one in self.gathers.values() if one.record is None)
+    return tuple(one.sync for one in self.open if one.record is None)
 
   def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
     """A sync is cancelled; after a failed merge it is already counted."""
@@ -447,8 +474,6 @@ class SyncerBook:
     gather = self.pending.pop(payload_id, None)
     if gather is not None:
       del gather.payloads[payload_id]
-      if len(gather.payloads) < self.config.quorum:
-        gather.quorum_ns = None
 
   def closes(self, now_ns: int, close: actions.Close, event: Any) -> None:
     peer = self.peers.get(close.session)
@@ -487,7 +512,7 @@ class SyncerBook:
   @property
   def _closed(self) -> bool:
     """Whether every sync is over."""
-    return self.over and not self.gathers and not self.merges
+    return self.over and not self.open and not self.merges
 
   def after(self, now_ns: int) -> None:
     """Determines whether the run has ended."""
@@ -523,6 +548,7 @@ SYNCER_UPDATES: dict[type, Callable] = {
   messages.Publish: SyncerBook.publishes,
   messages.Settled: SyncerBook.settles,
   actions.ReadFragment: SyncerBook.reads_whole,
+  facts.Opened: SyncerBook.opens,
   facts.Cancelled: SyncerBook.cancels,
   facts.Ledger: SyncerBook.sweeps,
 }
