@@ -143,11 +143,7 @@ def train(
     RuntimeError: the run does not end.
   """
   where = _Conditions(hardware, network, faults, seed)
-  config = copy.deepcopy(config)
-  config.validate()
-  if trained_tokens is not None:
-    config.train.steps = _steps_for(config, where, trained_tokens)
-  assembled = build.assemble(config)
+  assembled = _assemble(config, where, trained_tokens)
   curve: list[Point] = []
 
   def evaluate(sync: int) -> None:
@@ -159,7 +155,7 @@ def train(
   book = _Book(where, progress, trained_tokens or 0)
   evaluate(0)
   result = _run(assembled, model, where, book)
-  evaluate(config.train.steps)
+  evaluate(assembled.config.train.steps)
   return dataclasses.replace(result, curve=tuple(curve), theta_sha256=model.theta_sha256())
 
 
@@ -175,11 +171,7 @@ def schedule(
 ) -> Result:
   """The same run without arrays: everything but losses and Theta, in seconds."""
   where = _Conditions(hardware, network, faults, seed)
-  config = copy.deepcopy(config)
-  config.validate()
-  if trained_tokens is not None:
-    config.train.steps = _steps_for(config, where, trained_tokens)
-  assembled = build.assemble(config)
+  assembled = _assemble(config, where, trained_tokens)
   book = _Book(where, progress, trained_tokens or 0)
   return _run(assembled, no_arrays.Model(assembled), where, book)
 
@@ -291,6 +283,20 @@ class _Book(observers.Observer):
     )
 
 
+def _assemble(
+  config: run_config.Config, where: _Conditions, trained_tokens: int | None
+) -> build.Assembly:
+  """Builds the objects of a copy of the config, with as many steps as the tokens need."""
+  config = copy.deepcopy(config)
+  config.validate()
+  assembled = build.assemble(config)
+  if trained_tokens is None:
+    return assembled
+  config.train.steps = _steps_for(assembled, where, trained_tokens)
+  config.validate()
+  return build.assemble(config)
+
+
 def _run(
   assembled: build.Assembly, model: world_lib.Model, where: _Conditions, book: _Book
 ) -> Result:
@@ -321,24 +327,21 @@ def _run(
   )
 
 
-def _steps_for(config: run_config.Config, where: _Conditions, tokens: int) -> int:
-  """The least `train.steps` with which the learners train so many tokens."""
-  config = copy.deepcopy(config)
-  per_step = build.make_task(config).tokens_per_batch
-  together = per_step * config.sync.learners
-  enough: int | None = None
-  short, steps = 0, max(-(-tokens // together), config.optimizer.warmup_steps + 1)
-  while enough is None or enough - short > 1:
-    config.train.steps = steps
-    assembled = build.assemble(config)
-    trained = _run(assembled, no_arrays.Model(assembled), where, _Book(where)).tokens
-    missing = -(-(tokens - trained) // together)
+def _steps_for(assembled: build.Assembly, where: _Conditions, tokens: int) -> int:
+  """A `train.steps` with which the learners train so many tokens, and less than one step of each
+  learner more, or the least that is enough."""
+  together = assembled.task.tokens_per_batch * assembled.config.sync.learners
+  short, enough = 0, 1 << 40
+  steps = max(1, -(-tokens // together))
+  while True:
+    protocol = dataclasses.replace(assembled.protocol, total_steps=steps)
+    run = dataclasses.replace(assembled, protocol=protocol)
+    trained = _run(run, no_arrays.Model(run), where, _Book(where)).tokens
     if trained < tokens:
       short = steps
-      steps += max(1, missing)
     else:
       enough = steps
-      steps = max(short + 1, steps - max(1, -missing))
-    if enough is not None:
-      steps = min(max(steps, short + 1), enough - 1)
-  return enough
+    if enough - short == 1 or tokens <= trained < tokens + together:
+      return enough
+    ideal = steps + round((tokens - trained + together / 2) / (trained / steps))
+    steps = min(max(ideal, short + 1), enough - 1)
