@@ -24,11 +24,11 @@ class Device(NamedTuple):
 def _one_step(model, optimizer, mesh_config, batch):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
   task = decoder.task(model, config_lib.DataConfig())
-  tx = optimizer_lib.make_optimizer(optimizer, 100, task)
+  tx = optimizer_lib.make_optimizer(optimizer, task)
   state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
   train_step = step_lib.make_train_step(task, tx, mesh, shardings)
-  clock = jax.device_put(np.int32(0), mesh_lib.replicated(mesh))
-  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), clock))
+  rate = jax.device_put(np.float32(1e-4), mesh_lib.replicated(mesh))
+  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), rate))
 
 
 def test_sharded_step_equals_the_unsharded_one(model, optimizer):
