@@ -85,7 +85,8 @@ def assemble(config: run_config.Config) -> Assembly:
   task = make_task(config)
   init = functools.partial(task.init, config.train.seed)
   shapes = jax.eval_shape(init)
-  tx = optimizer.make_optimizer(config.optimizer, config.train.steps)
+  tx = optimizer.make_optimizer(config.optimizer, task)
+  optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
     config,
     init,

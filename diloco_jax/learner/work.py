@@ -44,9 +44,16 @@ class Exchange:
   function is not compiled yet waits for that function only.
   """
 
-  def __init__(self, assembled: build.Assembly, island: held.Held):
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: held.Held,
+    compiled: dict[tuple, futures.Future] | None = None,
+  ):
+    """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
     self._layout = assembled.layout
+    self._fragments = range(self._layout.num_fragments)
     self._codec_up = assembled.codec_up
     self._codecs_down = {False: assembled.codec_down, True: WHOLE}
     self._rebases = assembled.protocol.rebases
@@ -54,17 +61,12 @@ class Exchange:
     self._alpha = assembled.config.sync.alpha if blends else 0.0
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
-    self._compiled: dict[tuple, futures.Future] = {}
+    self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
-    gather = jax.jit(
-      lambda p, params: codecs.canonical(fragments.gather(self._layout, p, params)),
-      static_argnums=0,
-      out_shardings=island.replicated,
-    )
-    self.anchors = [gather(p, island.params) for p in range(self._layout.num_fragments)]
+    self.anchors = self._get(self._lower_gather)(island.params)
 
   def compile_all(self) -> None:
-    for p in range(self._layout.num_fragments):
+    for p in self._fragments:
       self._get(self._lower_encode, p)
       self._get(self._lower_adopt, p, False)
 
@@ -82,6 +84,13 @@ class Exchange:
       mine.set_exception(error)
       raise
     return mine.result()
+
+  def _lower_gather(self) -> jax.stages.Lowered:
+    def gather(params):
+      fragments_N = [fragments.gather(self._layout, p, params) for p in self._fragments]
+      return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
+
+    return jax.jit(gather, out_shardings=self._island.replicated).lower(self._abstract(0)[0])
 
   def _lower_encode(self, p: int) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
@@ -189,13 +198,14 @@ class LearnerWork:
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
+    exchange: Exchange | None = None,
   ):
     self._config = assembled.config
     self._island = island
     self._post = post
     self._payloads = payloads
     self._records = records
-    self.exchange = Exchange(assembled, island)
+    self.exchange = exchange or Exchange(assembled, island)
     self._moments = moments_work.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -338,7 +348,7 @@ def record_step(
   )
   if steps % config.train.log_every:
     return
-  rate = optimizer.learning_rate(config.optimizer, config.train.steps, step - 1)
+  rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
   records.scalars(
     step,
     {
@@ -346,7 +356,7 @@ def record_step(
       'perf/tokens_per_second': result.tokens / result.seconds,
       'learning/loss': result.loss,
       'learning/grad_norm': result.grad_norm,
-      'learning/learning_rate': float(rate),
+      'learning/learning_rate': rate,
     },
   )
   records.completed(step, result.seconds, result.tokens, result.loss)

@@ -42,6 +42,10 @@ PARTITION = (
   (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
   (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
 )
+MATRICES = (
+  (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
+  (r'layers/\d+/out', ((0, 1), (2,))),  # N H -> D
+)
 _EMBED_STD = 0.02
 
 
@@ -56,6 +60,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     label=label,
     partition=PARTITION,
+    matrices=MATRICES,
     data_digest=lambda: f'{corpus().digest:08x}',
   )
 

@@ -13,11 +13,13 @@ A step blocks until the device is done: a step boundary must be one moment for t
 collectives on emulated devices have aborted when the host ran ahead.
 """
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.storage import checkpoint, seals
@@ -74,7 +76,8 @@ class Island:
     self._task = task
     self.read_from(shard)
     self.mesh = mesh_lib.make_mesh(mesh, devices)
-    tx = optimizer_lib.make_optimizer(optimizer, total_steps)
+    tx = optimizer_lib.make_optimizer(optimizer, task)
+    self._rate = optimizer_lib.schedule(optimizer, total_steps)
     self._state, self.shardings = step_lib.init_state(task, tx, self.mesh, seed)
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
@@ -84,6 +87,27 @@ class Island:
       self._folder = files_lib.Files(checkpoint_dir)
       self._folder.lock('learner')
       self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+
+  def twin(
+    self,
+    task: task_lib.Task | None = None,
+    rate: Callable[[int], float] | None = None,
+  ) -> 'Island':
+    """Another island with the same compiled functions and a copy of the state; it has no folder of
+    checkpoints.
+
+    Args:
+      task: the same model with other data.
+      rate: another schedule of the learning rate (optimizer.schedule).
+    """
+    other = copy.copy(self)
+    other._state = jax.tree.map(jnp.copy, self._state)
+    other._folder = other._checkpoints = None
+    other._rate = rate or self._rate
+    if task is not None:
+      other._task, other._eval_batches = task, None
+    other.read_from(0)
+    return other
 
   # Training.
 
@@ -95,16 +119,16 @@ class Island:
     """Compiles the step without running it; returns seconds. Optional, before the first step."""
     start_ns = time.monotonic_ns()
     batch = jax.eval_shape(lambda: self._shard[self._next_index])
-    clock = jax.ShapeDtypeStruct((), np.int32)
-    self._train_step = self._train_step.lower(self._state, batch, clock).compile()
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    self._train_step = self._train_step.lower(self._state, batch, rate).compile()
     return (time.monotonic_ns() - start_ns) / 1e9
 
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
-    clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
-    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, clock))
+    rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
+    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
     self._next_index += 1
     return StepResult(
       float(metrics['loss']),
@@ -148,7 +172,7 @@ class Island:
 
   @property
   def moments(self) -> Any:
-    """The inner optimizer's state: two averages per parameter, and their step count."""
+    """The inner optimizer's state: one or two averages per parameter, and their step counts."""
     return self._state.opt_state
 
   @moments.setter
@@ -235,6 +259,8 @@ def _place(tree: Any, like: Any, shardings: Any) -> Any:
   Raises:
     ValueError: a leaf does not fit this island's model and optimizer.
   """
+  if _fits(tree, like):
+    return jax.tree.map(_put, tree, shardings)
   given, expected = _shapes(tree), _shapes(like)
   for path in sorted(given.keys() | expected.keys()):
     if given.get(path) != expected.get(path):
@@ -243,7 +269,21 @@ def _place(tree: Any, like: Any, shardings: Any) -> Any:
         f'{expected.get(path, "no such leaf")}: it must come from a learner with '
         'the same model and optimizer'
       )
-  return jax.tree.map(jax.device_put, tree, shardings)
+  return jax.tree.map(_put, tree, shardings)
+
+
+def _fits(tree: Any, like: Any) -> bool:
+  """Whether two trees have the same structure, shapes and dtypes."""
+  ours, structure = jax.tree.flatten(tree)
+  theirs, expected = jax.tree.flatten(like)
+  return structure == expected and all(
+    (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(ours, theirs)
+  )
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+  placed = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding == sharding
+  return leaf if placed else jax.device_put(leaf, sharding)
 
 
 def _shapes(tree: Any) -> dict[str, tuple]:

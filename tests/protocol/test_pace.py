@@ -35,7 +35,8 @@ def test_a_fast_network_cannot_shrink_h():
   seen = Recording(learners=1, fragments=4, period=4, overlap=2, quorum=1, total_steps=40)
   seen.start('l0')
   link, island = seen.world.link('l0'), seen.world.island('l0')
-  link.up_ns = link.down_ns = link.bulk_ns = island.encode_ns = island.adopt_ns = 0
+  link.up_ns = link.down_ns = link.bulk_up_ns = link.bulk_down_ns = 0
+  island.encode_ns = island.adopt_ns = 0
   seen.world.syncer.merge_ns = 0
   seen.run(3000)
   between = [

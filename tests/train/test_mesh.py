@@ -23,35 +23,42 @@ class Device(NamedTuple):
 
 def _one_step(model, optimizer, mesh_config, batch):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-  tx = optimizer_lib.make_optimizer(optimizer, 100)
   task = decoder.task(model, config_lib.DataConfig())
+  tx = optimizer_lib.make_optimizer(optimizer, task)
   state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
   train_step = step_lib.make_train_step(task, tx, mesh, shardings)
-  clock = jax.device_put(np.int32(0), mesh_lib.replicated(mesh))
-  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), clock))
+  rate = jax.device_put(np.float32(1e-4), mesh_lib.replicated(mesh))
+  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), rate))
 
 
 def test_sharded_step_equals_the_unsharded_one(model, optimizer):
-  model.num_layers = 1
+  """Muon multiplies whole matrices, of which each device has a part; AdamW has the embedding."""
+  model.num_layers, optimizer.name = 1, 'muon'
   batch = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.uint8)
   state, metrics = _one_step(model, optimizer, config_lib.MeshConfig(), batch)
   sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
   sharded_state, sharded_metrics = _one_step(model, optimizer, sharded_mesh, batch)
   for name in metrics:
     np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
-  # Adam divides by sqrt(v), which turns the rounding of an almost zero gradient into a full update;
-  # the test therefore compares the moments, not the parameters.
   for one, other in zip(
     jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state), strict=True
   ):
     np.testing.assert_allclose(one, other, atol=1e-5)
+  # Adam divides by sqrt(v), which turns the rounding of an almost zero gradient into a full update;
+  # the test therefore compares the parameters of Muon only.
+  layer, sharded_layer = state.params['layers'][0], sharded_state.params['layers'][0]
+  for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down'):
+    np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
 
-  layer = sharded_state.params['layers'][0]
+  layer = sharded_layer
   assert {s.data.shape for s in layer['query'].addressable_shards} == {(8, 2, 8)}  # D/2 N/2 H
   assert {s.data.shape for s in layer['down'].addressable_shards} == {(16, 8)}  # F/2 D/2
   assert {s.data.shape for s in layer['query_norm'].addressable_shards} == {(8,)}
-  moments = sharded_state.opt_state[1].mu['layers'][0]
-  assert moments['query'].sharding == layer['query'].sharding
+  moments = sharded_state.opt_state[1].inner_states
+  matrices = moments['matrix'].inner_state[0].mu['layers'][0]
+  assert matrices['query'].sharding == layer['query'].sharding
+  embedding = sharded_state.params['embedding']
+  assert moments['rest'].inner_state.nu['embedding'].sharding == embedding.sharding
 
 
 def test_mesh_takes_exactly_its_devices():

@@ -4,7 +4,8 @@ It also replaces the supervisor: it restarts a killed process when its fault is 
 checkpoint, or, if the host was lost with its disk, from nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from diloco_jax.proof import plans, random_streams
 from diloco_jax.proof.sim import engine as engine_lib
@@ -12,12 +13,19 @@ from diloco_jax.proof.sim import network, processes
 from diloco_jax.proof.sim import world as world_lib
 
 SYNCER = plans.SYNCER
-# Per mille of the kills: the host loses power (bytes that were not fsynced are lost, and no peer is
-# told); a bit rots on its disk meanwhile; a learner's host and its disk never return.
-POWER_LOST, ROTTEN, HOST_LOST = 500, 150, 250
 SUPERVISED_NS = 200 * engine_lib.MS
 KILLS = ('now', 'in commit', 'in call')  # when the syncer dies: the last two wait for its disk
 CALLS = 15  # most calls to the disk until a kill 'in call': a save, or five outer steps
+
+
+class Odds(NamedTuple):
+  """What comes with a kill, per mille of the kills: the host loses power (bytes that were not
+  fsynced are lost, and no peer is told); a bit rots on its disk meanwhile; a learner's host and its
+  disk never return."""
+
+  power_lost: int = 500
+  rotten: int = 150
+  host_lost: int = 250
 
 
 class Nemesis:
@@ -26,10 +34,11 @@ class Nemesis:
   def __init__(
     self,
     world: world_lib.World,
-    plan: list[plans.Fault],
+    plan: Sequence[plans.Fault],
     note: Callable[[int, str], None] = lambda now_ns, text: None,
+    odds: Odds = Odds(),  # noqa: B008, immutable
   ):
-    self._world, self._note = world, note
+    self._world, self._note, self._odds = world, note, odds
     self._draw = random_streams.random_stream(world.seed, 'nemesis')
     self.healing = False
     self.done: list[plans.Fault] = []  # faults that found their target
@@ -165,10 +174,10 @@ class Nemesis:
   def _kill(self, process: processes.Process) -> None:
     if not process.alive or self.healing:
       return
-    powerless = random_streams.chance(self._draw, POWER_LOST)
+    powerless = random_streams.chance(self._draw, self._odds.power_lost)
     if powerless:
       process.disk.crash()
-    if random_streams.chance(self._draw, ROTTEN):
+    if random_streams.chance(self._draw, self._odds.rotten):
       process.disk.flip()
     self._world.end(process, silent=powerless)
 
@@ -180,7 +189,7 @@ class Nemesis:
         syncer.ambush = lambda fsync_ns: self._kill_within(syncer, fsync_ns)
       case 'in call':
         syncer.disk.fuse = self._draw.randrange(CALLS)
-        syncer.disk.fuse_power = random_streams.chance(self._draw, POWER_LOST)
+        syncer.disk.fuse_power = random_streams.chance(self._draw, self._odds.power_lost)
 
   def _kill_within(self, syncer: processes.Syncer, fsync_ns: int) -> None:
     """Kills the syncer while it waits for its disk, and restarts it."""
@@ -214,7 +223,7 @@ class Nemesis:
       if not world.syncer.alive and not world.start_syncer():
         self._supervise_syncer()
     elif node not in world.done and not any(name.rstrip('*') == node for name in world.learners):
-      if random_streams.chance(self._draw, HOST_LOST):
+      if random_streams.chance(self._draw, self._odds.host_lost):
         world.lose_disk(node)
       world.start(node, restored=True)
 

@@ -22,6 +22,8 @@ class Island:
     donate_ns: time to copy the moments to the host.
     garble: per mille of the donations that get wrong bits.
     noise: largest random addition to a step, per mille.
+    lognormal: sigma of a factor of every step whose mean is 1.
+    gaussian: standard deviation of such a factor, which is at least a tenth.
     tokens: of an inner step on all devices.
     slow, shrink: factors of the faults, 1: no fault.
   """
@@ -33,6 +35,8 @@ class Island:
   donate_ns: int = 20 * MS
   garble: int = 0
   noise: int = 0
+  lognormal: float = 0.0
+  gaussian: float = 0.0
   tokens: int = 10
   slow: int = 1
   shrink: int = 1
@@ -42,4 +46,9 @@ class Island:
     time_ns = self.step_ns
     if self.noise:
       time_ns += time_ns * self.draw.randrange(self.noise) // 1000
+    if self.lognormal:
+      time_ns *= self.draw.lognormvariate(-(self.lognormal**2) / 2, self.lognormal)
+    if self.gaussian:
+      time_ns *= max(0.1, self.draw.gauss(1, self.gaussian))
+    time_ns = round(time_ns)
     return time_ns * self.slow * self.shrink, max(1, self.tokens // self.shrink)

@@ -44,7 +44,7 @@ class Link:
 
   Attributes:
     up_ns, down_ns: time of flight to the syncer, and from it.
-    bulk_ns: additional time of a payload.
+    bulk_up_ns, bulk_down_ns: additional time of a payload.
     queue_ns: how much of the link's time the payloads may take that were handed to it.
     jitter_ns: largest random addition per message.
     loss, duplicate: how often a message is lost (and sent again), delivered twice.
@@ -55,7 +55,8 @@ class Link:
   draw: random.Random
   up_ns: int = 5 * MS
   down_ns: int = 5 * MS
-  bulk_ns: int = 5 * MS
+  bulk_up_ns: int = 5 * MS
+  bulk_down_ns: int = 5 * MS
   queue_ns: int = 100 * MS
   jitter_ns: int = 0
   loss: int = 0
@@ -75,9 +76,9 @@ class Link:
       time_ns += RESEND_NS
     return time_ns
 
-  def transfer_ns(self, payloads: int) -> int:
+  def transfer_ns(self, lane: str, payloads: int) -> int:
     """How long a message occupies the lane: one as large as so many payloads, or none (0)."""
-    time_ns = self.bulk_ns * payloads
+    time_ns = (self.bulk_up_ns if lane == 'up' else self.bulk_down_ns) * payloads
     if self.bytes_per_s:
       size_bytes = PAYLOAD_BYTES * payloads or CONTROL_BYTES
       time_ns += size_bytes * engine_lib.SECOND // self.bytes_per_s
@@ -181,7 +182,7 @@ class Network:
     else:
       lanes, payloads = session.bulk, 1
       arrives_ns = max(before_ns, session.bulk[lane])
-    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(payloads)
+    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(lane, payloads)
     event = events.Received(
       session=session.number if up else session.learner_session, message=message
     )

@@ -211,5 +211,6 @@ def furnish(world: world_lib.World, setting: Setting) -> None:
       island.encode_ns = island.adopt_ns = setting.encode_ns[which]
       island.donate_ns, island.garble = setting.donate_ns, setting.garble
       link.up_ns, link.down_ns = setting.up_ns[which], setting.down_ns[which]
-      link.bulk_ns, link.jitter_ns = setting.bulk_ns[which], setting.jitter_ns
+      link.bulk_up_ns = link.bulk_down_ns = setting.bulk_ns[which]
+      link.jitter_ns = setting.jitter_ns
       link.loss, link.duplicate = setting.loss, setting.duplicate

@@ -38,13 +38,16 @@ class World:
     config: config_lib.ProtocolConfig,
     seed: int = 0,
     watchers: Sequence[observers.Observer] = (),
+    agreement: str = AGREEMENT,
+    initial: tuple[int, ...] | None = None,
   ):
-    self.config, self.seed = config, seed
+    """`initial`: the digests of version 0, by default those of arrays.py."""
+    self.config, self.seed, self.agreement = config, seed, agreement
     self.engine = engine_lib.Engine()
     self.network = network_lib.Network(self.engine, lambda: self.syncer)
     self._watchers = tuple(watchers)
     self.check_every = -(-config.learners // CHECKED_ALWAYS)
-    self.initial = arrays.initial(config.fragments)
+    self.initial = initial or arrays.initial(config.fragments)
     self._lives, self._nonces = itertools.count(1), itertools.count(1)
     self._links: dict[str, network_lib.Link] = {}
     self._islands: dict[str, hardware.Island] = {}
@@ -113,7 +116,7 @@ class World:
       role='syncer',
       node='syncer',
       config=self.config,
-      agreement=AGREEMENT,
+      agreement=self.agreement,
       run=RUN,
       payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
       digests=self.initial,
@@ -150,7 +153,7 @@ class World:
     except wal_format.WalDamaged as damaged:
       self._note_repair(disk, str(damaged))  # also if the repair fails half-way
       try:
-        simulated_log.repair(disk, AGREEMENT)
+        simulated_log.repair(disk, self.agreement)
       except OSError as error:
         raise wal_format.WalBroken(f'The repair failed: {error}') from error
     except simulated_log.NotRecovered as error:
@@ -172,7 +175,7 @@ class World:
   def start(
     self,
     name: str,
-    agreement: str = AGREEMENT,
+    agreement: str = '',
     restored: bool = False,
     second: bool = False,
   ) -> processes.Learner:
@@ -180,10 +183,14 @@ class World:
     beside the first process of this id, on its own host."""
     nonce = next(self._nonces)
     key = f'{name}*' if second else name
-    disk = self.disk(key)
-    machine_state = disk_lib.Checkpoints(disk).newest() if restored else None
+    machine_state = self.newest_checkpoint(key) if restored else None
     identity = learner_machine.Identity(
-      learner=name, nonce=nonce, agreement=agreement, host=f'host{nonce}', pid=nonce, seed=nonce
+      learner=name,
+      nonce=nonce,
+      agreement=agreement or self.agreement,
+      host=f'host{nonce}',
+      pid=nonce,
+      seed=nonce,
     )
     life = self._life(
       tape.Start(
@@ -195,9 +202,16 @@ class World:
         digests=self.initial if machine_state is None else None,
       )
     )
-    process = self.learners[key] = processes.Learner(self, key, life, disk, self.island(key))
+    process = self.learners[key] = self.make_learner(key, life)
     self._begin(process)
     return process
+
+  def newest_checkpoint(self, key: str) -> dict[str, Any] | None:
+    """The machine state in the newest whole checkpoint on a host; None: it has none."""
+    return disk_lib.Checkpoints(self.disk(key)).newest()
+
+  def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
+    return processes.Learner(self, key, life, self.disk(key), self.island(key))
 
   def _life(self, start: tape.Start) -> observers.ObservedProcess:
     life = observers.ObservedProcess(next(self._lives), start)

@@ -1,0 +1,1 @@
+"""Training in virtual time: the simulated world with the real arrays, in one process."""
