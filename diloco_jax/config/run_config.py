@@ -61,6 +61,8 @@ class SyncConfig(_Sync):
       (paper section 4). For all tensors but those of embedding_merge.
     embedding_merge: the same for the embedding and an untied head.
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
+    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
+      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
@@ -77,7 +79,8 @@ class SyncConfig(_Sync):
   codec_down: str = 'int8'
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
+  outer: str = 'nesterov(learning_rate=0.7, momentum=0.5)'
+  age_decay: float = 1.0
   alpha: float = 0.5
   donor_rate_mib_s: int = 256
   places: int = 0
@@ -85,6 +88,7 @@ class SyncConfig(_Sync):
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
+    _within('sync.age_decay', self.age_decay, 0.01, 1.0, '1 are the weights of the paper')
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
