@@ -52,10 +52,10 @@ def cpu() -> run_config.Config:
       quorum=1,
       fragments=12,
       period=12,
-      overlap=2,
+      overlap=3,
       codec_up='int8',
       codec_down='int8',
-      outer='nesterov(learning_rate=0.7, momentum=0.6)',
+      outer='nesterov(learning_rate=0.7, momentum=0.5)',
       checkpoint_every_syncs=60,
     ),
     train=run_config.TrainConfig(

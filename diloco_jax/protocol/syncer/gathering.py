@@ -68,9 +68,21 @@ class Gathering:
     """Whether an outer step is in progress."""
     return any(gather.merging for gather in self.open.values())
 
-  def fragments(self) -> set[int]:
-    """The fragments of all syncs in hand."""
-    return {gather.fragment for gather in self._all()}
+  @property
+  def decided(self) -> bool:
+    """Whether every open sync is merging."""
+    return all(gather.merging for gather in self.open.values())
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """The next end of a grace window."""
+    times = [gather.deadline_ns(self._config.quorum) for gather in self.open.values()]
+    return min((time_ns for time_ns in times if time_ns is not None), default=None)
+
+  def may_announce(self, fragment: int) -> bool:
+    """Whether there is room for a sync of this fragment beside those in hand."""
+    free = len(self.announced) < self._config.lead
+    return free and all(gather.fragment != fragment for gather in self._all())
 
   def _all(self) -> list[gather_lib.Gather]:
     return [*self.open.values(), *self.announced.values()]
