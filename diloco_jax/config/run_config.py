@@ -55,11 +55,11 @@ class SyncConfig(_Sync):
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
+    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
+      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4). For all tensors but those of embedding_merge.
     embedding_merge: the same for the embedding and an untied head.
-    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
-      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
     alpha: share of the learner's own value that survives an adopt; 0 overwrites.
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
@@ -74,9 +74,9 @@ class SyncConfig(_Sync):
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
+  age_decay: float = 1.0
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  age_decay: float = 1.0
   outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
   alpha: float = 0.0
   donor_rate_mib_s: int = 256
