@@ -57,6 +57,8 @@ class SyncConfig(_Sync):
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
+    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
+      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4). For all tensors but those of embedding_merge.
     embedding_merge: the same for the embedding and an untied head.
@@ -75,6 +77,7 @@ class SyncConfig(_Sync):
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
+  age_decay: float = 1.0
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
@@ -85,6 +88,7 @@ class SyncConfig(_Sync):
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
+    _within('sync.age_decay', self.age_decay, 0.01, 1.0, '1 are the weights of the paper')
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')

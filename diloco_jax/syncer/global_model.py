@@ -17,6 +17,7 @@ from diloco_jax.config import build
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import merge as merge_lib
+from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
@@ -171,12 +172,14 @@ class Theta:
       if one.learner not in refused:
         payloads_MxB[m] = np.frombuffer(payload, np.uint8)
         tokens_M[m], steps_M[m] = one.tokens, one.steps
+    sync = self._assembled.config.sync
+    factors_M = aged.factors(steps_M, sync.period, sync.age_decay)
     result = self._outer_step[p](
       self.masters[p],
       self.published[p],
       self.outer_states[p],
       payloads_MxB,
-      merge_lib.token_weights(tokens_M, steps_M),
+      merge_lib.token_weights(tokens_M, steps_M, factors_M),
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state

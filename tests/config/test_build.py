@@ -1,5 +1,7 @@
 """From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,6 +78,23 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   inside = moved != 0  # a fragment is padded with zeros
   np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
   assert inside.sum() == assembled.layout.parameters(0)
+
+
+def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config):
+  sync = config.sync
+  sync.codec_up, sync.outer, sync.age_decay = 'float32', 'sgd(learning_rate=1.0)', 0.25
+  sync.merge = sync.embedding_merge = 'avg'
+  assembled = build.assemble(config)
+  theta = global_model.Theta(assembled)
+  before = np.asarray(theta.masters[0])
+  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
+  fresh, old = participants(2)
+  fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
+  old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period)
+  assert not theta.merge(0, (fresh, old), payloads, (), width=2).failed
+  moved = np.asarray(theta.masters[0]) - before
+  # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 4.
+  np.testing.assert_allclose(moved[moved != 0], -(1 - 0.5) / 1.5, rtol=1e-4)
 
 
 @pytest.mark.parametrize('text', ['adam(learning_rate=0.01)', 'sgd(learning_rate=1.0)'])
