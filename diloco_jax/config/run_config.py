@@ -58,6 +58,8 @@ class SyncConfig(_Sync):
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
+    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
+      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
       (paper section 4). For all tensors but those of the next two settings.
     embedding_merge: the same for the embedding and an untied head.
@@ -65,8 +67,6 @@ class SyncConfig(_Sync):
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
       (docs/log.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
-    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
-      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
@@ -81,11 +81,11 @@ class SyncConfig(_Sync):
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
+  age_decay: float = 1.0
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   router_merge: str = 'avg'
   outer: str = 'nesterov(learning_rate=0.7, momentum=0.5)'
-  age_decay: float = 1.0
   alpha: float = 0.5
   donor_rate_mib_s: int = 256
   places: int = 0

@@ -73,6 +73,10 @@ class Model:
     """Held-out loss of the global model."""
     return self._template.evaluate(self.theta.params())
 
+  def params(self) -> Any:
+    """The published model, on the host."""
+    return jax.device_get(self.theta.params())
+
   def theta_sha256(self) -> str:
     """Of every bit of the syncer's arrays: masters, published values, outer states."""
     found = hashlib.sha256(repr(self.theta.versions).encode())
