@@ -24,7 +24,7 @@ arms = pytest.mark.parametrize(
 @functools.cache
 def _optimizer(name):
   optimizer = outer.outer_optimizer(merge.rda(), outer.make(name))
-  return optimizer, jax.jit(optimizer.update)
+  return optimizer, jax.jit(optimizer.update, donate_argnums=2)  # as the syncer does
 
 
 def _start():

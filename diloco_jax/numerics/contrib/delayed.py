@@ -49,8 +49,8 @@ def delayed_nesterov(
     )
 
   def init(params: PyTree) -> DelayedState:
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    return DelayedState(jnp.zeros((), jnp.int32), zeros, zeros)
+    zeros = lambda: jax.tree.map(jnp.zeros_like, params)  # no two share a buffer: it is donated
+    return DelayedState(jnp.zeros((), jnp.int32), zeros(), zeros())
 
   def update(grads: PyTree, state: DelayedState, params: PyTree = None):
     del params
