@@ -85,7 +85,7 @@ def assemble(config: run_config.Config) -> Assembly:
   task = make_task(config)
   init = functools.partial(task.init, config.train.seed)
   shapes = jax.eval_shape(init)
-  tx = optimizer.make_optimizer(config.optimizer, config.train.steps)
+  tx = optimizer.make_optimizer(config.optimizer, config.train.steps, task)
   return _assemble(
     config,
     init,

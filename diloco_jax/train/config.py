@@ -10,6 +10,7 @@ import dataclasses
 import math
 
 _ACTIVATION_DTYPES = ('float32', 'bfloat16')
+_OPTIMIZERS = ('adamw', 'muon')
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -104,32 +105,37 @@ class ModelConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class OptimizerConfig:
-  """The inner optimizer, AdamW (optimizer.py). Rates follow the protocol's clock, in inner
-  steps.
+  """The inner optimizer (optimizer.py). Rates follow the protocol's clock, in inner steps.
 
   Attributes:
-    learning_rate: the peak.
+    name: 'adamw', or 'muon': Muon for the matrices of the body and AdamW for the rest.
+    learning_rate: the peak, for all tensors; an update of Muon is as large as one of AdamW.
     warmup_steps: linear, from peak / warmup_steps at clock 0.
     end_lr_ratio: the rate at train.steps and after (cosine), as a share of the peak.
-    b1: decay of the mean of the gradients.
-    b2: decay of the mean of their squares.
-    eps: added to the root of the second moment.
+    b1: of AdamW, decay of the mean of the gradients.
+    b2: of AdamW, decay of the mean of their squares.
+    eps: of AdamW, added to the root of the second moment.
+    momentum: of Muon, decay of the mean of the gradients.
     weight_decay: of tensors of two axes and more.
     clip_norm: the largest global norm of the gradient; 0 = no clipping.
   """
 
-  learning_rate: float = 3e-3
+  name: str = 'adamw'
+  learning_rate: float = 6e-3
   warmup_steps: int = 50
   end_lr_ratio: float = 0.1
   b1: float = 0.9
   b2: float = 0.95
   eps: float = 1e-8
+  momentum: float = 0.95
   weight_decay: float = 0.1
   clip_norm: float = 1.0
 
   def validate(self) -> None:
+    if self.name not in _OPTIMIZERS:
+      raise ValueError(f'optimizer {self.name!r} is unknown: choose one of {_OPTIMIZERS}')
     _require_positive(self, 'learning_rate', 'eps')
-    _require_fraction(self, 'b1', 'b2')
+    _require_fraction(self, 'b1', 'b2', 'momentum')
     for name in ('warmup_steps', 'weight_decay', 'clip_norm'):
       if not getattr(self, name) >= 0:
         raise ValueError(f'OptimizerConfig.{name} is {getattr(self, name)}: use 0 for none')

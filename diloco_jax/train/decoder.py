@@ -47,6 +47,11 @@ PARTITION = (
   (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
   *experts_lib.PARTITION,
 )
+MATRICES = (
+  (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
+  (r'layers/\d+/out', ((0, 1), (2,))),  # N H -> D
+  *experts_lib.MATRICES,
+)
 _EMBED_STD = 0.02
 
 
@@ -61,6 +66,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     label=label,
     partition=PARTITION,
+    matrices=MATRICES,
     data_digest=lambda: f'{corpus().digest:08x}',
   )
 

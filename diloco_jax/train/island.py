@@ -74,7 +74,7 @@ class Island:
     self._task = task
     self.read_from(shard)
     self.mesh = mesh_lib.make_mesh(mesh, devices)
-    tx = optimizer_lib.make_optimizer(optimizer, total_steps)
+    tx = optimizer_lib.make_optimizer(optimizer, total_steps, task)
     self._state, self.shardings = step_lib.init_state(task, tx, self.mesh, seed)
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
@@ -148,7 +148,7 @@ class Island:
 
   @property
   def moments(self) -> Any:
-    """The inner optimizer's state: two averages per parameter, and their step count."""
+    """The inner optimizer's state: one or two averages per parameter, and their step counts."""
     return self._state.opt_state
 
   @moments.setter

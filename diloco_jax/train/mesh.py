@@ -10,7 +10,6 @@ The path of an optimizer moment ends in the path of its parameter, so both have 
 Leaves without a match (norm scales, counters) are replicated.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +76,7 @@ def tree_shardings(mesh: jax.sharding.Mesh, tree: Any, partition: task_lib.Parti
 def _leaf_sharding(
   mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], partition: task_lib.Partition
 ) -> NamedSharding:
-  spec = next((s for pattern, s in partition if re.search(f'(^|/){pattern}$', path)), P())
+  spec = task_lib.first_match(partition, path, P())
   for size, axis in zip(shape, spec, strict=bool(spec)):
     ways = mesh.shape[axis] if axis else 1
     if size % ways:

@@ -1,22 +1,39 @@
-r"""AdamW whose learning rate follows the protocol's clock, not the optimizer's own count.
+r"""The inner optimizer: AdamW, or Muon and AdamW, with the learning rate of the protocol's clock.
 
 A learner that reconnects adopts the syncer's clock, and a donor's moments arrive with the donor's
 count; a schedule that follows the count would give the learners of one run different rates. So the
-clock is an argument: `tx.update(grads, state, params, step=clock)`. Adam's bias correction keeps
-its own count, which belongs to the moments and moves with them.
+clock is an argument: `tx.update(grads, state, params, step=clock)`. The bias correction of the
+moments keeps its own count, which belongs to them and moves with them.
 
   rate(t) = peak (t + 1) / W                                                    t < W (warm-up)
   rate(t) = peak (r + (1 - r) (1 + cos(pi (t - W) / (T - W))) / 2)              W <= t < T
   rate(t) = peak r                                                              t >= T
+
+Muon (arXiv 2502.16982) replaces the mean gradient of a matrix by a nearly orthogonal matrix, with
+singular values around 1, of the same row and column spaces: no direction is learned faster than
+another. It needs one average per parameter, where Adam needs two. For a matrix of A inputs and B
+outputs it has entries of about 1/sqrt(max(A, B)) and is made as large as an update of Adam, so one
+rate and one weight decay serve all tensors:
+
+  m <- mu m + (1 - mu) g;   g' = mu m^ + (1 - mu) g^   (^: bias corrected)
+  update = 0.2 sqrt(max(A, B)) NewtonSchulz(g' / ||g'||)
+
+It is for the matrices of the body: in an embedding and a head each row is a thing of its own.
 """
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import task as task_lib
+
+_RMS_OF_ADAM = 0.2  # of an update before the rate (arXiv 2502.16982, section 2.2)
 
 
 def learning_rate(
@@ -32,19 +49,21 @@ def learning_rate(
 
 
 def make_optimizer(
-  config: config_lib.OptimizerConfig, total_steps: int
+  config: config_lib.OptimizerConfig, total_steps: int, task: task_lib.Task
 ) -> optax.GradientTransformationExtraArgs:
-  """Clipping by global norm, Adam, decoupled weight decay, the clock's rate.
+  """Clipping by global norm, Adam or Muon, decoupled weight decay, the clock's rate.
 
   Args:
     config: hyperparameters, validated.
     total_steps: T, the clock at which the cosine has reached its end.
+    task: says which tensors are matrices of the body.
 
   Returns:
     A transformation whose `update` needs the keyword `step`, an int32 scalar.
 
   References:
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
+    Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
   if total_steps <= config.warmup_steps:
     raise ValueError(
@@ -52,12 +71,45 @@ def make_optimizer(
       f'{config.warmup_steps}: lengthen the run or shorten the warm-up'
     )
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+  adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
   return optax.chain(
     clip,
-    _promoting(optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)),
+    _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
     optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
     _descend_by_clock(config, total_steps),
   )
+
+
+def _muon(
+  config: config_lib.OptimizerConfig, task: task_lib.Task, rest: optax.GradientTransformation
+) -> optax.GradientTransformation:
+  """Muon for the matrices of the task's body and `rest` for its other tensors."""
+  by_path, axes = jax.tree_util.tree_map_with_path, functools.partial(_matrix_axes, task)
+  kinds = lambda tree: by_path(lambda *leaf: 'matrix' if axes(*leaf) else 'rest', tree)
+  muon = optax.contrib.scale_by_muon(
+    beta=config.momentum, weight_dimension_numbers=lambda tree: by_path(axes, tree)
+  )
+  sized = optax.stateless(
+    lambda tree, _: by_path(lambda *leaf: _as_large_as_adams(leaf[1], axes(*leaf)), tree)
+  )
+  return optax.partition({'matrix': optax.chain(muon, sized), 'rest': rest}, kinds)
+
+
+def _matrix_axes(
+  task: task_lib.Task, path: jax.tree_util.KeyPath, leaf: jax.Array
+) -> optax.contrib.MuonDimensionNumbers | None:
+  """The input and output axes of a matrix of the body, else None."""
+  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT):
+    return None
+  text = jax.tree_util.keystr(path, simple=True, separator='/')
+  axes = task_lib.first_match(task.matrices, text, ((0,), (1,)) if leaf.ndim == 2 else None)
+  return optax.contrib.MuonDimensionNumbers(*axes) if axes else None
+
+
+def _as_large_as_adams(update: jax.Array, axes: optax.contrib.MuonDimensionNumbers) -> jax.Array:
+  """Scales a nearly orthogonal matrix, whose entries are about 1/sqrt of its longer side."""
+  sides = [math.prod(update.shape[axis] for axis in side) for side in axes]
+  return update * (_RMS_OF_ADAM * math.sqrt(max(sides)))
 
 
 def _promoting(tx: optax.GradientTransformation) -> optax.GradientTransformation:

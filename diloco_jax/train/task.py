@@ -6,8 +6,9 @@ reference is the decoder (decoder.py); an own model is one file with a function 
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 from jax.sharding import PartitionSpec
@@ -15,6 +16,18 @@ from jax.sharding import PartitionSpec
 Params = Any  # a tree of float arrays whose paths do not change during a run
 Batch = Any  # a tree of host arrays with the batch as their leading axis
 Partition = Sequence[tuple[str, PartitionSpec]]
+Axes = tuple[int, ...]
+Matrices = Sequence[tuple[str, tuple[Axes, Axes] | None]]
+_Rule = TypeVar('_Rule')
+
+
+def first_match(rules: Sequence[tuple[str, _Rule]], path: str, otherwise: _Rule) -> _Rule:
+  """The rule of the first regular expression that fits the end of a path such as 'layers/3/query'.
+
+  >>> first_match([('layers/./out', 'split'), ('out', 'whole')], 'mu/layers/3/out', '')
+  'split'
+  """
+  return next((rule for pattern, rule in rules if re.search(f'(^|/){pattern}$', path)), otherwise)
 
 
 class Batches(Protocol):
@@ -56,6 +69,9 @@ class Task:
       rule; or 'expert' for tensors of the body with one row per expert, each merged by itself.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
+    matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
+      matrix, or as several of them, one for each index of the other axes (experts). Without a match
+      a tensor of two axes maps the first to the second. AdamW has the rest, and what maps to None.
     data_digest: a text that differs if the data does; compared when a learner joins.
   """
 
@@ -66,4 +82,5 @@ class Task:
   eval_batches: Callable[[], Sequence[Batch]] = tuple
   label: Callable[[str], str] = embeddings
   partition: Partition = ()
+  matrices: Matrices = ()
   data_digest: Callable[[], str] = str

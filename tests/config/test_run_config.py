@@ -129,8 +129,14 @@ def test_the_agreement_has_what_learners_and_syncer_must_share():
   config.mesh.data, config.data.corpus, config.chaos.enabled = 1, '/elsewhere', False
   config.sync.checkpoint_every_syncs += 1
   assert config.agreement() == agreement
-  config.sync.outer = 'sgd(learning_rate=1.0)'
-  assert config.agreement() != agreement
+  for section, name, value in (
+    (config.sync, 'outer', 'sgd(learning_rate=1.0)'),
+    (config.optimizer, 'name', 'muon'),
+  ):
+    before = getattr(section, name)
+    setattr(section, name, value)
+    assert config.agreement() != agreement
+    setattr(section, name, before)
 
 
 def test_the_protocol_gets_integers():

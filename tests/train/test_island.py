@@ -27,7 +27,8 @@ def test_learns_alone(make_island):
   assert island.data_state == 40
 
 
-def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
+def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_path):
+  optimizer.name = 'muon'  # its state contains one of AdamW
   island = make_island(checkpoint_dir=str(tmp_path), shard=1)
   for clock in range(3):
     island.step(clock)
@@ -44,6 +45,11 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, tmp_path):
   again = [other.step(clock) for clock in range(3, 6)]
   assert [r[:3] for r in again] == [r[:3] for r in expected]
   _assert_same(other.state, island.state)
+  other.close()
+
+  optimizer.name = 'adamw'
+  with pytest.raises(ValueError, match='opt_state'):
+    make_island(checkpoint_dir=str(tmp_path)).restore()
 
 
 def test_a_second_island_in_the_same_folder_is_refused(make_island, tmp_path):
