@@ -50,6 +50,7 @@ PARTITION = (
 MATRICES = (
   (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
   (r'layers/\d+/out', ((0, 1), (2,))),  # N H -> D
+  *experts_lib.MATRICES,
 )
 _EMBED_STD = 0.02
 

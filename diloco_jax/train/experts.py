@@ -32,6 +32,7 @@ PARTITION = (
   (r'experts/(gate|up)', P('fsdp', None, 'tensor')),  # E D F
   (r'experts/down', P('fsdp', 'tensor', None)),  # E F D
 )
+MATRICES = ((r'experts/(gate|up|down)', ((1,), (2,))),)  # of each expert
 _ROUTER_STD = 0.02  # p is nearly uniform at first
 
 

@@ -39,6 +39,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     eval_batches=lambda: data_lib.eval_batches(corpus(), data),
     label=label,
     partition=PARTITION,
+    matrices=decoder.MATRICES,
     data_digest=lambda: f'{corpus().digest:08x}',
   )
 

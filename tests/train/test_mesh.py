@@ -31,7 +31,8 @@ def _one_step(task, optimizer, mesh_config, batch):
 
 
 def _sharded_step(task, optimizer, batch):
-  """The state after a step on one device, and on a mesh of eight, which equals it."""
+  """The states after a step on one device and on a mesh of eight. Adam divides by sqrt(v), which
+  turns the rounding of an almost zero gradient into a full update; so moments are compared."""
   state, metrics = _one_step(task, optimizer, config_lib.MeshConfig(), batch)
   sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
   sharded_state, sharded_metrics = _one_step(task, optimizer, sharded_mesh, batch)
@@ -52,29 +53,34 @@ def test_sharded_step_equals_the_unsharded_one(model, optimizer):
   """Muon multiplies whole matrices, of which each device has a part; AdamW has the embedding."""
   model.num_layers, optimizer.name = 1, 'muon'
   task = decoder.task(model, config_lib.DataConfig())
-  one_device, state = _sharded_step(task, optimizer, _text(4, 17))
-  layer, whole = state.params['layers'][0], one_device.params['layers'][0]
-  # Adam divides by sqrt(v), which turns the rounding of an almost zero gradient into a full update;
-  # the test therefore compares the parameters of Muon only.
+  state, sharded_state = _sharded_step(task, optimizer, _text(4, 17))
+  layer, sharded_layer = state.params['layers'][0], sharded_state.params['layers'][0]
   for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down'):
-    np.testing.assert_allclose(whole[name], layer[name], atol=1e-5)
+    np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
+
+  layer = sharded_layer
   assert _parts(layer['query']) == {(8, 2, 8)}  # D/2 N/2 H
   assert _parts(layer['down']) == {(16, 8)}  # F/2 D/2
   assert _parts(layer['query_norm']) == {(8,)}
-  moments = state.opt_state[1].inner_states
+  moments = sharded_state.opt_state[1].inner_states
   matrices = moments['matrix'].inner_state[0].mu['layers'][0]
   assert matrices['query'].sharding == layer['query'].sharding
-  embedding = state.params['embedding']
+  embedding = sharded_state.params['embedding']
   assert moments['rest'].inner_state.nu['embedding'].sharding == embedding.sharding
 
 
 def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
-  model.num_layers, model.num_experts, model.experts_per_token = 1, 4, 2
+  """Muon, too: a matrix of an expert is one matrix of its tensor."""
+  model.num_layers, model.num_experts, optimizer.name = 1, 4, 'muon'
   task = decoder.task(model, config_lib.DataConfig())
-  layer = _sharded_step(task, optimizer, _text(4, 17))[1].params['layers'][0]['experts']
-  assert _parts(layer['up']) == {(2, 16, 16)}  # E/2 D F/2
-  assert _parts(layer['down']) == {(2, 16, 16)}  # E/2 F/2 D
-  assert _parts(layer['router']) == {(16, 4)}
+  states = _sharded_step(task, optimizer, _text(4, 17))
+  layer, sharded_layer = (state.params['layers'][0]['experts'] for state in states)
+  for name in ('gate', 'up', 'down'):
+    np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
+    assert _parts(sharded_layer[name]) == {(2, 16, 16)}  # E/2 D F/2 or E/2 F/2 D
+  assert _parts(sharded_layer['router']) == {(16, 4)}
+  moments = states[1].opt_state[1].inner_states['matrix'].inner_state[0].mu['layers'][0]['experts']
+  assert moments['up'].sharding == sharded_layer['up'].sharding
 
 
 def test_a_sharded_reader_of_images_equals_the_unsharded_one(model, optimizer):
