@@ -13,7 +13,7 @@ from diloco_jax.train import digits
 
 
 def get_config(variant: str = '') -> run_config.Config:
-  """Four learners; under a minute on two cores."""
+  """Four learners."""
   if variant:
     raise ValueError(f'there is no variant {variant!r}; digits_vlm has none')
   config = stdlib_lm.small()

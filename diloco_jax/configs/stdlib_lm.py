@@ -120,7 +120,7 @@ def diloco() -> run_config.Config:
 
 
 def small() -> run_config.Config:
-  """A model that trains in half a minute: of 63,264 parameters, on windows of 32 bytes."""
+  """A model of 63,264 parameters on windows of 32 bytes: a step takes 5 ms on one core."""
   config = decoupled()
   config.model = train_config.ModelConfig(
     num_layers=2,
