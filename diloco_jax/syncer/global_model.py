@@ -4,6 +4,7 @@ A value is a flat float32 vector per fragment. A merge and its replay from the l
 (storage/outer_log.py) use the same function, jitted once: equal inputs give equal bits.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Collection, Sequence
@@ -71,6 +72,14 @@ class Theta:
     ]
     self._digest = jax.jit(digest_lib.digest)
     self._to_params = jax.jit(self._assemble)
+
+  def twin(self, assembled: build.Assembly) -> 'Theta':
+    """Another one at version 0, with the compiled functions of this one; layout, codecs, merge rules
+    and outer optimizer of `assembled` are equal to its own."""
+    other = copy.copy(self)
+    other._assembled = assembled
+    other.forget()
+    return other
 
   def _version_0(self) -> dict[str, Any]:
     layout = self._assembled.layout

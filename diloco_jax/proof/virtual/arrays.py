@@ -197,11 +197,8 @@ def fresh_island(assembled: build.Assembly) -> island_lib.Island:
 def fresh_theta(assembled: build.Assembly) -> global_model.Theta:
   """A global model at version 0."""
   sync = assembled.config.sync
-  rules = sync.merge, sync.embedding_merge, sync.outer
-  theta = _theta(repr((_exchange_key(assembled), rules, sync.learners)), _Unkeyed(assembled))
-  first = global_model.Theta(assembled)
-  theta.restore(first.arrays(), first.versions)
-  return theta
+  outer = sync.merge, sync.embedding_merge, sync.outer
+  return _theta(repr((_exchange_key(assembled), outer)), _Unkeyed(assembled)).twin(assembled)
 
 
 def _step_key(config: run_config.Config) -> str:
@@ -214,11 +211,10 @@ def _step_key(config: run_config.Config) -> str:
 
 
 def _exchange_key(assembled: build.Assembly) -> str:
-  """All that encoding and adoption depend on."""
-  config = assembled.config
-  sync = config.sync
+  """All that encoding, adoption and merges depend on, but the merge rules and the outer optimizer."""
+  sync = assembled.config.sync
   arithmetic = sync.codec_up, sync.codec_down, sync.adopt, sync.alpha
-  return repr((config.task, assembled.layout.digest(), arithmetic))
+  return repr((assembled.config.task, assembled.layout.digest(), arithmetic))
 
 
 @dataclasses.dataclass(frozen=True)
