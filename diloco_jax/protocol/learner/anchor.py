@@ -39,6 +39,7 @@ class Anchor:
     misses: versions in a row that the learner adopted without a merged capture of its own.
     reason: why the adoption discarded steps; '' if it discarded none.
     sound: False if the adopted bits differ from the published ones.
+    adopted: the learner's steps at the adoption.
     next_due: the sync that this learner waits for in lock-step modes.
   """
 
@@ -50,6 +51,7 @@ class Anchor:
   misses: int = 0
   reason: str = ''
   sound: bool = True
+  adopted: int = 0
   next_due: int = 0
 
   def rewind(self, steps: int, tokens: int) -> None:
@@ -83,7 +85,7 @@ class Anchor:
       (the new anchor, whether the steps that are not merged are kept, whether the capture is among
       those that are merged).
     """
-    new = Anchor(publish.version, publish.digest, steps, tokens, next_due=self.next_due)
+    new = Anchor(publish.version, publish.digest, steps, tokens, adopted=steps)
     capture = self.capture
     if max_misses is None:
       new.reason = messages.Reason.OVERWRITTEN

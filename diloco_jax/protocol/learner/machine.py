@@ -20,8 +20,8 @@ so that learners of different speeds stay aligned.
 A fragment is due for sync t `ahead` steps before t, so that the payload is at the syncer when the
 sync opens; a learner that is further behind is pulled again then, and answers at its next boundary.
 The payload covers all steps that the syncer has not settled (anchor.py). While a capture may still
-be merged, the learner makes no other one of that fragment: it would count the same tokens again. A
-pull that comes before the learner has trained on the fragment waits for the next boundary; the
+be merged, the learner makes no other one of that fragment, because it would count the same tokens
+again: the pull waits. So does a pull that comes before the learner has trained on the fragment; the
 learner declines it if it may not step before.
 """
 
@@ -274,7 +274,7 @@ class LearnerMachine:
     self.steps = self.tokens = 0
     self._saving.begin_life()
     for anchor in self._anchors:
-      anchor.steps = anchor.tokens = 0
+      anchor.steps = anchor.tokens = anchor.adopted = 0
       anchor.capture = None
 
   def _encoded(self, encoded: events.Encoded) -> None:
@@ -414,7 +414,7 @@ class LearnerMachine:
         version=publish.version,
         sync=publish.sync,
         clock=self.clock,
-        steps_between=self.steps - anchor.steps,
+        steps_between=self.steps - anchor.adopted,
         whole=whole,
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
         reason='' if keep else new.reason,
@@ -466,13 +466,14 @@ class LearnerMachine:
     anchor = self._anchors[fragment]
     if fragment in self._due or len(self._encoding) >= self._config.in_flight:
       return  # captures occupy the device: at most as many as syncs may be open
+    if anchor.capture is not None:
+      return  # the version with it, or its verdict, is on the way
     steps = self.steps - anchor.steps
-    if anchor.capture is not None or steps == 0:
-      if steps == 0 and self._may_step():
+    if steps == 0:
+      if self._may_step():
         return
-      reason = 'empty' if anchor.capture is None else 'contributed'
       self._connection.send(
-        messages.Decline(sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens)
+        messages.Decline(sync=sync, fragment=fragment, reason='empty', tokens_to=self.tokens)
       )
     else:
       anchor.capture = anchor_lib.Capture(sync, self.steps, self.tokens)

@@ -105,7 +105,9 @@ class Gathering:
       gather = gather_lib.Gather(sync=sync, fragment=fragment)
       gather.move('announced')
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns()
+    closing = sync > self._config.total_steps
+    gather.opened_ns = now_ns
+    gather.grace_ns = self._config.lease_ns if closing else self._window_ns()
     self.open[sync] = gather
     for member in self._members.live():
       answered = member.learner in gather.asked and member.learner not in gather.waiting
