@@ -74,8 +74,8 @@ class Theta:
     self._to_params = jax.jit(self._assemble)
 
   def twin(self, assembled: build.Assembly) -> 'Theta':
-    """Another one at version 0, with the compiled functions of this one; layout, codecs, merge rules
-    and outer optimizer of `assembled` are equal to its own."""
+    """Another one at version 0, with the compiled functions of this one: `assembled` has the same
+    layout, codecs, merge rules and outer optimizer."""
     other = copy.copy(self)
     other._assembled = assembled
     other.forget()

@@ -211,7 +211,7 @@ def _step_key(config: run_config.Config) -> str:
 
 
 def _exchange_key(assembled: build.Assembly) -> str:
-  """All that encoding, adoption and merges depend on, but the merge rules and the outer optimizer."""
+  """All that encoding and adoption depend on."""
   sync = assembled.config.sync
   arithmetic = sync.codec_up, sync.codec_down, sync.adopt, sync.alpha
   return repr((assembled.config.task, assembled.layout.digest(), arithmetic))
