@@ -179,7 +179,9 @@ def test_the_start_waits_for_the_expected_learners():
   assert machine.deadline_ns <= 300 * MS
   out = machine.handle(300 * MS, events.Wake())
   told = [a.message for a in out if isinstance(a, actions.Send)]
-  assert told == [messages.Joined(incarnation=2, clock=0, shard=0, cursor=0, due=(0,))]
+  assert told == [
+    messages.Joined(incarnation=2, clock=0, shard=0, cursor=0, due=(0,), settled=(0,))
+  ]
 
 
 def test_a_new_incarnation_starts_at_step_zero():

@@ -48,13 +48,6 @@ TRAINING_STATES = (
 Identity = connection_lib.Identity
 
 
-def _has_value(publish: messages.Publish, version: int) -> bool:
-  """Whether a learner that holds `version` need not adopt this publish. The same version as a whole
-  fragment is a fresh anchor that it must adopt."""
-  whole = publish.base_version is None
-  return publish.version < version or (publish.version == version and not whole)
-
-
 class LearnerMachine:
   """The learner's half of the protocol (see the top of this file)."""
 
@@ -274,8 +267,7 @@ class LearnerMachine:
     self.steps = self.tokens = 0
     self._saving.begin_life()
     for anchor in self._anchors:
-      anchor.steps = anchor.tokens = anchor.adopted = 0
-      anchor.capture = None
+      anchor.begin_life()
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """Sends the encoded capture, unless the session has changed since."""
@@ -285,7 +277,6 @@ class LearnerMachine:
       self._out.drop(encoded.payload_id)
     elif encoded.payload_id is None:
       self._unsettled.discard(encoded.sync)
-      self._anchors[encoded.fragment].rejected(encoded.sync)
       self._connection.send(
         messages.Decline(
           sync=encoded.sync,
@@ -302,7 +293,7 @@ class LearnerMachine:
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
     self._unsettled.discard(settled.sync)
-    if not settled.merged and (self._config.rebases or settled.reason == messages.CANCELLED):
+    if settled.reason in messages.kept(self._config.rebases):
       anchor.rejected(settled.sync)
     if settled.reason == messages.CANCELLED:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
@@ -388,7 +379,7 @@ class LearnerMachine:
 
   def _adopt(self, publish: messages.Publish, payload_id: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
-    if fragment not in self._due and _has_value(publish, anchor.version):
+    if fragment not in self._due and anchor.covers(publish):
       self._out.drop(payload_id)
       return
     whole = publish.base_version is None
@@ -420,13 +411,11 @@ class LearnerMachine:
         reason='' if keep else new.reason,
       )
     )
-    if (
-      anchor.capture is not None and new.capture is None
-    ):  # a payload of dropped steps is withdrawn
+    if anchor.capture is not None and new.capture is None:  # no verdict on it need follow
       self._unsettled.discard(anchor.capture.sync)
     new.next_due = max(anchor.next_due, self._schedule.due(fragment, publish.sync))
     self._anchors[fragment] = new
-    self._adopting.append((self._connection.session, self._anchors[fragment]))
+    self._adopting.append((self._connection.session, new))
     self._pulls.ended(fragment, publish.sync)
     self.clock = max(self.clock, publish.sync)
     self._due.discard(fragment)
@@ -468,25 +457,18 @@ class LearnerMachine:
       return  # captures occupy the device: at most as many as syncs may be open
     if anchor.capture is not None:
       return  # the version with it, or its verdict, is on the way
-    steps = self.steps - anchor.steps
-    if steps == 0:
+    if not all(one.keep for one, _ in self._arrivals if one.fragment == fragment):
+      return  # its steps are about to be dropped
+    if self.steps == anchor.steps:
       if self._may_step():
         return
       self._connection.send(
         messages.Decline(sync=sync, fragment=fragment, reason='empty', tokens_to=self.tokens)
       )
     else:
-      anchor.capture = anchor_lib.Capture(sync, self.steps, self.tokens)
       self._unsettled.add(sync)
-      covers = {
-        'sync': sync,
-        'fragment': fragment,
-        'version': anchor.version,
-        'steps': steps,
-        'tokens_from': anchor.tokens,
-        'tokens_to': self.tokens,
-        **self._position._asdict(),
-      }
+      covers = anchor.give(sync, self.steps, self.tokens)
+      covers |= {'fragment': fragment, **self._position._asdict()}
       self._encoding.append((self._connection.session, covers))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
     self._pulls.answered(fragment)

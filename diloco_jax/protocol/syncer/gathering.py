@@ -56,9 +56,7 @@ class Gathering:
     self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
     # Reasons after which the learner keeps the tokens and sends them again, and the one for those
     # that it does not send although nothing was said of them.
-    self._kept = (messages.CANCELLED,)
-    if config.rebases:
-      self._kept += (Reason.LATE, Reason.STALE)
+    self._kept = messages.kept(config.rebases)
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
@@ -105,9 +103,7 @@ class Gathering:
       gather = gather_lib.Gather(sync=sync, fragment=fragment)
       gather.move('announced')
     gather.move('gathering')
-    closing = sync > self._config.total_steps
-    gather.opened_ns = now_ns
-    gather.grace_ns = self._config.lease_ns if closing else self._window_ns()
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
     for member in self._members.live():
       answered = member.learner in gather.asked and member.learner not in gather.waiting
@@ -116,7 +112,9 @@ class Gathering:
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self) -> int:
+  def _window_ns(self, sync: int) -> int:
+    if sync > self._config.total_steps:
+      return self._config.lease_ns  # no learner trains on meanwhile
     times = [member.inner_step_ns for member in self._members.by_session.values()]
     step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
     return self.grace.window_ns(self._config, step_ns)

@@ -311,17 +311,7 @@ class SyncerMachine:
         machine_state=self.state(),
       )
     )
-    gather.facts = {
-      'sync': gather.sync,
-      'fragment': gather.fragment,
-      'version': base + 1,
-      'participants': tuple(p.learner for p in gather.participants),
-      'waited_ns': now_ns - gather.opened_ns,
-      'grace_ns': gather.grace_ns,
-      'tokens': sum(p.tokens for p in gather.participants),
-      'why': why,
-      'staleness': max(base - message.version for message, _ in gather.payloads.values()),
-    }
+    gather.set_facts(now_ns, base, why)
     self._out.report(facts.Merging(**gather.facts))
     self._saving.decided(over=self._pace.over and self._gathering.decided)
 
