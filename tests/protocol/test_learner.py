@@ -72,10 +72,7 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0, now=True)))
   train(machine, 10)
   machine.handle(11 * MS, encoded(2, 0, payload_id=1))
-  for cancelled, pulled, answer in (
-    (6, 10, messages.Decline),
-    (2, 14, messages.Contribution),
-  ):
+  for cancelled, pulled, answers in ((6, 10, 0), (2, 14, 1)):
     machine.handle(
       12 * MS,
       received(1, messages.Settled(sync=cancelled, fragment=0, merged=False, reason='cancelled')),
@@ -84,7 +81,8 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
     out = train(machine, 20)
     if any(isinstance(a, actions.Encode) for a in out):
       out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
-    assert contents(out, answer), (cancelled, out)
+    assert len(contents(out, messages.Contribution)) == answers, (cancelled, out)
+    assert not contents(out, messages.Decline)
 
 
 # --- Asked to end ---------------------------------------------------------------------------------
@@ -109,8 +107,8 @@ def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
   # Issue 4, preemption: push, save, leave. A syncer drops the payload of a learner that leaves.
   machine, out = preempted()
   assert not contents(out, messages.Leave)
-  empty = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
-  assert [m.reason for m in contents(empty, messages.Decline)] == ['contributed']
+  waits = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  assert not contents(waits, messages.Decline)
   out = machine.handle(
     20 * MS, received(1, messages.Settled(sync=2, fragment=0, merged=True, reason=''))
   )

@@ -63,7 +63,7 @@ def test_tokens_of_a_cancelled_sync_can_be_sent_again():
   machine, session = joined()
   advance(machine, session, step=2)
   machine.handle(
-    3, received(session, messages.Decline(sync=2, fragment=0, reason='contributed', tokens_to=20))
+    3, received(session, messages.Decline(sync=2, fragment=0, reason='empty', tokens_to=20))
   )
   machine.handle(4, received(session, contribution(sync=2), payload_id=1))  # it was in flight
   advance(machine, session, step=4)
