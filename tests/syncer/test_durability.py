@@ -221,6 +221,7 @@ def books(assembled: build.Assembly, sync: int) -> dict:
       'clock': 0,
       'left': False,
       'strikes': 0,
+      'spoiled': [],
       'max_strikes': 0,
     }
     for m, name in enumerate(NAMES)
