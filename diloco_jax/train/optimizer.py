@@ -30,10 +30,10 @@ from typing import Any
 import jax
 import optax
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import task as task_lib
 
-_BODY = ('body', 'expert')  # labels of a task
 _RMS_OF_ADAM = 0.2  # of an update before the rate (arXiv 2502.16982, section 2.2)
 
 
@@ -108,7 +108,7 @@ def _matrix_axes(
   task: task_lib.Task, path: jax.tree_util.KeyPath, leaf: jax.Array
 ) -> optax.contrib.MuonDimensionNumbers | None:
   """The input and output axes of a matrix of the body, else None."""
-  if task.label(jax.tree_util.keystr(path)) not in _BODY:
+  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT):
     return None
   text = jax.tree_util.keystr(path, simple=True, separator='/')
   axes = task_lib.first_match(task.matrices, text, ((0,), (1,)) if leaf.ndim == 2 else None)
