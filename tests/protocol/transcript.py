@@ -3,8 +3,8 @@
 A script is blocks of `command lines`, `----`, `output`, blank line; `#` begins a comment.
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
-    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk_up, encode,
-                                  donate
+    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk_up,
+                                  bulk_down, encode, donate
     set ID|syncer NAME=MS ...     changes these times; loss and duplicate are per mille of messages
     for MS [quiet]                time passes; prints the actions unless quiet
     reset | kill | freeze | thaw | heal | stop  ID|syncer
