@@ -459,6 +459,8 @@ class LearnerMachine:
     arrived = [one for one, _ in self._arrivals if one.fragment == fragment]
     if arrived and (anchor.capture is not None or not all(one.keep for one in arrived)):
       return  # only after the adoption it has something to give
+    if anchor.capture is not None and self._config.closing(sync):
+      return  # the last payload: it must contain that capture, or begin after it
     if anchor.capture is not None or empty:
       if empty and self._may_step():
         return
