@@ -322,6 +322,14 @@ class ProtocolConfig:
     """How many inner steps before it opens a sync may be announced, and how many at once."""
     return self.overlap + self.steps_ahead
 
+  def closing(self, sync: int) -> bool:
+    """Whether a sync is after the last inner step: it takes what is left, and no step follows."""
+    return sync > self.total_steps
+
+  def needed(self, sync: int) -> int:
+    """How many payloads a sync waits for: K; a closing one merges what there is."""
+    return 0 if self.closing(sync) else self.quorum
+
   @property
   def data_shards(self) -> int:
     """V."""

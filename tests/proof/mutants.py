@@ -17,9 +17,12 @@ from unittest import mock
 from diloco_jax.proof.checks.invariants import data
 from diloco_jax.proof.sim import network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection, moments
 from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.learner import pulls as pulls_lib
 from diloco_jax.protocol.syncer import (
   checkpoints,
   gathering,
@@ -80,8 +83,8 @@ def _never_refuses(original: Any) -> Callable:
   """An account that reports every range as settled, so that a checker and not the machine's own
   assertion catches the mutant."""
 
-  def settle(self, fragment, start, end, reason):
-    original(self, fragment, start, end, reason)
+  def settle(self, fragment, start, end, reason, gap):
+    original(self, fragment, start, end, reason, gap)
     return True
 
   return settle
@@ -142,23 +145,23 @@ def tokens_of_the_report(original):
 
 @mutant('The ledger does not record discarded tokens.', ledger.Account, 'settle', 'I7')
 def discard_without_ledger(original):
-  def settle(self, fragment, start, end, reason):
+  def settle(self, fragment, start, end, reason, gap):
     if reason:
       return True
-    return original(self, fragment, start, end, reason)
+    return original(self, fragment, start, end, reason, gap)
 
   return settle
 
 
 @mutant(
-  'The ledger forgets tokens trained after the capture and then overwritten.',
+  'The ledger forgets the tokens that a learner drops when it adopts.',
   join_lib.Membership,
   'adopted',
   'I7 I16',
 )
 def overwrite_without_ledger(original):
   def adopted(self, now_ns, member, message):
-    with mock.patch.object(ledger.Account, 'overwrite', lambda *args: None):
+    with mock.patch.object(ledger.Account, 'drop', lambda *args: None):
       original(self, now_ns, member, message)
 
   return adopted
@@ -220,6 +223,197 @@ def merged_payload_is_not_reported(original):
   return settle
 
 
+# --- Rebase ---------------------------------------------------------------------------------------
+
+
+@mutant(
+  'A learner takes a capture as merged, whatever the syncer says.',
+  anchor_lib.Anchor,
+  'adopt',
+  'I25',
+)
+def capture_is_always_merged(original):
+  def adopt(self, publish, steps, tokens, max_misses):
+    if self.capture is not None:
+      publish = dataclasses.replace(publish, settled_to=self.capture.tokens)
+    return original(self, publish, steps, tokens, max_misses)
+
+  return adopt
+
+
+@mutant(
+  'A learner takes no capture as merged, whatever the syncer says.',
+  anchor_lib.Anchor,
+  'adopt',
+  'I25',
+)
+def capture_is_never_merged(original):
+  def adopt(self, publish, steps, tokens, max_misses):
+    publish = dataclasses.replace(publish, settled_to=min(publish.settled_to, self.tokens))
+    return original(self, publish, steps, tokens, max_misses)
+
+  return adopt
+
+
+@mutant(
+  'A learner carries its steps on although the syncer refused its update.',
+  anchor_lib.Anchor,
+  'adopt',
+  'I25',
+)
+def keep_is_ignored(original):
+  def adopt(self, publish, steps, tokens, max_misses):
+    return original(self, dataclasses.replace(publish, keep=True), steps, tokens, max_misses)
+
+  return adopt
+
+
+@mutant('A learner carries its steps on for ever.', anchor_lib.Anchor, 'adopt', 'I25')
+def misses_are_not_counted(original):
+  def adopt(self, publish, steps, tokens, max_misses):
+    return original(self, publish, steps, tokens, max_misses and 10**9)
+
+  return adopt
+
+
+@mutant(
+  'A learner waits for the version of a payload that was late.',
+  LearnerMachine,
+  '_settled',
+  'I1b I25',
+)
+def late_capture_stays(original):
+  def _settled(self, settled):
+    anchor = self._anchors[settled.fragment]
+    capture = anchor.capture
+    original(self, settled)
+    if settled.reason == Reason.LATE:
+      anchor.capture = capture
+
+  return _settled
+
+
+@mutant(
+  'A learner that undoes its steps keeps its capture.', anchor_lib.Anchor, 'rewind', 'I1b I25'
+)
+def rewound_capture_stays(original):
+  def rewind(self, steps, tokens):
+    capture = self.capture
+    original(self, steps, tokens)
+    self.capture = capture
+
+  return rewind
+
+
+@mutant(
+  'The ledger settles a late payload although its learner keeps the tokens.',
+  gathering.Gathering,
+  '_reject',
+  'I25 I7',
+)
+def late_tokens_are_settled(original):
+  def _reject(self, member, message, payload_id, reason):
+    original(self, member, message, payload_id, reason)
+    if reason == Reason.LATE:
+      self._withdraw(member, message.fragment, message.tokens_to)
+      self._settle(member, message, reason)
+
+  return _reject
+
+
+@mutant(
+  'A learner begins a payload among tokens that the syncer refused.',
+  LearnerMachine,
+  '_settled',
+  'I1b I25',
+)
+def refused_capture_is_sent_again(original):
+  def _settled(self, settled):
+    original(self, settled)
+    if settled.reason == Reason.BAD_VALUE:
+      self._anchors[settled.fragment].rejected(settled.sync)
+
+  return _settled
+
+
+@mutant(
+  'The next syncer has forgotten which learners must drop their steps.',
+  members.Members,
+  'state',
+  'I2 I10 I16 I17 I25',
+)
+def spoiled_is_not_saved(original):
+  return lambda self: [{**row, 'spoiled': []} for row in original(self)]
+
+
+@mutant('A learner gives a fragment before it is due.', pulls_lib.Pulls, '_given_at', 'I1b')
+def given_too_early(original):
+  return lambda self, sync: original(self, sync) - 1
+
+
+@mutant('A learner gives a fragment only when the sync has opened.', pulls_lib.Pulls, 'due', 'L4a')
+def given_when_asked(original):
+  def due(self, clock, ends):
+    return [one for one in original(self, clock, ends) if ends or one[0] in self._open]
+
+  return due
+
+
+@mutant('An announced sync pulls like an open one.', gathering.Gathering, '_pull', 'P1')
+def announced_is_open(original):
+  def _pull(self, gather, member):
+    state, gather.state = gather.state, 'gathering'
+    original(self, gather, member)
+    gather.state = state
+
+  return _pull
+
+
+@mutant('The grace window counts from the quorum.', gathering.Gathering, 'contribution', 'I5 L2a')
+def window_from_the_quorum(original):
+  def contribution(self, now_ns, member, message, payload_id):
+    original(self, now_ns, member, message, payload_id)
+    gather = self.open.get(message.sync)
+    if gather is not None and len(gather.payloads) == self._config.quorum:
+      gather.grace_ns += now_ns - gather.opened_ns
+
+  return contribution
+
+
+@mutant('A closing sync opens while a learner still trains.', pace.Pace, '_needed', 'P1')
+def closes_too_early(original):
+  return lambda self, sync: self._config.quorum
+
+
+@mutant(
+  'A closing sync ends with the grace window of the others.',
+  gathering.Gathering,
+  '_window_ns',
+  'I5 L2a',
+)
+def closing_does_not_wait(original):
+  return lambda self, sync: original(self, 0)
+
+
+@mutant('A closing sync needs two payloads.', gather_lib, 'decide', 'L2a claim')
+def closing_needs_a_quorum(original):
+  return lambda gather, now_ns, needed, live: original(gather, now_ns, needed or 2, live)
+
+
+@mutant(
+  'A learner declines a closing sync while its capture may still be late.',
+  LearnerMachine,
+  '_answer',
+  'L4a',
+)
+def closing_is_declined(original):
+  def _answer(self, fragment, sync):
+    with mock.patch.object(config_lib.ProtocolConfig, 'closing', lambda self, sync: False):
+      original(self, fragment, sync)
+
+  return _answer
+
+
 # --- A learner's answers --------------------------------------------------------------------------
 
 
@@ -255,23 +449,21 @@ def contributes_while_due(original):
 def no_resend_after_cancel(original):
   def _settled(self, settled):
     anchor = self._anchors[settled.fragment]
-    contributed = anchor.contributed
+    capture = anchor.capture
     original(self, settled)
-    anchor.contributed = contributed
+    anchor.capture = capture
 
   return _settled
 
 
 @mutant(
-  'After a reconnect the learner does not send its tokens again.', LearnerMachine, '_renew', 'I1b'
+  'After a reconnect the learner does not send its tokens again.',
+  anchor_lib.Anchor,
+  'settled',
+  'I1b I25',
 )
 def no_resend_after_reconnect(original):
-  def _renew(self, fragment, anchor, clock):
-    contributed = anchor.contributed
-    original(self, fragment, anchor, clock)
-    anchor.contributed = contributed
-
-  return _renew
+  return lambda self, tokens: None
 
 
 @mutant(
@@ -310,7 +502,7 @@ def not_finite_is_published(original):
   'L1',
 )
 def step_waits_for_verdict(original):
-  return lambda self: original(self) and not any(one.contributed for one in self._anchors)
+  return lambda self: original(self) and not any(one.capture for one in self._anchors)
 
 
 @mutant('A learner trains only while it is connected.', LearnerMachine, '_may_step', 'L1')
@@ -334,12 +526,12 @@ def lag_is_one_more(original):
 
 @mutant(
   'A late publish moves a learner back to an older version.',
-  learner_machine,
-  '_has_value',
+  anchor_lib.Anchor,
+  'covers',
   'I4 I4b',
 )
 def late_publish_moves_back(original):
-  return lambda publish, version: False
+  return lambda self, publish: False
 
 
 @mutant(
@@ -534,7 +726,7 @@ def recovery_merges_the_refused(original):
 )
 def dead_learner_counts(original):
   def leave(self, name):
-    for gather in self.open.values():
+    for gather in self._all():
       gather.waiting.discard(name)
 
   return leave
@@ -542,24 +734,24 @@ def dead_learner_counts(original):
 
 @mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
 def quorum_is_one_less(original):
-  def decide(gather, now_ns, needed, live, closing):
-    return original(gather, now_ns, max(1, needed - 1), live, closing)
+  def decide(gather, now_ns, needed, live):
+    return original(gather, now_ns, max(1, needed - 1), live)
 
   return decide
 
 
 def _decides_with_repeats(original):
-  def decide(gather, now_ns, needed, live, closing):
+  def decide(gather, now_ns, needed, live):
     repeats = sum(name.endswith(' again') for name in gather.asked)
-    return original(gather, now_ns, max(1, needed - repeats), live, closing)
+    return original(gather, now_ns, max(1, needed - repeats), live)
 
   return decide
 
 
 def _fails_without_repeats(original):
-  def _fail(self, gather, why):
+  def _fail(self, now_ns, gather, why):
     gather.asked = {name for name in gather.asked if not name.endswith(' again')}
-    original(self, gather, why)
+    original(self, now_ns, gather, why)
 
   return _fail
 
@@ -576,7 +768,7 @@ def _fails_without_repeats(original):
 )
 def quorum_counts_a_learner_twice(original):
   def contribution(self, now_ns, member, message, payload_id):
-    gather = self.open.get(message.sync)
+    gather = self._find(message.sync)
     if gather is not None and member.learner in gather.payloads:
       gather.asked.add(f'{member.learner} again')
     original(self, now_ns, member, message, payload_id)
@@ -586,10 +778,10 @@ def quorum_counts_a_learner_twice(original):
 
 @mutant('The syncer waits for no other learner once it has a quorum.', gather_lib, 'decide', 'I5')
 def no_grace(original):
-  def decide(gather, now_ns, needed, live, closing):
-    if not gather.merging and len(gather.payloads) >= needed:
+  def decide(gather, now_ns, needed, live):
+    if not gather.merging and len(gather.payloads) >= max(1, needed):
       return 'merge', 'there is a quorum'
-    return original(gather, now_ns, needed, live, closing)
+    return original(gather, now_ns, needed, live)
 
   return decide
 
@@ -626,7 +818,7 @@ def fastest_is_usual(original):
 
 @mutant('The grace window never closes.', gather_lib.Gather, 'deadline_ns', 'L2a')
 def grace_never_ends(original):
-  return property(lambda self: None)
+  return lambda self, needed: None
 
 
 @mutant('A sync that can no longer reach its quorum stays open.', gather_lib, 'decide', 'L2a')
@@ -933,9 +1125,9 @@ def cancel_is_not_reported(original):
 )
 def withdrawn_payload_leaks(original):
   def leave(self, name):
-    for gather in self.open.values():
+    for gather in self._all():
       gather.waiting.discard(name)
-      gather.withdraw(name, self._config.quorum)
+      gather.withdraw(name)
 
   return leave
 
@@ -1193,8 +1385,8 @@ def disconnected_holder_holds(original):
 )
 def pull_is_forgotten(original):
   def _answer(self, fragment, sync):
-    if self._anchors[fragment].contributed:
-      del self._pulls[fragment]
+    if self._anchors[fragment].capture:
+      self._pulls.answered(fragment)
     else:
       original(self, fragment, sync)
 
@@ -1219,7 +1411,7 @@ def cancelled_sync_gathers_again(original):
     gather.move('gathering')
     for member in self._members.live():
       if member.caught_up:
-        self.pull(gather, member)
+        self._pull(gather, member)
 
   return cancel
 
@@ -1407,11 +1599,11 @@ def last_merged_batch_counts(original):
 )
 def not_rewound(original):
   def _use_shard(self, position):
-    before = [(anchor.steps, anchor.tokens) for anchor in self._anchors]
+    before = [(one.steps, one.tokens, one.capture) for one in self._anchors]
     original(self, position)
     self._out._actions[-1] = dataclasses.replace(self._out._actions[-1], rewind=False)
-    for anchor, (steps, tokens) in zip(self._anchors, before):
-      anchor.steps, anchor.tokens = steps, tokens
+    for anchor, (steps, tokens, capture) in zip(self._anchors, before):
+      anchor.steps, anchor.tokens, anchor.capture = steps, tokens, capture
 
   return _use_shard
 

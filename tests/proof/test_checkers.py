@@ -98,6 +98,7 @@ def merging(**changes: Any) -> a.Report:
     'fragment': 0,
     'version': 1,
     'participants': ('l0',),
+    'waited_ns': 3 * MS,
     'grace_ns': 0,
     'tokens': 20,
     'why': 'all 1 have answered',
@@ -110,9 +111,10 @@ JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', 
 CONFIRM = m.Confirm(
   nonce=7, incarnation=1, clock=0, steps=0, tokens=0, held=HELD, shard=None, cursor=0
 )
-JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
+JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0,))
 USE = a.UseShard(shard=0, cursor=0, rewind=False)
 PULL = m.Pull(sync=2, fragment=0, now=True)
+OPENED = a.Report(fact=facts.Opened(sync=2, fragment=0))
 CONTRIBUTION = m.Contribution(
   sync=2,
   fragment=0,
@@ -141,6 +143,7 @@ SNAPSHOT = {
       'clock': 2,
       'strikes': 0,
       'max_strikes': 0,
+      'spoiled': [],
     }
   ],
   'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
@@ -172,7 +175,7 @@ PUBLISH = m.Publish(
   version=1,
   base_version=0,
   digest=101,
-  settled_to=0,
+  settled_to=20,
   keep=True,
   payload=PAYLOAD,
 )
@@ -209,7 +212,7 @@ STORY = {
   ),
   'progress 1': Turn(SYNCER, 7, got(progress(1))),
   'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
-  'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL),)),
+  'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL), OPENED)),
   'pull': Turn(LEARNER, 10, got(PULL), (a.Encode(sync=2, fragment=0),)),
   'encoded': Turn(
     LEARNER,
@@ -224,7 +227,7 @@ STORY = {
     LEARNER,
     15,
     got(PUBLISH, payload_id=4),
-    (a.Adopt(fragment=0, version=1, payload_id=4, whole=False),),
+    (a.Adopt(fragment=0, version=1, payload_id=4, whole=False, keep=True, merged=True),),
   ),
   'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
   'heard': Turn(SYNCER, 17, got(ADOPTED)),
@@ -276,7 +279,7 @@ BROKEN = [  # what no mutant breaks before it breaks something else
     then(
       LEARNER,
       got(dataclasses.replace(PUBLISH, version=0, base_version=None), payload_id=8),
-      a.Adopt(fragment=0, version=0, payload_id=8, whole=True),
+      a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),
     ),
   ),
   ('I19', with_out('join', say(m.Finish()))),
@@ -435,7 +438,7 @@ def test_versions_go_back_only_when_a_log_was_repaired():
     LEARNER,
     41 * MS,
     got(whole, payload_id=8),
-    (a.Adopt(fragment=0, version=0, payload_id=8, whole=True),),
+    (a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),),
   )
 
 

@@ -120,8 +120,9 @@ def test_participants_are_in_id_order_whatever_their_arrival(slow: str):
   seen.start('l2', 'l0', 'l1')
   seen.world.link(slow).up_ns = 60 * MS
   seen.run(20_000)
-  merges = [[one.learner for one in m.participants] for _, _, m in seen.of(actions.Merge)]
-  assert merges and all(names == ['l0', 'l1', 'l2'] for names in merges)
+  merges = {m.sync: [one.learner for one in m.participants] for _, _, m in seen.of(actions.Merge)}
+  assert [merges[sync] for sync in (2, 4, 6)] == [['l0', 'l1', 'l2']] * 3
+  assert merges[8] == [slow], 'the closing sync takes what is left'
 
 
 @pytest.mark.parametrize('staleness, reason', [(0, 'stale'), (1, '')])
@@ -144,31 +145,34 @@ def test_an_older_anchor_counts_up_to_max_staleness(staleness: int, reason: str)
 
 
 @pytest.mark.parametrize(
-  'payloads, waiting, live, closing, verdict',
+  'payloads, waiting, live, needed, verdict',
   [
-    (0, 2, 2, False, 'wait'),  # no learner has answered
-    (1, 1, 2, False, 'wait'),  # there is no quorum yet
-    (2, 0, 2, False, 'merge'),  # all have answered
-    (1, 0, 2, False, 'cancel'),  # all have answered, one without a payload
-    (1, 0, 1, False, 'wait'),  # with K = M a learner may rejoin
-    (1, 0, 1, True, 'cancel'),  # but after the last step the sync does not wait for it
+    (0, 2, 2, 2, 'wait'),  # no learner has answered
+    (1, 1, 2, 2, 'wait'),  # there is no quorum yet
+    (2, 0, 2, 2, 'merge'),  # all have answered
+    (1, 0, 2, 2, 'cancel'),  # all have answered, one without a payload
+    (1, 0, 1, 2, 'wait'),  # with K = M a learner may rejoin
+    (1, 0, 1, 0, 'merge'),  # but after the last step the sync merges what there is
+    (0, 0, 1, 0, 'cancel'),
+    (1, 1, 2, 0, 'wait'),  # of all that can still answer
+    (0, 1, 1, 0, 'wait'),
   ],
 )
-def test_quorum_decisions(payloads: int, waiting: int, live: int, closing: bool, verdict: str):
-  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0)
+def test_quorum_decisions(payloads: int, waiting: int, live: int, needed: int, verdict: str):
+  gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0, grace_ns=9)
   gather.payloads = {f'l{n}': None for n in range(payloads)}
   gather.waiting = {f'w{n}' for n in range(waiting)}
-  assert gather_lib.decide(gather, 5, 2, live, closing)[0] == verdict
+  assert gather_lib.decide(gather, 5, needed, live)[0] == verdict
 
 
 def test_grace_decisions():
   gather = gather_lib.Gather(sync=4, fragment=0, opened_ns=0, waiting={'l1'}, payloads={'l0': None})
   gather.state, gather.opened_ns, gather.grace_ns = 'gathering', 100, 50
   assert gather.deadline_ns(2) is None and gather.deadline_ns(1) == 150
-  assert gather_lib.decide(gather, 149, 1, 2, False)[0] == 'wait'
-  assert gather_lib.decide(gather, 150, 1, 2, False)[0] == 'merge'
+  assert gather_lib.decide(gather, 149, 1, 2)[0] == 'wait'
+  assert gather_lib.decide(gather, 150, 1, 2)[0] == 'merge'
   gather.state = 'merging'
-  assert gather_lib.decide(gather, 999, 1, 2, False) == ('wait', 'merging')
+  assert gather_lib.decide(gather, 999, 1, 2) == ('wait', 'merging')
 
 
 def test_a_delta_is_sent_only_to_holders_of_the_version_before():

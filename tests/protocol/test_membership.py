@@ -154,9 +154,7 @@ def test_a_joiner_is_told_of_cancelled_syncs():
   machine.handle(0, received(1, join()))
   machine.handle(0, received(1, confirm(fragments=2)))
   machine.handle(1, received(1, progress(3)))
-  machine.handle(
-    2, received(1, messages.Decline(sync=3, fragment=1, reason='empty', tokens_to=0))
-  )
+  machine.handle(2, received(1, messages.Decline(sync=3, fragment=1, reason='empty', tokens_to=0)))
   machine.handle(3, received(2, join(learner='l1', nonce=8)))
   out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
   told = [a.message for a in out if isinstance(a, actions.Send)]

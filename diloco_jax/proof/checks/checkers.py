@@ -62,6 +62,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   tokens.HonestLearner,
   tokens.HonestDigests,
   tokens.TokensConserved,
+  tokens.Rebased,
   tokens.Verdicts,
   tokens.Finite,
   screening.Screened,

@@ -12,12 +12,13 @@ the same number, also in a recovery (simulated_log.py); any other input gives an
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
+Span = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
@@ -73,10 +74,31 @@ class Gradient:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-  """The bytes of a published payload: its value, and the base of the delta (None: whole)."""
+  """The bytes of a published payload: its value, the base of the delta (None: whole), and by
+  process the ranges of its tokens that the value contains."""
 
   base: int | None
   value: int
+  merged: dict[int, tuple[Span, ...]]
+
+  def claim_conserved(self, nonce: int, before: int, after: int, adopt: actions.Adopt) -> None:
+    """A process adopts the value; until then its local - anchor contained its tokens from `before`
+    on, and now those from `after` on. Each token is in one of the two, unless it was dropped."""
+    merged = self.merged.get(nonce, ())
+    claim(
+      all(end <= after for _, end in merged),
+      'A learner carries on nothing that the adopted value contains.',
+      adopt,
+      merged,
+      after,
+    )
+    claim(
+      not adopt.merged or joined([(0, before), *merged])[0][1] >= after,
+      'A learner gives up only what the adopted value contains.',
+      adopt,
+      merged,
+      after,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,6 +192,10 @@ class Theta:
       )
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
+  def contents(self, p: int) -> dict[int, tuple[Span, ...]]:
+    """By process: the ranges of its tokens that the value of a fragment contains."""
+    return {nonce: tuple(spans) for (nonce, q), spans in self.ranges.items() if q == p}
+
   def saved(self) -> dict:
     """As JSON types."""
     ranges = [[*key, spans] for key, spans in self.ranges.items()]
@@ -195,9 +221,24 @@ class Theta:
     return theta
 
 
+def joined(spans: Iterable[Span]) -> list[Span]:
+  """The same ranges in order, neighbours as one.
+
+  >>> joined([(4, 6), (0, 2), (2, 3)])
+  [(0, 3), (4, 6)]
+  """
+  found: list[Span] = []
+  for start, end in sorted(spans):
+    if found and start <= found[-1][1]:
+      found[-1] = found[-1][0], max(end, found[-1][1])
+    else:
+      found.append((start, end))
+  return found
+
+
 def _add(spans: list[tuple[int, int]], start: int, end: int, sentence: str, grad: Gradient) -> None:
   claim(all(end <= first or last <= start for first, last in spans), sentence, grad, spans)
-  spans.append((start, end))
+  spans[:] = joined([*spans, (start, end)])
 
 
 def value(*made_of: Any) -> int:

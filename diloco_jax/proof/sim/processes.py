@@ -324,10 +324,12 @@ class Learner(Process):
       self.flips.discard(fragment)
       self.world.flipped += 1
       self.values[fragment] = -1
+    before, _ = self.contains[fragment]
     if adopt.merged:
       self.contains[fragment] = self.captured.pop(fragment)
     elif not adopt.keep:
       self.contains[fragment] = self.tokens, self.steps
+    published.claim_conserved(self.nonce, before, self.contains[fragment][0], adopt)
     self.answer(
       self.island.adopt_ns,
       events.AdoptDone(
@@ -439,7 +441,7 @@ class Syncer(Process):
         digest=theta.values[p],
         payload=PAYLOAD,
       ),
-      arrays.Published(None, theta.values[p]),
+      arrays.Published(None, theta.values[p], theta.contents(p)),
     )
 
   def _merge(self, merge: actions.Merge) -> Iterator[int]:
@@ -465,7 +467,8 @@ class Syncer(Process):
     if merged.failed:
       self.post(done)
     else:
-      self.post(dataclasses.replace(done, payload=PAYLOAD), arrays.Published(base, merged.digest))
+      published = arrays.Published(base, merged.digest, self.theta.contents(p))
+      self.post(dataclasses.replace(done, payload=PAYLOAD), published)
 
   def _commit(self, step: outer_log.OuterStep) -> Iterator[int]:
     """Appends the record and makes it durable."""

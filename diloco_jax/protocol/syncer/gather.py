@@ -53,9 +53,9 @@ class Gather:
     """The end of the grace window."""
     return self.opened_ns + self.grace_ns
 
-  def deadline_ns(self, quorum: int) -> int | None:
-    """When the sync merges without the missing learners."""
-    waits = self.state == 'gathering' and len(self.payloads) >= quorum
+  def deadline_ns(self, needed: int) -> int | None:
+    """When the sync ends without the missing learners."""
+    waits = self.state == 'gathering' and len(self.payloads) >= needed
     return self.close_ns if waits else None
 
   def withdraw(self, learner: str) -> int | None:
@@ -88,35 +88,35 @@ class Gather:
       'staleness': max(base - message.version for message, _ in self.payloads.values()),
     }
 
-  def check(self, live: set[str], quorum: int) -> None:
+  def check(self, live: set[str], needed: int) -> None:
     """Asserts that a merge has its quorum, and that the sync waits for live learners only."""
     if self.merging:
-      assert len(self.participants) >= quorum, self
+      assert len(self.participants) >= max(1, needed), self
     else:
       assert self.payloads.keys() | self.waiting <= live, (self, live)
 
 
-def decide(gather: Gather, now_ns: int, quorum: int, live: int, closing: bool) -> tuple[str, str]:
+def decide(gather: Gather, now_ns: int, needed: int, live: int) -> tuple[str, str]:
   """('wait' | 'merge' | 'cancel', why) for one gather.
 
   Args:
     gather: the sync.
     now_ns: the present time.
-    quorum: K.
+    needed: how many payloads it waits for (ProtocolConfig.needed).
     live: how many learners could contribute.
-    closing: whether the sync is after the last inner step.
   """
   count = len(gather.payloads)
   if gather.merging:
     return 'wait', 'merging'
-  if count >= quorum:
+  if count >= needed:
+    ends = 'merge' if count else 'cancel'
     if not gather.waiting:
-      return 'merge', f'all {count} have answered'
+      return ends, f'all {count} have answered' if count else 'all have answered, without payloads'
     if now_ns >= gather.close_ns:
-      return 'merge', f'grace is over: {count} payloads, {len(gather.waiting)} learners missing'
-    return 'wait', f'quorum {count} >= {quorum}, grace runs'
+      return ends, f'grace is over: {count} payloads, {len(gather.waiting)} learners missing'
+    return 'wait', f'quorum {count} >= {needed}, grace runs'
   # No asked learner can still answer. With fewer live learners than K another may join (and a
   # lock-step run waits for it); otherwise the sync can never reach its quorum.
-  if not gather.waiting and (closing or live >= quorum):
-    return 'cancel', f'all have answered, {count} payloads of {quorum}'
-  return 'wait', f'{count} payloads of {quorum}'
+  if not gather.waiting and live >= needed:
+    return 'cancel', f'all have answered, {count} payloads of {needed}'
+  return 'wait', f'{count} payloads of {needed}'

@@ -74,7 +74,7 @@ class Gathering:
   @property
   def deadline_ns(self) -> int | None:
     """The next end of a grace window."""
-    times = [gather.deadline_ns(self._config.quorum) for gather in self.open.values()]
+    times = [gather.deadline_ns(self._config.needed(sync)) for sync, gather in self.open.items()]
     return min((time_ns for time_ns in times if time_ns is not None), default=None)
 
   def may_announce(self, fragment: int) -> bool:
@@ -113,7 +113,7 @@ class Gathering:
     return gather
 
   def _window_ns(self, sync: int) -> int:
-    if sync > self._config.total_steps:
+    if self._config.closing(sync):
       return self._config.lease_ns  # no learner trains on meanwhile
     times = [member.inner_step_ns for member in self._members.by_session.values()]
     step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
@@ -145,14 +145,15 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
-    gather = self._find(message.sync)
+    gather, fragment = self._find(message.sync), self._published.fragments[message.fragment]
+    closing = self._config.closing(message.sync)  # a stale payload would find no later sync
     reason = verdicts.judge(
       message,
       member.learner,
       gather,
-      self._published.fragments[message.fragment],
+      fragment,
       self._ledger.of(member).cursors[message.fragment],
-      self._config.max_staleness,
+      fragment.version if closing else self._config.max_staleness,
     )
     if not reason and not self._shards.counts(member.learner, message):
       reason = Reason.DUPLICATE
@@ -371,4 +372,4 @@ class Gathering:
     assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
     live = {member.learner for member in self._members.by_session.values()}
     for gather in gathers:
-      gather.check(live, self._config.quorum)
+      gather.check(live, self._config.needed(gather.sync))

@@ -290,10 +290,8 @@ class SyncerMachine:
   def _decide(self, now_ns: int, gather: gather_lib.Gather) -> None:
     if self._save_waits:
       return
-    closing = gather.sync > self._config.total_steps
-    verdict, why = gather_lib.decide(
-      gather, now_ns, self._config.quorum, len(self._pace.contributors), closing
-    )
+    needed, live = self._config.needed(gather.sync), len(self._pace.contributors)
+    verdict, why = gather_lib.decide(gather, now_ns, needed, live)
     if verdict == 'merge':
       self._merge(now_ns, gather, why)
     elif verdict == 'cancel':

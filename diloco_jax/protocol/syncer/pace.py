@@ -77,7 +77,7 @@ class Pace:
     What a fragment misses by that is in its next sync. Behind a closing sync there is none, so the
     run goes back to the first of them; later ones that were decided find nothing left to merge.
     """
-    closing = [sync for sync in undecided if sync > self._config.total_steps]
+    closing = [sync for sync in undecided if self._config.closing(sync)]
     self.next = self.soon = min([self.next, *closing])
     self.opened = min(self.opened, self.next - 1)
 
@@ -97,7 +97,7 @@ class Pace:
     return self.soon <= self.last and len(self._near) >= self._needed(self.soon)
 
   def _needed(self, sync: int) -> int:
-    waits = sync > self._config.total_steps and not self._closes
+    waits = self._config.closing(sync) and not self._closes
     return max(self._config.quorum, len(self.contributors) if waits else 0)
 
   @property
@@ -109,7 +109,7 @@ class Pace:
     """Ends the wait for learners that live and do not finish."""
     if self._close_ns is not None:
       self._closes = self._closes or now_ns >= self._close_ns
-    elif self.next > self._config.total_steps and len(self._ready) >= self._config.quorum:
+    elif self._config.closing(self.next) and len(self._ready) >= self._config.quorum:
       self._close_ns = now_ns + self._config.lease_ns
 
   def enter(self, member: members_lib.Member) -> None:

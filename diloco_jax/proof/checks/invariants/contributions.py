@@ -165,15 +165,15 @@ class DeltasFit(invariant.Invariant):
 class Quorum(invariant.Invariant):
   id = 'I5'
   sentence = (
-    'An outer step merges payloads of at least K different learners, all live and joined; it '
-    'begins when every asked learner has answered or when the grace window, computed as in the '
-    'paper, is over.'
+    'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
+    'all live and joined; it begins when every asked learner has answered or when the grace '
+    'window, computed as in the paper (of a closing sync, a lease), is over.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
     names = [one.learner for one in merge.participants]
-    if len(set(names)) != len(names) or len(names) < self.config.quorum:
+    if len(set(names)) != len(names) or len(names) < max(1, self.config.needed(merge.sync)):
       self.fail(merge)
     gather = book.gathers.get(merge.sync)
     if gather is None or gather.merging:
@@ -201,13 +201,17 @@ class Quorum(invariant.Invariant):
 
 class Fresh(invariant.Invariant):
   id = 'I6'
-  sentence = 'The syncer merges no payload whose anchor is more than max_staleness versions old.'
+  sentence = (
+    'The syncer merges no payload whose anchor is more than max_staleness versions old, except in '
+    'a closing sync.'
+  )
 
   @invariant.on(SYNCER, actions.Merge)
   def merge(self, book, now_ns, merge, event):
     version = book.lineage.versions[merge.fragment]
     for _peer, message in book.gathers[merge.sync].payloads.values():
-      if not 0 <= version - message.version <= self.config.max_staleness:
+      oldest = 0 if self.config.closing(merge.sync) else version - self.config.max_staleness
+      if not oldest <= message.version <= version:
         self.fail(merge, message, f'the newest version is {version}')
 
 

@@ -38,7 +38,7 @@ class DecidedInTime(invariant.Invariant):
     if book.merges or book.exiting:
       return  # a save may defer the others until the merge is done
     for gather in book.open:
-      enough = len(gather.payloads) >= self.config.quorum
+      enough = len(gather.payloads) >= self.config.needed(gather.sync)
       if gather.waiting:
         if enough and now_ns > gather.opened_ns + gather.grace_ns:
           self.fail(gather, 'the grace window never closes')
@@ -46,8 +46,6 @@ class DecidedInTime(invariant.Invariant):
         self.fail(gather, 'every asked learner has answered')
 
   def _cannot_reach_quorum(self, book, gather) -> bool:
-    if gather.sync > self.config.total_steps:
-      return True
     return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
 
   @invariant.on(SYNCER, facts.Cancelled)
@@ -55,7 +53,11 @@ class DecidedInTime(invariant.Invariant):
     gather = book.gathers.get(cancelled.sync)
     if gather is None:
       return  # its outer step was refused
-    if (
+    if self.config.closing(gather.sync):
+      waits = gather.waiting and now_ns < gather.opened_ns + gather.grace_ns
+      if gather.payloads or waits:
+        self.fail(cancelled, gather)
+    elif (
       gather.waiting
       or len(gather.payloads) >= self.config.quorum
       or (not self._cannot_reach_quorum(book, gather))

@@ -17,6 +17,7 @@ class Pace(invariant.Invariant):
   def __init__(self, run):
     super().__init__(run)
     self._look_ns = 0
+    self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
 
   @invariant.on(SYNCER, messages.Pull)
   def pull(self, book, now_ns, send, event):
@@ -40,6 +41,31 @@ class Pace(invariant.Invariant):
       self.fail(opened, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, opened)
     self._reached(book, sync, 0)
+    if self.config.closing(sync):
+      self._all_have_finished(book, now_ns, sync)
+
+  @invariant.after(SYNCER, EVERY)
+  def closes(self, book, now_ns, event, out):
+    """From now on closing syncs wait one lease, at most, for learners that train on."""
+    known = self._waits_to is not None and self._waits_to[0] is book
+    if not known and self.config.closing(book.lineage.next) and not book.over:
+      ready = sum(step >= self.config.total_steps for step in self._steps(book))
+      if ready >= self.config.quorum:
+        self._waits_to = book, now_ns + self.config.lease_ns
+
+  def _all_have_finished(self, book, now_ns, sync):
+    waits = self._waits_to is None or self._waits_to[0] is not book or now_ns < self._waits_to[1]
+    if waits and any(step < self.config.total_steps for step in self._steps(book)):
+      self.fail(f'sync {sync}', self._steps(book), self._waits_to)
+
+  def _steps(self, book):
+    """The steps that the learners which contribute have reached."""
+    found = []
+    for peer in book.members.values():
+      holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
+      if peer.caught_up:
+        found.append(holder.clock if learner is None else max(holder.clock, learner.clock))
+    return found
 
   def _alone(self, book, sync, p, said):
     others = (one for one in book.gathers.values() if one.sync != sync)
@@ -70,11 +96,8 @@ class Pace(invariant.Invariant):
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
 
   def _reached(self, book, sync, lead):
-    ready = 0
-    for peer in book.members.values():
-      holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
-      step = holder.clock if learner is None else max(holder.clock, learner.clock)
-      ready += peer.caught_up and (step + lead >= sync or step >= self.config.total_steps)
+    steps = self._steps(book)
+    ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
     if ready < self.config.quorum:
       self.fail(f'sync {sync}, {ready} learners are ready')
 

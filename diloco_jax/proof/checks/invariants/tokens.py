@@ -184,9 +184,8 @@ class Rebased(invariant.Invariant):
     holder = book.lineage.holders[peer.join.learner]
     if said.settled_to != book.account(peer).cursors[said.fragment]:
       self.fail(send, book.account(peer))
-    if said.keep == (said.fragment in holder.refused) or (
-      not said.keep and said.fragment not in holder.refused | holder.spoiled
-    ):
+    must, may = said.fragment in holder.refused, said.fragment in holder.spoiled
+    if said.keep and must or not (said.keep or must or may):
       self.fail(send, holder)
 
   @invariant.on(SYNCER, messages.Joined)

@@ -323,6 +323,11 @@ class LearnerBook:
     self.due.discard(p)
     self.begin()
 
+  def tells(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    """The syncer is told the reason, once."""
+    if send.message.matched and type(event) is events.AdoptDone:
+      self.last_adopted.reason = ''
+
   def saves(self, now_ns: int, save: actions.Save, event: Any) -> None:
     self.saving = True
 
@@ -354,6 +359,7 @@ LEARNER_UPDATES: dict[type, Callable] = {
   actions.Save: LearnerBook.saves,
   actions.Drop: LearnerBook.drops,
   actions.Exit: LearnerBook.exits,
+  messages.Adopted: LearnerBook.tells,
   messages.Confirm: LearnerBook.confirms,
   messages.Decline: LearnerBook.declines,
 }

@@ -396,7 +396,7 @@ class SyncerBook:
     gather = self.gathers[opened.sync]
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    closing = opened.sync > self.config.total_steps
+    closing = self.config.closing(opened.sync)
     gather.grace_ns = self.config.lease_ns if closing else self.window.begins(nonces)
 
   @property
