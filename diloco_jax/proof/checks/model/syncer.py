@@ -304,7 +304,6 @@ class SyncerBook:
       if message.reason:
         holder = self.lineage.holders[peer.join.learner]
         holder.refused -= {message.fragment}
-        holder.spoiled -= {message.fragment}
       reason = message.reason or self.gap
       self.account(peer).move(message.fragment, message.tokens, reason)
       peer.due.discard(message.fragment)
