@@ -53,5 +53,6 @@ class Standing:
       counts = ', '.join(f'{reason}: {count}' for reason, count in sorted(self._reasons.items()))
       self._out.say(
         f'nothing of this learner was merged in the last {NOTICE_NS // config_lib.SECOND_NS} s '
-        f'({counts}). If its payloads are late, its link is too slow for sync.overlap.'
+        f'({counts}). If its payloads are late, its link is too slow for sync.ahead and '
+        'sync.overlap.'
       )
