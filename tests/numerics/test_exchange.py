@@ -242,3 +242,78 @@ def test_cancellation_into_subnormals_publishes_zero():
   data, ok = codec.encode(jnp.full(32, -1.25 * 2.0**-126, jnp.float32))
   published_N, _ = _apply_delta(codec, anchor_N, data)
   assert ok and not np.asarray(published_N).view(np.uint32).any()
+
+
+# --- Rebase ---------------------------------------------------------------------------------------
+
+_rebase = jax.jit(exchange.rebase, static_argnums=(0, 1, 2))
+
+
+def _local(p, params):
+  return fragments.gather(_layout(), p, params)
+
+
+def _capture(codec, p, params, anchor_N):
+  data, ok = _pseudo_gradient(_layout(), p, codec, params, anchor_N)
+  assert ok
+  return data
+
+
+@pytest.mark.parametrize('name', ['float32', 'int8', 'int4'])
+@pytest.mark.parametrize('merged', [True, False])
+def test_rebase_carries_on_exactly_what_the_published_value_does_not_contain(name, merged):
+  """theta' - A' = theta - A + c, with c the decoded capture if it was merged, else 0."""
+  p, codec = 1, codecs.get(name)
+  anchor_N = _local(p, _tree())
+  params = jax.tree.map(lambda x, y: x + 0.01 * y, _tree(), _tree(1))
+  capture = _capture(codec, p, params, anchor_N)
+  trained_on = jax.tree.map(lambda x, y: x + 0.003 * y, params, _tree(2))
+  published_N = anchor_N + 0.02 * _local(p, _tree(3))
+  after, new_anchor_N = _rebase(
+    _layout(), p, codec, trained_on, anchor_N, published_N, capture, jnp.bool_(True), merged
+  )
+  contained_N = codec.decode(capture, anchor_N.shape[0]) if merged else 0.0
+  carried_N = _local(p, trained_on) - anchor_N + contained_N
+  np.testing.assert_array_equal(new_anchor_N, published_N)
+  np.testing.assert_allclose(_local(p, after) - published_N, carried_N, atol=1e-6)
+  other = 1 - p
+  np.testing.assert_array_equal(_local(other, after), _local(other, trained_on))
+
+
+def test_rebase_that_keeps_nothing_is_the_published_value():
+  p, codec = 0, codecs.get('int8')
+  anchor_N = _local(p, _tree())
+  capture = _capture(codec, p, _tree(1), anchor_N)
+  published_N = _local(p, _tree(3))
+  for merged in (True, False):
+    after, _ = _rebase(
+      _layout(), p, codec, _tree(1), anchor_N, published_N, capture, jnp.bool_(False), merged
+    )
+    np.testing.assert_array_equal(_local(p, after), published_N)
+
+
+@pytest.mark.parametrize('name', ['float32', 'int8', 'int4'])
+def test_no_step_is_lost_or_counted_twice_in_many_rounds(name):
+  """The merged captures and what is left are the inner steps, whatever the published values and
+  the codec's errors are (error feedback upward); every third capture is late."""
+  p, codec = 1, codecs.get(name)
+  params, anchor_N = _tree(), _local(p, _tree())
+  size = anchor_N.shape[0]
+  steps_N, merged_N, left = jnp.zeros(size), jnp.zeros(size), []
+  for turn in range(12):
+    for part in (0, 1):  # before the capture, and until the adoption
+      update = jax.tree.map(lambda x: 0.01 * x, _tree(10 * turn + part))
+      params = jax.tree.map(jnp.add, params, update)
+      steps_N += _local(p, update)
+      if part == 0:
+        capture = _capture(codec, p, params, anchor_N)
+    merged = turn % 3 != 2
+    published_N = anchor_N + 0.05 * _local(p, _tree(1000 + turn))
+    params, anchor_N = _rebase(
+      _layout(), p, codec, params, anchor_N, published_N, capture, jnp.bool_(True), merged
+    )
+    if merged:
+      merged_N += codec.decode(capture, size)
+    left.append(float(jnp.abs(_local(p, params) - anchor_N).max()))
+    np.testing.assert_allclose(_local(p, params) - anchor_N, steps_N + merged_N, atol=2e-5)
+  assert max(left[-3:]) < 2 * max(left[:3]), 'the codec errors do not pile up'

@@ -3,13 +3,27 @@
 Each test opens with the sentence that it checks and its source.
 """
 
+import dataclasses
+
 import pytest
 
-from diloco_jax.proof.sim import engine
-from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.proof.sim import engine, network
+from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import pace
-from tests.protocol.recording import Recording
-from tests.protocol.single import confirm, join, new_machine, progress, received
+from tests.protocol.recording import Recording, discarded
+from tests.protocol.single import (
+  confirm,
+  contents,
+  contribution,
+  join,
+  merge_done,
+  new_machine,
+  progress,
+  received,
+  two_learners_of,
+)
 
 MS = engine.MS
 
@@ -125,3 +139,114 @@ def test_an_event_costs_the_same_with_many_learners():
     machine.handle(1, received(n, progress(1)))
   assert not walked
   machine.check()
+
+
+# --- Announced and closing syncs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('overlap, ahead', [(1, 1), (2, 1), (2, 0), (3, 2)])
+def test_a_sync_is_announced_tau_and_ahead_steps_before_it_opens(overlap: int, ahead: int):
+  machine = new_machine(
+    learners=2, fragments=2, period=8, overlap=overlap, ahead=ahead, quorum=2, total_steps=40
+  )
+  for session, name in enumerate(('l0', 'l1')):
+    machine.handle(0, received(session, join(learner=name, nonce=session)))
+    machine.handle(0, received(session, confirm(nonce=session, fragments=2)))
+  told: dict[int, int] = {}  # sync: the step of the second learner
+  opened: dict[int, int] = {}
+  for step in range(1, 9):
+    machine.handle(step, received(0, progress(step)))
+    out = machine.handle(step, received(1, progress(step)))
+    for pull in contents(out, messages.Pull):
+      if not pull.now:
+        told.setdefault(pull.sync, step)
+    for fact in [one.fact for one in out if isinstance(one, actions.Report)]:
+      opened[fact.sync] = step
+    machine.check()
+  assert told[8] == 8 - overlap - ahead
+  assert opened[4] == 4, 'and no sync opens before K learners have reached it'
+
+
+def test_a_learner_that_has_answered_is_not_asked_again_at_the_opening():
+  machine = two_learners_of(quorum=2, period=4, overlap=1, total_steps=40)
+  for session in (1, 2):
+    machine.handle(3, received(session, progress(3)))
+  early = contribution(sync=4, tokens_to=20)
+  machine.handle(4, received(1, early, payload_id=1))
+  for session in (1, 2):
+    out = machine.handle(5, received(session, progress(4)))
+  asked = [one.session for one in out if isinstance(getattr(one, 'message', None), messages.Pull)]
+  assert asked == [2], out
+  assert machine._gathering.open.keys() == {4}
+
+
+def test_closing_syncs_open_once_all_have_finished():
+  # learning.md R1: "the closing syncs must take the tail too".
+  seen = Recording(learners=2, fragments=2, period=4, overlap=2, quorum=1, total_steps=8)
+  seen.start('l0', step_ms=50).start('l1', step_ms=70).run(20_000)
+  ends = [time for time, state in seen.facts(facts.State) if state.state == 'trained']
+  opened = {sync: time for sync, time in seen.opened().items() if sync > 8}
+  assert len(ends) == len(opened) == 2 and min(opened.values()) >= max(ends)
+  assert discarded(seen) == {}
+
+
+def test_closing_syncs_wait_one_lease_for_a_learner_that_never_finishes():
+  seen = Recording(learners=2, fragments=1, period=4, overlap=2, quorum=1, total_steps=8)
+  seen.start('l0', step_ms=50).start('l1', step_ms=50).run(200)
+  seen.world.island('l1').step_ns = 100_000 * MS  # it lives and makes no step
+  seen.run(20_000)
+  lease_ms = seen.world.config.lease_ns // MS
+  (finished, *_) = [time for time, state in seen.facts(facts.State) if state.state == 'trained']
+  (opened,) = [time for sync, time in seen.opened().items() if sync > 8]
+  assert lease_ms * MS <= opened - finished <= (lease_ms + 100) * MS
+  (closing,) = [fact for _, fact in seen.facts(facts.Merging) if fact.sync > 8]
+  assert closing.participants == ('l0',) and closing.waited_ns == lease_ms * MS
+  assert seen.sent(messages.Finish)
+
+
+def test_a_closing_sync_merges_fewer_than_k_payloads():
+  """Otherwise what the last learner trained would find no sync."""
+  seen = Recording(learners=2, fragments=1, period=4, overlap=1, quorum=2, total_steps=8)
+  seen.start('l0', 'l1')
+  seen.world.link('l0').up_ns = 60 * MS
+  seen.run(20_000)
+  closing = [fact for _, fact in seen.facts(facts.Merging) if fact.sync > 8]
+  assert closing and discarded(seen) == {}
+  assert all(len(fact.participants) == 2 for _, fact in seen.facts(facts.Merging) if fact.sync <= 8)
+
+
+# --- A learner whose update was refused -----------------------------------------------------------
+
+
+def test_a_learner_that_was_away_when_its_update_was_refused_keeps_nothing_of_it():
+  """Also after a restart of the syncer: its value holds what the merge refused."""
+  machine = two_learners_of(quorum=2, total_steps=40)
+  machine.handle(3, received(1, contribution(), payload_id=1))
+  machine.handle(3, received(2, contribution(shard=1), payload_id=2))
+  machine.handle(4, events.Disconnected(session=2, reason='cut'))
+  done = dataclasses.replace(merge_done(2), norms=(5, 7), refused=('l1',))
+  machine.handle(5, done)
+  restarted = syncer_machine.SyncerMachine.restore(
+    machine._config, world_lib.AGREEMENT, (network.PAYLOAD_BYTES,), machine.state()
+  )
+  for syncer in (machine, restarted):
+    again = dataclasses.replace(join(learner='l1', nonce=8), run='r0', incarnation=1)
+    syncer.handle(6, received(3, again))
+    held = (messages.Held(version=1, digest=78),)  # even if it claims the newest version
+    claim = dataclasses.replace(confirm(nonce=8), clock=3, steps=3, tokens=30, held=held)
+    out = syncer.handle(6, received(3, dataclasses.replace(claim, shard=1, cursor=3)))
+    (told,) = contents(out, messages.Joined)
+    assert (told.due, told.settled) == ((0,), (20,))
+    whole = events.FragmentRead(
+      fragment=0, version=1, payload_id=8, digest=78, payload=contribution().payload
+    )
+    (sent,) = contents(syncer.handle(7, whole), messages.Publish)
+    assert (sent.base_version, sent.keep) == (None, False)
+    adopted = messages.Adopted(fragment=0, version=1, tokens=30, matched=True, reason='undone')
+    syncer.handle(8, received(3, adopted))
+    assert syncer._members.by_id['l1'].spoiled == set()
+    assert syncer._ledger.of(syncer._members.by_id['l1']).discarded == {
+      'bad_value': 20,
+      'undone': 10,
+    }
+    syncer.check()

@@ -1,5 +1,8 @@
 """The schedule against its definition, in the words of the paper. Settings: tests/config."""
 
+import pytest
+
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule
 from tests.protocol import transcript
 
@@ -23,3 +26,28 @@ def test_schedule_handles_each_fragment_once_per_period():
           assert plan.due(p, t) == min(u for u in due if u > t and due[u] == p)
       if fragments == period:
         assert all(due[t] == (t - 1) % fragments for t in due)
+
+
+def test_a_choice_is_written_as_a_word():
+  adopt = config_lib.TABLE['adopt']
+  for value, word in enumerate(config_lib.ADOPT):
+    assert (adopt.written(value), adopt.read(word)) == (word, value)
+  config = config_lib.ProtocolConfig()
+  assert config.rebases and adopt.written(config.adopt) == 'rebase'
+  assert not config_lib.ProtocolConfig(adopt=adopt.read('overwrite')).rebases
+  for wrong in ('rebases', 7, -1):
+    words = 'sync.adopt is .*; use one of: overwrite, blend, rebase'
+    with pytest.raises(ValueError, match=words):
+      config_lib.ProtocolConfig(adopt=adopt.read(wrong))
+
+
+def test_in_lock_step_no_fragment_is_given_ahead():
+  assert config_lib.ProtocolConfig(ahead=2, overlap=3).lead == 5
+  locked = config_lib.ProtocolConfig(ahead=2, overlap=3, max_lag=1)
+  assert (locked.steps_ahead, locked.lead) == (0, 3)
+
+
+def test_a_closing_sync_needs_no_quorum():
+  config = config_lib.ProtocolConfig(learners=3, quorum=2, total_steps=40)
+  assert [config.closing(sync) for sync in (40, 41)] == [False, True]
+  assert [config.needed(sync) for sync in (40, 41)] == [2, 0]

@@ -373,6 +373,8 @@ class Membership:
     self._gathering.adopted(now_ns, member, adopted)
     if adopted.reason:
       member.spoiled.discard(adopted.fragment)
+    if adopted.fragment in member.repairs:
+      member.repairs[adopted.fragment] = False  # the bits are right now
     member.anchor_tokens[adopted.fragment] = adopted.tokens
     self._published.adopted(member, adopted.fragment, adopted.version)
     if adopted.fragment in member.due:
