@@ -52,7 +52,7 @@ class OneAnswer(invariant.Invariant):
     trained = book.trained_on(anchor)
     match message.reason:
       case 'contributed':
-        holds = anchor.contributed
+        holds = anchor.contributed and not self.config.closing(message.sync)
       case 'empty':
         holds = not trained and not anchor.contributed and not book.may_step
       case _:
