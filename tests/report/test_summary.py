@@ -57,6 +57,7 @@ def adopted(at_s: float, steps_between: int, whole: bool) -> dict[str, Any]:
       steps_between=steps_between,
       whole=whole,
       staleness=0,
+      reason='',
     ),
   )
 
@@ -66,6 +67,7 @@ _SYNCED = protocol_facts.Synced(
   fragment=0,
   version=1,
   participants=('l0', 'l1'),
+  waited_ns=0,
   grace_ns=0,
   tokens=100,
   why='all',
