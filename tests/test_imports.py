@@ -90,6 +90,20 @@ ALLOWED = {
     'proof/checks',
     'proof',
   },
+  # The simulated world, and the work of real processes that it carries out.
+  'proof/virtual': {
+    'protocol',
+    'protocol/syncer',
+    'protocol/learner',
+    'protocol/tape',
+    'train',
+    'config',
+    'learner',
+    'syncer',
+    'proof',
+    'proof/checks',
+    'proof/sim',
+  },
 }
 # The commands may import every room.
 ALLOWED['commands'] = set(ALLOWED)
@@ -106,6 +120,7 @@ FOREIGN = {
   'transport': {'google', 'grpc', 'grpc_health', 'numpy'},
   'proof/checks': set(),
   'proof/sim': set(),
+  'proof/virtual': {'absl', 'jax', 'numpy'},
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 

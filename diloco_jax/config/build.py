@@ -5,9 +5,9 @@ the model alone, so processes do not exchange them. The agreement text holds the
 follow from, and digests of the layout and of the data, which prove that learner and syncer built
 the same ones.
 
-`config.task` names what is trained (train/task.py): 'decoder' is the reference; an own model is
-'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'. The
-function is called with the config and returns a Task.
+`config.task` names what is trained (train/task.py): 'decoder' is the reference and 'vision' its
+variant that reads images; an own model is 'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with
+arguments, 'mlp.py:task(width=64)'. The function is called with the config and returns a Task.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.train import decoder, optimizer
+from diloco_jax.train import decoder, optimizer, vision
 from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
@@ -85,7 +85,8 @@ def assemble(config: run_config.Config) -> Assembly:
   task = make_task(config)
   init = functools.partial(task.init, config.train.seed)
   shapes = jax.eval_shape(init)
-  tx = optimizer.make_optimizer(config.optimizer, config.train.steps, task)
+  tx = optimizer.make_optimizer(config.optimizer, task)
+  optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
     config,
     init,
@@ -127,7 +128,7 @@ def _assemble(
   shared: dict[str, Any],
   task: task_lib.Task | None,
 ) -> Assembly:
-  vocabulary = _make(config, 'embedding_merge', merge.make)
+  body, vocabulary = (_make(config, name, merge.make) for name in ('merge', 'embedding_merge'))
   layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
   protocol = config.protocol()
   if task is not None:
@@ -142,9 +143,11 @@ def _assemble(
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),
     rules={
-      'body': _make(config, 'merge', merge.make),
+      'body': body,
+      fragments.EXPERT: body,
       'embedding': vocabulary,
       'head': vocabulary,
+      'router': _make(config, 'router_merge', merge.make),
     },
     transform=_make(config, 'outer', outer.make),
     agreement=agreement.encode({**shared, 'layout': layout.digest()}),
@@ -154,13 +157,15 @@ def _assemble(
 
 def make_task(config: run_config.Config) -> task_lib.Task:
   """The task that `config.task` names. Raises ValueError."""
-  if config.task == run_config.DECODER:
-    return decoder.task(config.model, config.data)
+  ours = {run_config.DECODER: decoder.task, run_config.VISION: vision.task}
+  if config.task in ours:
+    return ours[config.task](config.model, config.data)
   where, colon, call = config.task.rpartition(':')
   if not colon:
     raise ValueError(
-      f"task is {config.task!r}; use '{run_config.DECODER}', or 'FILE.py:FUNCTION' for an own "
-      "model; loops of one's own are no task: `diloco syncer --config=own_loop` and diloco_jax.join"
+      f'task is {config.task!r}; use {", ".join(map(repr, ours))}, '
+      "or 'FILE.py:FUNCTION' for an own model; loops of one's own are no task: "
+      '`diloco syncer --config=own_loop` and diloco_jax.join'
     )
   try:
     name, arguments = spec.parse(call)

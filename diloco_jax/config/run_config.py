@@ -21,6 +21,7 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
 
 DECODER = 'decoder'  # the reference task
+VISION = 'vision'  # captions of images (train/vision.py)
 OWN_LOOP = ''  # no task: loops of the user's own train (launch/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
@@ -57,9 +58,14 @@ class SyncConfig(_Sync):
     codec_up: encoding of pseudo-gradients, a name of numerics/codecs.py: 'float32', 'bfloat16',
       'int8' or 'int4'.
     codec_down: encoding of a published version, a delta from the version before.
+    age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
+      older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
-      (paper section 4). For all tensors but those of embedding_merge.
+      (paper section 4). For all tensors but those of the next two settings.
     embedding_merge: the same for the embedding and an untied head.
+    router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
+      of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
+      (docs/log.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).
@@ -75,9 +81,11 @@ class SyncConfig(_Sync):
   fragmentation: str = 'balanced'
   codec_up: str = 'int8'
   codec_down: str = 'int8'
+  age_decay: float = 1.0
   merge: str = 'rda'
   embedding_merge: str = 'avg'
-  outer: str = 'nesterov(learning_rate=0.7, momentum=0.9)'
+  router_merge: str = 'avg'
+  outer: str = 'nesterov(learning_rate=0.7, momentum=0.5)'
   alpha: float = 0.5
   donor_rate_mib_s: int = 256
   places: int = 0
@@ -85,6 +93,7 @@ class SyncConfig(_Sync):
 
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
+    _within('sync.age_decay', self.age_decay, 0.01, 1.0, '1 are the weights of the paper')
     _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')
@@ -164,11 +173,12 @@ class Config:
 
   Attributes:
     name: of the run, in the name of its folder and on its screens.
-    task: what is trained (config/build.py): 'decoder', 'FILE.py:FUNCTION' for an own model, or ''
-      if loops of the user's own train, so that the first learner brings the model.
+    task: what is trained (config/build.py): 'decoder' for text, 'vision' for captions of images,
+      'FILE.py:FUNCTION' for an own model, or '' if loops of the user's own train, so that the first
+      learner brings the model.
     model: the shape of the decoder.
     optimizer: the inner optimizer.
-    data: what the decoder is trained on; `shards` also for other tasks.
+    data: what the tasks 'decoder' and 'vision' are trained on; `shards` also for others.
     mesh: the devices of one learner.
     sync: how learners and syncer exchange fragments.
     train: how long to train, and how often to evaluate and log.
@@ -191,7 +201,7 @@ class Config:
     """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
     self.optimizer.validate()
     self.mesh.validate()
-    if self.task == DECODER:
+    if self.task in (DECODER, VISION):
       train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()

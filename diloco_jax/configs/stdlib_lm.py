@@ -22,6 +22,8 @@ In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 | decoupled | cpu without the chaos |
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |
 | diloco | DiLoCo: K=M, one fragment, no learner trains while it is in flight |
+| small | decoupled, with a model for studies: 48 wide, 2 layers |
+| moe | small, with a Mixture of Experts in each layer, and a fragment for each expert |
 | data_parallel | one learner with the batch of all four, to compare with |
 """
 
@@ -52,10 +54,10 @@ def cpu() -> run_config.Config:
       quorum=1,
       fragments=12,
       period=12,
-      overlap=2,
+      overlap=3,
       codec_up='int8',
       codec_down='int8',
-      outer='nesterov(learning_rate=0.7, momentum=0.6)',
+      outer='nesterov(learning_rate=0.7, momentum=0.5)',
       checkpoint_every_syncs=60,
     ),
     train=run_config.TrainConfig(
@@ -117,6 +119,32 @@ def diloco() -> run_config.Config:
   return config
 
 
+def small() -> run_config.Config:
+  """A model of 63,264 parameters on windows of 32 bytes: a step takes 5 ms on one core."""
+  config = decoupled()
+  config.model = train_config.ModelConfig(
+    num_layers=2,
+    embed_dim=48,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=12,
+    hidden_dim=128,
+  )
+  config.optimizer.learning_rate = 6e-3
+  config.data.seq_len, config.data.eval_batches, config.data.eval_batch_size = 32, 8, 64
+  config.mesh.data = 1
+  return config
+
+
+def moe() -> run_config.Config:
+  """Small, with a Mixture of Experts: a token is given to two of four experts, each half as wide as
+  the dense block, so that a step computes as much. Each expert of a layer is a fragment."""
+  config = small()
+  config.model.num_experts, config.model.experts_per_token, config.model.hidden_dim = 4, 2, 64
+  config.sync.fragmentation = 'layer'
+  return config
+
+
 def data_parallel() -> run_config.Config:
   """One learner that sees all the tokens."""
   config = decoupled()
@@ -126,7 +154,8 @@ def data_parallel() -> run_config.Config:
 
 
 VARIANTS: dict[str, Callable[[], run_config.Config]] = {
-  make.__name__: make for make in (cpu, tiny, decoupled, streaming, diloco, data_parallel)
+  make.__name__: make
+  for make in (cpu, tiny, decoupled, streaming, diloco, small, moe, data_parallel)
 }
 
 

@@ -237,8 +237,8 @@ def join(
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
     opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
       none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
-    label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head' or 'body', which selects
-      its merge rule.
+    label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
+      of a Task (train/task.py), which selects its merge rule.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
     workdir: a folder for the tape and the records of this learner; None: a temporary one.
     state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then

@@ -348,7 +348,7 @@ def record_step(
   )
   if steps % config.train.log_every:
     return
-  rate = optimizer.learning_rate(config.optimizer, config.train.steps, step - 1)
+  rate = optimizer.schedule(config.optimizer, config.train.steps)(step - 1)
   records.scalars(
     step,
     {
@@ -356,7 +356,7 @@ def record_step(
       'perf/tokens_per_second': result.tokens / result.seconds,
       'learning/loss': result.loss,
       'learning/grad_norm': result.grad_norm,
-      'learning/learning_rate': float(rate),
+      'learning/learning_rate': rate,
     },
   )
   records.completed(step, result.seconds, result.tokens, result.loss)

@@ -15,8 +15,10 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
 with c_m = D_up(bytes_m) if the syncer merged it, else 0.
 
 Error feedback upward: theta_m - (A_v - c_m) holds, beside the steps since the capture, what the
-codec lost of them. Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the master and is part of
-the next delta, Theta'' - A_{v+1} = (Theta'' - Theta') + e, so rounding errors do not pile up.
+codec lost of them. Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the
+master and is part of the next delta, Theta'' - A_{v+1} = (Theta'' - Theta') + e. So rounding errors
+do not pile up.
+
 Every learner that holds version v computes the same A_{v+1} from the same bytes: the decoded values
 are exact (see codecs.py), every backend rounds one addition alike, and `apply_delta` makes the
 result canonical (no subnormals, no -0). The digest verifies it. A learner that holds another

@@ -23,6 +23,11 @@ Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoC
 
 The last two take the order of layers from the integers in the paths: embeddings are the first
 layer, then come the numbered layers, and all other leaves are the last layer.
+
+A leaf labelled 'expert' is a stack of tensors, one per expert of a Mixture of Experts. Every kind
+cuts it between all its rows first, so that each expert is merged by itself. For the last two kinds
+each expert of a layer, with all its tensors, is a layer of its own after the rest of that layer: it
+can be a fragment.
 """
 
 import dataclasses
@@ -38,6 +43,7 @@ import jax.numpy as jnp
 
 BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
 KINDS = ('balanced', 'layer', 'strided')
+EXPERT = 'expert'  # the label of stacks of experts
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
@@ -120,7 +126,11 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
     raise ValueError(f'fragments: kind {kind!r} is not one of {KINDS}')
   if num_fragments < 1:
     raise ValueError(f'fragments: num_fragments is {num_fragments}; it must be at least 1')
-  leaves = _leaves(tree, label)
+  leaves = [
+    piece
+    for leaf in _leaves(tree, label)
+    for piece in _cut(leaf, leaf.stop if leaf.label == EXPERT else 1)
+  ]
   if kind == 'balanced':
     fragments = _balanced(leaves, num_fragments)
   else:
@@ -241,14 +251,15 @@ def _balanced(leaves: list[Piece], num_fragments: int) -> list[list[Piece]]:
   )
 
 
-def _cut(leaf: Piece, parts: int) -> list[Piece]:
-  """The leaf as `parts` pieces of nearly equal numbers of rows (at most one piece per row)."""
-  parts = max(1, min(parts, leaf.stop))
+def _cut(piece: Piece, parts: int) -> list[Piece]:
+  """The piece as `parts` pieces of nearly equal numbers of rows (at most one piece per row)."""
+  rows = piece.stop - piece.start
+  parts = max(1, min(parts, rows))
   if parts == 1:
-    return [leaf]
-  bounds = [i * leaf.stop // parts for i in range(parts + 1)]
+    return [piece]
+  bounds = [piece.start + i * rows // parts for i in range(parts + 1)]
   return [
-    dataclasses.replace(leaf, start=a, stop=b, shape=(b - a, *leaf.shape[1:]))
+    dataclasses.replace(piece, start=a, stop=b, shape=(b - a, *piece.shape[1:]))
     for a, b in zip(bounds, bounds[1:])
   ]
 
@@ -264,13 +275,14 @@ def _pack(pieces: list[Piece], num_fragments: int) -> list[list[Piece]]:
 
 
 def _by_layer(leaves: list[Piece], num_fragments: int, kind: str) -> list[list[Piece]]:
-  layers: dict[float, list[Piece]] = {}
+  layers: dict[tuple[float, int], list[Piece]] = {}
   for leaf in leaves:
-    layers.setdefault(_layer(leaf.path), []).append(leaf)
+    expert = leaf.start if leaf.label == EXPERT else -1
+    layers.setdefault((_layer(leaf.path), expert), []).append(leaf)
   if num_fragments > len(layers):
     raise ValueError(
       f'fragments: {num_fragments} fragments of kind {kind!r} but only {len(layers)} layers '
-      '(embeddings count as one layer, and so do all leaves without a number); '
+      '(embeddings count as one layer, all leaves without a number as one, and each expert); '
       "use fewer, or kind 'balanced'"
     )
   fragments = [[] for _ in range(num_fragments)]

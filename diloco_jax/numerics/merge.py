@@ -110,8 +110,11 @@ def make(text: str) -> MergeRule:
   return spec.make(text, RULES, use=lambda rule: jax.eval_shape(merge_one(rule), tensor))
 
 
-def token_weights(tokens: Sequence[int], steps: Sequence[int]) -> np.ndarray:
-  """The weights float32[M]; a learner without tokens or steps is absent and weighs 0.
+def token_weights(
+  tokens: Sequence[int], steps: Sequence[int], factors_M: np.ndarray | float = 1.0
+) -> np.ndarray:
+  """The weights float32[M], times `factors_M`; a learner without tokens or steps is absent and
+  weighs 0.
 
   Only ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
   float64: counts may be larger than an int32, and their weights larger than a float32.
@@ -122,6 +125,7 @@ def token_weights(tokens: Sequence[int], steps: Sequence[int]) -> np.ndarray:
   tokens_M, steps_M = np.asarray(tokens, np.float64), np.asarray(steps, np.float64)
   present = (tokens_M > 0) & (steps_M > 0)
   weights_M = np.where(present, tokens_M * (tokens_M / np.where(present, steps_M, 1.0)), 0.0)
+  weights_M *= factors_M
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 

@@ -148,8 +148,8 @@ class ProtocolConfig:
   adopt: int = setting(
     ADOPT.index('rebase'),
     "what becomes of a learner's own steps when it adopts a version. rebase: it carries those that "
-    'were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it keeps '
-    'the share sync.alpha of its own value',
+    'were not merged onto the new value; overwrite: it drops them, as in the paper; blend: it '
+    'keeps the share sync.alpha of its own value',
     high=len(ADOPT) - 1,
     choices=ADOPT,
   )

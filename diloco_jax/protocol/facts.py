@@ -36,8 +36,8 @@ class Opened:
 
 @fact
 class _OuterStep:
-  """`participants`: learner ids; `waited_ns`: from the opening to the decision; `grace_ns`: the grace
-  window, from the opening; `staleness`: versions since the oldest anchor."""
+  """`participants`: learner ids; `waited_ns`: from the opening to the decision; `grace_ns`: the
+  grace window, from the opening; `staleness`: versions since the oldest anchor."""
 
   sync: int
   fragment: int

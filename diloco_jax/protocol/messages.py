@@ -299,8 +299,7 @@ class Publish:
 
 @_message
 class Settled:
-  """The verdict on a contribution: merged, or not for `reason`. With the reason CANCELLED, and with
-  LATE or STALE if learners rebase, the learner keeps the tokens and sends them again."""
+  """The verdict on a contribution: merged, or not for `reason` (see `kept`)."""
 
   sync: int
   fragment: int
@@ -320,6 +319,12 @@ class SnapshotNow:
 @_message
 class Finish:
   """The run is over; every fragment is closed."""
+
+
+def kept(rebases: bool) -> tuple[str, ...]:
+  """The reasons of a Settled after which the learner keeps the tokens and sends them again;
+  `rebases`: whether learners carry their unmerged steps on."""
+  return (CANCELLED, Reason.LATE, Reason.STALE) if rebases else (CANCELLED,)
 
 
 class Reason:

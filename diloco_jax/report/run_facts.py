@@ -91,6 +91,11 @@ class Learner:
     return self.steps[-1].step if self.steps else 0
 
   @property
+  def is_live(self) -> bool:
+    """Whether the syncer has it among its members."""
+    return bool(self.joined) and (not self.lost or self.lost[-1][0] < self.joined[-1][0])
+
+  @property
   def tokens_per_second(self) -> float:
     return self.tokens_per_step / self.step_s if self.step_s and self.state not in _GONE else 0.0
 
@@ -132,7 +137,7 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
-    syncs: every outer step; merges_s: when it was published.
+    syncs: every outer step; merges_s: when it was published; live: the learners then.
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
     ledger: the newest one.
     wire: bytes that the syncer received and sent.
@@ -156,6 +161,7 @@ class RunFacts:
     self.total_steps = total_steps
     self.syncs: list[protocol_facts.Synced] = []
     self.merges_s: list[float] = []
+    self.live: list[int] = []
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
@@ -272,6 +278,7 @@ class RunFacts:
       self.syncer = 'merging'
     self.syncs.append(fact)
     self.merges_s.append(at_s)
+    self.live.append(sum(one.is_live for one in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s
     for name in fact.participants:

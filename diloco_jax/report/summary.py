@@ -18,6 +18,7 @@ from diloco_jax.report import records as records_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
+  'undone': 'undone after a fault: a repair, a refused update, another shard',
   'stale': 'measured from an anchor that was too old',
   'overwritten': 'trained while a newer version was on its way',
   'bad_value': 'held NaN or Inf',
@@ -96,6 +97,8 @@ def summarize(
     'participants_mean': statistics.fmean(len(sync.participants) for sync in run.syncs)
     if run.syncs
     else None,
+    'live_mean': statistics.fmean(run.live) if run.live else None,
+    'waited_steps_median': _waited_steps(run),
     'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
     'kills': [
       _kill(run, name, process.ended_s)
@@ -108,6 +111,15 @@ def summarize(
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
     'wall_seconds': round(wall_seconds, 3),
   }
+
+
+def _waited_steps(run: run_facts.RunFacts) -> float | None:
+  """The median time from the opening of a sync to its merge decision, in median inner steps."""
+  steps = [step.seconds for learner in run.learners.values() for step in learner.steps]
+  if not run.syncs or not steps:
+    return None
+  waited_ns = statistics.median(sync.waited_ns for sync in run.syncs)
+  return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 
 def _learner(
@@ -262,6 +274,11 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
       lines.append(
         f'  discarded    {count:>12,}  {count / trained:6.1%}  {reason}: {_REASONS.get(reason, "")}'
       )
+  if summary['waited_steps_median'] is not None:
+    lines.append(
+      f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} live '
+      f'learners; a sync is decided {summary["waited_steps_median"]:.2f} steps after it opens'
+    )
   return lines
 
 

@@ -4,6 +4,7 @@ A value is a flat float32 vector per fragment. A merge and its replay from the l
 (storage/outer_log.py) use the same function, jitted once: equal inputs give equal bits.
 """
 
+import copy
 import functools
 import math
 from collections.abc import Collection, Sequence
@@ -17,6 +18,7 @@ from diloco_jax.config import build
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import merge as merge_lib
+from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 
@@ -70,6 +72,14 @@ class Theta:
     ]
     self._digest = jax.jit(digest_lib.digest)
     self._to_params = jax.jit(self._assemble)
+
+  def twin(self, assembled: build.Assembly) -> 'Theta':
+    """Another one at version 0, with the compiled functions of this one: `assembled` has the same
+    layout, codecs, merge rules and outer optimizer."""
+    other = copy.copy(self)
+    other._assembled = assembled
+    other.forget()
+    return other
 
   def _version_0(self) -> dict[str, Any]:
     layout = self._assembled.layout
@@ -171,12 +181,14 @@ class Theta:
       if one.learner not in refused:
         payloads_MxB[m] = np.frombuffer(payload, np.uint8)
         tokens_M[m], steps_M[m] = one.tokens, one.steps
+    sync = self._assembled.config.sync
+    factors_M = aged.factors(steps_M, sync.period, sync.age_decay)
     result = self._outer_step[p](
       self.masters[p],
       self.published[p],
       self.outer_states[p],
       payloads_MxB,
-      merge_lib.token_weights(tokens_M, steps_M),
+      merge_lib.token_weights(tokens_M, steps_M, factors_M),
     )
     self.masters[p], self.published[p] = result.master_N, result.published_N
     self.outer_states[p] = result.opt_state

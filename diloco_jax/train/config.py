@@ -29,7 +29,7 @@ def _require_fraction(config: object, *names: str) -> None:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class ModelConfig:
-  """A Gemma-like decoder (model.py). The letters are the axes in the names of arrays.
+  """A Gemma-like decoder (decoder.py). The letters are the axes in the names of arrays.
 
   Attributes:
     vocab_size: V, the number of tokens; 256 = bytes.
@@ -38,11 +38,15 @@ class ModelConfig:
     num_heads: N, query heads.
     num_kv_heads: K, key and value heads; divides num_heads.
     head_dim: H, even, because RoPE rotates pairs.
-    hidden_dim: F, of the gated feed-forward block.
+    hidden_dim: F, of the gated feed-forward block, or of each expert.
+    num_experts: E, of the Mixture of Experts in every layer (experts.py); 0 = none, a dense model.
+    experts_per_token: C, how many of them a token is given to.
+    balance_loss: how much the loss that spreads tokens over the experts weighs in the gradient.
     tied_head: whether the output head is the embedding, transposed.
     rope_theta: wavelengths run from 2 pi to 2 pi rope_theta positions.
     logit_softcap: c of logits <- c tanh(logits / c); 0 = off.
     dtype: of activations, 'float32' or 'bfloat16'; parameters are always float32.
+    patch_size: side of an image's patches in pixels, for the task 'vision' (vision.py).
   """
 
   vocab_size: int = 256
@@ -52,10 +56,14 @@ class ModelConfig:
   num_kv_heads: int = 2
   head_dim: int = 32
   hidden_dim: int = 512
+  num_experts: int = 0
+  experts_per_token: int = 2
+  balance_loss: float = 0.01
   tied_head: bool = True
   rope_theta: float = 10_000.0
   logit_softcap: float = 30.0
   dtype: str = 'float32'
+  patch_size: int = 2
 
   def validate(self) -> None:
     _require_positive(
@@ -67,7 +75,9 @@ class ModelConfig:
       'num_kv_heads',
       'head_dim',
       'hidden_dim',
+      'experts_per_token',
       'rope_theta',
+      'patch_size',
     )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
@@ -78,6 +88,15 @@ class ModelConfig:
       raise ValueError(
         f'head_dim {self.head_dim} is odd: RoPE rotates pairs, use {self.head_dim + 1}'
       )
+    if self.num_experts < 0:
+      raise ValueError(f'num_experts is {self.num_experts}: use 0 for a dense model')
+    if self.num_experts and self.experts_per_token > self.num_experts:
+      raise ValueError(
+        f'experts_per_token {self.experts_per_token} is more than num_experts '
+        f'{self.num_experts}: use at most that'
+      )
+    if not 0 <= self.balance_loss < math.inf:
+      raise ValueError(f'balance_loss is {self.balance_loss}: use 0 to switch it off')
     if not self.logit_softcap >= 0:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
     if self.dtype not in _ACTIVATION_DTYPES:
@@ -132,7 +151,8 @@ class DataConfig:
   """Bytes of text, cut into windows, divided into disjoint shards (data.py).
 
   Attributes:
-    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files.
+    corpus: 'stdlib' = Python's own sources; else a directory or a glob of files; for the task
+      'vision' it is 'digits' (digits.py).
     seq_len: L, tokens predicted per sequence.
     batch_size: B, sequences per inner step of one learner.
     shards: V, disjoint shards; at least the largest number of learners.

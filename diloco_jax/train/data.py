@@ -10,20 +10,40 @@ one slice after the other, each in an order drawn for that pass. Batch i is a pu
 (corpus, seed, v, i), so the state of a shard is one integer, the next index. A pass leaves out the
 windows that do not fill a batch, different ones each time. The shards start at evenly spread
 slices, so that M learners, which lease the first M shards, read all slices once before any slice
-twice: an epoch is V / M passes.
+twice: an epoch is V / M passes. Shards need no more of a window than random access, so images with
+captions (digits.py) have them too.
 """
 
 import dataclasses
 import zlib
 from collections.abc import Sequence
+from typing import Protocol
 
 import grain
+import jax
 import numpy as np
 
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import corpus_files
+from diloco_jax.train import task as task_lib
 
 _HELD_OUT_OF_1000 = 30
+
+
+class Examples(Protocol):
+  """Examples by index: host arrays, or trees of them, all of one shape."""
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> task_lib.Batch: ...
+
+
+class Source(Protocol):
+  """What is read: examples to train on and held-out ones, with `length` bytes to predict each."""
+
+  def train(self, length: int) -> Examples: ...
+
+  def held_out(self, length: int) -> Examples: ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -33,6 +53,13 @@ class Corpus:
   train_bytes: np.ndarray  # uint8
   eval_bytes: np.ndarray  # uint8
   digest: int  # crc32 of both parts: learners of one run must agree on it
+
+  def train(self, length: int) -> 'Windows':
+    """The windows to train on, of `length` + 1 bytes."""
+    return Windows(self.train_bytes, length)
+
+  def held_out(self, length: int) -> 'Windows':
+    return Windows(self.eval_bytes, length)
 
 
 def load_corpus(source: str) -> Corpus:
@@ -84,15 +111,16 @@ class Windows:
 
 
 class Shard:
-  """The endless batches uint8[batch_size, seq_len + 1] of a shard, by index from 0."""
+  """The endless batches of a shard, by index from 0: examples with a leading axis batch_size; of a
+  corpus uint8[batch_size, seq_len + 1]."""
 
-  def __init__(self, windows: Windows, config: config_lib.DataConfig, shard: int):
-    self._shuffled = grain.MapDataset.source(windows).seed(config.seed).shuffle()
+  def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
+    self._shuffled = grain.MapDataset.source(examples).seed(config.seed).shuffle()
     self._config, self._first = config, first_slice(shard, config.shards)
-    self._batches = len(windows) // config.shards // config.batch_size  # of each pass
+    self._batches = len(examples) // config.shards // config.batch_size  # of each pass
     self._pass: tuple[int, grain.MapDataset] | None = None
 
-  def __getitem__(self, index: int) -> np.ndarray:
+  def __getitem__(self, index: int) -> task_lib.Batch:
     number, place = divmod(index, self._batches)
     if self._pass is None or self._pass[0] != number:
       self._pass = number, self._order(number)
@@ -103,8 +131,8 @@ class Shard:
     config = self._config
     which = (self._first + number) % config.shards
     seed = np.random.SeedSequence([config.seed, which, number]).generate_state(1)
-    windows = self._shuffled.slice(slice(which, None, config.shards))
-    return windows.shuffle(seed=int(seed[0])).batch(config.batch_size, drop_remainder=True)
+    examples = self._shuffled.slice(slice(which, None, config.shards))
+    return examples.shuffle(seed=int(seed[0])).batch(config.batch_size, drop_remainder=True)
 
 
 def first_slice(shard: int, shards: int) -> int:
@@ -121,34 +149,37 @@ def first_slice(shard: int, shards: int) -> int:
   return sorted(backwards).index(backwards[shard])
 
 
-def make_shard(corpus: Corpus, config: config_lib.DataConfig, shard: int) -> Shard:
-  """Returns a shard of a corpus. Raises ValueError: no such shard, or too little text."""
+def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Shard:
+  """Returns a shard of a source. Raises ValueError: no such shard, or too little data."""
   if not 0 <= shard < config.shards:
     raise ValueError(
       f'shard {shard} is outside [0, {config.shards}): read an existing one or '
       'raise DataConfig.shards'
     )
-  windows = Windows(corpus.train_bytes, config.seq_len)
+  examples = source.train(config.seq_len)
   need = config.shards * config.batch_size
-  if len(windows) < need:
+  if len(examples) < need:
     raise ValueError(
-      f'corpus {config.corpus!r} has {len(windows)} training windows of {config.seq_len} bytes, '
+      f'corpus {config.corpus!r} has {len(examples)} training windows of {config.seq_len} bytes, '
       f'fewer than one batch of {config.batch_size} for each of {config.shards} shards '
       f'({need}): use more text, fewer shards or a smaller batch'
     )
-  return Shard(windows, config, shard)
+  return Shard(examples, config, shard)
 
 
-def eval_batches(corpus: Corpus, config: config_lib.DataConfig) -> list[np.ndarray]:
-  """Returns the same evenly spread batches uint8[eval_batch_size, seq_len + 1] at every call."""
-  windows = Windows(corpus.eval_bytes, config.seq_len)
+def eval_batches(source: Source, config: config_lib.DataConfig) -> list[task_lib.Batch]:
+  """Returns the same evenly spread batches of eval_batch_size examples at every call."""
+  examples = source.held_out(config.seq_len)
   need = config.eval_batches * config.eval_batch_size
-  if len(windows) < need:
+  if len(examples) < need:
     raise ValueError(
-      f'corpus {config.corpus!r} has {len(windows)} held-out windows of {config.seq_len} bytes, '
+      f'corpus {config.corpus!r} has {len(examples)} held-out windows of {config.seq_len} bytes, '
       f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text or '
       'fewer evaluation batches'
     )
-  picked = np.linspace(0, len(windows) - 1, need).astype(np.int64)
-  rows = np.stack([windows[i] for i in picked])
-  return list(rows.reshape(config.eval_batches, config.eval_batch_size, -1))
+  picked = np.linspace(0, len(examples) - 1, need).astype(np.int64)
+  stack = lambda *rows: np.stack(rows)
+  return [
+    jax.tree.map(stack, *(examples[i] for i in batch))
+    for batch in picked.reshape(config.eval_batches, config.eval_batch_size)
+  ]

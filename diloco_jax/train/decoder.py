@@ -9,6 +9,9 @@ size); its scale is 1 + s, s starts at 0, so weight decay would pull the scale t
 and keys are normed per head (QK-norm, Gemma 3), then rotated by RoPE; N query heads share K
 key-value heads (GQA); attention is causal.
 
+With `config.num_experts` the feed-forward block is a Mixture of Experts (experts.py), whose balance
+loss is added to the gradient of the loss.
+
 Axes: B batch, L length, D embedding, N query heads, K key-value heads, H head, F hidden, V words.
 Parameters are float32, one leaf per tensor and layer (`params['layers'][3]['query']`), because the
 protocol cuts fragments between tensors and layers. For the same reason there is no scan over
@@ -30,6 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import data as data_lib
+from diloco_jax.train import experts as experts_lib
 from diloco_jax.train import task as task_lib
 
 Params = dict[str, Any]
@@ -41,10 +45,12 @@ PARTITION = (
   (r'layers/\d+/out', P('tensor', None, 'fsdp')),  # N H D
   (r'layers/\d+/(gate|up)', P('fsdp', 'tensor')),  # D F
   (r'layers/\d+/down', P('tensor', 'fsdp')),  # F D
+  *experts_lib.PARTITION,
 )
 MATRICES = (
   (r'layers/\d+/(query|key|value)', ((0,), (1, 2))),  # D -> N H
   (r'layers/\d+/out', ((0, 1), (2,))),  # N H -> D
+  *experts_lib.MATRICES,
 )
 _EMBED_STD = 0.02
 
@@ -76,21 +82,36 @@ class Block(nnx.Module):
     H, F = config.head_dim, config.hidden_dim
     residual = (2 * config.num_layers) ** -0.5
     self.attention_norm = nnx.Param(np.zeros((D,), np.float32))
-    self.query = _normal(rng, (D, N, H), D**-0.5)
-    self.key = _normal(rng, (D, K, H), D**-0.5)
-    self.value = _normal(rng, (D, K, H), D**-0.5)
+    self.query = normal(rng, (D, N, H), D**-0.5)
+    self.key = normal(rng, (D, K, H), D**-0.5)
+    self.value = normal(rng, (D, K, H), D**-0.5)
     self.query_norm = nnx.Param(np.zeros((H,), np.float32))
     self.key_norm = nnx.Param(np.zeros((H,), np.float32))
-    self.out = _normal(rng, (N, H, D), (N * H) ** -0.5 * residual)
+    self.out = normal(rng, (N, H, D), (N * H) ** -0.5 * residual)
     self.mlp_norm = nnx.Param(np.zeros((D,), np.float32))
-    self.gate = _normal(rng, (D, F), D**-0.5)
-    self.up = _normal(rng, (D, F), D**-0.5)
-    self.down = _normal(rng, (F, D), F**-0.5 * residual)
+    if config.num_experts:
+      self.experts = experts_lib.Experts(config, functools.partial(normal, rng), residual)
+    else:
+      self.gate = normal(rng, (D, F), D**-0.5)
+      self.up = normal(rng, (D, F), D**-0.5)
+      self.down = normal(rng, (F, D), F**-0.5 * residual)
 
-  def __call__(self, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
+  def __call__(
+    self,
+    x_BxLxD: jax.Array,
+    sin_LxH: jax.Array,
+    cos_LxH: jax.Array,
+    sharding: jax.sharding.NamedSharding | None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the new x_BxLxD and the balance loss of the experts, 0 if there are none."""
     normed_BxLxD = rms_norm(x_BxLxD, self.attention_norm[...])
     x_BxLxD = x_BxLxD + self._attention(normed_BxLxD, sin_LxH, cos_LxH)
-    return x_BxLxD + self._geglu(rms_norm(x_BxLxD, self.mlp_norm[...]))
+    normed_BxLxD = rms_norm(x_BxLxD, self.mlp_norm[...])
+    if hasattr(self, 'experts'):
+      mixed_BxLxD, balance = self.experts(normed_BxLxD, sharding)
+    else:
+      mixed_BxLxD, balance = self._geglu(normed_BxLxD), jnp.float32(0)
+    return x_BxLxD + mixed_BxLxD, balance
 
   def _attention(self, x_BxLxD: jax.Array, sin_LxH: jax.Array, cos_LxH: jax.Array) -> jax.Array:
     query_BxLxNxH = jnp.einsum('bld,dnh->blnh', x_BxLxD, self.query[...])
@@ -117,65 +138,89 @@ class Decoder(nnx.Module):
 
   def __init__(self, config: config_lib.ModelConfig, rng: np.random.Generator):
     self.config = config
-    self.embedding = _normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD)
+    self.embedding = normal(rng, (config.vocab_size, config.embed_dim), _EMBED_STD)
     self.final_norm = nnx.Param(np.zeros((config.embed_dim,), np.float32))
     self.layers = nnx.List([Block(config, rng) for _ in range(config.num_layers)])
     if not config.tied_head:
-      self.head = _normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
+      self.head = normal(rng, (config.embed_dim, config.vocab_size), _EMBED_STD)
 
   def __call__(
-    self, tokens_BxL: jax.Array, sharding: jax.sharding.Sharding | None = None
-  ) -> jax.Array:
-    """Returns float32 logits_BxLxV of the token that follows each position.
+    self,
+    tokens_BxL: jax.Array,
+    sharding: jax.sharding.NamedSharding | None = None,
+    prefix_BxIxD: jax.Array | None = None,
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns float32 logits_BxLxV of the token that follows each position, and the sum of the
+    layers' balance losses.
 
-    `sharding` pins the activations between the blocks (leading axis: the batch): without it the
-    partitioner may gather the batch instead of the split parameters.
+    Args:
+      tokens_BxL: of an integer type.
+      sharding: pins the activations between the blocks (leading axis: the batch): without it the
+        partitioner may gather the batch instead of the split parameters.
+      prefix_BxIxD: what stands in the sequence in front of the tokens (vision.py).
     """
     config = self.config
     scale = jnp.asarray(config.embed_dim**0.5, self.embedding[...].dtype)
     x_BxLxD = self.embedding[...][tokens_BxL] * scale
-    sin_LxH, cos_LxH = _rope_table(config, tokens_BxL.shape[1])
+    if prefix_BxIxD is not None:
+      x_BxLxD = jnp.concatenate([prefix_BxIxD, x_BxLxD], axis=1)
+    sin_LxH, cos_LxH = _rope_table(config, x_BxLxD.shape[1])
+    balance = jnp.float32(0)
     for layer in self.layers:
-      x_BxLxD = layer(_pin(x_BxLxD, sharding), sin_LxH, cos_LxH)
+      x_BxLxD, more = layer(_pin(x_BxLxD, sharding), sin_LxH, cos_LxH, sharding)
+      balance += more
+    x_BxLxD = x_BxLxD[:, -tokens_BxL.shape[1] :]
     x_BxLxD = rms_norm(_pin(x_BxLxD, sharding), self.final_norm[...])
     head_DxV = self.embedding[...].T if config.tied_head else self.head[...]
-    return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap)
+    return _softcap((x_BxLxD @ head_DxV).astype(jnp.float32), config.logit_softcap), balance
 
 
-def _normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> nnx.Param:
+def normal(rng: np.random.Generator, shape: tuple[int, ...], std: float) -> nnx.Param:
   return nnx.Param(rng.standard_normal(shape, np.float32) * np.float32(std))
 
 
-def init_params(config: config_lib.ModelConfig, seed: int) -> Params:
-  """Draws the parameters of a Decoder, as numpy arrays."""
-  return nnx.to_pure_dict(nnx.state(Decoder(config, np.random.default_rng(seed)), nnx.Param))
+def init_params(config: config_lib.ModelConfig, seed: int, kind: type[Decoder] = Decoder) -> Params:
+  """Draws the parameters of a model, as numpy arrays."""
+  return nnx.to_pure_dict(nnx.state(kind(config, np.random.default_rng(seed)), nnx.Param))
 
 
-def apply(
-  config: config_lib.ModelConfig,
-  params: Params,
-  tokens_BxL: jax.Array,
-  sharding: jax.sharding.Sharding | None = None,
-) -> jax.Array:
-  """Logits (Decoder.__call__) of a tree of parameters, computed in `config.dtype`."""
+def bind(config: config_lib.ModelConfig, params: Params, kind: type[Decoder] = Decoder) -> Any:
+  """The model with the parameters of a tree, which computes in `config.dtype`."""
   dtype = jnp.dtype(config.dtype)
-  module = nnx.eval_shape(lambda: Decoder(config, np.random.default_rng(0)))
+  module = nnx.eval_shape(lambda: kind(config, np.random.default_rng(0)))
   nnx.update(module, jax.tree.map(lambda leaf: leaf.astype(dtype), params))
-  return module(tokens_BxL, sharding)
+  return module
+
+
+def apply(config: config_lib.ModelConfig, params: Params, tokens_BxL: jax.Array) -> jax.Array:
+  """Logits (Decoder.__call__) of a tree of parameters."""
+  return bind(config, params)(tokens_BxL)[0]
 
 
 def loss(
   config: config_lib.ModelConfig,
   params: Params,
   tokens_BxL1: jax.Array,
-  sharding: jax.sharding.Sharding | None = None,
+  sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
   """Mean cross-entropy of the next token, in nats: L predictions from L + 1 tokens of an integer
   type."""
   tokens_BxL1 = tokens_BxL1.astype(jnp.int32)
-  logits_BxLxV = apply(config, params, tokens_BxL1[:, :-1], sharding)
-  targets_BxL = tokens_BxL1[:, 1:]
-  return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL))
+  logits_BxLxV, balance = bind(config, params)(tokens_BxL1[:, :-1], sharding)
+  return text_loss(config, logits_BxLxV, tokens_BxL1[:, 1:], balance)
+
+
+def text_loss(
+  config: config_lib.ModelConfig,
+  logits_BxLxV: jax.Array,
+  targets_BxL: jax.Array,
+  balance: jax.Array,
+) -> jax.Array:
+  """The mean cross-entropy, with the gradient of the balance loss but not its value: so losses of
+  training, held-out losses, and those of models without experts can be compared."""
+  entropies_BxL = optax.softmax_cross_entropy_with_integer_labels(logits_BxLxV, targets_BxL)
+  weighted = config.balance_loss * balance
+  return jnp.mean(entropies_BxL) + (weighted - jax.lax.stop_gradient(weighted))
 
 
 def sample(
@@ -220,8 +265,12 @@ def label(path: str) -> str:
 
   >>> label("['embedding']"), label("['head']"), label("['layers'][0]['query']")
   ('embedding', 'head', 'body')
+  >>> label("['layers'][0]['experts']['router']"), label("['layers'][0]['experts']['up']")
+  ('router', 'expert')
   """
-  return {"['embedding']": 'embedding', "['head']": 'head'}.get(path, 'body')
+  name = path.split("'")[-2]
+  inside = 'expert' if "['experts']" in path else 'body'
+  return {'embedding': 'embedding', 'head': 'head', 'router': 'router'}.get(name, inside)
 
 
 def rms_norm(x_xD: jax.Array, scale_D: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.storage import checkpoint, seals
@@ -75,7 +76,8 @@ class Island:
     self._task = task
     self.read_from(shard)
     self.mesh = mesh_lib.make_mesh(mesh, devices)
-    tx = optimizer_lib.make_optimizer(optimizer, total_steps, task)
+    tx = optimizer_lib.make_optimizer(optimizer, task)
+    self._rate = optimizer_lib.schedule(optimizer, total_steps)
     self._state, self.shardings = step_lib.init_state(task, tx, self.mesh, seed)
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
@@ -86,12 +88,25 @@ class Island:
       self._folder.lock('learner')
       self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
 
-  def twin(self) -> 'Island':
+  def twin(
+    self,
+    task: task_lib.Task | None = None,
+    rate: Callable[[int], float] | None = None,
+  ) -> 'Island':
     """Another island with the same compiled functions and a copy of the state; it has no folder of
-    checkpoints."""
+    checkpoints.
+
+    Args:
+      task: the same model with other data.
+      rate: another schedule of the learning rate (optimizer.schedule).
+    """
     other = copy.copy(self)
-    other._state = jax.tree.map(jax.numpy.copy, self._state)
+    other._state = jax.tree.map(jnp.copy, self._state)
     other._folder = other._checkpoints = None
+    other._rate = rate or self._rate
+    if task is not None:
+      other._task, other._eval_batches = task, None
+    other.read_from(0)
     return other
 
   # Training.
@@ -104,16 +119,16 @@ class Island:
     """Compiles the step without running it; returns seconds. Optional, before the first step."""
     start_ns = time.monotonic_ns()
     batch = jax.eval_shape(lambda: self._shard[self._next_index])
-    clock = jax.ShapeDtypeStruct((), np.int32)
-    self._train_step = self._train_step.lower(self._state, batch, clock).compile()
+    rate = jax.ShapeDtypeStruct((), np.float32)
+    self._train_step = self._train_step.lower(self._state, batch, rate).compile()
     return (time.monotonic_ns() - start_ns) / 1e9
 
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
-    clock = jax.device_put(np.int32(clock), mesh_lib.replicated(self.mesh))
-    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, clock))
+    rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
+    self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
     self._next_index += 1
     return StepResult(
       float(metrics['loss']),

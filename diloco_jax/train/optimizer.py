@@ -2,8 +2,9 @@ r"""The inner optimizer: AdamW, or Muon and AdamW, with the learning rate of the
 
 A learner that reconnects adopts the syncer's clock, and a donor's moments arrive with the donor's
 count; a schedule that follows the count would give the learners of one run different rates. So the
-clock is an argument: `tx.update(grads, state, params, step=clock)`. The bias correction of the
-moments keeps its own count, which belongs to them and moves with them.
+rate is an argument: `tx.update(grads, state, params, rate=schedule(...)(clock))`, and one compiled
+step serves all schedules. The bias correction of the moments keeps its own count, which belongs to
+them and moves with them.
 
   rate(t) = peak (t + 1) / W                                                    t < W (warm-up)
   rate(t) = peak (r + (1 - r) (1 + cos(pi (t - W) / (T - W))) / 2)              W <= t < T
@@ -23,59 +24,68 @@ It is for the matrices of the body: in an embedding and a head each row is a thi
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
+from diloco_jax.numerics import fragments
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import task as task_lib
 
 _RMS_OF_ADAM = 0.2  # of an update before the rate (arXiv 2502.16982, section 2.2)
 
 
-def learning_rate(
-  config: config_lib.OptimizerConfig, total_steps: int, step: jax.Array | int
-) -> jax.Array:
-  """The rate at clock `step` (0 for the first inner step), a float32 scalar."""
-  t = jnp.asarray(step, jnp.float32)
-  warm_up = (t + 1) / max(config.warmup_steps, 1)
-  progress = (t - config.warmup_steps) / max(total_steps - config.warmup_steps, 1)
-  cosine = (1 + jnp.cos(jnp.pi * jnp.clip(progress, 0, 1))) / 2
-  decay = config.end_lr_ratio + (1 - config.end_lr_ratio) * cosine
-  return config.learning_rate * jnp.where(t < config.warmup_steps, warm_up, decay)
-
-
-def make_optimizer(
-  config: config_lib.OptimizerConfig, total_steps: int, task: task_lib.Task
-) -> optax.GradientTransformationExtraArgs:
-  """Clipping by global norm, Adam or Muon, decoupled weight decay, the clock's rate.
+def schedule(config: config_lib.OptimizerConfig, total_steps: int) -> Callable[[int], float]:
+  """The rate by clock (0 for the first inner step).
 
   Args:
     config: hyperparameters, validated.
     total_steps: T, the clock at which the cosine has reached its end.
+
+  Raises:
+    ValueError: the run is not longer than its warm-up.
+  """
+  peak, warm_up, end = config.learning_rate, config.warmup_steps, config.end_lr_ratio
+  if total_steps <= warm_up:
+    raise ValueError(
+      f'total_steps {total_steps} leaves nothing after warmup_steps {warm_up}: lengthen the run or '
+      'shorten the warm-up'
+    )
+
+  def rate(clock: int) -> float:
+    if clock < warm_up:
+      return peak * (clock + 1) / warm_up
+    progress = min(1.0, (clock - warm_up) / (total_steps - warm_up))
+    return peak * (end + (1 - end) * (1 + math.cos(math.pi * progress)) / 2)
+
+  return rate
+
+
+def make_optimizer(
+  config: config_lib.OptimizerConfig, task: task_lib.Task
+) -> optax.GradientTransformationExtraArgs:
+  """Clipping by global norm, Adam or Muon, decoupled weight decay, the given rate.
+
+  Args:
+    config: hyperparameters, validated.
     task: says which tensors are matrices of the body.
 
   Returns:
-    A transformation whose `update` needs the keyword `step`, an int32 scalar.
+    A transformation whose `update` needs the keyword `rate`, a float32 scalar.
 
   References:
     Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv 1711.05101.
     Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
   """
-  if total_steps <= config.warmup_steps:
-    raise ValueError(
-      f'total_steps {total_steps} leaves nothing after warmup_steps '
-      f'{config.warmup_steps}: lengthen the run or shorten the warm-up'
-    )
   clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
   adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
   return optax.chain(
     clip,
     _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
     optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
-    _descend_by_clock(config, total_steps),
+    optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
   )
 
 
@@ -98,7 +108,7 @@ def _matrix_axes(
   task: task_lib.Task, path: jax.tree_util.KeyPath, leaf: jax.Array
 ) -> optax.contrib.MuonDimensionNumbers | None:
   """The input and output axes of a matrix of the body, else None."""
-  if task.label(jax.tree_util.keystr(path)) != 'body':
+  if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT):
     return None
   text = jax.tree_util.keystr(path, simple=True, separator='/')
   axes = task_lib.first_match(task.matrices, text, ((0,), (1,)) if leaf.ndim == 2 else None)
@@ -125,13 +135,6 @@ def _is_matrix(params: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
 
 
-def _descend_by_clock(
-  config: config_lib.OptimizerConfig, total_steps: int
-) -> optax.GradientTransformationExtraArgs:
-
-  def update(updates, state, params=None, *, step, **extra_args):
-    del params, extra_args
-    rate = learning_rate(config, total_steps, step)
-    return jax.tree.map(lambda u: -rate * u, updates), state
-
-  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+def _descend(updates, state, params=None, *, rate, **extra_args):
+  del params, extra_args
+  return jax.tree.map(lambda u: -rate * u, updates), state

@@ -46,15 +46,15 @@ def make_train_step(
   mesh: jax.sharding.Mesh,
   shardings: TrainState,
 ) -> Callable:
-  """Returns jitted (state, batch, step int32) -> (state, metrics).
+  """Returns jitted (state, batch, rate float32) -> (state, metrics).
 
   Metrics are replicated float32 scalars: `loss` and `grad_norm` before clipping.
   """
   batch_sharding, scalar = mesh_lib.batch_sharding(mesh), mesh_lib.replicated(mesh)
 
-  def train_step(state: TrainState, batch: task_lib.Batch, step: jax.Array):
+  def train_step(state: TrainState, batch: task_lib.Batch, rate: jax.Array):
     loss, grads = jax.value_and_grad(task.loss)(state.params, batch, batch_sharding)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params, step=step)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, rate=rate)
     params = optax.apply_updates(state.params, updates)
     metrics = {'loss': loss, 'grad_norm': optax.tree.norm(grads)}
     return TrainState(params, opt_state), metrics

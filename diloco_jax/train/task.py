@@ -40,7 +40,7 @@ class Batches(Protocol):
 def embeddings(path: str) -> str:
   """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer of
   that name, else 'body'. The syncer merges the first two by `sync.embedding_merge` (paper section
-  4).
+  4). A Mixture of Experts has labels of its own (Task).
 
   Args:
     path: `jax.tree_util.keystr` of the parameter.
@@ -65,7 +65,8 @@ class Task:
     batches: shard in [0, config.data.shards) -> its batches. Shards are disjoint.
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
-    label: path of a parameter -> 'embedding', 'head' or 'body', which selects its merge rule.
+    label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
+      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a

@@ -215,24 +215,20 @@ class Leave(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Donation(_message.Message):
-    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "settled_to", "keep", "payload")
+    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "payload")
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     DONOR_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SETTLED_TO_FIELD_NUMBER: _ClassVar[int]
-    KEEP_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     transfer: int
     donor: str
     clock: int
     versions: _containers.RepeatedScalarFieldContainer[int]
     digest: int
-    settled_to: int
-    keep: bool
     payload: Payload
-    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., settled_to: _Optional[int] = ..., keep: bool = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class NoDonation(_message.Message):
     __slots__ = ("transfer", "reason")
@@ -307,20 +303,24 @@ class Pull(_message.Message):
     def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., now: bool = ...) -> None: ...
 
 class Publish(_message.Message):
-    __slots__ = ("sync", "fragment", "version", "base_version", "digest", "payload")
+    __slots__ = ("sync", "fragment", "version", "base_version", "digest", "settled_to", "keep", "payload")
     SYNC_FIELD_NUMBER: _ClassVar[int]
     FRAGMENT_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_TO_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     sync: int
     fragment: int
     version: int
     base_version: int
     digest: int
+    settled_to: int
+    keep: bool
     payload: Payload
-    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
+    def __init__(self, sync: _Optional[int] = ..., fragment: _Optional[int] = ..., version: _Optional[int] = ..., base_version: _Optional[int] = ..., digest: _Optional[int] = ..., settled_to: _Optional[int] = ..., keep: bool = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
 
 class Settled(_message.Message):
     __slots__ = ("sync", "fragment", "merged", "reason")

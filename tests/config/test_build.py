@@ -1,5 +1,7 @@
 """From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,8 @@ import optax
 import pytest
 
 from diloco_jax.config import build
-from diloco_jax.configs import stdlib_lm
-from diloco_jax.numerics import codecs, merge, outer
+from diloco_jax.configs import digits_vlm, stdlib_lm
+from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
 from diloco_jax.syncer import global_model
 from experiments.examples import digits_linen
@@ -36,6 +38,7 @@ def _config():
     ('codec_down', 'fp8', 'sync.codec_down: '),
     ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, rda"),
     ('embedding_merge', 'rda(0.1)', "sync.embedding_merge: 'rda(0.1)' is neither"),
+    ('router_merge', 'mean', "sync.router_merge: 'mean' is unknown; use one of: avg, rda"),
     ('outer', 'adam(lr=1.0)', "sync.outer: 'adam(lr=1.0)': "),
   ],
 )
@@ -78,6 +81,23 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   assert inside.sum() == assembled.layout.parameters(0)
 
 
+def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config):
+  sync = config.sync
+  sync.codec_up, sync.outer, sync.age_decay = 'float32', 'sgd(learning_rate=1.0)', 0.25
+  sync.merge = sync.embedding_merge = 'avg'
+  assembled = build.assemble(config)
+  theta = global_model.Theta(assembled)
+  before = np.asarray(theta.masters[0])
+  payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
+  fresh, old = participants(2)
+  fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
+  old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period)
+  assert not theta.merge(0, (fresh, old), payloads, (), width=2).failed
+  moved = np.asarray(theta.masters[0]) - before
+  # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 4.
+  np.testing.assert_allclose(moved[moved != 0], -(1 - 0.5) / 1.5, rtol=1e-4)
+
+
 @pytest.mark.parametrize('text', ['adam(learning_rate=0.01)', 'sgd(learning_rate=1.0)'])
 @jax.numpy_dtype_promotion('standard')  # optax's adam multiplies a float with an int
 def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(config, text):
@@ -105,7 +125,7 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
 @pytest.mark.parametrize(
   'task, words',
   [
-    ('mlp', "task is 'mlp'; use 'decoder', or 'FILE.py:FUNCTION'"),
+    ('mlp', "task is 'mlp'; use 'decoder', 'vision', or 'FILE.py:FUNCTION'"),
     ('/nowhere/mlp.py:task', 'FileNotFoundError'),
     ('nowhere.mlp:task', "No module named 'nowhere'"),
     (f'{digits_linen.__name__}:tusk', "no attribute 'tusk'"),
@@ -118,6 +138,42 @@ def test_a_wrong_task_is_named(config, task, words):
   with pytest.raises(ValueError) as caught:
     build.assemble(config)
   assert words in str(caught.value)
+
+
+def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():
+  """Of nearly orthogonal pseudo-gradients rda keeps the length, and avg does not."""
+  config = stdlib_lm.get_config('moe')
+  config.sync.outer = 'sgd(learning_rate=1.0)'
+  assembled = build.assemble(config)
+  labels = [fragments.labels(assembled.layout, p) for p in range(config.sync.fragments)]
+  assert [set(one.values()) for one in labels].count({fragments.EXPERT}) == 8
+  rng = np.random.default_rng(0)
+  for p, label_of in enumerate(labels):
+    outer_optimizer = assembled.outer_optimizer(p)
+    flat_N = jnp.zeros(assembled.layout.size(p))
+    params = fragments.split(assembled.layout, p, flat_N)
+    flat_2xN = jnp.asarray(rng.standard_normal((2, flat_N.size)), jnp.float32)
+    deltas = fragments.split(assembled.layout, p, flat_2xN)
+    state = outer_optimizer.init(params)
+    moved = outer_optimizer.update(deltas, jnp.ones(2), state, params)[0]
+    for key, label in label_of.items():
+      length = np.mean([np.linalg.norm(delta) for delta in deltas[key]])
+      kept = np.linalg.norm(moved[key]) / length
+      if label in (fragments.EXPERT, 'body'):
+        assert kept == pytest.approx(1, rel=1e-4)
+      elif label == 'router':
+        assert kept == pytest.approx(0.5**0.5, rel=0.2)
+
+
+def test_the_digits_are_a_task_of_their_own(tmp_path):
+  config = digits_vlm.get_config()
+  config.validate()
+  assembled = build.assemble(config)
+  loss = assembled.task.loss(jax.device_put(assembled.init()), assembled.task.batches(0)[0], None)
+  assert 5 < float(loss) < 6
+  config.data.corpus = str(tmp_path)
+  with pytest.raises(ValueError, match="has no images: set data.corpus to 'digits'"):
+    build.assemble(config)
 
 
 def test_learners_with_other_data_do_not_agree(config, tmp_path):

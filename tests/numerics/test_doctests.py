@@ -6,7 +6,7 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize('name', ['codecs', 'digest', 'fragments', 'merge', 'spec'])
+@pytest.mark.parametrize('name', ['codecs', 'contrib.aged', 'digest', 'fragments', 'merge', 'spec'])
 def test_docstring_examples(name):
   result = doctest.testmod(importlib.import_module(f'diloco_jax.numerics.{name}'))
   assert result.attempted > 0 and result.failed == 0

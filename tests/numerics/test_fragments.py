@@ -121,6 +121,36 @@ def test_layers_are_contiguous_or_strided():
   assert layers(fragments.make_layout('strided', tree, 3, _label)) == [[-1, 2], [0, 3], [1, inf]]
 
 
+def _with_experts():
+  shapes = {'gate': (4, 8, 8), 'down': (4, 8, 8)}
+  layer = lambda: {
+    'norm': jnp.zeros(8),
+    'experts': {name: jnp.zeros(shape) for name, shape in shapes.items()},
+  }
+  return {'embed': jnp.zeros((16, 8)), 'layers': [layer(), layer()]}
+
+
+def _expert_label(path):
+  return fragments.EXPERT if 'experts' in path else 'rda'
+
+
+@pytest.mark.parametrize('kind', fragments.KINDS)
+def test_experts_are_cut_from_each_other(kind):
+  layout = fragments.make_layout(kind, _with_experts(), 3, _expert_label)
+  cut = [p for f in layout.fragments for p in f if p.label == fragments.EXPERT]
+  assert sorted({(p.start, p.shape) for p in cut}) == [(e, (1, 8, 8)) for e in range(4)]
+  assert len(cut) == 2 * 2 * 4
+
+
+@pytest.mark.parametrize('kind', ['layer', 'strided'])
+def test_each_expert_of_a_layer_can_be_a_fragment(kind):
+  layout = fragments.make_layout(kind, _with_experts(), 11, _expert_label)
+  held = [{(fragments._layer(p.path), p.label, p.start) for p in f} for f in layout.fragments]
+  assert all(len(one) == 1 for one in held)
+  experts = [one for fragment in held for one in fragment if one[1] == fragments.EXPERT]
+  assert experts == [(layer, fragments.EXPERT, e) for layer in (0, 1) for e in range(4)]
+
+
 @pytest.mark.parametrize(
   'path, layer',
   [

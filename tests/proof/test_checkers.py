@@ -110,9 +110,9 @@ JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', 
 CONFIRM = m.Confirm(
   nonce=7, incarnation=1, clock=0, steps=0, tokens=0, held=HELD, shard=None, cursor=0
 )
-JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
 USE = a.UseShard(shard=0, cursor=0, rewind=False)
-PULL = m.Pull(sync=2, fragment=0)
+PULL = m.Pull(sync=2, fragment=0, now=True)
 CONTRIBUTION = m.Contribution(
   sync=2,
   fragment=0,
@@ -166,7 +166,16 @@ MERGE = a.Merge(
 )
 DONE = e.MergeDone(sync=2, fragment=0, payload_id=6, payload=PAYLOAD, digest=101, norms=(5,))
 MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
-PUBLISH = m.Publish(sync=2, fragment=0, version=1, base_version=0, digest=101, payload=PAYLOAD)
+PUBLISH = m.Publish(
+  sync=2,
+  fragment=0,
+  version=1,
+  base_version=0,
+  digest=101,
+  settled_to=0,
+  keep=True,
+  payload=PAYLOAD,
+)
 ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
 NOW = m.SnapshotNow(snapshot=1, keep=())
 SAVE = a.Save(clock=2, machine_state=SNAPSHOT)

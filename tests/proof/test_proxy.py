@@ -349,7 +349,7 @@ def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(end
     number = syncer_events.get(timeout=DEADLINE_S).session
     learner.send(session, _JOIN)
     assert isinstance(syncer_events.get(timeout=DEADLINE_S).message, messages.Join)
-    syncer.send(number, messages.Pull(sync=1, fragment=0))
+    syncer.send(number, messages.Pull(sync=1, fragment=0, now=True))
     assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Received)
     if session == 1:
       behind.do(behind.proxy.up.flip, 16384)
@@ -387,7 +387,7 @@ def test_a_heartbeat_does_not_wait_behind_a_payload_on_a_slow_link(ends):
   number = syncer_events.get(timeout=DEADLINE_S).session
   learner.send(1, _JOIN)
   assert isinstance(syncer_events.get(timeout=DEADLINE_S).message, messages.Join)
-  syncer.send(number, messages.Pull(sync=1, fragment=0))
+  syncer.send(number, messages.Pull(sync=1, fragment=0, now=True))
   assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Received)
   behind.do(behind.proxy.up.set, proxy_lib.Toxics(rate=MIB // 4))
   data = bytes(MIB)

@@ -111,7 +111,7 @@ class Liar(processes.Learner):
 
   def _answer(self, session: int, pull: messages.Pull) -> bool:
     """Answers a pull with its steps so far; False: it has none."""
-    self.machine._pulled[pull.fragment] = pull.sync
+    self.machine._pulls.add(pull)
     word = self.true_word(messages.Contribution)
     if word.steps:
       self.say(session, self._changed(word))
@@ -147,7 +147,7 @@ class Liar(processes.Learner):
 
   def true_word(self, cls: type) -> Any:
     """The message of a class that an honest learner might send now."""
-    machine, pulls = self.machine, self.machine._pulled
+    machine, pulls = self.machine, self.machine._pulls._waiting
     fragment = max(pulls, key=pulls.get, default=0)
     anchor, position = machine._anchors[fragment], machine._position
     shard, cursor = position or (0, 0)

@@ -5,7 +5,7 @@ from typing import Any
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import engine
 from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, facts
 from tests.protocol import transcript
 
 MS = engine.MS
@@ -50,11 +50,8 @@ class Recording(observers.Observer):
     ]
 
   def opened(self) -> dict[int, int]:
-    """By sync: the time of its opening (first Pull)."""
-    times: dict[int, int] = {}
-    for time, pull in self.sent(messages.Pull):
-      times.setdefault(pull.sync, time)
-    return times
+    """By sync: the time of its opening."""
+    return {fact.sync: time for time, fact in self.facts(facts.Opened)}
 
 
 def discarded(recording: Recording) -> dict[str, int]:

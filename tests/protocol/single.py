@@ -155,7 +155,13 @@ def new_learner(**settings: Any) -> Any:
 
 
 def connect(
-  machine: Any, session: int, now_ms: int, clock: int = 0, due: tuple = (), donation: int = 0
+  machine: Any,
+  session: int,
+  now_ms: int,
+  clock: int = 0,
+  due: tuple = (),
+  settled: tuple = (0, 0),
+  donation: int = 0,
 ) -> list:
   machine.handle(now_ms * MS, events.Wake())
   machine.handle(now_ms * MS, events.Connected(session=session))
@@ -166,7 +172,13 @@ def connect(
     received(
       session,
       messages.Joined(
-        incarnation=1, clock=clock, shard=0, cursor=told.cursor, due=due, donation=donation
+        incarnation=1,
+        clock=clock,
+        shard=0,
+        cursor=told.cursor,
+        due=due,
+        settled=settled,
+        donation=donation,
       ),
     ),
   )
@@ -185,13 +197,17 @@ def encoded(sync: int, fragment: int, payload_id: int) -> events.Encoded:
   )
 
 
-def publish(sync: int, fragment: int, version: int) -> messages.Publish:
+def publish(
+  sync: int, fragment: int, version: int, settled_to: int = 0, keep: bool = True
+) -> messages.Publish:
   return messages.Publish(
     sync=sync,
     fragment=fragment,
     version=version,
     base_version=version - 1,
     digest=60,
+    settled_to=settled_to,
+    keep=keep,
     payload=messages.Payload(size_bytes=64, crc32=0),
   )
 

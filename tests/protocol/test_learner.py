@@ -15,11 +15,11 @@ def test_a_capture_of_an_old_session_is_not_sent_on_the_new_one():
   # The syncer dropped the payloads of the old session and asks again; the first capture is void.
   machine = new_learner()
   connect(machine, 1, 0)
-  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0, now=True)))
   assert any(isinstance(a, actions.Encode) for a in train(machine, 10))
   machine.handle(11 * MS, events.Disconnected(session=1, reason='cut'))
   connect(machine, 2, 100)
-  machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0)))
+  machine.handle(101 * MS, received(2, messages.Pull(sync=2, fragment=0, now=True)))
   out = train(machine, 110)
   assert not any(isinstance(a, actions.Encode) for a in out), 'one at a time with tau = 1'
   first = machine.handle(111 * MS, encoded(2, 0, payload_id=1))
@@ -58,9 +58,10 @@ def test_a_pull_that_no_step_can_precede_is_declined():
   machine = new_learner()
   connect(machine, 1, 0)
   train(machine, 10)
-  machine.handle(11 * MS, received(1, publish(6, 0, version=1), payload_id=4))
+  repair = publish(6, 0, version=1, keep=False)
+  machine.handle(11 * MS, received(1, repair, payload_id=4))
   assert not any(isinstance(a, actions.Step) for a in train(machine, 20)), 'it waits for sync 4'
-  out = machine.handle(21 * MS, received(1, messages.Pull(sync=10, fragment=0)))
+  out = machine.handle(21 * MS, received(1, messages.Pull(sync=10, fragment=0, now=True)))
   assert [m.reason for m in contents(out, messages.Decline)] == ['empty']
 
 
@@ -68,22 +69,20 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
   # One contribution per anchor, but a cancelled sync does not count.
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
-  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0, now=True)))
   train(machine, 10)
   machine.handle(11 * MS, encoded(2, 0, payload_id=1))
-  for cancelled, pulled, answer in (
-    (6, 10, messages.Decline),
-    (2, 14, messages.Contribution),
-  ):
+  for cancelled, pulled, answers in ((6, 10, 0), (2, 14, 1)):
     machine.handle(
       12 * MS,
       received(1, messages.Settled(sync=cancelled, fragment=0, merged=False, reason='cancelled')),
     )
-    machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0)))
+    machine.handle(13 * MS, received(1, messages.Pull(sync=pulled, fragment=0, now=True)))
     out = train(machine, 20)
     if any(isinstance(a, actions.Encode) for a in out):
       out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
-    assert contents(out, answer), (cancelled, out)
+    assert len(contents(out, messages.Contribution)) == answers, (cancelled, out)
+    assert not contents(out, messages.Decline)
 
 
 # --- Asked to end ---------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ def preempted() -> tuple:
   saved."""
   machine = new_learner(max_lag=None)
   connect(machine, 1, 0)
-  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0)))
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0, now=True)))
   machine.handle(2 * MS, events.Stop(reason='preempted'))
   out = train(machine, 10)
   assert any(isinstance(one, actions.Encode) for one in out)  # first the answer to the pull
@@ -108,8 +107,8 @@ def test_a_preempted_learner_leaves_after_its_contribution_is_merged():
   # Issue 4, preemption: push, save, leave. A syncer drops the payload of a learner that leaves.
   machine, out = preempted()
   assert not contents(out, messages.Leave)
-  empty = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0)))
-  assert [m.reason for m in contents(empty, messages.Decline)] == ['contributed']
+  waits = machine.handle(13 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  assert not contents(waits, messages.Decline)
   out = machine.handle(
     20 * MS, received(1, messages.Settled(sync=2, fragment=0, merged=True, reason=''))
   )

@@ -15,10 +15,10 @@ def test_the_ledger_settles_ranges_once():
   # Design section 4: "Every token trained is merged or discarded with a reason".
   account = ledger.Ledger(2).open('l0', 1)
   account.train(10, 100)
-  assert account.settle(0, 20, 50, '')
+  assert account.settle(0, 20, 50, '', gap='overwritten')
   account.check()
   assert (account.merged, account.discarded) == (30, {'overwritten': 20})
-  assert not account.settle(0, 40, 60, ''), 'it overlaps what is settled'
+  assert not account.settle(0, 40, 60, '', gap='overwritten'), 'it overlaps what is settled'
   assert account.merged == 30 and account.discarded['duplicate'] == 10
   account.close('left')
   account.check()
@@ -30,7 +30,7 @@ def test_tokens_that_a_merge_refuses_are_found_in_the_account_of_a_replaced_proc
   book = ledger.Ledger(1)
   account = book.open('l0', 1)
   account.train(10, 100)
-  assert account.settle(0, 0, 60, '')
+  assert account.settle(0, 0, 60, '', gap='undone')
   book.fold('l0', 1)
   book.revoke('l0', 1, 60)
   book.check()
@@ -63,7 +63,7 @@ def test_tokens_of_a_cancelled_sync_can_be_sent_again():
   machine, session = joined()
   advance(machine, session, step=2)
   machine.handle(
-    3, received(session, messages.Decline(sync=2, fragment=0, reason='contributed', tokens_to=20))
+    3, received(session, messages.Decline(sync=2, fragment=0, reason='empty', tokens_to=20))
   )
   machine.handle(4, received(session, contribution(sync=2), payload_id=1))  # it was in flight
   advance(machine, session, step=4)

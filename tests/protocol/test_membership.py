@@ -155,7 +155,7 @@ def test_a_joiner_is_told_of_cancelled_syncs():
   machine.handle(0, received(1, confirm(fragments=2)))
   machine.handle(1, received(1, progress(3)))
   machine.handle(
-    2, received(1, messages.Decline(sync=3, fragment=1, reason='contributed', tokens_to=0))
+    2, received(1, messages.Decline(sync=3, fragment=1, reason='empty', tokens_to=0))
   )
   machine.handle(3, received(2, join(learner='l1', nonce=8)))
   out = machine.handle(3, received(2, confirm(nonce=8, fragments=2)))
@@ -179,7 +179,9 @@ def test_the_start_waits_for_the_expected_learners():
   assert machine.deadline_ns <= 300 * MS
   out = machine.handle(300 * MS, events.Wake())
   told = [a.message for a in out if isinstance(a, actions.Send)]
-  assert told == [messages.Joined(incarnation=2, clock=0, shard=0, cursor=0, due=(0,))]
+  assert told == [
+    messages.Joined(incarnation=2, clock=0, shard=0, cursor=0, due=(0,), settled=(0,))
+  ]
 
 
 def test_a_new_incarnation_starts_at_step_zero():

@@ -67,9 +67,9 @@ def test_at_most_tau_syncs_are_in_flight_and_never_two_of_one_fragment():
     flying: dict[int, int] = {}
     most = 0
     for _, name, action in seen.entries:
-      if isinstance(action, actions.Send) and isinstance(action.message, messages.Pull):
-        assert action.message.fragment not in flying.values()
-        flying[action.message.sync] = action.message.fragment
+      if isinstance(action, actions.Report) and isinstance(action.fact, facts.Opened):
+        assert action.fact.fragment not in flying.values()
+        flying[action.fact.sync] = action.fact.fragment
         most = max(most, len(flying))
       elif isinstance(action, actions.Send) and name == 'syncer':
         if isinstance(action.message, messages.Settled):

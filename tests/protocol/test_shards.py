@@ -10,6 +10,7 @@ from diloco_jax.protocol.syncer import shards
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   connect,
+  contents,
   contribution,
   joined,
   merge_done,
@@ -160,7 +161,7 @@ def test_a_contribution_of_batches_that_were_merged_is_a_duplicate():
   )
   out = machine.handle(7, received(session, again, payload_id=2))
   assert actions.Drop(payload_id=2) in out
-  assert 'duplicate' in [one.message.reason for one in out if isinstance(one, actions.Send)]
+  assert 'duplicate' in [one.reason for one in contents(out, messages.Settled)]
   assert machine.state()['data']['merged'] == [[0, [2]]]
   machine.check()
 
@@ -179,10 +180,13 @@ def test_a_learner_that_is_given_another_shard_undoes_its_steps():
   told = [one.message for one in out if isinstance(one, actions.Send)]
   assert (told[0].shard, told[0].cursor) == (0, 1)
   out = machine.handle(
-    5001 * MS, received(2, messages.Joined(incarnation=1, clock=0, shard=5, cursor=30, due=()))
+    5001 * MS,
+    received(
+      2, messages.Joined(incarnation=1, clock=0, shard=5, cursor=30, due=(), settled=(0, 0))
+    ),
   )
   assert not any(isinstance(one, actions.UseShard) for one in out), 'a step runs'
-  machine.handle(5002 * MS, received(2, messages.Pull(sync=2, fragment=0)))
+  machine.handle(5002 * MS, received(2, messages.Pull(sync=2, fragment=0, now=True)))
   out = train(machine, 5010)
   assert actions.UseShard(shard=5, cursor=30, rewind=True) in out
   assert not any(isinstance(one, actions.Encode) for one in out), 'there is nothing to give'

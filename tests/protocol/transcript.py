@@ -3,7 +3,7 @@
 A script is blocks of `command lines`, `----`, `output`, blank line; `#` begins a comment.
 
     run NAME=VALUE ...            a run: ProtocolConfig's fields, times as *_ms
-    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk, encode,
+    start ID [NAME=MS ...] [restored] [second] [width=N]   a process; step, up, down, bulk_up, encode,
                                   donate
     set ID|syncer NAME=MS ...     changes these times; loss and duplicate are per mille of messages
     for MS [quiet]                time passes; prints the actions unless quiet
@@ -26,7 +26,7 @@ from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib
 
 MS = engine.MS
-LINK = ('up', 'down', 'bulk')
+LINK = ('up', 'down', 'bulk_up', 'bulk_down')
 ISLAND = ('step', 'encode', 'adopt', 'donate')
 RATES = ('loss', 'duplicate')
 

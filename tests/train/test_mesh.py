@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diloco_jax.train import config as config_lib
-from diloco_jax.train import decoder
+from diloco_jax.train import decoder, vision
 from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
@@ -21,44 +21,79 @@ class Device(NamedTuple):
   slice_index: int
 
 
-def _one_step(model, optimizer, mesh_config, batch):
+def _one_step(task, optimizer, mesh_config, batch):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-  task = decoder.task(model, config_lib.DataConfig())
-  tx = optimizer_lib.make_optimizer(optimizer, 100, task)
+  tx = optimizer_lib.make_optimizer(optimizer, task)
   state, shardings = step_lib.init_state(task, tx, mesh, seed=0)
   train_step = step_lib.make_train_step(task, tx, mesh, shardings)
-  clock = jax.device_put(np.int32(0), mesh_lib.replicated(mesh))
-  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), clock))
+  rate = jax.device_put(np.float32(1e-4), mesh_lib.replicated(mesh))
+  return jax.block_until_ready(train_step(state, mesh_lib.put_batch(mesh, batch), rate))
 
 
-def test_sharded_step_equals_the_unsharded_one(model, optimizer):
-  """Muon multiplies whole matrices, of which each device has a part; AdamW has the embedding."""
-  model.num_layers, optimizer.name = 1, 'muon'
-  batch = np.random.default_rng(0).integers(0, 256, (4, 17)).astype(np.uint8)
-  state, metrics = _one_step(model, optimizer, config_lib.MeshConfig(), batch)
+def _sharded_step(task, optimizer, batch):
+  """The states after a step on one device and on a mesh of eight. Adam divides by sqrt(v), which
+  turns the rounding of an almost zero gradient into a full update; so moments are compared."""
+  state, metrics = _one_step(task, optimizer, config_lib.MeshConfig(), batch)
   sharded_mesh = config_lib.MeshConfig(data=2, fsdp=2, tensor=2)
-  sharded_state, sharded_metrics = _one_step(model, optimizer, sharded_mesh, batch)
+  sharded_state, sharded_metrics = _one_step(task, optimizer, sharded_mesh, batch)
   for name in metrics:
     np.testing.assert_allclose(metrics[name], sharded_metrics[name], rtol=1e-4)
   for one, other in zip(
     jax.tree.leaves(state.opt_state), jax.tree.leaves(sharded_state.opt_state), strict=True
   ):
     np.testing.assert_allclose(one, other, atol=1e-5)
-  # Adam divides by sqrt(v), which turns the rounding of an almost zero gradient into a full update;
-  # the test therefore compares the parameters of Muon only.
+  return state, sharded_state
+
+
+def _parts(leaf: jax.Array) -> set[tuple[int, ...]]:
+  return {shard.data.shape for shard in leaf.addressable_shards}
+
+
+def test_sharded_step_equals_the_unsharded_one(model, optimizer):
+  """Muon multiplies whole matrices, of which each device has a part; AdamW has the embedding."""
+  model.num_layers, optimizer.name = 1, 'muon'
+  task = decoder.task(model, config_lib.DataConfig())
+  state, sharded_state = _sharded_step(task, optimizer, _text(4, 17))
   layer, sharded_layer = state.params['layers'][0], sharded_state.params['layers'][0]
   for name in ('query', 'key', 'value', 'out', 'gate', 'up', 'down'):
     np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
 
   layer = sharded_layer
-  assert {s.data.shape for s in layer['query'].addressable_shards} == {(8, 2, 8)}  # D/2 N/2 H
-  assert {s.data.shape for s in layer['down'].addressable_shards} == {(16, 8)}  # F/2 D/2
-  assert {s.data.shape for s in layer['query_norm'].addressable_shards} == {(8,)}
+  assert _parts(layer['query']) == {(8, 2, 8)}  # D/2 N/2 H
+  assert _parts(layer['down']) == {(16, 8)}  # F/2 D/2
+  assert _parts(layer['query_norm']) == {(8,)}
   moments = sharded_state.opt_state[1].inner_states
   matrices = moments['matrix'].inner_state[0].mu['layers'][0]
   assert matrices['query'].sharding == layer['query'].sharding
   embedding = sharded_state.params['embedding']
   assert moments['rest'].inner_state.nu['embedding'].sharding == embedding.sharding
+
+
+def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
+  """Muon, too: a matrix of an expert is one matrix of its tensor."""
+  model.num_layers, model.num_experts, optimizer.name = 1, 4, 'muon'
+  task = decoder.task(model, config_lib.DataConfig())
+  states = _sharded_step(task, optimizer, _text(4, 17))
+  layer, sharded_layer = (state.params['layers'][0]['experts'] for state in states)
+  for name in ('gate', 'up', 'down'):
+    np.testing.assert_allclose(layer[name], sharded_layer[name], atol=1e-5)
+    assert _parts(sharded_layer[name]) == {(2, 16, 16)}  # E/2 D F/2 or E/2 F/2 D
+  assert _parts(sharded_layer['router']) == {(16, 4)}
+  moments = states[1].opt_state[1].inner_states['matrix'].inner_state[0].mu['layers'][0]['experts']
+  assert moments['up'].sharding == sharded_layer['up'].sharding
+
+
+def test_a_sharded_reader_of_images_equals_the_unsharded_one(model, optimizer):
+  model.num_layers = 1
+  image = np.random.default_rng(1).integers(0, 16, (4, 8, 8)).astype(np.uint8)
+  task = vision.task(model, config_lib.DataConfig())
+  params = _sharded_step(task, optimizer, {'image': image, 'text': _text(4, 9)})[1].params
+  assert _parts(params['patches']) == {(4, 8)}  # C D/2
+  assert _parts(params['positions']) == {(16, 8)}  # I D/2
+
+
+def _text(*shape: int) -> np.ndarray:
+  return np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
 
 
 def test_mesh_takes_exactly_its_devices():

@@ -20,6 +20,7 @@ _TASK = task_lib.Task(
   loss=lambda params, batch, sharding: jnp.float32(0),
   batches=lambda shard: [],
   tokens_per_batch=1,
+  label=lambda path: 'expert' if 'up' in path else task_lib.embeddings(path),
   matrices=(('query', ((0,), (1, 2))), ('up', ((1,), (2,))), ('router', None)),
 )
 
@@ -37,18 +38,18 @@ _TASK = task_lib.Task(
   ],
 )
 def test_rate_warms_up_and_decays(clock, rate):
-  np.testing.assert_allclose(optimizer_lib.learning_rate(_CONFIG, 110, clock), rate, rtol=1e-5)
+  np.testing.assert_allclose(optimizer_lib.schedule(_CONFIG, 110)(clock), rate, rtol=1e-5)
 
 
 def test_without_warm_up_it_starts_at_the_peak():
   config = config_lib.OptimizerConfig(learning_rate=0.5, warmup_steps=0)
-  np.testing.assert_allclose(optimizer_lib.learning_rate(config, 100, 0), 0.5)
+  np.testing.assert_allclose(optimizer_lib.schedule(config, 100)(0), 0.5)
 
 
 def test_equals_optax_adamw_when_the_clock_is_the_count():
   w = np.linspace(-1, 1, 12, dtype=np.float32)
   params = {'w': w.reshape(3, 4), 'b': np.ones(4, np.float32)}
-  ours = optimizer_lib.make_optimizer(_CONFIG, 110, _TASK)
+  ours = optimizer_lib.make_optimizer(_CONFIG, _TASK)
   theirs = optax.chain(
     optax.clip_by_global_norm(_CONFIG.clip_norm), _adamw({'w': True, 'b': False})
   )
@@ -66,7 +67,7 @@ def test_muon_is_optax_muon_for_matrices_and_adamw_for_the_rest():
     'norm': draw(6),
   }
   config = dataclasses.replace(_MUON, clip_norm=0.0)
-  ours = _three_steps(optimizer_lib.make_optimizer(config, 110, _TASK), matrices | rest)
+  ours = _three_steps(optimizer_lib.make_optimizer(config, _TASK), matrices | rest)
   muon = optax.contrib.muon(
     _rate,
     beta=config.momentum,
@@ -85,7 +86,7 @@ def test_muon_is_optax_muon_for_matrices_and_adamw_for_the_rest():
 def test_an_update_of_muon_is_as_large_as_one_of_adam():
   """Whatever the shape: 0.2 of the rate, as arXiv 2502.16982 measured of AdamW."""
   config = dataclasses.replace(_MUON, weight_decay=0.0, clip_norm=0.0)
-  tx = optimizer_lib.make_optimizer(config, 110, _TASK)
+  tx = optimizer_lib.make_optimizer(config, _TASK)
   draw = lambda *shape: np.random.default_rng(shape).standard_normal(shape, np.float32)
   grads = {'square': draw(48, 48), 'wide': draw(24, 256), 'tall': 1e-4 * draw(128, 48)}
   grads['query'] = draw(64, 4, 16)
@@ -103,27 +104,28 @@ def test_muon_keeps_one_average_of_each_matrix_and_adamw_two():
   matrices = sum(leaf.size for leaf in jax.tree.leaves(params['layers']) if leaf.ndim > 1)
   total = sum(leaf.size for leaf in jax.tree.leaves(params))
   size = lambda config: moments.size_bytes(
-    jax.eval_shape(optimizer_lib.make_optimizer(config, 110, task).init, params)
+    jax.eval_shape(optimizer_lib.make_optimizer(config, task).init, params)
   )
   assert size(_CONFIG) == 4 * 2 * total + 4  # a count
   assert size(_MUON) == 4 * (2 * total - matrices) + 8 + 12  # two counts, coefficients of optax
 
 
 @pytest.mark.parametrize('config', [_CONFIG, _MUON], ids=lambda config: config.name)
-def test_the_rate_follows_the_clock_and_not_the_count(config):
+def test_the_rate_is_that_of_the_argument_and_not_of_the_count(config):
   params = {'w': jnp.ones((2, 2))}
-  tx = optimizer_lib.make_optimizer(config, 110, _TASK)
-  update = lambda clock: tx.update(params, tx.init(params), params, step=jnp.int32(clock))[0]['w']
-  np.testing.assert_allclose(update(60) / update(0), jnp.full((2, 2), 0.275 / 0.05), rtol=1e-5)
+  tx = optimizer_lib.make_optimizer(config, _TASK)
+  update = lambda rate: tx.update(params, tx.init(params), params, rate=jnp.float32(rate))[0]['w']
+  np.testing.assert_allclose(update(0.275) / update(0.05), jnp.full((2, 2), 5.5), rtol=1e-5)
 
 
 def test_a_run_shorter_than_its_warm_up_is_refused():
   with pytest.raises(ValueError, match='total_steps 10 .* warmup_steps 10'):
-    optimizer_lib.make_optimizer(_CONFIG, 10, _TASK)
+    optimizer_lib.schedule(_CONFIG, 10)
 
 
 def _rate(count):
-  return optimizer_lib.learning_rate(_CONFIG, 110, count)
+  """The rate of the first clocks, as a schedule of optax."""
+  return jnp.asarray([optimizer_lib.schedule(_CONFIG, 110)(clock) for clock in range(3)])[count]
 
 
 def _adamw(mask):
@@ -132,12 +134,12 @@ def _adamw(mask):
 
 
 def _three_steps(tx, params, grads=None):
-  """The parameters after clocks 0, 1 and 2; optax's own transforms do not see the clock."""
+  """The parameters after clocks 0, 1 and 2; optax's own transforms do not see the rate."""
   grads, state = grads or jax.tree.map(lambda leaf: 3 * leaf + 1, params), tx.init(params)
   update = jax.jit(optax.with_extra_args_support(tx).update)
   for clock in range(3):
     with jax.numpy_dtype_promotion('standard'):
-      updates, state = update(grads, state, params, step=jnp.int32(clock))
+      updates, state = update(grads, state, params, rate=_rate(clock))
     params = optax.apply_updates(params, updates)
   return params
 

@@ -246,9 +246,18 @@ _FROM_LEARNER = (
 )
 _FROM_SYNCER = (
   messages.Refused(code='FENCED', text='no \x1b', retry_ns=None),
-  messages.Joined(incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), donation=3),
+  messages.Joined(
+    incarnation=1, clock=2, shard=0, cursor=5, due=(0, 1), settled=(0, 0), donation=3
+  ),
   messages.Publish(
-    sync=2, fragment=0, version=1, base_version=None, digest=2**64 - 1, payload=_PAYLOAD
+    sync=2,
+    fragment=0,
+    version=1,
+    base_version=None,
+    digest=2**64 - 1,
+    settled_to=0,
+    keep=True,
+    payload=_PAYLOAD,
   ),
   messages.SnapshotNow(snapshot=1, keep=(1, 2, 3)),
 )

@@ -56,7 +56,7 @@ def _ends():
   assert isinstance(syncer.hears().message, messages.Join)
   for asked in (
     messages.Donate(transfer=1, clock=0, versions=(0, 0)),
-    messages.Pull(sync=2, fragment=0),
+    messages.Pull(sync=2, fragment=0, now=True),
   ):
     syncer.transport.send(session, asked)
     assert learner.hears().message == asked

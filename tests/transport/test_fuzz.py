@@ -113,7 +113,14 @@ def test_announcements_and_transfers_in_any_order_keep_within_the_grants(arrival
       if announced:
         payload = messages.Payload(size_bytes=size, crc32=0)
         word = messages.Publish(
-          sync=1, fragment=0, version=1, base_version=None, digest=0, payload=payload
+          sync=1,
+          fragment=0,
+          version=1,
+          base_version=None,
+          digest=0,
+          settled_to=0,
+          keep=True,
+          payload=payload,
         )
         delivery = buffer.on_message(word, transfer)
       else:

@@ -227,6 +227,8 @@ def test_closing_the_session_of_a_frozen_learner_does_not_wait(syncer, child):
     version=1,
     base_version=0,
     digest=0,
+    settled_to=0,
+    keep=True,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )
   for _ in range(16):  # more than flow control lets pass
@@ -368,7 +370,7 @@ def test_control_without_bulk_is_closed(dial):
   assert inbox.empty()
 
 
-PULL = messages.Pull(sync=1, fragment=0)
+PULL = messages.Pull(sync=1, fragment=0, now=True)
 
 
 @pytest.mark.parametrize(
@@ -403,6 +405,8 @@ def test_a_learner_believes_no_size_that_the_layout_does_not_have(syncer, dial):
     version=1,
     base_version=None,
     digest=0,
+    settled_to=0,
+    keep=True,
     payload=messages.Payload(size_bytes=3, crc32=zlib.crc32(b'abc')),
   )
   syncer.send(number, publish, b'abc')

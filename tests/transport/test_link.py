@@ -26,12 +26,14 @@ def publish(data, fragment=0, version=1, base=0):
     version=version,
     base_version=base,
     digest=0,
+    settled_to=0,
+    keep=True,
     payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
   )
 
 
 def pull(sync):
-  return messages.Pull(sync=sync, fragment=0)
+  return messages.Pull(sync=sync, fragment=0, now=True)
 
 
 def control_of(box):

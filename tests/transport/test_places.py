@@ -45,7 +45,7 @@ def join(learner='l0'):
   return messages.Join(protocol=1, learner=learner, nonce=1, agreement='', host='', pid=1)
 
 
-JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
 
 
 class End:

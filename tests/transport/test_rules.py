@@ -10,7 +10,7 @@ JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', p
 CONFIRM = messages.Confirm(
   nonce=1, incarnation=1, clock=0, steps=0, tokens=0, held=(), shard=None, cursor=0
 )
-JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=())
+JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0, 0))
 
 
 def member():
@@ -21,7 +21,7 @@ def member():
 
 
 def pull(sync, fragment=0):
-  return messages.Pull(sync=sync, fragment=fragment)
+  return messages.Pull(sync=sync, fragment=fragment, now=True)
 
 
 def announced(size):
@@ -168,6 +168,8 @@ def publish(fragment, size):
     version=1,
     base_version=None,
     digest=0,
+    settled_to=0,
+    keep=True,
     payload=announced(size),
   )
 

@@ -137,7 +137,7 @@ def connect(syncer, learner, session=1):
 def pull(syncer, number, learner, *blobs):
   """Asks the learner for contributions of these sizes."""
   for blob in blobs:
-    asked = messages.Pull(sync=1, fragment=SIZES.index(len(blob)))
+    asked = messages.Pull(sync=1, fragment=SIZES.index(len(blob)), now=True)
     syncer.transport.send(number, asked, None)
     assert learner.message() == asked
 
@@ -167,6 +167,8 @@ def publish(data, fragment=0, version=1, base_version=0):
     version=version,
     base_version=base_version,
     digest=3,
+    settled_to=0,
+    keep=True,
     payload=describe(data),
   )
 
@@ -186,7 +188,7 @@ def test_messages_arrive_in_order_both_ways(world):
   number = connect(syncer, learner)
   for step in range(200):
     learner.transport.send(1, adopted(step), None)
-    syncer.transport.send(number, messages.Pull(sync=step, fragment=0), None)
+    syncer.transport.send(number, messages.Pull(sync=step, fragment=0, now=True), None)
   assert [syncer.message().version for _ in range(200)] == list(range(200))
   assert [learner.message().sync for _ in range(200)] == list(range(200))
 

@@ -20,7 +20,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 
 # The other codes need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED', 'ID_IN_QUARANTINE')
-DECLINES = ('contributed', 'empty', messages.Reason.BAD_VALUE)
+DECLINES = ('empty', messages.Reason.BAD_VALUE)
 VERDICTS = ('merged', 'cancelled', 'late', 'stale', 'duplicate', messages.Reason.BAD_VALUE)
 # The first word of each reason.
 MERGED_WHY, CANCELLED_WHY = ('all', 'grace'), ('all', 'not', 'every')

@@ -29,8 +29,11 @@ def describe(action: Any) -> str:
     case actions.Merge(sync=sync, fragment=p, version=version, participants=participants):
       shares = ', '.join(f'{one.learner} {one.tokens}/{one.steps}' for one in participants)
       return f'merges sync {sync} into version {version} of fragment {p}: {shares}'
-    case actions.Adopt(fragment=p, version=version, whole=whole):
-      return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}'
+    case actions.Adopt(fragment=p, version=version, whole=whole, keep=keep, merged=merged):
+      kept = (
+        'keeps what is not merged' if merged else 'keeps its steps' if keep else 'keeps nothing'
+      )
+      return f'adopts version {version} of fragment {p}{" (whole)" if whole else ""}, {kept}'
     case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
       return f'reads data shard {shard} from batch {cursor}{", rewound" if rewind else ""}'
     case actions.ReadMoments(transfer=transfer):
@@ -44,10 +47,12 @@ def describe(action: Any) -> str:
         f'writes manifest {number}: {", ".join(part.learner for part in parts) or "no learner"}'
         + ''.join(f', not {name}: {why}' for name, why in missing)
       )
+    case actions.Report(fact=facts.Opened(sync=sync, fragment=p)):
+      return f'opens sync {sync} of fragment {p}'
     case actions.Report(fact=facts.Cancelled(sync=sync, fragment=p, why=why)):
       return f'cancels sync {sync} of fragment {p}: {why}'
-    case actions.Report(fact=facts.Merging(why=why, grace_ns=grace_ns)):
-      return f'  because {why} (grace {grace_ns / MS:g} ms)'
+    case actions.Report(fact=facts.Merging(why=why, waited_ns=waited_ns, grace_ns=grace_ns)):
+      return f'  because {why} (open for {waited_ns / MS:g} ms, grace {grace_ns / MS:g} ms)'
     case actions.Report(fact=facts.Member(state='lost', learner=name, reason=reason)):
       return f'loses {name}: {reason}'
     case actions.Say(text=text):
@@ -66,11 +71,18 @@ def _message(message: Any) -> str:
     case messages.Confirm(incarnation=incarnation, clock=step, held=held):
       return f'Confirm incarnation {incarnation} at step {step}, holds {[h.version for h in held]}'
     case messages.Joined(
-      incarnation=incarnation, clock=step, shard=v, cursor=cursor, due=due, donation=d
+      incarnation=incarnation,
+      clock=step,
+      shard=v,
+      cursor=cursor,
+      due=due,
+      settled=settled,
+      donation=d,
     ):
       told = (
         f'Joined incarnation {incarnation}, clock {step}, shard {v} from {cursor}, due {list(due)}'
       )
+      told += f', settled to {list(settled)}' if any(settled) else ''
       return told + (f', donation {d}' if d else '')
     case messages.Donate(transfer=transfer, clock=step, versions=versions):
       return f'Donate for donation {transfer} from step {step}, versions {list(versions)}'
@@ -80,14 +92,18 @@ def _message(message: Any) -> str:
       return f'NoDonation {transfer}: {reason}'
     case messages.Recovered(transfer=transfer, way=way):
       return f'Recovered by {way}, donation {transfer}'
-    case messages.Pull(sync=sync, fragment=p):
-      return f'Pull sync {sync} fragment {p}'
+    case messages.Pull(sync=sync, fragment=p, now=now):
+      return f'Pull sync {sync} fragment {p}{", now" if now else ""}'
     case messages.Contribution(sync=sync, version=version, tokens_from=start, tokens_to=end):
       return f'Contribution sync {sync} from version {version}, tokens [{start}, {end})'
     case messages.Decline(sync=sync, reason=reason):
       return f'Decline sync {sync}: {reason}'
-    case messages.Publish(fragment=p, version=version, base_version=base):
-      return f'Publish version {version} of fragment {p}, {"whole" if base is None else "delta"}'
+    case messages.Publish(
+      fragment=p, version=version, base_version=base, settled_to=upto, keep=keep
+    ):
+      kind = 'whole' if base is None else 'delta'
+      told = f'Publish version {version} of fragment {p}, {kind}, settled to {upto}'
+      return told + ('' if keep else ', keep nothing')
     case messages.Settled(sync=sync, merged=merged, reason=reason):
       return f'Settled sync {sync}: {"merged" if merged else reason}'
     case messages.Refused(code=code, retry_ns=retry_ns):

@@ -25,6 +25,7 @@ from diloco_jax.syncer import global_model
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.train import config as train_config
 from diloco_jax.train import island as island_lib
+from diloco_jax.train import optimizer as optimizer_lib
 
 Evaluate = Callable[[int], None]
 
@@ -43,8 +44,8 @@ class Model:
     self._on_evaluation = on_evaluation
     self._keep_moments = keep_moments
     self._template = fresh_island(assembled)
-    self._compiled = _compiled_exchange(_exchange_key(assembled.config))
-    self.theta = _fresh_theta(assembled)
+    self._compiled = _compiled_exchange(_exchange_key(assembled))
+    self.theta = fresh_theta(assembled)
     self._saved: dict[str, tuple[dict[str, Any], island_lib.Island | None]] = {}
     self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
     self.digests = tuple(map(self.theta.digest, range(assembled.layout.num_fragments)))
@@ -71,6 +72,10 @@ class Model:
   def evaluate(self) -> float:
     """Held-out loss of the global model."""
     return self._template.evaluate(self.theta.params())
+
+  def params(self) -> Any:
+    """The published model, on the host."""
+    return jax.device_get(self.theta.params())
 
   def theta_sha256(self) -> str:
     """Of every bit of the syncer's arrays: masters, published values, outer states."""
@@ -177,10 +182,39 @@ def _taken(posted: list[events.Event]) -> list[events.Event]:
 
 # --- What runs share ------------------------------------------------------------------------------
 
+KEPT = 8  # compiled models, of each kind
+
 
 def fresh_island(assembled: build.Assembly) -> island_lib.Island:
   """An island at version 0, on the first device."""
-  return _template(_island_key(assembled.config), _Unkeyed(assembled)).twin()
+  config = assembled.config
+  rate = optimizer_lib.schedule(config.optimizer, config.train.steps)
+  island = _template(_step_key(config), _Unkeyed(assembled)).twin(assembled.task, rate)
+  island.params = assembled.init()
+  return island
+
+
+def fresh_theta(assembled: build.Assembly) -> global_model.Theta:
+  """A global model at version 0."""
+  sync = assembled.config.sync
+  outer = sync.merge, sync.embedding_merge, sync.outer
+  return _theta(repr((_exchange_key(assembled), outer)), _Unkeyed(assembled)).twin(assembled)
+
+
+def _step_key(config: run_config.Config) -> str:
+  """All that the compiled step and evaluation depend on; the rate is an argument of the step."""
+  data = dataclasses.replace(config.data, seed=0)
+  optimizer = dataclasses.replace(
+    config.optimizer, learning_rate=1.0, warmup_steps=0, end_lr_ratio=1.0
+  )
+  return repr((config.task, config.model, data, optimizer))
+
+
+def _exchange_key(assembled: build.Assembly) -> str:
+  """All that encoding and adoption depend on."""
+  sync = assembled.config.sync
+  arithmetic = sync.codec_up, sync.codec_down, sync.adopt, sync.alpha
+  return repr((assembled.config.task, assembled.layout.digest(), arithmetic))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +227,7 @@ class _Unkeyed:
     return 0
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=KEPT)
 def _template(key: str, made: _Unkeyed) -> island_lib.Island:
   config = made.assembled.config
   return island_lib.Island(
@@ -206,38 +240,11 @@ def _template(key: str, made: _Unkeyed) -> island_lib.Island:
   )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=KEPT)
 def _compiled_exchange(key: str) -> dict[tuple, Any]:
   return {}
 
 
-def _fresh_theta(assembled: build.Assembly) -> global_model.Theta:
-  theta = _theta(_theta_key(assembled.config), _Unkeyed(assembled))
-  first = global_model.Theta(assembled)
-  theta.restore(first.arrays(), first.versions)
-  return theta
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=KEPT)
 def _theta(key: str, made: _Unkeyed) -> global_model.Theta:
   return global_model.Theta(made.assembled)
-
-
-def _task_key(config: run_config.Config) -> tuple:
-  return config.task, config.model, config.data
-
-
-def _island_key(config: run_config.Config) -> str:
-  return repr((_task_key(config), config.optimizer, config.train.steps, config.train.seed))
-
-
-def _exchange_key(config: run_config.Config) -> str:
-  sync = config.sync
-  arithmetic = sync.codec_up, sync.codec_down, sync.adopt, sync.alpha
-  return repr((_task_key(config), sync.fragmentation, sync.fragments, arithmetic))
-
-
-def _theta_key(config: run_config.Config) -> str:
-  sync = config.sync
-  rules = sync.merge, sync.embedding_merge, sync.outer
-  return repr((_exchange_key(config), rules, sync.learners))

@@ -88,7 +88,7 @@ class Network:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Faults:
-  """Deaths and other faults. The syncer and its log do not fail in virtual runs.
+  """Deaths, late starts and other faults. The syncer and its log do not fail in virtual runs.
 
   Attributes:
     death_every: mean time from a start of a learner to its death, drawn for each learner by itself;
@@ -96,6 +96,7 @@ class Faults:
     down: how long a learner is away after a death.
     silent: the share of deaths of whole hosts, of which the syncer learns by the lease only.
     host_lost: the share of deaths after which the learner has no checkpoint.
+    joins: when further learners start, beyond `sync.learners`.
     plan: further faults (proof/plans.py).
   """
 
@@ -103,6 +104,7 @@ class Faults:
   down: float = 24.0
   silent: float = 0.0
   host_lost: float = 0.0
+  joins: tuple[float, ...] = ()
   plan: tuple[plans.Fault, ...] = ()
 
   def __post_init__(self):

@@ -17,9 +17,13 @@ refused. So `schedule` runs the protocol alone, in seconds, and runs that differ
 import collections
 import copy
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
+
+import jax
+from absl import flags
 
 from diloco_jax.config import build, run_config
 from diloco_jax.proof.checks import observers
@@ -67,11 +71,14 @@ class Result:
     curve: held-out loss of the global model; () without arrays or held-out batches.
     merges: every outer step in order.
     ledger: the last one (protocol/facts.py), in fragment-tokens.
+    on_time_share: fragment-tokens merged in the sync for which they were due, as a share of the
+      trained ones. Of a learner that missed k syncs of a fragment, 1 in k + 1 is on time.
     up_bytes, down_bytes: payloads on the wire.
     deaths: of learners.
     time: of the whole run.
     seconds: on this machine.
     theta_sha256: of the syncer's arrays; '' without arrays.
+    params: the published model at the end, a tree on the host; None without arrays.
   """
 
   config: run_config.Config
@@ -81,12 +88,14 @@ class Result:
   curve: tuple[Point, ...]
   merges: tuple[Merge, ...] = ()
   ledger: facts.Ledger | None = None
+  on_time_share: float = 0.0
   up_bytes: int = 0
   down_bytes: int = 0
   deaths: int = 0
   time: float = 0.0
   seconds: float = 0.0
   theta_sha256: str = ''
+  params: Any = dataclasses.field(default=None, repr=False, compare=False)
 
   @property
   def final_loss(self) -> float | None:
@@ -156,7 +165,9 @@ def train(
   evaluate(0)
   result = _run(assembled, model, where, book)
   evaluate(assembled.config.train.steps)
-  return dataclasses.replace(result, curve=tuple(curve), theta_sha256=model.theta_sha256())
+  return dataclasses.replace(
+    result, curve=tuple(curve), theta_sha256=model.theta_sha256(), params=model.params()
+  )
 
 
 def schedule(
@@ -180,10 +191,8 @@ def alone(config: run_config.Config, progress: Progress | None = None) -> Result
   """Trains one learner of a config without a syncer, with the same jitted step, for `train.steps`
   steps. With one learner's batch it is the lone learner, with `data_parallel(config)` the baseline
   that sees all tokens."""
-  config = copy.deepcopy(config)
-  config.validate()
-  assembled = build.assemble(config)
-  begun = time.monotonic()
+  assembled = _assemble(config)
+  config, begun = assembled.config, time.monotonic()
   island = arrays.fresh_island(assembled)
   every, per_step, total = config.train.eval_every, island.tokens_per_step, config.train.steps
   held_out = bool(assembled.task.eval_batches())
@@ -203,6 +212,7 @@ def alone(config: run_config.Config, progress: Progress | None = None) -> Result
     curve=tuple(curve),
     time=total,
     seconds=time.monotonic() - begun,
+    params=jax.device_get(island.params),
   )
 
 
@@ -235,6 +245,9 @@ class _Book(observers.Observer):
     self.tokens = self.deaths = self.up_bytes = self.down_bytes = 0
     self.steps: collections.Counter[str] = collections.Counter()
     self.merges: list[Merge] = []
+    self.on_time = 0.0  # fragment-tokens
+    # By (learner, fragment): merges since its last one.
+    self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
 
   @property
   def time(self) -> float:
@@ -245,6 +258,11 @@ class _Book(observers.Observer):
 
   def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
     self.deaths += killed
+    if life.start.role == 'learner':
+      gone = life.start.identity.learner
+      self._missed = collections.Counter(
+        {key: count for key, count in self._missed.items() if key[0] != gone}
+      )
 
   def crashed(self, life: Any, now_ns: int, event: events.Event, error: Exception) -> None:
     pass
@@ -267,8 +285,19 @@ class _Book(observers.Observer):
           size_bytes = action.message.payload.size_bytes
           self.down_bytes += size_bytes if syncer else 0
           self.up_bytes += 0 if syncer else size_bytes
+      elif isinstance(action, actions.Merge):
+        self._count_on_time(action)
       elif syncer and isinstance(action, actions.Report) and isinstance(action.fact, facts.Merging):
         self._merging(now_ns, action.fact)
+
+  def _count_on_time(self, merge: actions.Merge) -> None:
+    p = merge.fragment
+    for one in merge.participants:
+      self.on_time += one.tokens / (self._missed.pop((one.learner, p), 0) + 1)
+    present = {one.learner for one in merge.participants}
+    for process in self.world.learners.values():
+      if process.steps and process.learner not in present:
+        self._missed[process.learner, p] += 1
 
   def _merging(self, now_ns: int, merging: facts.Merging) -> None:
     self.merges.append(
@@ -284,16 +313,17 @@ class _Book(observers.Observer):
 
 
 def _assemble(
-  config: run_config.Config, where: _Conditions, trained_tokens: int | None
+  config: run_config.Config, where: _Conditions | None = None, trained_tokens: int | None = None
 ) -> build.Assembly:
   """Builds the objects of a copy of the config, with as many steps as the tokens need."""
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()  # grain reads absl flags
   config = copy.deepcopy(config)
   config.validate()
   assembled = build.assemble(config)
   if trained_tokens is None:
     return assembled
   config.train.steps = _steps_for(assembled, where, trained_tokens)
-  config.validate()
   return build.assemble(config)
 
 
@@ -302,14 +332,15 @@ def _run(
 ) -> Result:
   begun = time.monotonic()
   config, hardware, faults = assembled.config, where.hardware, where.faults
-  learners = run_config.learner_ids(config.sync.learners)
+  learners = run_config.learner_ids(config.sync.learners + len(faults.joins))
   world = book.world = world_lib.World(assembled.protocol, model, where.seed, (book,))
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
   limit_ns = hardware.ns(LIMIT * config.train.steps * max(hardware.slowness)) + WAITS_NS
   plan = conditions.deaths(faults, hardware, where.seed, learners, limit_ns)
   faults_lib.Nemesis(world, plan, odds=faults.odds)
-  for name in learners:
-    world.start(name)
+  starts = [0.0] * config.sync.learners + list(faults.joins)
+  for name, start in zip(learners, starts, strict=True):
+    world.engine.at(hardware.ns(start), functools.partial(world.start, name))
   world.run_to_the_end(limit_ns)
   return Result(
     config=config,
@@ -319,6 +350,7 @@ def _run(
     curve=(),
     merges=tuple(book.merges),
     ledger=world.ledger(),
+    on_time_share=book.on_time / (config.sync.fragments * book.tokens),
     up_bytes=book.up_bytes,
     down_bytes=book.down_bytes,
     deaths=book.deaths,

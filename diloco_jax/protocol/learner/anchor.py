@@ -12,6 +12,7 @@ capture that was merged. The ledger of the syncer, never the learner, says what 
 """
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import messages
 
@@ -35,6 +36,7 @@ class Anchor:
   Attributes:
     version, digest: of the value.
     steps, tokens: the learner's counts up to which local - anchor contains nothing.
+    adopted: the learner's steps at the adoption.
     capture: of this anchor, while the syncer may have merged it or may still do so.
     misses: versions in a row that the learner adopted without a merged capture of its own.
     reason: why the adoption discarded steps; '' if it discarded none.
@@ -46,11 +48,34 @@ class Anchor:
   digest: int
   steps: int = 0
   tokens: int = 0
+  adopted: int = 0
   capture: Capture | None = None
   misses: int = 0
   reason: str = ''
   sound: bool = True
   next_due: int = 0
+
+  def begin_life(self) -> None:
+    """An incarnation begins: its counts do."""
+    self.steps = self.tokens = self.adopted = 0
+    self.capture = None
+
+  def covers(self, publish: messages.Publish) -> bool:
+    """Whether the learner need not adopt this publish. The same version as a whole fragment is a
+    fresh anchor that it must adopt."""
+    whole = publish.base_version is None
+    return publish.version < self.version or (publish.version == self.version and not whole)
+
+  def give(self, sync: int, steps: int, tokens: int) -> dict[str, Any]:
+    """Captures all that is not settled at these counts; returns what the contribution covers."""
+    self.capture = Capture(sync, steps, tokens)
+    return {
+      'sync': sync,
+      'version': self.version,
+      'steps': steps - self.steps,
+      'tokens_from': self.tokens,
+      'tokens_to': tokens,
+    }
 
   def rewind(self, steps: int, tokens: int) -> None:
     """The local value is the anchor again."""
@@ -83,7 +108,8 @@ class Anchor:
       (the new anchor, whether the steps that are not merged are kept, whether the capture is among
       those that are merged).
     """
-    new = Anchor(publish.version, publish.digest, steps, tokens, next_due=self.next_due)
+    new = Anchor(publish.version, publish.digest, steps, tokens, adopted=steps)
+    new.next_due = self.next_due
     capture = self.capture
     if max_misses is None:
       new.reason = messages.Reason.OVERWRITTEN

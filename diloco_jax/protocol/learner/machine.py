@@ -20,8 +20,8 @@ so that learners of different speeds stay aligned.
 A fragment is due for sync t `ahead` steps before t, so that the payload is at the syncer when the
 sync opens; a learner that is further behind is pulled again then, and answers at its next boundary.
 The payload covers all steps that the syncer has not settled (anchor.py). While a capture may still
-be merged, the learner makes no other one of that fragment: it would count the same tokens again. A
-pull that comes before the learner has trained on the fragment waits for the next boundary; the
+be merged, the learner makes no other one of that fragment, because it would count the same tokens
+again: the pull waits. So does a pull that comes before the learner has trained on the fragment; the
 learner declines it if it may not step before.
 """
 
@@ -35,6 +35,7 @@ from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
 from diloco_jax.protocol.learner import connection as connection_lib
 from diloco_jax.protocol.learner import moments as moments_lib
+from diloco_jax.protocol.learner import pulls as pulls_lib
 
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
@@ -45,13 +46,6 @@ TRAINING_STATES = (
 )
 
 Identity = connection_lib.Identity
-
-
-def _has_value(publish: messages.Publish, version: int) -> bool:
-  """Whether a learner that holds `version` need not adopt this publish. The same version as a whole
-  fragment is a fresh anchor that it must adopt."""
-  whole = publish.base_version is None
-  return publish.version < version or (publish.version == version and not whole)
 
 
 class LearnerMachine:
@@ -93,11 +87,9 @@ class LearnerMachine:
       for p, h in enumerate(held)
     ]
     self._due: set[int] = set()
-    self._pulls: dict[int, int] = {}  # fragment: sync
-    self._urgent: set[int] = set()  # fragments of open syncs, pulled to be given at once
+    self._pulls = pulls_lib.Pulls(config)
     self._unsettled: set[int] = set()  # syncs of this session that owe it a verdict
     self._leave_ns = 0  # a learner that was asked to end waits for these verdicts until then
-    self._pulled: dict[int, int] = {}  # fragment: the newest sync it was pulled for on this session
     # Work in progress, in the order in which it will be answered, with the session it began on: the
     # session may break, and the same sync or version may come again, before the answer.
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
@@ -184,9 +176,7 @@ class LearnerMachine:
     """Discards the state of the old session; training continues."""
     joined = self._connection.joined
     self._told_clock = -1
-    self._pulls.clear()
-    self._urgent.clear()
-    self._pulled.clear()
+    self._pulls.forget()
     self._saving.forget()
     self._unsettled.clear()
     for _, payload_id in self._arrivals:
@@ -210,7 +200,7 @@ class LearnerMachine:
       case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)
       case messages.Pull():
-        self._pull(message)
+        self._pulls.add(message)
       case messages.Publish():
         self._arrivals.append((message, payload_id))
       case messages.Donate():
@@ -270,23 +260,14 @@ class LearnerMachine:
     # Syncs may close out of order: this learner may hold the version of a sync after `clock`.
     anchor.next_due = due if fragment in self._due else max(anchor.next_due, due)
     if not anchor.sound and fragment not in self._due:
-      self._tell_adopted(fragment, anchor)
+      self._tell_adopted(fragment, anchor, anchor.version, matched=False)
 
   def _begin_life(self) -> None:
     """Begins an incarnation: its steps and tokens count from 0."""
     self.steps = self.tokens = 0
     self._saving.begin_life()
     for anchor in self._anchors:
-      anchor.steps = anchor.tokens = 0
-      anchor.capture = None
-
-  def _pull(self, pull: messages.Pull) -> None:
-    fragment, sync = pull.fragment, pull.sync
-    if sync > self._pulled.get(fragment, 0):  # else it is repeated
-      self._pulls[fragment] = self._pulled[fragment] = sync
-      self._urgent.discard(fragment)
-    if pull.now and self._pulls.get(fragment) == sync:
-      self._urgent.add(fragment)
+      anchor.begin_life()
 
   def _encoded(self, encoded: events.Encoded) -> None:
     """Sends the encoded capture, unless the session has changed since."""
@@ -296,7 +277,6 @@ class LearnerMachine:
       self._out.drop(encoded.payload_id)
     elif encoded.payload_id is None:
       self._unsettled.discard(encoded.sync)
-      self._anchors[encoded.fragment].rejected(encoded.sync)
       self._connection.send(
         messages.Decline(
           sync=encoded.sync,
@@ -313,12 +293,11 @@ class LearnerMachine:
   def _settled(self, settled: messages.Settled) -> None:
     anchor = self._anchors[settled.fragment]
     self._unsettled.discard(settled.sync)
-    if not settled.merged and (self._config.rebases or settled.reason == messages.CANCELLED):
+    if settled.reason in messages.kept(self._config.rebases):
       anchor.rejected(settled.sync)
     if settled.reason == messages.CANCELLED:
       anchor.next_due = max(anchor.next_due, self._schedule.due(settled.fragment, settled.sync))
-      if self._pulls.get(settled.fragment) == settled.sync:
-        del self._pulls[settled.fragment]
+      self._pulls.ended(settled.fragment, settled.sync)
 
   # --- Training -----------------------------------------------------------------------------------
 
@@ -356,7 +335,6 @@ class LearnerMachine:
     for publish, payload_id in self._arrivals:
       self._adopt(publish, payload_id)
     self._arrivals.clear()
-    self._answer_pulls()  # an adoption may have moved the clock
     if self._training == 'waiting' and not self._due:
       if not self._adopting:  # else the donation would age before the first step
         self._taker.boundary(self.clock)
@@ -369,6 +347,7 @@ class LearnerMachine:
     if self._training == 'training' and self.clock >= self._config.total_steps:
       self._train('trained')
       self._report_state('trained')
+    self._answer_pulls()  # an adoption may have moved the clock
     # Not before it trains: until then its moments are undecided.
     if trains and not (self._ending or self._refused) and self._saving.due(self.steps):
       self._save()
@@ -400,16 +379,13 @@ class LearnerMachine:
 
   def _adopt(self, publish: messages.Publish, payload_id: int) -> None:
     fragment, anchor = publish.fragment, self._anchors[publish.fragment]
-    if fragment not in self._due and _has_value(publish, anchor.version):
+    if fragment not in self._due and anchor.covers(publish):
       self._out.drop(payload_id)
       return
-    if publish.base_version is not None and publish.base_version != anchor.version:
+    whole = publish.base_version is None
+    if not whole and publish.base_version != anchor.version:
       self._out.drop(payload_id)
-      self._connection.send(
-        messages.Adopted(
-          fragment=fragment, version=publish.version, tokens=anchor.tokens, matched=False
-        )
-      )
+      self._tell_adopted(fragment, anchor, publish.version, matched=False)
       return
     max_misses = self._config.max_misses if self._config.rebases else None
     new, keep, merged = anchor.adopt(publish, self.steps, self.tokens, max_misses)
@@ -418,7 +394,7 @@ class LearnerMachine:
         fragment=fragment,
         version=publish.version,
         payload_id=payload_id,
-        whole=publish.base_version is None,
+        whole=whole,
         keep=keep,
         merged=merged,
       )
@@ -429,21 +405,18 @@ class LearnerMachine:
         version=publish.version,
         sync=publish.sync,
         clock=self.clock,
-        steps_between=self.steps - anchor.steps,
-        whole=publish.base_version is None,
+        steps_between=self.steps - anchor.adopted,
+        whole=whole,
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
         reason='' if keep else new.reason,
       )
     )
-    if (
-      anchor.capture is not None and new.capture is None
-    ):  # a payload of dropped steps is withdrawn
+    if anchor.capture is not None and new.capture is None:  # no verdict on it need follow
       self._unsettled.discard(anchor.capture.sync)
     new.next_due = max(anchor.next_due, self._schedule.due(fragment, publish.sync))
     self._anchors[fragment] = new
-    self._adopting.append((self._connection.session, self._anchors[fragment]))
-    if self._pulls.get(fragment, publish.sync + 1) <= publish.sync:
-      del self._pulls[fragment]
+    self._adopting.append((self._connection.session, new))
+    self._pulls.ended(fragment, publish.sync)
     self.clock = max(self.clock, publish.sync)
     self._due.discard(fragment)
 
@@ -455,65 +428,50 @@ class LearnerMachine:
     # An adoption of an older session needs no report after a new join, but wrong bits do.
     wrong = not anchor.sound and anchor is self._anchors[done.fragment]
     if self._connection.joined and (session == self._connection.session or wrong):
-      self._tell_adopted(done.fragment, anchor)
+      self._tell_adopted(done.fragment, anchor, anchor.version, anchor.sound)
 
-  def _tell_adopted(self, fragment: int, anchor: anchor_lib.Anchor) -> None:
+  def _tell_adopted(
+    self, fragment: int, anchor: anchor_lib.Anchor, version: int, matched: bool
+  ) -> None:
     self._connection.send(
       messages.Adopted(
         fragment=fragment,
-        version=anchor.version,
+        version=version,
         tokens=anchor.tokens,
-        matched=anchor.sound,
-        reason=anchor.reason,
+        matched=matched,
+        reason=anchor.reason if matched else '',
       )
     )
-    if anchor.sound:
+    if matched:
       anchor.reason = ''
 
   def _answer_pulls(self) -> None:
-    for fragment, sync in list(self._pulls.items()):
+    """Captures, declines, or leaves for a later boundary."""
+    ends = bool(self._ending) or self._training != 'training'
+    for fragment, sync in self._pulls.due(self.clock, ends):
       self._answer(fragment, sync)
 
   def _answer(self, fragment: int, sync: int) -> None:
-    """Captures a pulled fragment, declines the pull, or leaves it for a later boundary."""
     anchor = self._anchors[fragment]
     if fragment in self._due or len(self._encoding) >= self._config.in_flight:
       return  # captures occupy the device: at most as many as syncs may be open
-    if not (fragment in self._urgent or self._ends or self.clock >= self._gives_at(sync)):
-      return
-    steps = self.steps - anchor.steps
-    if anchor.capture is not None or steps == 0:
-      if steps == 0 and self._may_step():
+    if anchor.capture is not None:
+      return  # the version with it, or its verdict, is on the way
+    if not all(one.keep for one, _ in self._arrivals if one.fragment == fragment):
+      return  # its steps are about to be dropped
+    if self.steps == anchor.steps:
+      if self._may_step():
         return
-      reason = 'empty' if anchor.capture is None else 'contributed'
       self._connection.send(
-        messages.Decline(sync=sync, fragment=fragment, reason=reason, tokens_to=self.tokens)
+        messages.Decline(sync=sync, fragment=fragment, reason='empty', tokens_to=self.tokens)
       )
     else:
-      anchor.capture = anchor_lib.Capture(sync, self.steps, self.tokens)
       self._unsettled.add(sync)
-      covers = {
-        'sync': sync,
-        'fragment': fragment,
-        'version': anchor.version,
-        'steps': steps,
-        'tokens_from': anchor.tokens,
-        'tokens_to': self.tokens,
-        **self._position._asdict(),
-      }
+      covers = anchor.give(sync, self.steps, self.tokens)
+      covers |= {'fragment': fragment, **self._position._asdict()}
       self._encoding.append((self._connection.session, covers))
       self._out.do(actions.Encode(sync=sync, fragment=fragment))
-    del self._pulls[fragment]
-    self._urgent.discard(fragment)
-
-  def _gives_at(self, sync: int) -> int:
-    """The clock at which a fragment is due for a sync."""
-    return min(sync - self._config.steps_ahead, self._config.total_steps)
-
-  @property
-  def _ends(self) -> bool:
-    """Whether no step can follow."""
-    return bool(self._ending) or self._training in ('trained', 'waiting')
+    self._pulls.answered(fragment)
 
   # --- Saving and ending --------------------------------------------------------------------------
 

@@ -74,6 +74,20 @@ class Gather:
     self.payloads.clear()
     return payload_ids
 
+  def set_facts(self, now_ns: int, base: int, why: str) -> None:
+    """Its outer step begins, on version `base`."""
+    self.facts = {
+      'sync': self.sync,
+      'fragment': self.fragment,
+      'version': base + 1,
+      'participants': tuple(one.learner for one in self.participants),
+      'waited_ns': now_ns - self.opened_ns,
+      'grace_ns': self.grace_ns,
+      'tokens': sum(one.tokens for one in self.participants),
+      'why': why,
+      'staleness': max(base - message.version for message, _ in self.payloads.values()),
+    }
+
   def check(self, live: set[str], quorum: int) -> None:
     """Asserts that a merge has its quorum, and that the sync waits for live learners only."""
     if self.merging:

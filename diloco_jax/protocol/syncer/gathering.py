@@ -56,9 +56,7 @@ class Gathering:
     self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
     # Reasons after which the learner keeps the tokens and sends them again, and the one for those
     # that it does not send although nothing was said of them.
-    self._kept = (messages.CANCELLED,)
-    if config.rebases:
-      self._kept += (Reason.LATE, Reason.STALE)
+    self._kept = messages.kept(config.rebases)
     self._gap = Reason.UNDONE if config.rebases else Reason.OVERWRITTEN
     self.synced = self.cancelled = 0
     self._merged_ns: int | None = None  # the last outer step
@@ -68,9 +66,21 @@ class Gathering:
     """Whether an outer step is in progress."""
     return any(gather.merging for gather in self.open.values())
 
-  def fragments(self) -> set[int]:
-    """The fragments of all syncs in hand."""
-    return {gather.fragment for gather in self._all()}
+  @property
+  def decided(self) -> bool:
+    """Whether every open sync is merging."""
+    return all(gather.merging for gather in self.open.values())
+
+  @property
+  def deadline_ns(self) -> int | None:
+    """The next end of a grace window."""
+    times = [gather.deadline_ns(self._config.quorum) for gather in self.open.values()]
+    return min((time_ns for time_ns in times if time_ns is not None), default=None)
+
+  def may_announce(self, fragment: int) -> bool:
+    """Whether there is room for a sync of this fragment beside those in hand."""
+    free = len(self.announced) < self._config.lead
+    return free and all(gather.fragment != fragment for gather in self._all())
 
   def _all(self) -> list[gather_lib.Gather]:
     return [*self.open.values(), *self.announced.values()]
@@ -93,7 +103,7 @@ class Gathering:
       gather = gather_lib.Gather(sync=sync, fragment=fragment)
       gather.move('announced')
     gather.move('gathering')
-    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns()
+    gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
     for member in self._members.live():
       answered = member.learner in gather.asked and member.learner not in gather.waiting
@@ -102,7 +112,9 @@ class Gathering:
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
 
-  def _window_ns(self) -> int:
+  def _window_ns(self, sync: int) -> int:
+    if sync > self._config.total_steps:
+      return self._config.lease_ns  # no learner trains on meanwhile
     times = [member.inner_step_ns for member in self._members.by_session.values()]
     step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
     return self.grace.window_ns(self._config, step_ns)

@@ -18,8 +18,9 @@ opening, so that xi_quorum is this sync's own and an early quorum does not short
 Averages are in integers, so that every host computes the same. Without slack the sync merges at its
 quorum. The paper does not say whose step time counts: we take the median of the live learners',
 each near the time that the syncer measures (members.py), so that no learner alone ends the waiting
-for the others. Until xi_sync has been measured once, by the first sync, there is no grace window,
-also for K = 1.
+for the others. A closing sync waits up to a lease: all learners have finished, so waiting costs
+nothing, and what it leaves out is lost. Until xi_sync has been measured once, by the first sync,
+there is no other grace window, also for K = 1.
 """
 
 import dataclasses

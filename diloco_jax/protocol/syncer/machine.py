@@ -156,8 +156,7 @@ class SyncerMachine:
       self._pace.deadline_ns,
     ]
     if not self._save_waits:
-      quorum = self._config.quorum
-      times += [gather.deadline_ns(quorum) for gather in self._gathering.open.values()]
+      times.append(self._gathering.deadline_ns)
     return min(time for time in times if time is not None)
 
   @property
@@ -221,7 +220,8 @@ class SyncerMachine:
       case messages.Decline():
         self._gathering.decline(member, message)
         if message.reason == Reason.BAD_VALUE:
-          self._strike(now_ns, member, message.fragment)
+          if self._screening.strike(now_ns, member, message.fragment, 'NaN or Inf'):
+            self._membership.quarantine(member)
       case messages.Adopted():
         self._membership.adopted(now_ns, member, message)
       case messages.SnapshotSaved():
@@ -266,11 +266,8 @@ class SyncerMachine:
     return free and self._schedule.fragment(self._pace.next) not in fragments
 
   def _may_announce(self) -> bool:
-    if self._stopping or not self._pace.nears:
-      return False
-    if len(self._gathering.announced) >= self._config.lead:
-      return False
-    return self._schedule.fragment(self._pace.soon) not in self._gathering.fragments()
+    fragment = self._schedule.fragment(self._pace.soon)
+    return not self._stopping and self._pace.nears and self._gathering.may_announce(fragment)
 
   def _open(self, now_ns: int) -> None:
     self._skip_overdue()
@@ -314,20 +311,9 @@ class SyncerMachine:
         machine_state=self.state(),
       )
     )
-    gather.facts = {
-      'sync': gather.sync,
-      'fragment': gather.fragment,
-      'version': base + 1,
-      'participants': tuple(p.learner for p in gather.participants),
-      'waited_ns': now_ns - gather.opened_ns,
-      'grace_ns': gather.grace_ns,
-      'tokens': sum(p.tokens for p in gather.participants),
-      'why': why,
-      'staleness': max(base - message.version for message, _ in gather.payloads.values()),
-    }
+    gather.set_facts(now_ns, base, why)
     self._out.report(facts.Merging(**gather.facts))
-    gathering = any(not one.merging for one in self._gathering.open.values())
-    self._saving.decided(over=self._pace.over and not gathering)
+    self._saving.decided(over=self._pace.over and self._gathering.decided)
 
   def _merged(self, now_ns: int, done: events.MergeDone) -> None:
     gather = self._gathering.end(now_ns, done)
@@ -344,11 +330,6 @@ class SyncerMachine:
     self._gathering.open[merge.sync] = gather
     self._merged(0, done)
     self._out.take()
-
-  def _strike(self, now_ns: int, member: members_lib.Member, fragment: int) -> None:
-    """Counts a refusal by the learner's own encoder."""
-    if self._screening.strike(now_ns, member, fragment, 'NaN or Inf'):
-      self._membership.quarantine(member)
 
   # --- The end of the run -------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import pace as pace_lib
 from diloco_jax.protocol.syncer import published as published_lib
 
-DECLINES = (*messages.Reason.ALL, 'empty', 'contributed')
+DECLINES = (*messages.Reason.ALL, 'empty')
 
 
 class Plausibility:

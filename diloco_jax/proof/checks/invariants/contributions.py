@@ -51,8 +51,6 @@ class OneAnswer(invariant.Invariant):
     message, anchor = send.message, book.anchors[send.message.fragment]
     trained = book.trained_on(anchor)
     match message.reason:
-      case 'contributed':
-        holds = anchor.contributed
       case 'empty':
         holds = not trained and not anchor.contributed and not book.may_step
       case _:

@@ -170,7 +170,8 @@ class JoinerCatchesUp(invariant.Invariant):
   id = 'I17'
   sentence = (
     'A joiner trains and contributes only on published values: each fragment that it does not hold '
-    'as published, or of which the syncer refused its update, is due to it, and it adopts that first.'
+    'as published, or of which the syncer refused its update, is due to it, and it adopts that '
+    'first.'
   )
 
   @invariant.on(SYNCER, messages.Joined)

@@ -9,9 +9,9 @@ EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
 class Pace(invariant.Invariant):
   id = 'P1'
   sentence = (
-    'Sync t opens once K live learners have reached step t, a closing sync once all have done their '
-    'last step or one lease later, in the order of the schedule; the syncer announces it at most '
-    'tau + ahead steps before. No two syncs in hand have the same fragment.'
+    'Sync t opens once K live learners have reached step t, a closing sync once all have done '
+    'their last step or one lease later, in the order of the schedule; the syncer announces it at '
+    'most tau + ahead steps before. No two syncs in hand have the same fragment.'
   )
 
   def __init__(self, run):

@@ -159,9 +159,9 @@ class TokensConserved(invariant.Invariant):
 class Rebased(invariant.Invariant):
   id = 'I25'
   sentence = (
-    'When learners rebase, a learner that adopts a version carries on exactly what the ledger has not '
-    'settled, and drops it only after a refused update, a repair or max_misses; the ranges of one '
-    'fragment are contiguous unless a fault undid steps.'
+    'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
+    'not settled, and drops it only after a refused update, a repair or max_misses; the ranges of '
+    'one fragment are contiguous unless a fault undid steps.'
   )
 
   @invariant.on(LEARNER, actions.Adopt)
@@ -354,8 +354,8 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'tau + ahead announced ones; a learner keeps a few versions that it has not adopted yet; neither '
-    'keeps any at the end.'
+    'tau + ahead announced ones; a learner keeps a few versions that it has not adopted yet; '
+    'neither keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)

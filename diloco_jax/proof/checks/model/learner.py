@@ -207,7 +207,7 @@ class LearnerBook:
     if event.session != self.session or message.merged:
       return
     anchor = self.anchors[message.fragment]
-    if self.config.rebases or message.reason == messages.CANCELLED:
+    if message.reason in messages.kept(self.config.rebases):
       if anchor.contributed is not None and anchor.contributed.sync == message.sync:
         anchor.contributed = None
     if message.reason != messages.CANCELLED:
@@ -232,10 +232,6 @@ class LearnerBook:
     capture = self.last_encoded = self.encoding.popleft()
     if event.payload_id is not None:
       self.payload_ids[event.payload_id] = capture
-    elif self.joined and capture.session == self.session:
-      anchor = self.anchors[capture.fragment]
-      if anchor.contributed is not None and anchor.contributed.sync == capture.sync:
-        anchor.contributed = None
 
   def adopt_done(self, now_ns: int, done: events.AdoptDone, out: Sequence) -> None:
     anchor = self.last_adopted = self.adopting.popleft()

@@ -82,8 +82,8 @@ class Holder:
   done: bool = False  # with its last step
   strikes: int = 0  # refused updates in a row
   max_strikes: int = 0
-  # Fragments of which it must drop its own steps when it adopts next: after an update that the merge
-  # refused, and those of which the syncer may ask it.
+  # Fragments of which it must drop its own steps when it adopts next: after an update that the
+  # merge refused, and those of which the syncer may ask it.
   refused: frozenset[int] = frozenset()
   spoiled: frozenset[int] = frozenset()
 

@@ -396,7 +396,8 @@ class SyncerBook:
     gather = self.gathers[opened.sync]
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    gather.grace_ns = self.window.begins(nonces)
+    closing = opened.sync > self.config.total_steps
+    gather.grace_ns = self.config.lease_ns if closing else self.window.begins(nonces)
 
   @property
   def open(self) -> list[Gather]:

@@ -1,0 +1,172 @@
+"""One battery for every outer optimizer with the paper's and with age-aware weights: some outer
+steps of learners of which one is old. Then the equations of numerics/contrib."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.numerics import merge, outer
+from diloco_jax.numerics.contrib import aged, delayed
+
+_PERIOD, _SYNCS, _LEARNERS = 12, 6, 3
+_STEPS = np.array([12, 11, 30])  # the last learner has missed a sync
+_TOKENS = 100 * _STEPS
+_SHAPES = {'w': (8, 24), 'scale': (5,), 'bias': ()}
+
+arms = pytest.mark.parametrize(
+  'arm', [(name, decay) for name in outer.OUTERS for decay in (1.0, 0.5)], ids=str
+)
+
+
+@functools.cache
+def _optimizer(name):
+  optimizer = outer.outer_optimizer(merge.rda(), outer.make(name))
+  return optimizer, jax.jit(optimizer.update, donate_argnums=2)  # as the syncer does
+
+
+def _start():
+  return jax.tree.map(jnp.zeros, _SHAPES, is_leaf=lambda shape: isinstance(shape, tuple))
+
+
+def _deltas(scale=1.0):
+  rng = np.random.default_rng(0)
+  draw = lambda shape: scale * rng.standard_normal((_LEARNERS, *shape)).astype(np.float32)
+  return [{name: draw(shape) for name, shape in _SHAPES.items()} for _ in range(_SYNCS)]
+
+
+def _train(arm, syncs, tokens=_TOKENS, steps=_STEPS, start=None):
+  """The parameters and the state of the outer optimizer after these syncs."""
+  name, decay = arm
+  optimizer, update = _optimizer(name)
+  params, state = start or (_start(), optimizer.init(_start()))
+  weights = merge.token_weights(tokens, steps, aged.factors(steps, _PERIOD, decay))
+  for deltas in syncs:
+    params, state, _ = update(deltas, weights, state, params)
+  return params, state
+
+
+def _assert_bits_equal(a, b):
+  assert jax.tree.structure(a) == jax.tree.structure(b)
+  for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def _assert_close(a, b):
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), a, b)
+
+
+# --- every arm -----------------------------------------------------------------------------------
+
+
+@arms
+def test_the_order_of_the_learners_does_not_matter(arm):
+  order = [2, 0, 1]
+  permuted = [{name: x[order] for name, x in deltas.items()} for deltas in _deltas()]
+  _assert_close(_train(arm, _deltas()), _train(arm, permuted, _TOKENS[order], _STEPS[order]))
+
+
+@arms
+def test_absent_learners_change_no_bit(arm):
+  def padded(x):
+    out = np.zeros((5, *np.shape(x)[1:]), np.asarray(x).dtype)
+    out[[0, 2, 3]] = x
+    return out
+
+  syncs = [jax.tree.map(padded, deltas) for deltas in _deltas()]
+  _assert_bits_equal(_train(arm, _deltas()), _train(arm, syncs, padded(_TOKENS), padded(_STEPS)))
+
+
+@arms
+def test_the_scale_of_the_deltas_is_the_scale_of_the_way_made(arm):
+  params, _ = _train(arm, _deltas())
+  scaled, _ = _train(arm, _deltas(2.0**-20))
+  _assert_close(params, jax.tree.map(lambda x: 2.0**20 * x, scaled))
+
+
+@arms
+def test_only_ratios_of_tokens_matter(arm):
+  _assert_bits_equal(_train(arm, _deltas()), _train(arm, _deltas(), tokens=1024 * _TOKENS))
+
+
+@arms
+def test_a_restart_between_two_syncs_changes_no_bit(arm):
+  syncs = _deltas()
+  stored = jax.tree.map(np.array, _train(arm, syncs[:3]))
+  again = _train(arm, syncs[3:], start=jax.tree.map(jnp.asarray, stored))
+  _assert_bits_equal(_train(arm, syncs), again)
+
+
+@arms
+@pytest.mark.parametrize('scale', [0.0, 1e-30, 1e15])
+def test_the_result_is_finite(arm, scale):
+  ancient = _train(arm, _deltas(scale), steps=np.array([1, 10**6, 10**6]))
+  for leaf in jax.tree.leaves((_train(arm, _deltas(scale)), ancient)):
+    assert np.isfinite(leaf).all()
+
+
+# --- age-aware weights ---------------------------------------------------------------------------
+
+
+def test_a_learner_counts_less_the_older_its_anchor_is():
+  weights = lambda steps, decay: merge.token_weights(
+    [100, 100, 0], steps, aged.factors(steps, _PERIOD, decay)
+  )
+  np.testing.assert_array_equal(weights([12, 24, 0], 1.0), np.float32([1, 0.5, 0]))  # the paper's
+  np.testing.assert_array_equal(weights([12, 24, 0], 0.5), np.float32([1, 0.25, 0]))
+  np.testing.assert_array_equal(weights([6, 12, 0], 0.5), np.float32([1, 0.5, 0]))  # none is old
+
+
+def test_one_without_company_counts_in_full_at_any_age():
+  steps = [0, 10**9, 0]
+  assert aged.factors(steps, _PERIOD, 0.01).tolist() == [1, 1, 1]
+  assert aged.factors([0, 0], _PERIOD, 0.5).tolist() == [1, 1]
+
+
+# --- delayed Nesterov ----------------------------------------------------------------------------
+
+
+def _run(tx, gradients):
+  params = jnp.zeros(2)
+  state = tx.init(params)
+  for gradient in gradients:
+    updates, state = tx.update(gradient, state, params)
+    params = params + updates
+  return params
+
+
+_GRADIENTS = np.random.default_rng(1).standard_normal((11, 2)).astype(np.float32)
+
+
+@pytest.mark.parametrize('every, spread', [(2, 0.0), (3, 0.0), (3, 1.0), (4, 0.4)])
+def test_delayed_nesterov_is_the_algorithm_of_the_paper(every, spread):
+  """arXiv 2401.09135 with epsilon = N lr and c = spread / N."""
+  lr, beta = 0.7, 0.9
+  epsilon, c = every * lr, spread / every
+  theta, m, delta = np.zeros(2), np.zeros(2), np.zeros(2)
+  for t, g in enumerate(_GRADIENTS):
+    delta = delta + g
+    if (t + 1) % every == 0:
+      m = beta * m + delta / every
+      theta = theta - epsilon * ((1 - c * every + c) * beta * m + g / every)
+      delta = np.zeros(2)
+    else:
+      theta = theta - epsilon * (c * beta * m + g / every)
+  tx = delayed.delayed_nesterov(lr, beta, every, spread)
+  np.testing.assert_allclose(_run(tx, _GRADIENTS), theta, rtol=1e-5)
+
+
+@pytest.mark.parametrize('spread', [0.0, 0.7])
+def test_without_a_delay_it_is_nesterov(spread):
+  tx = delayed.delayed_nesterov(0.7, 0.9, every=1, spread=spread)
+  np.testing.assert_allclose(
+    _run(tx, _GRADIENTS), _run(outer.nesterov(0.7, 0.9), _GRADIENTS), rtol=1e-5
+  )
+
+
+@pytest.mark.parametrize('text', ['every=0', 'spread=1.5', 'momentum=1.0', 'learning_rate=0.0'])
+def test_arguments_outside_their_range_are_refused(text):
+  with pytest.raises(ValueError, match='every at least 1'):
+    outer.make(f'delayed_nesterov({text})')

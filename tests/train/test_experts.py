@@ -1,0 +1,126 @@
+"""A Mixture of Experts computes what its equations say, spreads the tokens, and learns."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diloco_jax.train import decoder, experts
+
+B, L, D, F, E = 2, 5, 4, 6, 3
+
+
+@pytest.fixture(name='model')
+def _model(model):
+  model.num_experts, model.experts_per_token, model.hidden_dim = 4, 2, 16
+  return model
+
+
+def _tokens(batch: int = 2, length: int = 13) -> jax.Array:
+  return jnp.asarray(np.random.default_rng(0).integers(0, 256, (batch, length)), jnp.int32)
+
+
+def _every_expert_for_every_token(x, weights, chosen, gate, up, down):
+  hidden_BxLxExF = jax.nn.gelu(jnp.einsum('bld,edf->blef', x, gate))
+  hidden_BxLxExF = hidden_BxLxExF * jnp.einsum('bld,edf->blef', x, up)
+  y_BxLxExD = jnp.einsum('blef,efd->bled', hidden_BxLxExF, down)
+  weights_BxLxE = jnp.einsum('blc,blce->ble', weights, jax.nn.one_hot(chosen, gate.shape[0]))
+  return jnp.einsum('bled,ble->bld', y_BxLxExD, weights_BxLxE)
+
+
+@pytest.mark.parametrize('unused', [None, 0, E - 1])
+def test_the_rows_of_an_expert_are_multiplied_by_its_matrices(unused):
+  """Values and gradients, compared with all experts computed for all tokens."""
+  rng = np.random.default_rng(0)
+  draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  used = [e for e in range(E) if e != unused]
+  chosen_BxLx2 = jnp.asarray([[rng.permutation(used)[:2] for _ in range(L)] for _ in range(B)])
+  x, weights, gate, up, down = (
+    draw(*shape) for shape in ((B, L, D), (B, L, 2), (E, D, F), (E, D, F), (E, F, D))
+  )
+  ours = lambda x, w, *m: experts.mix(x, w, chosen_BxLx2, *m)
+  theirs = lambda x, w, *m: _every_expert_for_every_token(x, w, chosen_BxLx2, *m)
+  y_BxLxD, back = jax.vjp(ours, x, weights, gate, up, down)
+  expected_BxLxD, expected_back = jax.vjp(theirs, x, weights, gate, up, down)
+  np.testing.assert_allclose(y_BxLxD, expected_BxLxD, atol=1e-4)
+  direction_BxLxD = draw(B, L, D)
+  for one, other in zip(back(direction_BxLxD), expected_back(direction_BxLxD), strict=True):
+    np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_balance_has_its_minimum_where_all_experts_are_used_alike():
+  """Among routers that are sure of their choices."""
+  certain = lambda chosen: experts.balance(jax.nn.one_hot(chosen, 4)[None], chosen[None, :, None])
+  assert float(certain(jnp.arange(40) % 4)) == pytest.approx(1)
+  assert float(certain(jnp.zeros(40, jnp.int32))) == pytest.approx(4)
+  rng = np.random.default_rng(0)
+  for _ in range(20):
+    chosen_40 = jnp.asarray(rng.choice(4, 40, p=rng.dirichlet(np.ones(4))), jnp.int32)
+    counts_4 = np.bincount(chosen_40, minlength=4)
+    assert float(certain(chosen_40)) == pytest.approx(4 * np.sum((counts_4 / 40) ** 2), rel=1e-5)
+    assert float(certain(chosen_40)) >= 1
+
+
+def test_descending_on_balance_spreads_the_tokens():
+  logits_1xTxE = jnp.asarray(np.random.default_rng(0).standard_normal((1, 256, 4)), jnp.float32)
+  skew_E = jnp.float32([3, 0, 0, 0])
+
+  def balance(bias_E):
+    probabilities = jax.nn.softmax(logits_1xTxE + bias_E[None, None])
+    chosen = jax.lax.top_k(probabilities, 1)[1]
+    return experts.balance(probabilities, chosen), jnp.bincount(chosen.reshape(-1), length=4) / 256
+
+  descend = jax.jit(lambda bias_E: bias_E - jax.grad(balance, has_aux=True)(bias_E)[0])
+  assert float(jnp.max(balance(skew_E)[1])) > 0.9
+  bias_E = skew_E
+  for _ in range(60):
+    bias_E = descend(bias_E)
+  assert float(jnp.max(balance(bias_E)[1])) < 0.35
+
+
+@pytest.mark.parametrize('choices', [1, 2])
+def test_router_and_experts_get_gradients_from_the_text_alone(model, choices):
+  model.experts_per_token, model.balance_loss = choices, 0.0
+  params = decoder.init_params(model, seed=0)
+  grads = jax.jit(jax.grad(lambda p: decoder.loss(model, p, _tokens(4))))(params)
+  for path, grad in jax.tree_util.tree_leaves_with_path(grads):
+    assert grad.dtype == jnp.float32 and float(jnp.max(jnp.abs(grad))) > 0, path
+  for layer in grads['layers'].values():
+    for name in ('gate', 'up', 'down'):
+      assert np.all(np.max(np.abs(layer['experts'][name]), axis=(1, 2)) > 0)
+
+
+def test_the_balance_loss_is_in_the_gradient_but_not_in_the_loss(model):
+  params = decoder.init_params(model, seed=0)
+
+  def computed(weight):
+    model.balance_loss = weight
+    return jax.jit(jax.value_and_grad(lambda p: decoder.loss(model, p, _tokens())))(params)
+
+  (plain, plain_grads), (balanced, balanced_grads) = computed(0.0), computed(1.0)
+  assert float(plain) == float(balanced)
+  routers = [grads['layers'][0]['experts']['router'] for grads in (plain_grads, balanced_grads)]
+  assert not np.allclose(*routers, atol=1e-4)
+
+
+def test_a_token_changes_nothing_before_it(model):
+  """Neither by attention nor by taking the place of another token at an expert."""
+  params, tokens = decoder.init_params(model, seed=0), _tokens()
+  apply = jax.jit(lambda p, t: decoder.apply(model, p, t))
+  before, after = apply(params, tokens), apply(params, tokens.at[:, 7].add(1))
+  np.testing.assert_allclose(before[:, :7], after[:, :7], atol=1e-5)
+  assert not np.allclose(before[:, 7:], after[:, 7:], atol=1e-2)
+
+
+def test_a_small_one_learns(make_island, model):
+  island = make_island()
+  before = island.evaluate()
+  for clock in range(30):
+    island.step(clock)
+  assert island.evaluate() < before - 2.0
+
+
+def test_examples_in_docstrings():
+  assert doctest.testmod(experts) == (0, 2)
