@@ -9,15 +9,14 @@ ARMS: dict[str, dict[str, Any]] = {
   'rebase': {},
   'overwrite': {'adopt': 'overwrite'},
   'blend, alpha 0.5': {'adopt': 'blend'},
-  'overwrite, tau=2, ahead=0, momentum 0.6': {  # the paper's, as this project first had it
+  'overwrite, tau=2, ahead=0, as in the paper': {
     'adopt': 'overwrite',
     'overlap': 2,
     'ahead': 0,
-    'outer': 'nesterov(learning_rate=0.7, momentum=0.6)',
   },
-  'overwrite, momentum 0.7': {
+  'overwrite, rate 0.6': {  # a longer outer step for fewer inner steps
     'adopt': 'overwrite',
-    'outer': 'nesterov(learning_rate=0.7, momentum=0.7)',
+    'outer': 'nesterov(learning_rate=0.6, momentum=0.3)',
   },
 }
 

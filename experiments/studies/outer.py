@@ -3,8 +3,8 @@
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
-DEFAULT = (0.7, 0.5)
-OTHERS = ((0.7, 0.0), (0.7, 0.3), (0.7, 0.7), (0.7, 0.9), (0.5, 0.5), (1.0, 0.0), (1.0, 0.5))
+DEFAULT = (0.5, 0.3)
+OTHERS = ((0.7, 0.0), (0.3, 0.6), (0.5, 0.5), (0.7, 0.5), (0.7, 0.9), (1.0, 0.0), (0.5, 0.0))
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
@@ -19,7 +19,7 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       outer=f'nesterov(learning_rate={rate}, momentum={momentum})',
       against=default,
     )
-    for rate, momentum in (DEFAULT, *(((1.0, 0.0),) if quick else OTHERS))
+    for rate, momentum in (DEFAULT, *(((0.7, 0.5),) if quick else OTHERS))
   ]
 
 

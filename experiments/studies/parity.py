@@ -5,7 +5,7 @@ from diloco_jax.proof.virtual import virtual
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
-RATES = {'muon': (6e-3, 1.2e-2), 'adamw': (6e-3, 1.2e-2)}
+RATES = {'muon': (1.2e-2, 2.4e-2), 'adamw': (6e-3, 1.2e-2)}
 METHODS = ('data-parallel', 'decoupled', 'lone', 'streaming', 'diloco')
 
 

@@ -35,6 +35,8 @@ STUDIES = (
   'speeds',
   'joining',
   'unequal_data',
+  'models',
+  'beyond',
 )
 _STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
 _QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')

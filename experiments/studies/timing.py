@@ -5,6 +5,7 @@ from typing import Any
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
+STEPS = 500
 DEFAULT = 'H=12, tau=3, ahead=1, gamma=0.9'
 ARMS: dict[str, dict[str, Any]] = {
   DEFAULT: {},
@@ -28,7 +29,7 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
   """All arms but those of another H differ from the first in one setting."""
   del book
   return [
-    arms.decoupled('timing', name, quick, against=DEFAULT, **ARMS[name])
+    arms.decoupled('timing', name, quick, steps=STEPS, against=DEFAULT, **ARMS[name])
     for name in (QUICK if quick else ARMS)
   ]
 

@@ -10,6 +10,7 @@ from typing import Any
 from absl import flags
 
 from diloco_jax.config import run_config
+from diloco_jax.configs import stdlib_lm
 from diloco_jax.proof.virtual import conditions, virtual
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
@@ -165,13 +166,11 @@ def small(
     'period': 12,
     'codec_up': 'float32',
     'codec_down': 'float32',
-    'outer': 'nesterov(learning_rate=0.7, momentum=0.5)',
+    'outer': 'nesterov(learning_rate=0.5, momentum=0.3)',
   }
   return run_config.Config(
     name='small',
-    model=train_config.ModelConfig(
-      num_layers=2, embed_dim=48, num_heads=4, num_kv_heads=2, head_dim=12, hidden_dim=128
-    ),
+    model=stdlib_lm.small().model,
     optimizer=train_config.OptimizerConfig(
       name=optimizer, learning_rate=rate, warmup_steps=steps // 20
     ),
@@ -185,7 +184,7 @@ def small(
   )
 
 
-RATE = 1.2e-2  # the best inner rate of the small model with Muon (parity.md)
+RATE = 2.4e-2  # the best inner rate of the small model with Muon (parity.md)
 
 
 def decoupled(
