@@ -86,6 +86,8 @@ def test_a_changed_setting_is_another_arm():
   ]
   assert len({arm.key, *(one.key for one in changed)}) == 5
   assert arm.key == arms.decoupled('toy', 'another name', True).key
+  baselines = [arms.data_parallel(one, 'baseline') for one in (arm, changed[0])]
+  assert baselines[0].key == baselines[1].key != arm.key  # it has no exchange
 
 
 @pytest.mark.parametrize('lowest', [0.02, 0.002, 0.01])

@@ -49,8 +49,12 @@ class Arm:
   @property
   def key(self) -> str:
     """Changes with every setting of the run."""
+    config = self.config.to_dict()
     where = {name: codec.encode(value) for name, value in sorted(self.where.items())}
-    spec = [self.kind, self.config.to_dict(), where, self.tokens]
+    if self.kind == 'alone':
+      del config['sync']
+      where = {}
+    spec = [self.kind, config, where, self.tokens]
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
 
   @property
