@@ -322,21 +322,6 @@ def late_tokens_are_settled(original):
 
 
 @mutant(
-  'A learner begins a payload among tokens that the syncer refused.',
-  LearnerMachine,
-  '_settled',
-  'I1b I25',
-)
-def refused_capture_is_sent_again(original):
-  def _settled(self, settled):
-    original(self, settled)
-    if settled.reason == Reason.BAD_VALUE:
-      self._anchors[settled.fragment].rejected(settled.sync)
-
-  return _settled
-
-
-@mutant(
   'The next syncer has forgotten which learners must drop their steps.',
   members.Members,
   'state',
@@ -404,7 +389,7 @@ def closing_needs_a_quorum(original):
   'A learner declines a closing sync while its capture may still be late.',
   LearnerMachine,
   '_answer',
-  'L4a',
+  'I1b',
 )
 def closing_is_declined(original):
   def _answer(self, fragment, sync):
@@ -816,9 +801,9 @@ def fastest_is_usual(original):
   return lambda values: min(values, default=0)
 
 
-@mutant('The grace window never closes.', gather_lib.Gather, 'deadline_ns', 'L2a')
+@mutant('The grace window never closes.', gather_lib.Gather, 'close_ns', 'L2a')
 def grace_never_ends(original):
-  return lambda self, needed: None
+  return property(lambda self: 10**18)
 
 
 @mutant('A sync that can no longer reach its quorum stays open.', gather_lib, 'decide', 'L2a')
@@ -1029,11 +1014,11 @@ def replaced_account_disappears(original):
   'A report of the last step, made when the run is over, is implausible.',
   plausible.Plausibility,
   '_totals',
-  'I13',
+  'I13 I13b',
 )
 def last_step_is_implausible(original):
   def _totals(self, clock, steps, tokens):
-    return original(self, clock + 1, steps, tokens)
+    return original(self, clock + 2, steps, tokens)
 
   return _totals
 

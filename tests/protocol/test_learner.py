@@ -1,6 +1,7 @@
 """A learner alone, message by message. Each test opens with the sentence and its source."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,94 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
       out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
     assert len(contents(out, messages.Contribution)) == answers, (cancelled, out)
     assert not contents(out, messages.Decline)
+
+
+# --- Rebase ---------------------------------------------------------------------------------------
+
+
+def captured() -> Any:
+  """A learner that has given its first step to sync 2 and made one more."""
+  machine = new_learner(max_lag=None, ahead=0)
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=2, fragment=0, now=True)))
+  train(machine, 10)
+  machine.handle(11 * MS, encoded(2, 0, payload_id=1))
+  train(machine, 20)
+  return machine
+
+
+def settled(sync: int, reason: str) -> events.Received:
+  return received(1, messages.Settled(sync=sync, fragment=0, merged=not reason, reason=reason))
+
+
+def test_a_boundary_gives_before_it_adopts():
+  """What is captured first needs no adoption, and the syncer waits for it."""
+  machine = new_learner(max_lag=None)
+  connect(machine, 1, 0)
+  machine.handle(MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  machine.handle(2 * MS, received(1, publish(2, 0, version=1), payload_id=4))
+  work = [type(one) for one in train(machine, 10) if isinstance(one, actions.Work)]
+  assert work == [actions.Encode, actions.Adopt, actions.Step]
+
+
+def test_a_boundary_adopts_before_it_gives_again():
+  """While a capture may still be merged there is nothing to give."""
+  machine = captured()
+  machine.handle(21 * MS, settled(2, ''))
+  machine.handle(22 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  new = publish(2, 0, version=1, settled_to=10)
+  machine.handle(23 * MS, received(1, new, payload_id=4))
+  work = [one for one in train(machine, 30) if isinstance(one, actions.Work)]
+  assert [type(one) for one in work] == [actions.Adopt, actions.Encode, actions.Step]
+  assert (work[0].keep, work[0].merged) == (True, True)
+  (told,) = contents(machine.handle(31 * MS, encoded(6, 0, payload_id=2)), messages.Contribution)
+  assert (told.tokens_from, told.tokens_to, told.steps) == (10, 30, 2)
+
+
+def test_tokens_of_a_late_payload_are_in_the_next_one():
+  machine = captured()
+  machine.handle(21 * MS, settled(2, 'late'))
+  machine.handle(22 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  assert any(isinstance(one, actions.Encode) for one in train(machine, 30))
+  (told,) = contents(machine.handle(31 * MS, encoded(6, 0, payload_id=2)), messages.Contribution)
+  assert (told.tokens_from, told.tokens_to) == (0, 30)
+
+
+@pytest.mark.parametrize('reason', ['bad_value', 'duplicate'])
+def test_no_payload_begins_among_tokens_that_were_refused(reason):
+  machine = captured()
+  machine.handle(21 * MS, settled(2, reason))
+  machine.handle(22 * MS, received(1, messages.Pull(sync=6, fragment=0, now=True)))
+  (told,) = contents(train(machine, 30), messages.Decline)
+  assert told.reason == 'contributed'
+  machine.handle(31 * MS, received(1, messages.Pull(sync=10, fragment=0, now=True)))
+  fresh = publish(2, 0, version=1, settled_to=10, keep=False)
+  machine.handle(32 * MS, received(1, fresh, payload_id=4))
+  work = [one for one in train(machine, 40) if isinstance(one, actions.Work)]
+  assert [type(one) for one in work] == [actions.Adopt, actions.Step] and not work[0].keep
+  assert any(isinstance(one, actions.Encode) for one in train(machine, 50))
+  (told,) = contents(machine.handle(51 * MS, encoded(10, 0, payload_id=2)), messages.Contribution)
+  assert (told.tokens_from, told.tokens_to) == (40, 50)
+
+
+def test_the_answer_to_a_closing_sync_waits_for_the_verdict_on_the_last_capture():
+  machine = captured()
+  machine.handle(21 * MS, received(1, messages.Pull(sync=22, fragment=0, now=True)))
+  out = train(machine, 30)
+  assert not contents(out, messages.Decline)
+  machine.handle(31 * MS, settled(2, 'late'))
+  assert any(isinstance(one, actions.Encode) for one in train(machine, 40))
+
+
+def test_an_adoption_tells_the_steps_since_the_last_one():
+  machine = captured()
+  for version, upto in ((1, 10), (2, 10)):
+    machine.handle(21 * MS, received(1, publish(2 * version, 0, version, upto), payload_id=version))
+    out = train(machine, 30)
+    told = [one.fact for one in out if isinstance(one, actions.Report)]
+    assert [fact.steps_between for fact in told if isinstance(fact, facts.Adopted)] == [
+      3 if version == 1 else 1
+    ]
 
 
 # --- Asked to end ---------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ OVERRIDES = {
 @pytest.fixture(scope='module', name='assembled')
 def _assembled() -> build.Assembly:
   config = stdlib_lm.get_config('tiny')
-  config.sync.fragments, config.sync.period = 1, 3
+  config.sync.fragments, config.sync.period, config.sync.overlap = 1, 3, 2
   config.validate()
   return build.assemble(config)
 
