@@ -104,6 +104,7 @@ ALLOWED = {
     'proof/checks',
     'proof/sim',
   },
+  'proof/goodput': {'protocol', 'proof', 'proof/checks', 'proof/sim', 'proof/virtual'},
 }
 # The commands may import every room.
 ALLOWED['commands'] = set(ALLOWED)
@@ -121,6 +122,7 @@ FOREIGN = {
   'proof/checks': set(),
   'proof/sim': set(),
   'proof/virtual': {'absl', 'jax', 'numpy'},
+  'proof/goodput': set(),
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 

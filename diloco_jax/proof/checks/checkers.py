@@ -176,6 +176,7 @@ class Checkers(observers.Observer):
   def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
     book = self.run.books[life.number]
     if life.start.role == LEARNER:
+      book.dead = True
       self.invariants[liveness.Joins].died(now_ns, book, killed)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:

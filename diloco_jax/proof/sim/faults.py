@@ -73,7 +73,7 @@ class Nemesis:
         if process is not None:
           process.thaw()
       case 'slow' | 'shrink':
-        setattr(world.island(name), fault.kind, 1)
+        world.island(name).fault(fault.kind, 1)
       case 'cut_up' | 'cut_down' | 'partition':
         for link in self._links(name):
           for lane in _lanes(fault.kind):
@@ -122,7 +122,7 @@ class Nemesis:
         learner.freeze()
         self._world.start(fault.node, second=True)
       case 'slow' | 'shrink':
-        setattr(learner.island, fault.kind, fault.amount)
+        learner.island.fault(fault.kind, fault.amount)
       case 'huge' | 'poison':
         spoiled = (fault.kind, fault.amount)
         learner.spoiled = dict.fromkeys(range(self._world.config.fragments), spoiled)

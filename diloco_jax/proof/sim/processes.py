@@ -136,7 +136,7 @@ class Process(abc.ABC):
     """Begins a work action; an event answers it after a while."""
 
   def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
-    """Answers work first in, first out, on the lane that steps or on the egress lane."""
+    """Answers work other than steps first in, first out, on the work lane or the egress lane."""
     start = max(self.world.engine.now_ns, self._work_until)
     if lane == 'work':
       self._work_until = done = start + delay_ns
@@ -208,10 +208,8 @@ class Learner(Process):
     match action:
       case actions.Step():
         self._claim_boundary()
-        self._training = True
         self._read()
-        step_ns, tokens = self.island.next_step()
-        self.answer(step_ns, events.StepDone(tokens=tokens, step_ns=step_ns))
+        self.begin_step()
       case actions.Encode(sync=sync, fragment=fragment):
         self._encode(sync, fragment)
       case actions.Adopt():
@@ -230,6 +228,16 @@ class Learner(Process):
         self._claim_boundary()
         stages = self.save(action, action.machine_state)
         self.world.engine.after(0, lambda: self._continue_save(stages))
+
+  def begin_step(self) -> None:
+    self._training = True
+    work_ns, tokens = self.island.next_step()
+    begun_ns = self.world.now_ns
+
+    def end() -> None:
+      self.post(events.StepDone(tokens=tokens, step_ns=self.world.now_ns - begun_ns))
+
+    self.island.begin(work_ns, end)
 
   def _continue_save(self, stages: Generator[int, None, events.SaveDone]) -> None:
     if self.frozen:

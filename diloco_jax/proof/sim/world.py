@@ -9,7 +9,8 @@ Observers see what tapes hold: the start and end of processes, and every turn of
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.proof import random_streams
@@ -40,8 +41,10 @@ class World:
     watchers: Sequence[observers.Observer] = (),
     agreement: str = AGREEMENT,
     initial: tuple[int, ...] | None = None,
+    slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
   ):
-    """`initial`: the digests of version 0, by default those of arrays.py."""
+    """`initial`: the digests of version 0, by default those of arrays.py. `slices`: of the islands
+    of hosts whose chips fail, by name."""
     self.config, self.seed, self.agreement = config, seed, agreement
     self.engine = engine_lib.Engine()
     self.network = network_lib.Network(self.engine, lambda: self.syncer)
@@ -51,6 +54,7 @@ class World:
     self._lives, self._nonces = itertools.count(1), itertools.count(1)
     self._links: dict[str, network_lib.Link] = {}
     self._islands: dict[str, hardware.Island] = {}
+    self._slices = slices
     self._disks: dict[str, disk_lib.Disk] = {}
     self.learners: dict[str, processes.Learner] = {}
     self.ended: list[processes.Process] = []
@@ -76,9 +80,7 @@ class World:
 
   def island(self, name: str) -> hardware.Island:
     if name not in self._islands:
-      self._islands[name] = hardware.Island(
-        random_streams.random_stream(self.seed, 'hardware', name)
-      )
+      self._islands[name] = hardware.island(self.engine, self.seed, name, self._slices.get(name))
     return self._islands[name]
 
   def disk(self, name: str) -> disk_lib.Disk:
@@ -91,7 +93,8 @@ class World:
     for disk in self._disks.values():
       disk.full, disk.failing_fsyncs, disk.fuse = False, 0, None
     for island in self._islands.values():
-      island.slow = island.shrink = 1
+      island.fault('slow', 1)
+      island.fault('shrink', 1)
     for link in self._links.values():
       link.delay_ns = link.bytes_per_s = link.loss = link.duplicate = 0
       link.corrupt = False
@@ -213,6 +216,10 @@ class World:
   def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
     return processes.Learner(self, key, life, self.disk(key), self.island(key))
 
+  def unwatch(self, watcher: observers.Observer) -> None:
+    """An observer has seen enough."""
+    self._watchers = tuple(one for one in self._watchers if one is not watcher)
+
   def _life(self, start: tape.Start) -> observers.ObservedProcess:
     life = observers.ObservedProcess(next(self._lives), start)
     for watcher in self._watchers:
@@ -247,8 +254,10 @@ class World:
     self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
-    if isinstance(process, processes.Learner) and process.done:
-      self.done.add(process.name.rstrip('*'))
+    if isinstance(process, processes.Learner):
+      process.island.stop()
+      if process.done:
+        self.done.add(process.name.rstrip('*'))
     self.network.gone(process, silent)
     if self.learners.get(process.name) is process:
       del self.learners[process.name]

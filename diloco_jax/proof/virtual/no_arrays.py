@@ -16,16 +16,21 @@ _RECORD = '0' * 64
 
 
 class Model:
-  """Sizes of an assembled run."""
+  """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
+  fragment, and of the moments."""
 
-  def __init__(self, assembled: build.Assembly):
-    layout = assembled.layout
-    fragments = range(layout.num_fragments)
-    self.agreement, self.payload_bytes = assembled.agreement, assembled.payload_bytes
-    self.digests = (_DIGEST,) * layout.num_fragments
-    self.delta_bytes = [assembled.codec_down.encoded_size(layout.size(p)) for p in fragments]
-    self.whole_bytes = [4 * layout.size(p) for p in fragments]
-    self.moments_bytes = assembled.moments_bytes
+  def __init__(
+    self,
+    agreement: str,
+    payload_bytes: tuple[int, ...],
+    delta_bytes: tuple[int, ...],
+    whole_bytes: tuple[int, ...],
+    moments_bytes: int,
+  ):
+    self.agreement, self.payload_bytes = agreement, payload_bytes
+    self.digests = (_DIGEST,) * len(payload_bytes)
+    self.delta_bytes, self.whole_bytes = delta_bytes, whole_bytes
+    self.moments_bytes = moments_bytes
     self._saved: dict[str, dict[str, Any]] = {}
 
   def syncer(self, payloads: world.Contents) -> 'Syncer':
@@ -107,6 +112,19 @@ class Learner:
         self._model.save(self._name, action.machine_state)
         return [saved(action)]
     raise TypeError(f'a learner has no such work: {action}')
+
+
+def model_of(assembled: build.Assembly) -> Model:
+  """The model of an assembled run."""
+  layout = assembled.layout
+  sizes = [layout.size(p) for p in range(layout.num_fragments)]
+  return Model(
+    assembled.agreement,
+    assembled.payload_bytes,
+    tuple(assembled.codec_down.encoded_size(size) for size in sizes),
+    tuple(4 * size for size in sizes),
+    assembled.moments_bytes,
+  )
 
 
 def content(payloads: world.Contents, size_bytes: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from absl import flags
 from diloco_jax.config import build, run_config
 from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import faults as faults_lib
-from diloco_jax.proof.virtual import arrays, conditions, no_arrays
+from diloco_jax.proof.virtual import arrays, conditions, no_arrays, on_time
 from diloco_jax.proof.virtual import world as world_lib
 from diloco_jax.protocol import actions, events, facts
 
@@ -184,7 +184,7 @@ def schedule(
   where = _Conditions(hardware, network, faults, seed)
   assembled = _assemble(config, where, trained_tokens)
   book = _Book(where, progress, trained_tokens or 0)
-  return _run(assembled, no_arrays.Model(assembled), where, book)
+  return _run(assembled, no_arrays.model_of(assembled), where, book)
 
 
 def alone(config: run_config.Config, progress: Progress | None = None) -> Result:
@@ -245,9 +245,7 @@ class _Book(observers.Observer):
     self.tokens = self.deaths = self.up_bytes = self.down_bytes = 0
     self.steps: collections.Counter[str] = collections.Counter()
     self.merges: list[Merge] = []
-    self.on_time = 0.0  # fragment-tokens
-    # By (learner, fragment): merges since its last one.
-    self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
+    self.on_time = on_time.OnTime()
 
   @property
   def time(self) -> float:
@@ -259,10 +257,7 @@ class _Book(observers.Observer):
   def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
     self.deaths += killed
     if life.start.role == 'learner':
-      gone = life.start.identity.learner
-      self._missed = collections.Counter(
-        {key: count for key, count in self._missed.items() if key[0] != gone}
-      )
+      self.on_time.gone(life.start.identity.learner)
 
   def crashed(self, life: Any, now_ns: int, event: events.Event, error: Exception) -> None:
     pass
@@ -286,18 +281,10 @@ class _Book(observers.Observer):
           self.down_bytes += size_bytes if syncer else 0
           self.up_bytes += 0 if syncer else size_bytes
       elif isinstance(action, actions.Merge):
-        self._count_on_time(action)
+        processes = self.world.learners.values()
+        self.on_time.merge(action, [one.learner for one in processes if one.steps])
       elif syncer and isinstance(action, actions.Report) and isinstance(action.fact, facts.Merging):
         self._merging(now_ns, action.fact)
-
-  def _count_on_time(self, merge: actions.Merge) -> None:
-    p = merge.fragment
-    for one in merge.participants:
-      self.on_time += one.tokens / (self._missed.pop((one.learner, p), 0) + 1)
-    present = {one.learner for one in merge.participants}
-    for process in self.world.learners.values():
-      if process.steps and process.learner not in present:
-        self._missed[process.learner, p] += 1
 
   def _merging(self, now_ns: int, merging: facts.Merging) -> None:
     self.merges.append(
@@ -350,7 +337,7 @@ def _run(
     curve=(),
     merges=tuple(book.merges),
     ledger=world.ledger(),
-    on_time_share=book.on_time / (config.sync.fragments * book.tokens),
+    on_time_share=book.on_time.tokens / (config.sync.fragments * book.tokens),
     up_bytes=book.up_bytes,
     down_bytes=book.down_bytes,
     deaths=book.deaths,
@@ -368,7 +355,7 @@ def _steps_for(assembled: build.Assembly, where: _Conditions, tokens: int) -> in
   while True:
     protocol = dataclasses.replace(assembled.protocol, total_steps=steps)
     run = dataclasses.replace(assembled, protocol=protocol)
-    trained = _run(run, no_arrays.Model(run), where, _Book(where)).tokens
+    trained = _run(run, no_arrays.model_of(run), where, _Book(where)).tokens
     if trained < tokens:
       short = steps
     else:

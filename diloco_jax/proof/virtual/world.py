@@ -1,10 +1,11 @@
 """The simulated world with processes that have no disks, and the work that it is given."""
 
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from diloco_jax.proof.checks import observers
-from diloco_jax.proof.sim import processes, world
+from diloco_jax.proof.sim import hardware, processes, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import tape
@@ -70,10 +71,8 @@ class Learner(processes.Learner):
   def work(self, action: actions.Work) -> None:
     self._claim_boundary()
     if isinstance(action, actions.Step):
-      self._training = True
-      step_ns, tokens = self.island.next_step()
       self._model_work.step(action.clock)
-      self.answer(step_ns, events.StepDone(tokens=tokens, step_ns=step_ns))
+      self.begin_step()
       return
     for event in self._model_work.perform(action):
       content = self.contents.pop(getattr(event, 'payload_id', None), None)
@@ -117,9 +116,10 @@ class World(world.World):
     model: Model,
     seed: int,
     watchers: Sequence[observers.Observer],
+    slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
   ):
     self.model = model
-    super().__init__(config, seed, watchers, model.agreement, model.digests)
+    super().__init__(config, seed, watchers, model.agreement, model.digests, slices)
     self.check_every = NEVER  # the seeds of the simulator check the machines
 
   def start_syncer(self) -> bool:

@@ -82,7 +82,7 @@ class LearnerBook:
     self.tokens = self.steps = self.base_tokens = self.base_steps = 0
     self.clock = self.incarnation = self.session = 0
     self.joined = self.ever_joined = self.training = self.running = self.saving = False
-    self.ending = self.finished = self.exited = False
+    self.ending = self.finished = self.exited = self.dead = False
     self.refused: messages.Refused | None = None
     self.due: set[int] = set()
     self.anchors = [

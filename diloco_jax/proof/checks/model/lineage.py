@@ -17,6 +17,7 @@ from diloco_jax.protocol import actions, messages
 
 Reason = messages.Reason
 Range = tuple[int, int]
+FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
 NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
 
@@ -156,9 +157,20 @@ class Lineage:
 
   def account(self, learner: str, incarnation: int) -> Account:
     key = learner, incarnation
-    if key not in self.accounts:
-      self.accounts[key] = Account([0] * len(self.versions))
-    return self.accounts[key]
+    if key not in self.accounts and (learner, FORMER) in self.accounts:
+      if incarnation != self.holders[learner].incarnation:
+        key = learner, FORMER
+    return self.accounts.setdefault(key, Account([0] * len(self.versions)))
+
+  def fold(self, learner: str, incarnation: int) -> None:
+    """The process of an incarnation is replaced, so its account is closed: adds it to those of
+    earlier ones, number FORMER."""
+    gone = self.accounts.pop((learner, incarnation))
+    former = self.accounts.setdefault((learner, FORMER), Account([0] * len(self.versions)))
+    former.cursors = [a + b for a, b in zip(former.cursors, gone.cursors)]
+    former.trained, former.merged = former.trained + gone.trained, former.merged + gone.merged
+    for reason, count in gone.discarded.items():
+      former.discard(count, reason)
 
   def close_all(self) -> None:
     for account in self.accounts.values():
@@ -305,7 +317,10 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
     (learner, incarnation): (row['trained'], row['merged'], row['cursors'], row['discarded'])
     for learner, incarnation, row in machine_state['ledger']
   }
-  true['ledger'] = _folded(lineage)
+  true['ledger'] = {
+    key: (one.trained, one.merged, one.cursors, one.discarded)
+    for key, one in lineage.accounts.items()
+  }
   counts = 'synced', 'cancelled', 'repaired'
   seen['counts'] = tuple(machine_state['counts'][name] for name in counts)
   true['counts'] = sum(lineage.versions), sum(lineage.cancelled), lineage.repaired
@@ -323,20 +338,3 @@ def norms_of(row: list[Any]) -> Norms:
   return Norms(
     commits, set(doubted), {name: tuple(tuple(pair) for pair in pairs) for name, pairs in last}
   )
-
-
-def _folded(lineage: Lineage) -> dict[tuple[str, int], tuple]:
-  """The accounts as a machine state has them: those of replaced processes in one sum, number 0."""
-  rows: dict[tuple[str, int], tuple] = {}
-  for (learner, incarnation), one in lineage.accounts.items():
-    present = incarnation == lineage.holders[learner].incarnation
-    key = learner, incarnation if present else 0
-    trained, merged, cursors, discarded = rows.get(key, (0, 0, [0] * len(one.cursors), {}))
-    counts = discarded.keys() | one.discarded.keys()
-    rows[key] = (
-      trained + one.trained,
-      merged + one.merged,
-      [a + b for a, b in zip(cursors, one.cursors)],
-      {why: discarded.get(why, 0) + one.discarded.get(why, 0) for why in counts},
-    )
-  return rows

@@ -17,6 +17,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
 
 Book = learner_book.LearnerBook | syncer_book.SyncerBook
+KEPT = 256  # outer steps, and checkpoints, to which a syncer may go back
 
 
 class WrongState(LookupError):
@@ -31,7 +32,8 @@ class Run:
   """All processes of a run, and the states from which a new syncer may continue.
 
   Attributes:
-    records: of all outer steps that were decided and are not lost, the first is number 1.
+    records: of all outer steps that were decided and are not lost, the first is number 1; None for
+      those before the newest KEPT, which no syncer goes back to.
     ended: how many of them have ended according to the machines.
     durable: how many survive a power loss; None: unknown, as with real processes.
     repaired: the log was damaged, so the state of the next syncer is not the syncer's fault.
@@ -44,7 +46,7 @@ class Run:
     self.books: dict[int, Book] = {}  # by the process's number
     self.syncer: syncer_book.SyncerBook | None = None
     self.saved: list[lineage_book.Saved] = []  # without those after a rollback
-    self.records: list[lineage_book.Record] = []
+    self.records: list[lineage_book.Record | None] = []
     self.ended = 0
     self.durable: int | None = None
     self.repaired = False
@@ -68,6 +70,25 @@ class Run:
     history = self.history[p]
     self.bases[p, len(history), digest] = history[-1]
     history.append(digest)
+
+  def decided(self, record: lineage_book.Record) -> None:
+    """An outer step is decided."""
+    self.records.append(record)
+    if len(self.records) > KEPT and self.records[-KEPT - 1] is not None:
+      self.records[-KEPT - 1].under_way = ()
+      self.records[-KEPT - 1] = None
+
+  def saves(self, saved: lineage_book.Saved) -> None:
+    """A syncer asks for a checkpoint."""
+    self.saved = [*self.saved[1 - KEPT :], saved]
+
+  def forget_dead(self, lineage: lineage_book.Lineage) -> None:
+    """Processes that have ended and hold no id any more give nothing that could be merged."""
+    holders = {holder.nonce for holder in lineage.holders.values()}
+    for key in [key for key in lineage.merged_upto if key[0] not in holders]:
+      book = self.learners.get(key[0])
+      if book is None or book.dead:
+        del lineage.merged_upto[key]
 
   def logged(self, note: observers.LogNote) -> None:
     """A fact about the log from the simulated world."""
@@ -125,12 +146,13 @@ class Run:
     for saved in reversed(self.saved):
       if saved.position == number and _are_equal(saved.machine_state, machine_state):
         return number, self._reopened(self._after_end(saved), saved.undecided)
-    if not number or not self._knows_participants(machine_state, self.records[number - 1]):
+    record = self.records[number - 1] if number else None
+    if record is None or not self._knows_participants(machine_state, record):
       return None
     lineage = self._state_after(number, machine_state)
     if lineage_book.difference(machine_state, lineage):
       return None
-    return number, self._reopened(lineage, self.records[number - 1].undecided)
+    return number, self._reopened(lineage, record.undecided)
 
   def _knows_participants(self, machine_state: dict[str, Any], record: lineage_book.Record) -> bool:
     """Whether a machine state knows all participants of the outer steps in progress at a record."""

@@ -222,6 +222,8 @@ class SyncerBook:
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
+      self.lineage.fold(learner, holder.incarnation)
+      self.run.forget_dead(self.lineage)
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
@@ -445,7 +447,7 @@ class SyncerBook:
     under_way = (other.record for other in self.gathers.values() if other.record is not None)
     record.number = len(self.run.records) + 1
     record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
-    self.run.records.append(record)
+    self.run.decided(record)
 
   def _undecided(self) -> tuple[int, ...]:
     """The syncs that end if this process ends now."""
@@ -489,7 +491,7 @@ class SyncerBook:
       self._closed,
     )
     self.saving.append(saved)
-    self.run.saved.append(saved)
+    self.run.saves(saved)
 
   def exits(self, now_ns: int, action: actions.Exit, event: Any) -> None:
     self.exited = True
