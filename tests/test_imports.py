@@ -122,7 +122,7 @@ FOREIGN = {
   'proof/checks': set(),
   'proof/sim': set(),
   'proof/virtual': {'absl', 'jax', 'numpy'},
-  'proof/goodput': set(),
+  'proof/goodput': {'matplotlib'},
 }
 GENERATED = ('_pb2.py', '_pb2_grpc.py')
 

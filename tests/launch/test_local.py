@@ -40,7 +40,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1
-  with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.0 there.*leave --config out'):
+  with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.5 there.*leave --config out'):
     run_folder.open_workdir(config, workdir, resume=True)
 
 

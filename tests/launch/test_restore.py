@@ -322,7 +322,7 @@ def test_another_config_is_refused(workdir):
   config = stdlib_lm.get_config('tiny')
   config.sync.alpha = 0.1
   before = _contents(workdir)
-  with pytest.raises(ValueError, match='another config: sync.alpha is 0.1 here, 0.0 there'):
+  with pytest.raises(ValueError, match='another config: sync.alpha is 0.1 here, 0.5 there'):
     _restore(config, workdir)
   assert _contents(workdir) == before
 

@@ -17,7 +17,6 @@ from unittest import mock
 from diloco_jax.proof.checks.invariants import data
 from diloco_jax.proof.sim import network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
-from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection, moments
@@ -280,7 +279,7 @@ def misses_are_not_counted(original):
   'A learner waits for the version of a payload that was late.',
   LearnerMachine,
   '_settled',
-  'I1b I25',
+  'I1b I25 L4a',
 )
 def late_capture_stays(original):
   def _settled(self, settled):
@@ -385,20 +384,6 @@ def closing_needs_a_quorum(original):
   return lambda gather, now_ns, needed, live: original(gather, now_ns, needed or 2, live)
 
 
-@mutant(
-  'A learner declines a closing sync while its capture may still be late.',
-  LearnerMachine,
-  '_answer',
-  'I1b',
-)
-def closing_is_declined(original):
-  def _answer(self, fragment, sync):
-    with mock.patch.object(config_lib.ProtocolConfig, 'closing', lambda self, sync: False):
-      original(self, fragment, sync)
-
-  return _answer
-
-
 # --- A learner's answers --------------------------------------------------------------------------
 
 
@@ -429,7 +414,7 @@ def contributes_while_due(original):
   'After a cancelled sync the learner does not send its tokens again.',
   LearnerMachine,
   '_settled',
-  'I1b',
+  'I1b L4a',
 )
 def no_resend_after_cancel(original):
   def _settled(self, settled):
@@ -445,7 +430,7 @@ def no_resend_after_cancel(original):
   'After a reconnect the learner does not send its tokens again.',
   anchor_lib.Anchor,
   'settled',
-  'I1b I25',
+  'I1b I25 L4a',
 )
 def no_resend_after_reconnect(original):
   return lambda self, tokens: None
@@ -1167,7 +1152,7 @@ def ack_before_fsync(original):
   'The syncer sends Finish before the disk shows that the run is over.',
   SyncerMachine,
   '_close_run',
-  'I8b',
+  'I8b P2',
 )
 def finish_before_it_is_saved(original):
   return lambda self, now_ns: self._finish(now_ns)

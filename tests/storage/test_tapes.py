@@ -87,13 +87,13 @@ def test_the_header_names_the_versions_that_wrote_it(tmp_path):
 
 
 def test_full_segments_are_packed_and_read_as_one(tmp_path):
-  last = write(tmp_path, segment_bytes=9_000)
+  last = write(tmp_path, segment_bytes=12_000)
   *packed, newest = names(tmp_path)
   assert len(packed) >= 3 and newest == f'l1.1.{len(packed)}.jsonl'
   assert packed == [f'l1.1.{n}.jsonl.gz' for n in range(len(packed))]
   for name in packed:
     with gzip.open(tmp_path / tapes.TAPES / name) as file:
-      assert 9_000 <= len(file.read()) < 9_000 + 30_000
+      assert 12_000 <= len(file.read()) < 12_000 + 30_000
   for path in (tmp_path, *(tmp_path / tapes.TAPES).iterdir()):  # any segment names the whole tape
     [life] = tapes.find(path)
     assert len(life.segments) == len(packed) + 1

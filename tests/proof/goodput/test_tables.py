@@ -1,24 +1,11 @@
 """Machines train as long as their islands can; tables agree with the paper and with formulas."""
 
 import csv
-import importlib.util
-import pathlib
 
 import pytest
 
-from diloco_jax.proof.goodput import formulas, islands, machines, paper, tables
+from diloco_jax.proof.goodput import formulas, islands, machines, paper, tables, views
 from diloco_jax.proof.sim import hardware
-
-ROOT = pathlib.Path(__file__).parents[3]
-
-
-@pytest.fixture(name='command', scope='module')
-def _command():
-  """experiments/goodput.py."""
-  spec = importlib.util.spec_from_file_location('goodput', ROOT / 'experiments' / 'goodput.py')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
 
 
 def _by(figures, what, made=tables.MACHINES):
@@ -73,7 +60,7 @@ def test_formulas_agree_with_the_published_figures():
   assert data_parallel / decoupled == pytest.approx(235.6, abs=0.1)
 
 
-def test_a_report_has_every_figure_and_says_how_it_was_made(command, tmp_path):
+def test_a_report_has_every_figure_and_says_how_it_was_made(tmp_path):
   figures = [
     *tables.islands_of(paper.RIGID, 150_000, hours=2),
     *tables.islands_of('M=4', 150_000, hours=2),
@@ -81,13 +68,13 @@ def test_a_report_has_every_figure_and_says_how_it_was_made(command, tmp_path):
   table = tables.Table(
     title='a title', jobs=(), notes='a note', verdicts=lambda all_: iter([f'{len(all_)} figures'])
   )
-  lines = command.text_of(table, figures).splitlines()
+  lines = views.text_of(table, figures).splitlines()
   assert lines[:2] == ['a title', 'a note'] and lines[-1] == '6 figures'
   head = lines.index('goodput, % (islands; paper / ours, difference)')
   assert lines[head + 1].split() == ['150k']
   assert lines[head + 2].startswith('DP, rigid') and ' 72 / 7' in lines[head + 2]
-  command.write_csv(figures, tmp_path / 'table.csv')
+  views.write_csv(figures, tmp_path / 'table.csv')
   rows = list(csv.DictReader((tmp_path / 'table.csv').read_text('utf-8').splitlines()))
   assert {row['made'] for row in rows} == {'islands', 'formula'} and len(rows) == 6
-  command.plot(table, figures, tmp_path / 'table.png')
+  views.plot(table, figures, tmp_path / 'table.png')
   assert (tmp_path / 'table.png').read_bytes().startswith(b'\x89PNG')

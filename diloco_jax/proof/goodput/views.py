@@ -1,0 +1,72 @@
+"""A table of goodput as text, CSV and plot."""
+
+import csv
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import matplotlib.figure
+
+from diloco_jax.proof.goodput import tables as tables_lib
+
+
+def _parts(
+  figures: Sequence[tables_lib.Figure],
+) -> dict[tuple[str, str], list[tables_lib.Figure]]:
+  """By (what, made), in the order of the figures."""
+  parts: dict[tuple[str, str], list[tables_lib.Figure]] = {}
+  for one in figures:
+    parts.setdefault((one.what, one.made), []).append(one)
+  return parts
+
+
+def text_of(table: tables_lib.Table, figures: Sequence[tables_lib.Figure]) -> str:
+  """The figures as text: ours, or paper / ours / difference."""
+  return '\n'.join([table.title, table.notes, *_texts(figures), *table.verdicts(figures), ''])
+
+
+def _texts(figures: Sequence[tables_lib.Figure]) -> Iterator[str]:
+  for (what, made), part in _parts(figures).items():
+    cells = {(one.row, one.column): _cell(one) for one in part}
+    rows, columns = (list(dict.fromkeys(key[which] for key in cells)) for which in (0, 1))
+    published = any(one.paper is not None for one in part)
+    yield f'\n{what} ({made}{"; paper / ours, difference" if published else ""})'
+    width = max(map(len, [*cells.values(), *columns])) + 2
+    first = max(map(len, rows))
+    yield ' ' * first + ''.join(column.rjust(width) for column in columns)
+    for row in rows:
+      yield row.ljust(first) + ''.join(cells.get((row, c), '').rjust(width) for c in columns)
+
+
+def _cell(one: tables_lib.Figure) -> str:
+  if one.paper is None:
+    return f'{one.ours:.2f}'
+  return f'{one.paper:g} / {one.ours:.2f}, {one.difference:+.2f}'
+
+
+def write_csv(figures: Sequence[tables_lib.Figure], path: pathlib.Path) -> None:
+  with path.open('w', newline='', encoding='utf-8') as file:
+    writer = csv.writer(file)
+    writer.writerow(('what', 'made', 'row', 'column', 'ours', 'paper', 'difference'))
+    for one in figures:
+      writer.writerow(
+        (one.what, one.made, one.row, one.column, one.ours, one.paper, one.difference)
+      )
+
+
+def plot(table: tables_lib.Table, figures: Sequence[tables_lib.Figure], path: pathlib.Path) -> None:
+  """One chart for each kind of figure: ours as lines, the paper's as crosses."""
+  parts = _parts(figures)
+  figure = matplotlib.figure.Figure(figsize=(7, 4 * len(parts) + 0.6), layout='constrained')
+  figure.suptitle(table.title)
+  charts = figure.subplots(len(parts), squeeze=False).flat
+  for axes, ((what, made), part) in zip(charts, parts.items()):
+    for row in dict.fromkeys(one.row for one in part):
+      line = [one for one in part if one.row == row]
+      drawn = axes.plot([o.column for o in line], [o.ours for o in line], marker='o', label=row)
+      known = [one for one in line if one.paper is not None]
+      axes.plot(
+        [o.column for o in known], [o.paper for o in known], 'x', color=drawn[0].get_color()
+      )
+    axes.set(ylabel=what, title=f'{made}; crosses: the paper' if known else made)
+    axes.legend(fontsize=7)
+  figure.savefig(path, dpi=120)
