@@ -66,7 +66,9 @@ class SyncConfig(_Sync):
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
       (docs/log.md).
-    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'.
+    outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
+      default is the best of experiments/studies/outer.md at the best inner rate; a low inner rate
+      wants a longer outer step, as 0.7 and 0.5.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).
     donor_rate_mib_s: bandwidth that a donation may use at the donor and at the syncer, in MiB per
@@ -85,7 +87,7 @@ class SyncConfig(_Sync):
   merge: str = 'rda'
   embedding_merge: str = 'avg'
   router_merge: str = 'avg'
-  outer: str = 'nesterov(learning_rate=0.7, momentum=0.5)'
+  outer: str = 'nesterov(learning_rate=0.5, momentum=0.3)'
   alpha: float = 0.5
   donor_rate_mib_s: int = 256
   places: int = 0

@@ -17,7 +17,7 @@ In a notebook: `diloco_jax.run(stdlib_lm.get_config('tiny'), 'runs/notebook')`.
 
 | variant | what it is |
 |---|---|
-| cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=2, K=1, int8, one learner killed |
+| cpu | Decoupled DiLoCo on one machine: M=4, P=H=12, tau=3, K=1, int8, one learner killed |
 | tiny | the same in seconds, for tests: M=3, P=H=4 |
 | decoupled | cpu without the chaos |
 | streaming | Streaming DiLoCo: K=M, and a learner waits for a sync after tau steps |

@@ -163,14 +163,21 @@ def test_the_fold_follows_a_process():
     fragment=0,
     version=1,
     participants=('l0',),
-    waited_ns=50_000_000,
+    waited_ns=15_000_000,
     grace_ns=20_000_000,
     tokens=8,
     why='all',
     staleness=0,
   )
   adopted = protocol_facts.Adopted(
-    fragment=0, version=1, sync=7, clock=41, steps_between=4, whole=False, staleness=1, reason=''
+    fragment=0,
+    version=1,
+    sync=7,
+    clock=41,
+    steps_between=4,
+    whole=False,
+    staleness=1,
+    reason='',
   )
   last = facts.Step(step=41, steps=2, tokens=200, loss=3.0, seconds=0.5)
   for process, fact in (

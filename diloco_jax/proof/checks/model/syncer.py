@@ -392,9 +392,7 @@ class SyncerBook:
     for sync in [sync for sync in self.gathers if sync < opened.sync]:
       if self.gathers[sync].opened_ns is None:  # its period is skipped
         del self.gathers[sync]
-    if opened.sync not in self.gathers:
-      self.gathers[opened.sync] = Gather(opened.sync, opened.fragment)
-    gather = self.gathers[opened.sync]
+    gather = self.gathers.setdefault(opened.sync, Gather(opened.sync, opened.fragment))
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
     closing = self.config.closing(opened.sync)

@@ -1,0 +1,21 @@
+"""What coarse payloads cost (codecs.md)."""
+
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+
+CODECS = ('float32', 'bfloat16', 'int8', 'int4')
+
+
+def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
+  """The same codec both ways; the schedule does not depend on the codec."""
+  del book
+  return [
+    arms.decoupled(
+      'codecs', codec, quick, seed=seed, codec_up=codec, codec_down=codec, against='float32'
+    )
+    for seed in study_lib.seeds(quick)
+    for codec in (('float32', 'int4') if quick else CODECS)
+  ]
+
+
+STUDY = study_lib.Study(name='codecs', title='Codecs, both ways', plan=plan)

@@ -1,0 +1,1 @@
+"""What the studies share: arms, the book of finished ones, reports."""

@@ -1,0 +1,231 @@
+"""An arm of a study: one training run in virtual time, and the small model that most arms train."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+from absl import flags
+
+from diloco_jax.config import run_config
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.proof.virtual import conditions, virtual
+from diloco_jax.protocol.tape import codec
+from diloco_jax.train import config as train_config
+
+# The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
+USUAL = {
+  'hardware': conditions.Hardware(lognormal=0.3, merge=0.05),
+  'network': conditions.Network(up=0.3, down=0.3),
+}
+
+QUICK_STEPS = 300
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arm:
+  """One run.
+
+  Attributes:
+    study: the study it belongs to.
+    name: within the study.
+    config: `train.steps` is T: the learners train as many tokens as M learners do in T steps.
+    kind: 'train' in virtual time, 'alone' without a syncer, or 'schedule', the protocol alone.
+    where: hardware, network and faults of a virtual run.
+    against: the arm that its loss is compared with, of the same seed; '' for none.
+    tokens: trained by all learners; 0: those of M learners in T steps.
+  """
+
+  study: str
+  name: str
+  config: run_config.Config
+  kind: str = 'train'
+  where: dict[str, Any] = dataclasses.field(default_factory=lambda: dict(USUAL))
+  against: str = ''
+  tokens: int = 0
+
+  @property
+  def key(self) -> str:
+    """Changes with every setting of the run."""
+    config = self.config.to_dict()
+    where = {name: codec.encode(value) for name, value in sorted(self.where.items())}
+    if self.kind == 'alone':
+      del config['sync']
+      where = {}
+    spec = [self.kind, config, where, self.tokens]
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:16]
+
+  @property
+  def seed(self) -> int:
+    """Of the parameters, the order of the data, and the conditions."""
+    return self.config.train.seed
+
+  @property
+  def work(self) -> float:
+    """About how long it takes, in batches of 8 windows of the small model."""
+    batches = self.config.train.steps * self.config.data.batch_size / 8
+    learners = 1 if self.kind == 'alone' else self.config.sync.learners
+    return batches * learners * (0.05 if self.kind == 'schedule' else 1)
+
+
+def get_ready() -> None:
+  """Before the first run of a process: grain reads absl flags."""
+  flags.FLAGS.mark_as_parsed()
+
+
+def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+  """Runs an arm; returns its row: plain values for JSON."""
+  if arm.kind == 'alone':
+    return _row(arm, virtual.alone(arm.config, progress))
+  tokens = arm.tokens or tokens_per_step(arm.config) * arm.config.train.steps
+  config = codec.decode(run_config.Config, arm.config.to_dict(), 'config')
+  # Arms that differ in arithmetic only share the search for T.
+  protocol = codec.encode(dataclasses.asdict(config.protocol()))
+  key = json.dumps([protocol, sorted((n, repr(v)) for n, v in arm.where.items()), tokens])
+  found = _schedule(key, _Unkeyed((config, arm.where, tokens, arm.seed)))
+  if arm.kind == 'schedule':
+    return _row(arm, found)
+  config.train.steps = found.config.train.steps
+  return _row(arm, virtual.train(config, **arm.where, seed=arm.seed, progress=progress))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unkeyed:
+  """Arguments that do not count for a cache: the key before them says what does."""
+
+  values: tuple = dataclasses.field(compare=False)
+
+  def __hash__(self) -> int:
+    return 0
+
+
+@functools.lru_cache(maxsize=64)
+def _schedule(key: str, arguments: _Unkeyed) -> virtual.Result:
+  config, where, tokens, seed = arguments.values
+  return virtual.schedule(config, **where, seed=seed, trained_tokens=tokens)
+
+
+def _row(arm: Arm, result: virtual.Result) -> dict[str, Any]:
+  row = {
+    'study': arm.study,
+    'arm': arm.name,
+    'key': arm.key,
+    'seed': arm.seed,
+    'loss': result.final_loss,
+    'tokens': result.tokens,
+    'steps': result.config.train.steps,
+    'seconds': round(result.seconds, 1),
+    'theta_sha256': result.theta_sha256,
+    'curve': [dataclasses.asdict(point) for point in result.curve],
+  }
+  if not result.merges:
+    return row
+  waits = result.waits
+  return row | {
+    'merged': result.merged_share,
+    'when_due': when_due(result),
+    'discarded': result.discarded_shares,
+    'participants': result.participants,
+    'live': sum(merge.live for merge in result.merges) / len(result.merges),
+    'wait': waits[len(waits) // 2],
+    'deaths': result.deaths,
+    'up_bytes': result.up_bytes,
+    'down_bytes': result.down_bytes,
+    'time': result.time,
+  }
+
+
+def when_due(result: virtual.Result) -> float:
+  """The share of the live learners that are in the outer steps of the schedule: of a learner that
+  is not, nothing was merged in the sync that it was due for."""
+  on_time = [merge for merge in result.merges if merge.sync <= result.config.train.steps]
+  return sum(len(merge.participants) for merge in on_time) / sum(merge.live for merge in on_time)
+
+
+def tokens_per_step(config: run_config.Config) -> int:
+  """Of all learners, in an inner step of each."""
+  return config.sync.learners * config.data.batch_size * config.data.seq_len
+
+
+# --- The small model ------------------------------------------------------------------------------
+
+
+def small(
+  optimizer: str = 'muon',
+  rate: float = 6e-3,
+  *,
+  steps: int = 1000,
+  learners: int = 4,
+  batch: int = 8,
+  seed: int = 0,
+  **sync: Any,
+) -> run_config.Config:
+  """63,264 parameters, contexts of 32 bytes of Python's sources; `sync`: settings of the exchange.
+
+  The seed draws parameters, order of the data, and the conditions of the run."""
+  settings = {
+    'fragments': 12,
+    'period': 12,
+    'codec_up': 'float32',
+    'codec_down': 'float32',
+    'outer': 'nesterov(learning_rate=0.5, momentum=0.3)',
+  }
+  return run_config.Config(
+    name='small',
+    model=stdlib_lm.small().model,
+    optimizer=train_config.OptimizerConfig(
+      name=optimizer, learning_rate=rate, warmup_steps=steps // 20
+    ),
+    data=train_config.DataConfig(
+      seq_len=32, batch_size=batch, shards=16, seed=seed, eval_batches=16
+    ),
+    sync=run_config.SyncConfig(learners=learners, **(settings | sync)),
+    train=run_config.TrainConfig(
+      steps=steps, eval_every=steps // 10, seed=seed, checkpoint_every_steps=0
+    ),
+  )
+
+
+RATE = 2.4e-2  # the best inner rate of the small model with Muon (parity.md)
+
+
+def decoupled(
+  study: str,
+  name: str,
+  quick: bool,
+  *,
+  seed: int = 0,
+  steps: int = 1000,
+  against: str = '',
+  where: dict[str, Any] | None = None,
+  rate: float = RATE,
+  optimizer: str = 'muon',
+  learners: int = 4,
+  batch: int = 8,
+  **sync: Any,
+) -> Arm:
+  """An arm of Decoupled DiLoCo on the small model; `sync`: settings of the exchange."""
+  config = small(
+    optimizer,
+    rate,
+    steps=min(steps, QUICK_STEPS) if quick else steps,
+    learners=learners,
+    batch=batch,
+    seed=seed,
+    **sync,
+  )
+  return Arm(study=study, name=name, config=config, where=where or dict(USUAL), against=against)
+
+
+def data_parallel(arm: Arm, name: str, rate: float | None = None) -> Arm:
+  """The baseline of an arm: one learner that trains on the batches of all."""
+  config = virtual.data_parallel(arm.config)
+  config.optimizer.learning_rate = rate or config.optimizer.learning_rate
+  return Arm(study=arm.study, name=name, config=config, kind='alone')
+
+
+def with_tokens(arm: Arm, tokens: int) -> Arm:
+  """The arm with so many trained tokens. Its clock, and with it the inner rate, ends with them."""
+  return dataclasses.replace(arm, tokens=tokens)

@@ -1,0 +1,131 @@
+"""The report of a study: a table in Markdown, a CSV file, and a plot."""
+
+import csv
+import pathlib
+import statistics
+
+import matplotlib.figure
+
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+
+COLUMNS = (
+  'arm',
+  'seed',
+  'loss',
+  'behind',
+  'merged',
+  'when_due',
+  'participants',
+  'live',
+  'wait',
+  'deaths',
+  'tokens',
+  'steps',
+  'up_bytes',
+  'down_bytes',
+  'seconds',
+  'theta_sha256',
+)
+
+
+def write(study: study_lib.Study, quick: bool, book: study_lib.Book, out: pathlib.Path) -> str:
+  """Writes OUT/NAME.csv, NAME.md and NAME.png; returns the table."""
+  planned = {arm.key: arm for arm in study.plan(quick, book)}
+  rows = [(arm, book.row(arm)) for arm in planned.values()]
+  found = {(arm.name, arm.seed): row for arm, row in rows}
+  for arm, row in rows:
+    row['arm'], row['behind'] = arm.name, behind(row, found.get((arm.against, arm.seed)))
+  with (out / f'{study.name}.csv').open('w', newline='', encoding='utf-8') as file:
+    writer = csv.DictWriter(file, COLUMNS, extrasaction='ignore')
+    writer.writeheader()
+    writer.writerows(row for _, row in rows)
+  text = table(study, rows)
+  (out / f'{study.name}.md').write_text(text, 'utf-8')
+  _plot(study, rows, out / f'{study.name}.png')
+  return text
+
+
+def behind(row: study_lib.Row, other: study_lib.Row | None) -> float | None:
+  """By what share the loss is higher than the other's; None if there is no loss or no other."""
+  if other is None or row['loss'] is None:
+    return None
+  return row['loss'] / other['loss'] - 1
+
+
+def line(row: study_lib.Row) -> str:
+  """A finished arm, for the screen."""
+  loss = '' if row['loss'] is None else f' loss {row["loss"]:.4f}'
+  merged = f' merged {row["merged"]:.1%}' if 'merged' in row else ''
+  return f'{row["study"]}: {row["arm"]}, seed {row["seed"]}:{loss}{merged}, {row["seconds"]:.0f} s'
+
+
+def table(study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]]) -> str:
+  """One line per arm, with the means over its seeds."""
+  lines = [
+    f'## {study.title}',
+    '',
+    '| arm | seeds | loss | against | behind | merged | when due | discarded | participants | '
+    'wait, steps |',
+    '|---|---|---|---|---|---|---|---|---|---|',
+  ]
+  by_name: dict[str, list[tuple[arms.Arm, study_lib.Row]]] = {}
+  for arm, row in rows:
+    by_name.setdefault(arm.name, []).append((arm, row))
+  for name, group in by_name.items():
+    members = [row for _, row in group]
+    against = group[0][0].against
+    cells = [
+      name,
+      ' '.join(str(row['seed']) for row in members),
+      _mean(members, 'loss', '.4f'),
+      against,
+      ', '.join(f'{row["behind"]:+.2%}' for row in members if row['behind'] is not None),
+      _mean(members, 'merged', '.1%'),
+      _mean(members, 'when_due', '.1%'),
+      _reasons(members),
+      _participants(members),
+      _mean(members, 'wait', '.2f'),
+    ]
+    lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join([*lines, ''])
+
+
+def _mean(rows: list[study_lib.Row], name: str, form: str) -> str:
+  values = [row[name] for row in rows if row.get(name) is not None]
+  return format(statistics.mean(values), form) if values else ''
+
+
+def _participants(rows: list[study_lib.Row]) -> str:
+  live = _mean(rows, 'live', '.2f')
+  return f'{_mean(rows, "participants", ".2f")} of {live}' if live else ''
+
+
+def _reasons(rows: list[study_lib.Row]) -> str:
+  shares: dict[str, float] = {}
+  for row in rows:
+    for reason, share in row.get('discarded', {}).items():
+      shares[reason] = shares.get(reason, 0) + share / len(rows)
+  return ', '.join(f'{reason} {share:.1%}' for reason, share in sorted(shares.items()))
+
+
+def _plot(
+  study: study_lib.Study, rows: list[tuple[arms.Arm, study_lib.Row]], path: pathlib.Path
+) -> None:
+  """Held-out loss against trained tokens; for a study without losses, what was merged."""
+  figure = matplotlib.figure.Figure(figsize=(9, 6), layout='constrained')
+  axes = figure.subplots()
+  if any(row['curve'] for _, row in rows):
+    for arm, row in rows:
+      if row['curve']:
+        tokens = [point['tokens'] for point in row['curve']]
+        losses = [point['loss'] for point in row['curve']]
+        axes.plot(tokens, losses, label=f'{arm.name}, seed {arm.seed}')
+    axes.set(xlabel='trained tokens', ylabel='held-out loss, nats per byte', yscale='log')
+    axes.legend(fontsize=7)
+  else:
+    axes.barh([arm.name for arm, _ in rows], [row['merged'] for _, row in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel='share of trained fragment-tokens that were merged')
+  axes.set_title(study.title)
+  figure.savefig(path, dpi=120)

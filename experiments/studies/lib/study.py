@@ -1,0 +1,97 @@
+"""A study: its arms, and the book of those that have run."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from experiments.studies.lib import arms
+
+Row = dict[str, Any]
+
+
+class Book:
+  """The rows of finished arms, in a file of one JSON object per line. A torn last line, of a
+  process that was killed, is dropped: its arm runs again."""
+
+  def __init__(self, path: pathlib.Path | None = None):
+    self._path, self._rows = path, {}
+    if path is None or not path.exists():
+      return
+    lines = path.read_text('utf-8').splitlines(keepends=True)
+    whole = [line for line in lines if line.endswith('\n')]
+    if len(whole) < len(lines):
+      path.write_text(''.join(whole), 'utf-8')
+    for row in map(json.loads, whole):
+      self._rows[row['key']] = row
+
+  def add(self, row: Row) -> None:
+    self._rows[row['key']] = row
+    if self._path is not None:
+      with self._path.open('a', encoding='utf-8') as file:
+        file.write(json.dumps(row) + '\n')
+
+  def row(self, arm: arms.Arm) -> Row | None:
+    """Of this arm with these settings; None: it has not run."""
+    return self._rows.get(arm.key)
+
+  def best(self, candidates: Sequence[arms.Arm]) -> arms.Arm | None:
+    """The one with the least loss; None: not all have run."""
+    rows = [self.row(arm) for arm in candidates]
+    if None in rows:
+      return None
+    return min(zip(rows, candidates, strict=True), key=lambda pair: pair[0]['loss'])[1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Study:
+  """A question and its arms.
+
+  Attributes:
+    name: of the study and its files.
+    title: the question, in a line.
+    plan: (quick, book) -> the arms that are known now. More may follow from the rows of these, for
+      example other seeds of the best rate.
+  """
+
+  name: str
+  title: str
+  plan: Callable[[bool, Book], list[arms.Arm]]
+
+  def missing(self, quick: bool, book: Book) -> list[arms.Arm]:
+    """The arms that are known now and have not run, each once."""
+    planned = {arm.key: arm for arm in self.plan(quick, book)}
+    return [arm for arm in planned.values() if book.row(arm) is None]
+
+
+def best_rate(
+  make: Callable[[float], arms.Arm], rates: Sequence[float], book: Book
+) -> tuple[list[arms.Arm], float | None]:
+  """The arms of a search for the best inner rate, and the rate, None while it is unknown. If the
+  best rate is the last on a side, the search goes on there: a best rate has a worse one on each
+  side."""
+  rates = sorted(rates)
+  while True:
+    found = [make(rate) for rate in rates]
+    best = book.best(found)
+    if best is None:
+      return found, None
+    rate = rates[found.index(best)]
+    if rate == rates[-1]:
+      rates.append(round(2 * rate, 6))
+    elif rate == rates[0]:
+      rates.insert(0, round(rate / 2, 6))
+    else:
+      return found, rate
+
+
+def seeds(quick: bool) -> Sequence[int]:
+  """Those of a study."""
+  return (0,) if quick else (0, 1, 2)
+
+
+def with_names(study: str) -> Callable[..., arms.Arm]:
+  """Makes arms of a study."""
+  return functools.partial(arms.Arm, study=study)

@@ -1,0 +1,121 @@
+"""Runs studies: every arm once, then a table, a CSV file and a plot of each study.
+
+    python -m experiments.studies.run --study=parity
+    python -m experiments.studies.run --quick            # all of them, short and with one seed
+
+Rows of finished arms are kept in OUT/rows.jsonl, and a run with the same --out runs only the arms
+that it lacks. So Ctrl-C loses no more than the arms in progress, and an arm whose settings changed
+runs again.
+"""
+
+import concurrent.futures
+import importlib
+import multiprocessing
+import os
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from rich import progress
+
+from experiments.studies.lib import arms, report
+from experiments.studies.lib import study as study_lib
+
+STUDIES = (
+  'schedule',
+  'parity',
+  'batch',
+  'learners',
+  'adopt',
+  'outer',
+  'timing',
+  'deaths',
+  'codecs',
+  'speeds',
+  'joining',
+  'unequal_data',
+  'models',
+  'beyond',
+)
+_STUDY = flags.DEFINE_list('study', list(STUDIES), 'which studies')
+_QUICK = flags.DEFINE_bool('quick', False, 'short: fewer arms, a third of the steps, one seed')
+_OUT = flags.DEFINE_string('out', '', 'folder; default runs/studies, with --quick runs/quick')
+_JOBS = flags.DEFINE_integer('jobs', 2, 'processes, each with one thread', lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+  if argv[1:]:
+    raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
+  unknown = sorted(set(_STUDY.value) - set(STUDIES))
+  if unknown:
+    raise app.UsageError(f'there is no study {unknown[0]!r}; use some of: {", ".join(STUDIES)}')
+  out = pathlib.Path(_OUT.value or ('runs/quick' if _QUICK.value else 'runs/studies'))
+  out.mkdir(parents=True, exist_ok=True)
+  with _pool(_JOBS.value, out / 'cache') as pool:
+    run([load(name) for name in _STUDY.value], out, quick=_QUICK.value, pool=pool)
+
+
+def load(name: str) -> study_lib.Study:
+  """The study of a name."""
+  return importlib.import_module(f'experiments.studies.{name}').STUDY
+
+
+def run(
+  studies: Sequence[study_lib.Study],
+  out: pathlib.Path,
+  *,
+  quick: bool,
+  pool: concurrent.futures.Executor,
+) -> None:
+  """Runs the arms that the folder lacks, and writes the reports."""
+  book = study_lib.Book(out / 'rows.jsonl')
+  bar = progress.Progress(disable=not sys.stdout.isatty(), transient=True)
+  with bar:
+    task = bar.add_task('arms')
+    while missing := {a.key: a for study in studies for a in study.missing(quick, book)}:
+      _run_all(
+        pool,
+        list(missing.values()),
+        book,
+        lambda done, of: bar.update(task, completed=done, total=of),
+      )
+  for study in studies:
+    print(report.write(study, quick, book, out))
+
+
+def _pool(jobs: int, cache: pathlib.Path) -> concurrent.futures.ProcessPoolExecutor:
+  os.environ |= {  # for the processes of the pool
+    'JAX_PLATFORMS': 'cpu',
+    'XLA_FLAGS': '--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1',
+    'JAX_COMPILATION_CACHE_DIR': str(cache.resolve()),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+  }
+  spawn = multiprocessing.get_context('spawn')
+  return concurrent.futures.ProcessPoolExecutor(jobs, spawn, arms.get_ready)
+
+
+def _run_all(
+  pool: concurrent.futures.Executor,
+  missing: Sequence[arms.Arm],
+  book: study_lib.Book,
+  shown: Callable[[float, float], None],
+) -> None:
+  """Runs arms. The row of each is in the book as soon as it ends."""
+  done, total = 0.0, sum(arm.work for arm in missing)
+  shown(done, total)
+  futures = {pool.submit(arms.run, arm): arm for arm in missing}
+  try:
+    for future in concurrent.futures.as_completed(futures):
+      book.add(future.result())
+      done += futures[future].work
+      shown(done, total)
+      print(report.line(future.result()), flush=True)
+  except BaseException:
+    pool.shutdown(cancel_futures=True)
+    raise
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,37 @@
+"""Learners of two speeds: lock-step, no grace, grace (speeds.md)."""
+
+from typing import Any
+
+from diloco_jax.proof.virtual import conditions
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+
+STEPS = 500
+SLOW = 1.18  # v6e and v5p of the paper: the slowest is 18 % behind
+ARMS: dict[str, dict[str, Any]] = {
+  'K=8, lock-step': {'quorum': 8, 'max_lag': 0},
+  'K=1': {'gamma': 0.0},
+  'K=1 with grace': {},
+}
+
+
+def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
+  """Eight learners, four of them slower, with 10 % noise in every step."""
+  del book
+  where = conditions.delays('lan', slowness=(1.0, SLOW), gaussian=0.1)
+  return [
+    arms.decoupled(
+      'speeds',
+      name,
+      quick,
+      steps=STEPS // (5 if quick else 1),
+      learners=8,
+      where=where,
+      against='K=1 with grace',
+      **sync,
+    )
+    for name, sync in ARMS.items()
+  ]
+
+
+STUDY = study_lib.Study(name='speeds', title='Learners of two speeds', plan=plan)

@@ -1,0 +1,106 @@
+"""The studies: their arms, the book of finished arms, and the command that runs what is missing."""
+
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+
+import pytest
+
+from diloco_jax.train import config as train_config
+from experiments.studies import run
+from experiments.studies.lib import arms
+from experiments.studies.lib import study as study_lib
+
+FOLDER = pathlib.Path(run.__file__).parent
+
+
+def tiny(arm: arms.Arm) -> arms.Arm:
+  """The arm with the smallest model, in a few steps."""
+  config = arm.config
+  config.model = train_config.ModelConfig(
+    num_layers=1, embed_dim=8, num_heads=1, num_kv_heads=1, head_dim=8, hidden_dim=8
+  )
+  config.data.batch_size, config.data.eval_batches = 2, 1
+  config.train.steps, config.optimizer.warmup_steps = 8, 1
+  config.sync.period, config.sync.fragments = 6, 1
+  return arms.with_tokens(arm, 0)
+
+
+def tiny_study() -> study_lib.Study:
+  def plan(quick, book):
+    made = [tiny(arms.decoupled('toy', f'seed {seed}', quick, seed=seed)) for seed in (0, 1)]
+    return [arms.data_parallel(arm, arm.name) for arm in made]
+
+  return study_lib.Study(name='toy', title='A toy', plan=plan)
+
+
+@pytest.mark.parametrize('name', run.STUDIES)
+@pytest.mark.parametrize('quick', [True, False])
+def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
+  planned = run.load(name).plan(quick, study_lib.Book())
+  names = {(arm.name, arm.seed) for arm in planned}
+  assert len(names) == len(planned) == len({arm.key for arm in planned})
+  for arm in planned:
+    assert arm.study == name and (not arm.against or (arm.against, arm.seed) in names)
+    arm.config.validate()
+
+
+@pytest.mark.parametrize(
+  ('name', 'which'),
+  [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)],
+)
+def test_an_arm_of_each_study_runs(name, which):
+  row = arms.run(tiny(run.load(name).plan(True, study_lib.Book())[which]))
+  assert row['study'] == name and row['tokens'] > 0
+
+
+@pytest.mark.parametrize('name', run.STUDIES)
+def test_each_study_has_its_document(name):
+  assert f'--study={name}' in (FOLDER / f'{name}.md').read_text('utf-8')
+
+
+def test_only_what_is_missing_runs(tmp_path):
+  rows = tmp_path / 'rows.jsonl'
+  with concurrent.futures.ThreadPoolExecutor(1) as pool:
+    run.run([tiny_study()], tmp_path, quick=True, pool=pool)
+    first = rows.read_text('utf-8')
+    run.run([tiny_study()], tmp_path, quick=True, pool=pool)
+    assert rows.read_text('utf-8') == first
+    rows.write_text(first[:-40], 'utf-8')  # a process was killed while it wrote
+    run.run([tiny_study()], tmp_path, quick=True, pool=pool)
+  losses = lambda text: {row['key']: row['loss'] for row in map(json.loads, text.splitlines())}
+  assert losses(rows.read_text('utf-8')) == losses(first) and len(losses(first)) == 2
+  for suffix in ('csv', 'md', 'png'):
+    assert (tmp_path / f'toy.{suffix}').stat().st_size
+
+
+def test_a_changed_setting_is_another_arm():
+  arm = arms.decoupled('toy', 'a', True)
+  where = arm.where | {'hardware': dataclasses.replace(arm.where['hardware'], lognormal=0.2)}
+  changed = [
+    arms.decoupled('toy', 'a', True, gamma=0.5),
+    arms.decoupled('toy', 'a', True, seed=1),
+    dataclasses.replace(arm, where=where),
+    arms.with_tokens(arm, 1),
+  ]
+  assert len({arm.key, *(one.key for one in changed)}) == 5
+  assert arm.key == arms.decoupled('toy', 'another name', True).key
+  baselines = [arms.data_parallel(one, 'baseline') for one in (arm, changed[0])]
+  assert baselines[0].key == baselines[1].key != arm.key  # it has no exchange
+
+
+@pytest.mark.parametrize('lowest', [0.02, 0.002, 0.01])
+def test_the_best_rate_has_a_worse_one_on_each_side(lowest):
+  book = study_lib.Book()
+  make = lambda rate: arms.decoupled('toy', str(rate), True, rate=rate)
+  while True:
+    found, best = study_lib.best_rate(make, (0.005, 0.01), book)
+    if best is not None:
+      break
+    for arm in found:
+      loss = abs(arm.config.optimizer.learning_rate - lowest)
+      book.add({'key': arm.key, 'loss': loss})
+  rates = sorted(arm.config.optimizer.learning_rate for arm in found)
+  assert rates[0] < best < rates[-1]
+  assert best == min(rates, key=lambda rate: abs(rate - lowest))
