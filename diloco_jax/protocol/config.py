@@ -110,7 +110,8 @@ class ProtocolConfig:
   )
   quorum: int = setting(
     1,
-    'K, payloads without which nothing is merged',
+    'K, payloads without which nothing is merged; closing syncs, after the last inner step, need '
+    'none',
     low=1,
     high=lambda config: config.learners,
     remedy='lower the quorum or expect more learners: quorum <= learners',
@@ -323,7 +324,7 @@ class ProtocolConfig:
     return self.overlap + self.steps_ahead
 
   def closing(self, sync: int) -> bool:
-    """Whether a sync is after the last inner step: it takes what is left, and no step follows."""
+    """Whether a sync is after the last inner step: it merges the remaining steps."""
     return sync > self.total_steps
 
   def needed(self, sync: int) -> int:

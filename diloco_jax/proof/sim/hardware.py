@@ -207,7 +207,7 @@ class Island:
   # --- Failures -----------------------------------------------------------------------------------
 
   def _next_failure(self) -> None:
-    """Draws when a slice would fail if all ran. What it does then does not change later draws."""
+    """Draws when a slice would fail if all ran; the slice's state changes no later draw."""
     slices, trace = self.slices, self.trace
     gap_s = trace.expovariate(slices.chips / slices.mtbi_s)
     which = trace.randrange(self.count)

@@ -1,7 +1,7 @@
 """Donations, the learner's half: giving and taking the state of the inner optimizer.
 
-A process that begins to train gets its *moments* (the inner optimizer's state: two averages per
-parameter and their step count) in the first of these ways that is possible::
+A process that begins to train gets its *moments* (the inner optimizer's state: one or two averages
+per parameter and their step count) in the first of these ways that is possible::
 
     donor        a peer's, at one of its step boundaries, relayed by the syncer (moments_relay.py)
     checkpoint   its own, from its last verified checkpoint

@@ -2,8 +2,8 @@
 
 The syncer announces a sync before it opens, so that learners give their payloads when these are
 due. The grace window begins at the opening; the sync merges all payloads that have arrived when the
-window is over and there are K. A closing sync takes what is left: it waits for every asked learner,
-one lease long, and needs no quorum. docs/protocol.md draws the states from SYNC_STATES.
+window is over and there are K. A closing sync merges the remaining steps: it waits for every asked
+learner, one lease long, and needs no quorum. docs/protocol.md draws the states from SYNC_STATES.
 """
 
 import dataclasses
