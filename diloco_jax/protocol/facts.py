@@ -36,13 +36,15 @@ class Opened:
 
 @fact
 class _OuterStep:
-  """`participants`: learner ids; `waited_ns`: from the opening to the decision; `grace_ns`: the
-  grace window, from the opening; `staleness`: versions since the oldest anchor."""
+  """`participants`: learner ids; `late`: those of them whose payload was late for an earlier sync;
+  `waited_ns`: from the opening to the decision; `grace_ns`: the grace window, from the opening;
+  `staleness`: versions since the oldest anchor."""
 
   sync: int
   fragment: int
   version: int
   participants: tuple[str, ...]
+  late: tuple[str, ...]
   waited_ns: int
   grace_ns: int
   tokens: int
@@ -57,7 +59,7 @@ class Merging(_OuterStep):
 
 @fact
 class Synced(_OuterStep):
-  """The outer step is durable; `participants` and `tokens` exclude refused payloads."""
+  """The outer step is durable; `participants`, `late` and `tokens` exclude refused ones."""
 
 
 @fact

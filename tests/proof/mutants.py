@@ -104,16 +104,16 @@ MOVES = (states, 'move', lambda original: lambda table, source, target: target) 
   also=(SETTLES, (shards.Shards, 'counts', lambda original: lambda *args: True)),
 )
 def no_dedup(original):
-  def judge(message, name, gather, fragment, cursor, max_staleness):
-    return original(message, name, gather, fragment, -1, max_staleness)
+  def judge(message, name, gather, fragment, cursor, oldest):
+    return original(message, name, gather, fragment, -1, oldest)
 
   return judge
 
 
 @mutant('The syncer merges a payload with an anchor of any age.', verdicts, 'judge', 'I6')
 def stale_base_merged(original):
-  def judge(message, name, gather, fragment, cursor, max_staleness):
-    return original(message, name, gather, fragment, cursor, 10**9)
+  def judge(message, name, gather, fragment, cursor, oldest):
+    return original(message, name, gather, fragment, cursor, 0)
 
   return judge
 
@@ -290,6 +290,53 @@ def late_capture_stays(original):
       anchor.capture = capture
 
   return _settled
+
+
+@mutant(
+  'A learner drops a capture that is late before it knows what became of it.',
+  anchor_lib.Anchor,
+  'adopt',
+  'I1b I25 L4a',
+)
+def undecided_capture_is_dropped(original):
+  def adopt(self, publish, steps, tokens, max_misses):
+    new, keep, merged = original(self, publish, steps, tokens, max_misses)
+    new.capture = None
+    return new, keep, merged
+
+  return adopt
+
+
+@mutant('The syncer keeps all late payloads.', gathering.Gathering, '_next', 'I7c I11')
+def late_payloads_are_not_counted(original):
+  def _next(self, member, message):
+    found = original(self, member, message)
+    if found is None and not self._config.closing(message.sync):
+      fragment = message.fragment
+      return self.due.setdefault(fragment, gather_lib.Gather(sync=0, fragment=fragment))
+    return found
+
+  return _next
+
+
+@mutant('A late payload may be a version older than another.', gathering.Gathering, '_judge', 'I6')
+def late_payload_is_older(original):
+  def _judge(self, member, message, gather):
+    held, self.open = self.open, {}
+    try:
+      return original(self, member, message, gather)
+    finally:
+      self.open = held
+
+  return _judge
+
+
+@mutant('The verdict on a late payload names another sync.', gather_lib.Gather, 'given_for', 'I7c')
+def late_verdict_names_another_sync(original):
+  def given_for(self, learner):
+    return self.sync
+
+  return given_for
 
 
 @mutant(

@@ -226,7 +226,8 @@ def test_a_preempted_learner_does_not_wait_for_a_withdrawn_contribution():
   """A repair replaces the anchor of the contribution."""
   machine, out = preempted()
   assert not contents(out, messages.Leave)
-  repair = dataclasses.replace(publish(sync=2, fragment=0, version=1), base_version=None)
+  repair = publish(sync=2, fragment=0, version=1, keep=False)
+  repair = dataclasses.replace(repair, base_version=None)
   out = machine.handle(13 * MS, received(1, repair, payload_id=2))
   assert contents(out, messages.Leave), out
 

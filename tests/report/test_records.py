@@ -163,6 +163,7 @@ def test_the_fold_follows_a_process():
     fragment=0,
     version=1,
     participants=('l0',),
+    late=(),
     waited_ns=15_000_000,
     grace_ns=20_000_000,
     tokens=8,

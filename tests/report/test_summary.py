@@ -67,6 +67,7 @@ _SYNCED = protocol_facts.Synced(
   fragment=0,
   version=1,
   participants=('l0', 'l1'),
+  late=(),
   waited_ns=0,
   grace_ns=0,
   tokens=100,

@@ -67,6 +67,7 @@ def required(faults: Iterable[str] = FAULTS) -> tuple[str, ...]:
     'syncer restored',
     'learner restored',
     'syncs skipped',
+    'late payload merged',
     'fragment repaired',
     'process killed',
   )
@@ -175,6 +176,7 @@ class Points(observers.Observer):
     match fact:
       case facts.Merging():
         self.counts[f'merged because {fact.why.split()[0]}'] += 1
+        self.counts['late payload merged'] += len(fact.late)
       case facts.Cancelled():
         self.counts[f'cancelled because {fact.why.split()[0]}'] += 1
       case facts.Refused():

@@ -76,6 +76,8 @@ class _Counts(observers.Observer):
     self.turns += 1
     if type(event) is events.StepDone:
       self.trained[life.start.node] += event.tokens
+    if life.start.role == 'syncer':
+      self.on_time.turn(out, self.trained)
     for action in out:
       if type(action) is actions.Merge:
         self._merge(now_ns, action)
@@ -85,7 +87,6 @@ class _Counts(observers.Observer):
     self.participants += len(merge.participants)
     for one in merge.participants:
       self.merged[one.learner] += one.tokens
-    self.on_time.merge(merge, self.trained)
     self.longest_gap_ns = max(self.longest_gap_ns, now_ns - self._merged_ns)
     self._merged_ns = now_ns
 

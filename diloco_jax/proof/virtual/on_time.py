@@ -3,7 +3,8 @@
 import collections
 from collections.abc import Iterable
 
-from diloco_jax.protocol import actions
+from diloco_jax.proof.checks import observers
+from diloco_jax.protocol import actions, facts
 
 
 class OnTime:
@@ -17,11 +18,22 @@ class OnTime:
     self.tokens = 0.0
     self._missed: collections.Counter[tuple[str, int]] = collections.Counter()
 
-  def merge(self, merge: actions.Merge, training: Iterable[str]) -> None:
-    """An outer step is decided; `training`: the learners that have trained."""
+  def turn(self, out: observers.Actions, training: Iterable[str]) -> None:
+    """The syncer may have decided outer steps; `training`: the learners that have trained."""
+    reported = [action.fact for action in out if isinstance(action, actions.Report)]
+    late = {fact.sync: fact.late for fact in reported if isinstance(fact, facts.Merging)}
+    for action in out:
+      if isinstance(action, actions.Merge):
+        self._merge(action, late[action.sync], training)
+
+  def _merge(self, merge: actions.Merge, late: tuple[str, ...], training: Iterable[str]) -> None:
     p = merge.fragment
     for one in merge.participants:
-      self.tokens += one.tokens / (self._missed.pop((one.learner, p), 0) + 1)
+      missed = self._missed.pop((one.learner, p), 0)
+      if one.learner in late:  # nothing of its payload was due for this sync
+        self._missed[one.learner, p] = 1
+      else:
+        self.tokens += one.tokens / (missed + 1)
     present = {one.learner for one in merge.participants}
     for learner in training:
       if learner not in present:

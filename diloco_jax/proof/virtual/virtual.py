@@ -48,13 +48,15 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge:
-  """An outer step, decided at `time` (in steps). `waited`: since the sync opened, in steps.
-  `live`: learners with a process then."""
+  """An outer step, decided at `time` (in steps). `late`: the participants whose payloads were late
+  for the sync before; `live`: learners with a process then; `waited`: since the sync opened, in
+  steps."""
 
   time: float
   sync: int
   fragment: int
   participants: tuple[str, ...]
+  late: tuple[str, ...]
   live: int
   waited: float
 
@@ -274,15 +276,15 @@ class _Book(observers.Observer):
       self.tokens += event.tokens
       if self._progress is not None:
         self._progress(self.tokens, self._target)
+    if syncer:
+      processes = self.world.learners.values()
+      self.on_time.turn(out, [one.learner for one in processes if one.steps])
     for action in out:
       if isinstance(action, actions.Send):
         if action.payload_id is not None:
           size_bytes = action.message.payload.size_bytes
           self.down_bytes += size_bytes if syncer else 0
           self.up_bytes += 0 if syncer else size_bytes
-      elif isinstance(action, actions.Merge):
-        processes = self.world.learners.values()
-        self.on_time.merge(action, [one.learner for one in processes if one.steps])
       elif syncer and isinstance(action, actions.Report) and isinstance(action.fact, facts.Merging):
         self._merging(now_ns, action.fact)
 
@@ -293,6 +295,7 @@ class _Book(observers.Observer):
         sync=merging.sync,
         fragment=merging.fragment,
         participants=merging.participants,
+        late=merging.late,
         live=len(self.world.learners),
         waited=merging.waited_ns / self._step_ns,
       )

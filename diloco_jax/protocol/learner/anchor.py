@@ -122,8 +122,7 @@ class Anchor:
       new.misses = self.misses + (steps > self.steps)
       if new.misses <= max_misses:
         new.steps, new.tokens, new.reason = self.steps, self.tokens, self.reason
-        waits = capture is not None and capture.sync > publish.sync
-        new.capture = capture if waits else None
+        new.capture = capture  # for a later sync, or late: it may still be merged
         return new, True, False
       new.misses, new.reason = 0, messages.Reason.LATE
     else:

@@ -59,6 +59,11 @@ class Gather:
     waits = self.state == 'gathering' and len(self.payloads) >= needed
     return self.close_ns if waits else None
 
+  def given_for(self, learner: str) -> int:
+    """The sync for which a learner gave its payload: this one, or the one before."""
+    message, _ = self.payloads.get(learner, (None, 0))
+    return message.sync if message else self.sync
+
   def withdraw(self, learner: str) -> int | None:
     """Removes a learner's payload and returns its id; None: there is none, or it is being
     merged."""
@@ -77,11 +82,13 @@ class Gather:
 
   def set_facts(self, now_ns: int, base: int, why: str) -> None:
     """Its outer step begins, on version `base`."""
+    names = tuple(one.learner for one in self.participants)
     self.facts = {
       'sync': self.sync,
       'fragment': self.fragment,
       'version': base + 1,
-      'participants': tuple(one.learner for one in self.participants),
+      'participants': names,
+      'late': tuple(name for name in names if self.given_for(name) != self.sync),
       'waited_ns': now_ns - self.opened_ns,
       'grace_ns': self.grace_ns,
       'tokens': sum(one.tokens for one in self.participants),

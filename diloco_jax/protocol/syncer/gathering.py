@@ -9,12 +9,15 @@ once, with a payload or with a reason to send none; then the sync does not wait 
 
 The sync holds a payload that counts until it merges or is cancelled. Before that the syncer
 withdraws the payload when its learner's session closes (the learner sends the tokens again), or
-when its learner drops the steps of it. A payload that does not count is dropped immediately; the
-learner is told, except of repeats. Its tokens are discarded with the reason (verdicts.py), unless
-the learner keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
+when its learner drops the steps of it. If learners rebase, a payload that is late counts for the
+next sync of its fragment. A payload that does not count is dropped immediately; the learner is
+told, except of repeats. Its tokens are discarded with the reason (verdicts.py), unless the learner
+keeps them: after a cancelled sync, and, if learners rebase, when it was late or stale.
 
 A sync ends with a published version, or cancelled. Each participant receives its verdict.
 """
+
+from collections.abc import Iterable
 
 from diloco_jax.protocol import action_list, actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
@@ -54,6 +57,8 @@ class Gathering:
     self.grace = grace_lib.Grace()
     self.open: dict[int, gather_lib.Gather] = {}
     self.announced: dict[int, gather_lib.Gather] = {}  # not open yet
+    # By fragment: the next sync, if payloads were late for the last one.
+    self.due: dict[int, gather_lib.Gather] = {}
     # Reasons after which the learner keeps the tokens and sends them again, and the one for those
     # that it does not send although nothing was said of them.
     self._kept = messages.kept(config.rebases)
@@ -80,34 +85,43 @@ class Gathering:
   def may_announce(self, fragment: int) -> bool:
     """Whether there is room for a sync of this fragment beside those in hand."""
     free = len(self.announced) < self._config.lead
-    return free and all(gather.fragment != fragment for gather in self._all())
+    return free and all(gather.fragment != fragment for gather in self._in_hand())
+
+  def _in_hand(self) -> list[gather_lib.Gather]:
+    return [*self.open.values(), *self.announced.values()]
 
   def _all(self) -> list[gather_lib.Gather]:
-    return [*self.open.values(), *self.announced.values()]
+    return [*self._in_hand(), *self.due.values()]
 
   def _find(self, sync: int) -> gather_lib.Gather | None:
     return self.open.get(sync) or self.announced.get(sync)
 
   def announce(self, sync: int, fragment: int) -> None:
     """Asks every contributor for the fragment when it is due."""
-    gather = self.announced[sync] = gather_lib.Gather(sync=sync, fragment=fragment)
-    gather.move('announced')
+    gather = self.announced[sync] = self._begin(sync, fragment)
     for member in self._members.live():
-      if member.caught_up:
+      if member.caught_up and member.learner not in gather.payloads:
         self._pull(gather, member)
+
+  def _begin(self, sync: int, fragment: int) -> gather_lib.Gather:
+    gather = self.due.pop(fragment, None) or gather_lib.Gather(sync=sync, fragment=fragment)
+    gather.sync = sync
+    gather.move('announced')
+    if self._config.closing(sync):  # the last one: their learners answer it with all their steps
+      for learner, (message, _) in sorted(gather.payloads.items()):
+        self.settle(self._members.by_id[learner], message.sync, fragment, Reason.LATE)
+        self._out.drop(gather.withdraw(learner))
+    return gather
 
   def open_sync(self, now_ns: int, sync: int, fragment: int) -> gather_lib.Gather:
     """The sync opens: asks every contributor that has not answered."""
-    gather = self.announced.pop(sync, None)
-    if gather is None:
-      gather = gather_lib.Gather(sync=sync, fragment=fragment)
-      gather.move('announced')
+    gather = self.announced.pop(sync, None) or self._begin(sync, fragment)
     gather.move('gathering')
     gather.opened_ns, gather.grace_ns = now_ns, self._window_ns(sync)
     self.open[sync] = gather
     for member in self._members.live():
       answered = member.learner in gather.asked and member.learner not in gather.waiting
-      if member.caught_up and not answered:
+      if member.caught_up and not answered and member.learner not in gather.payloads:
         self._pull(gather, member)
     self._out.report(facts.Opened(sync=sync, fragment=fragment))
     return gather
@@ -129,7 +143,7 @@ class Gathering:
 
   def enter(self, member: members_lib.Member) -> None:
     """A learner has caught up: pulls from it for every sync that is not merging yet."""
-    for gather in self._all():
+    for gather in self._in_hand():
       if not gather.merging:
         self._pull(gather, member)
 
@@ -145,16 +159,12 @@ class Gathering:
     self, now_ns: int, member: members_lib.Member, message: messages.Contribution, payload_id: int
   ) -> None:
     member.contributed = True
-    gather, fragment = self._find(message.sync), self._published.fragments[message.fragment]
-    closing = self._config.closing(message.sync)  # a stale payload would find no later sync
-    reason = verdicts.judge(
-      message,
-      member.learner,
-      gather,
-      fragment,
-      self._ledger.of(member).cursors[message.fragment],
-      fragment.version if closing else self._config.max_staleness,
-    )
+    gather = self._find(message.sync)
+    reason = self._judge(member, message, gather)
+    if reason == Reason.LATE and self._config.rebases:
+      later = self._next(member, message)
+      if later is not None:
+        gather, reason = later, self._judge(member, message, later)
     if not reason and not self._shards.counts(member.learner, message):
       reason = Reason.DUPLICATE
     if reason:
@@ -162,6 +172,37 @@ class Gathering:
       return
     gather.waiting.discard(member.learner)
     gather.payloads[member.learner] = (message, payload_id)
+
+  def _judge(
+    self,
+    member: members_lib.Member,
+    message: messages.Contribution,
+    gather: gather_lib.Gather | None,
+  ) -> str:
+    fragment = self._published.fragments[message.fragment]
+    oldest = fragment.version - self._config.max_staleness
+    if self._config.closing(message.sync):
+      oldest = 0  # a stale payload would find no later sync
+    elif gather is not None and any(
+      other.merging and other.fragment == message.fragment for other in self.open.values()
+    ):
+      oldest += 1  # before this sync merges
+    cursor = self._ledger.of(member).cursors[message.fragment]
+    return verdicts.judge(message, member.learner, gather, fragment, cursor, oldest)
+
+  def _next(
+    self, member: members_lib.Member, message: messages.Contribution
+  ) -> gather_lib.Gather | None:
+    """The sync for which a late payload counts. None: it would be a closing one, which the learner
+    answers with all its steps, or P late payloads wait already."""
+    p = message.fragment
+    found = next((one for one in self._all() if one.fragment == p and not one.merging), None)
+    if found is not None and (found.state != 'due' or member.learner in found.payloads):
+      return None if self._config.closing(found.sync) else found
+    waiting = sum(len(gather.payloads) for gather in self.due.values())
+    if self._config.closing(message.sync) or waiting >= self._config.fragments:
+      return None
+    return self.due.setdefault(p, gather_lib.Gather(sync=0, fragment=p))
 
   def _reject(
     self, member: members_lib.Member, message: messages.Contribution, payload_id: int, reason: str
@@ -292,7 +333,9 @@ class Gathering:
     merged = [one for one in gather.participants if one.learner not in done.refused]
     names, tokens = tuple(one.learner for one in merged), sum(one.tokens for one in merged)
     if gather.facts:  # else it was decided by the process before
-      self._out.report(facts.Synced(**{**gather.facts, 'participants': names, 'tokens': tokens}))
+      late = tuple(name for name in gather.facts['late'] if name in names)
+      changed = {'participants': names, 'late': late, 'tokens': tokens}
+      self._out.report(facts.Synced(**(gather.facts | changed)))
     ends = {(one.learner, one.incarnation): '' for one in gather.participants}
     for one in gather.participants:
       if one.learner in done.refused:  # the new version is its fresh anchor
@@ -301,7 +344,7 @@ class Gathering:
     for member in self._members.live():
       end = ends.get((member.learner, member.incarnation))
       if end is not None:
-        self.settle(member, done.sync, done.fragment, end)
+        self.settle(member, gather.given_for(member.learner), done.fragment, end)
       self._published.send_delta(member, publish, done.payload_id)
     self._out.drop(done.payload_id)
 
@@ -331,12 +374,8 @@ class Gathering:
     learners can send again."""
     for sync in [sync for sync in self.announced if sync < upto]:
       gather = self.announced.pop(sync)
-      asked = [m for m in self._members.live() if m.learner in gather.asked and m.held_versions]
-      for payload_id in gather.abandon():
-        self._out.drop(payload_id)
-      gather.move('cancelled')
-      for member in asked:
-        self.settle(member, sync, gather.fragment, messages.CANCELLED)
+      told = gather.asked | gather.payloads.keys()
+      self._end_without_version(gather, [m for m in self._members.live() if m.learner in told])
 
   def abandon(self) -> None:
     """The process ends: drops all payloads that are not being merged."""
@@ -349,14 +388,20 @@ class Gathering:
 
     Every joined learner is told, asked or not: a lock-step learner may be waiting for the sync."""
     self.open.pop(gather.sync, None)
+    self._end_without_version(gather, self._members.live())
+    self.cancelled += 1
+    self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
+
+  def _end_without_version(
+    self, gather: gather_lib.Gather, told: Iterable[members_lib.Member]
+  ) -> None:
+    for member in told:
+      if member.held_versions:
+        for sync in sorted({gather.given_for(member.learner), gather.sync}):
+          self.settle(member, sync, gather.fragment, messages.CANCELLED)
     for payload_id in gather.abandon():
       self._out.drop(payload_id)
     gather.move('cancelled')
-    for member in self._members.live():
-      if member.held_versions:
-        self.settle(member, gather.sync, gather.fragment, messages.CANCELLED)
-    self.cancelled += 1
-    self._out.report(facts.Cancelled(sync=gather.sync, fragment=gather.fragment, why=why))
 
   # --- Verdicts sent to a learner -----------------------------------------------------------------
 
@@ -368,8 +413,8 @@ class Gathering:
   def check(self) -> None:
     """Asserts that no two open syncs have the same fragment, and that each is consistent."""
     assert len(self.open) <= self._config.in_flight, self.open
-    gathers = self._all()
+    gathers = self._in_hand()
     assert len({gather.fragment for gather in gathers}) == len(gathers), gathers
     live = {member.learner for member in self._members.by_session.values()}
-    for gather in gathers:
+    for gather in self._all():
       gather.check(live, self._config.needed(gather.sync))

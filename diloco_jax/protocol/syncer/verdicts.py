@@ -4,7 +4,8 @@ The verdict on a plausible contribution (plausible.py) is the first that holds:
 
     REPEATED    the open sync has this learner's payload: the first copy counts
     CANCELLED   no version came of its sync: the tokens stay unsettled, the learner sends them again
-    LATE        its sync is merging or over (REPEATED if its tokens are settled already)
+    LATE        its sync is merging or over (REPEATED if its tokens are settled already); if
+                learners rebase, it is judged for the next sync of the fragment
     STALE       its anchor is more than `max_staleness` versions old
     DUPLICATE   its tokens begin before those that are settled
     ''          it counts
@@ -36,7 +37,7 @@ def judge(
   gather: gather_lib.Gather | None,
   fragment: published.Fragment,
   cursor: int,
-  max_staleness: int,
+  oldest: int,
 ) -> str:
   """The verdict on a contribution.
 
@@ -46,7 +47,7 @@ def judge(
     gather: the sync it names, if that is announced or open.
     fragment: the published fragment.
     cursor: the learner's tokens before this count are settled for this fragment.
-    max_staleness: how many versions old its anchor may be.
+    oldest: the oldest version that its anchor may have.
   """
   if gather is not None and learner in gather.payloads:
     return REPEATED
@@ -54,7 +55,7 @@ def judge(
     return messages.CANCELLED
   if gather is None or gather.merging or gather.fragment != message.fragment:
     return Reason.LATE if message.tokens_to > cursor else REPEATED
-  if not 0 <= fragment.version - message.version <= max_staleness:
+  if not oldest <= message.version <= fragment.version:
     return Reason.STALE
   return Reason.DUPLICATE if message.tokens_from < cursor else ''
 

@@ -141,7 +141,8 @@ def when_due(result: virtual.Result) -> float:
   """The share of the live learners that are in the outer steps of the schedule: of a learner that
   is not, nothing was merged in the sync that it was due for."""
   on_time = [merge for merge in result.merges if merge.sync <= result.config.train.steps]
-  return sum(len(merge.participants) for merge in on_time) / sum(merge.live for merge in on_time)
+  present = sum(len(merge.participants) - len(merge.late) for merge in on_time)
+  return present / sum(merge.live for merge in on_time)
 
 
 def tokens_per_step(config: run_config.Config) -> int:

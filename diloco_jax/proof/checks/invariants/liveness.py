@@ -183,7 +183,7 @@ class Contributes(invariant.Invariant):
   id = 'L5'
   sentence = (
     'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, and '
-    'once it has caught up, every open sync and every new one pulls from it.'
+    'once it has caught up, every open sync and every new one pulls from it or has its payload.'
   )
 
   def __init__(self, run):
@@ -212,7 +212,9 @@ class Contributes(invariant.Invariant):
         self.fail(peer, f'{book.reads} are read')
 
   def _asks(self, gather, peers):
-    missing = {peer.join.learner for peer in peers if peer.session not in gather.asked}
+    payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
+    gave = {peer.join.learner for peer, _ in payloads}
+    missing = {peer.join.learner for peer in peers if peer.session not in gather.asked} - gave
     if missing:
       self.fail(gather, f'{missing} were not asked')
 

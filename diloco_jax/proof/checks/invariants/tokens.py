@@ -210,37 +210,62 @@ class Verdicts(invariant.Invariant):
   def __init__(self, run):
     super().__init__(run)
     self._told: dict[int, set[int]] = {}  # by cancelled sync: the sessions that were told
+    self._closing: list[int] = []  # fragments of late payloads that found no later sync
 
   @invariant.on(SYNCER, messages.Settled)
   def settled(self, book, now_ns, send, event):
     said = send.message
     if said.merged:
       ended = book.ended
-      merged = isinstance(event, events.MergeDone) and not event.failed and ended.sync == said.sync
+      merged = isinstance(event, events.MergeDone) and not event.failed
       nonce = book.peers[send.session].join.nonce  # on its current session
-      if not merged or nonce not in self._nonces(ended, event, refused=False):
+      if not merged or (nonce, said.sync) not in self._given(ended, event, refused=False):
         self.fail(send, event, ended.merged)
     elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
       nonce = book.peers[send.session].join.nonce
-      if event.failed or nonce not in self._nonces(book.ended, event, refused=True):
+      if event.failed or (nonce, said.sync) not in self._given(book.ended, event, refused=True):
         self.fail(send, event, book.ended.merged)
     elif said.reason == messages.CANCELLED:
       gather = book.gathers.get(said.sync)
-      if said.sync <= book.lineage.last_sync[said.fragment] or (gather and gather.merging):
+      over = said.sync <= book.lineage.last_sync[said.fragment] or (gather and gather.merging)
+      if over and not self._was_late(book, send, event):
         self.fail(send, f'sync {said.sync} made a version or may make one')
       if gather or isinstance(event, events.MergeDone):
         self._told.setdefault(said.sync, set()).add(send.session)
     else:
       self._discarded(book, send, event)
 
-  def _nonces(self, ended, done, refused):
-    """The processes whose payloads an outer step refused, or did not refuse."""
+  def _given(self, ended, done, refused):
+    """The payloads that an outer step refused, or did not refuse: processes, and the syncs that
+    they answered."""
     return {
-      peer.join.nonce for peer, _ in ended.merged if (peer.join.learner in done.refused) == refused
+      (peer.join.nonce, message.sync)
+      for peer, message in ended.merged
+      if (peer.join.learner in done.refused) == refused
     }
+
+  def _was_late(self, book, send, event):
+    """Whether a payload that was late for the sync is in a later one."""
+    later = [*book.gathers.values(), *book.next.values()]
+    payloads = [one for gather in later for one in gather.payloads.values()]
+    payloads += book.ended.merged if isinstance(event, events.MergeDone) else ()
+    given = (
+      peer.session == send.session and one.sync == send.message.sync for peer, one in payloads
+    )
+    return self.config.rebases and any(given)
+
+  @invariant.after(SYNCER, EVERY)
+  def closing(self, book, now_ns, event, out):
+    while self._closing:
+      gather = book.next_of(self._closing.pop())
+      if gather is None or not self.config.closing(gather.sync):
+        self.fail(event, gather, 'a late payload counts for this sync')
 
   def _discarded(self, book, send, event):
     said = send.message
+    if said.reason == Reason.LATE and self._was_late(book, send, event):
+      self._closing.append(said.fragment)
+      return
     heard = type(event) is events.Received and type(event.message) is messages.Contribution
     if not heard or event.session != send.session or event.message.sync != said.sync:
       self.fail(send, event)
@@ -249,9 +274,11 @@ class Verdicts(invariant.Invariant):
     match said.reason:
       case Reason.LATE:
         true = gather is None or gather.merging or gather.fragment != message.fragment
+        true = true and not (self.config.rebases and self._has_room(book, message))
       case Reason.STALE:
+        merging = any(g.merging and g.fragment == said.fragment for g in book.gathers.values())
         age = lineage.versions[said.fragment] - message.version
-        true = not 0 <= age <= self.config.max_staleness
+        true = not 0 <= age <= self.config.max_staleness - merging
       case Reason.DUPLICATE:
         merged = lineage.batches.get((message.shard, said.fragment), 0)  # of its data shard
         true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
@@ -263,6 +290,14 @@ class Verdicts(invariant.Invariant):
         true = False
     if not true:
       self.fail(send, message, gather, lineage.versions)
+
+  def _has_room(self, book, message):
+    """Whether a late payload can count for the next sync of its fragment."""
+    gather = book.next_of(message.fragment)
+    if self.config.closing(gather.sync if gather else message.sync):
+      return False
+    late = sum(len(one.payloads) for one in book.next.values())
+    return (gather is not None and gather.sync > 0) or late < self.config.fragments
 
   @invariant.on(SYNCER, facts.Cancelled)
   def cancelled(self, book, now_ns, cancelled, event):
@@ -277,8 +312,8 @@ class Verdicts(invariant.Invariant):
     peer, message = book.peer, event.message
     if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
       return
-    gather = book.gathers.get(message.sync)
-    held = gather.payloads.values() if gather is not None else ()
+    gathers = book.gathers.get(message.sync), book.next_of(message.fragment)
+    held = [one for gather in gathers if gather for one in gather.payloads.values()]
     settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
     if settled or any(other is peer for other, _ in held):
       return  # a duplicate
@@ -294,15 +329,13 @@ class Verdicts(invariant.Invariant):
   @invariant.after(SYNCER, events.MergeDone)
   def merge_done(self, book, now_ns, done, out):
     told = {
-      (one.session, one.message.merged)
+      (one.session, one.message.sync, one.message.merged)
       for one in out
-      if type(one) is actions.Send
-      and type(one.message) is messages.Settled
-      and one.message.sync == done.sync
+      if type(one) is actions.Send and type(one.message) is messages.Settled
     }
-    for peer, _message in book.ended.merged:
+    for peer, message in book.ended.merged:
       merged = not done.failed and peer.join.learner not in done.refused
-      if peer.member and (peer.session, merged) not in told:
+      if peer.member and (peer.session, message.sync, merged) not in told:
         self.fail(done, f'{peer.join.learner} was not told')
 
 
@@ -353,8 +386,8 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'tau + ahead announced ones; a learner keeps a few versions that it has not adopted yet; '
-    'neither keeps any at the end.'
+    'tau + ahead announced ones, and P that were late; a learner keeps a few versions that it has '
+    'not adopted yet; neither keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
@@ -373,6 +406,8 @@ class Bounded(invariant.Invariant):
     announced = len(book.gathers) - len(book.open)
     if len(book.open) > self.config.in_flight or announced > self.config.lead:
       self.fail(book.gathers)
+    if sum(len(gather.payloads) for gather in book.next.values()) > self.config.fragments:
+      self.fail(book.next)
 
   @invariant.after(SYNCER, messages.Contribution)
   def contribution(self, book, now_ns, event, out):

@@ -306,8 +306,7 @@ class LearnerBook:
     elif keep:
       new.tokens, new.steps, new.reason = old.tokens, old.steps, old.reason
       new.misses = old.misses + (self.trained_on(old) > 0)
-      if old.contributed is not None and old.contributed.sync > publish.sync:
-        new.contributed = old.contributed
+      new.contributed = old.contributed
     elif not self.config.rebases:
       new.reason = messages.Reason.OVERWRITTEN
     elif publish.keep and old.version >= 0 and publish.settled_to <= self.reported(old):

@@ -50,7 +50,7 @@ class Peer:
 
 @dataclasses.dataclass(slots=True)
 class Gather:
-  """One open sync: the learners it waits for, and its payloads by `payload_id`."""
+  """One sync: the learners it waits for, and its payloads by `payload_id`."""
 
   sync: int
   fragment: int
@@ -132,6 +132,7 @@ class SyncerBook:
     self.peers: dict[int, Peer] = {}
     self.members: dict[str, Peer] = {}
     self.gathers: dict[int, Gather] = {}
+    self.next: dict[int, Gather] = {}  # by fragment: late payloads, for its next sync
     self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
     self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
@@ -275,10 +276,20 @@ class SyncerBook:
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
-    if gather is None or any(type(a) is actions.Drop and a.payload_id == payload_id for a in out):
+    if any(type(a) is actions.Drop and a.payload_id == payload_id for a in out):
       return
+    if gather is None or gather.merging:
+      gather = self.next_of(message.fragment) or self.next.setdefault(
+        message.fragment, Gather(0, message.fragment)
+      )
+    gather.waiting.discard(peer.join.learner)
     gather.payloads[payload_id] = peer, message
     self.pending[payload_id] = gather
+
+  def next_of(self, fragment: int) -> Gather | None:
+    """The sync of the fragment that merges next, if it is announced or has late payloads."""
+    in_hand = (one for one in self.gathers.values() if one.fragment == fragment)
+    return next((one for one in in_hand if not one.merging), None) or self.next.get(fragment)
 
   def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     peer, message = self.peer, event.message
@@ -379,9 +390,7 @@ class SyncerBook:
 
   def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
     message = send.message
-    gather = self.gathers.get(message.sync)
-    if gather is None:
-      gather = self.gathers[message.sync] = Gather(message.sync, message.fragment)
+    gather = self._begin(message.sync, message.fragment)
     gather.asked.add(send.session)
     gather.waiting.add(self.peers[send.session].join.learner)
 
@@ -392,11 +401,17 @@ class SyncerBook:
     for sync in [sync for sync in self.gathers if sync < opened.sync]:
       if self.gathers[sync].opened_ns is None:  # its period is skipped
         del self.gathers[sync]
-    gather = self.gathers.setdefault(opened.sync, Gather(opened.sync, opened.fragment))
+    gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
     closing = self.config.closing(opened.sync)
     gather.grace_ns = self.config.lease_ns if closing else self.window.begins(nonces)
+
+  def _begin(self, sync: int, fragment: int) -> Gather:
+    if sync not in self.gathers:
+      gather = self.gathers[sync] = self.next.pop(fragment, None) or Gather(sync, fragment)
+      gather.sync = sync
+    return self.gathers[sync]
 
   @property
   def open(self) -> list[Gather]:
@@ -406,9 +421,9 @@ class SyncerBook:
   def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
     """A verdict on the contribution of this turn."""
     message = send.message
-    if message.merged or message.reason == messages.CANCELLED or type(event) is events.MergeDone:
+    if message.merged or type(event) is events.MergeDone:
       return  # merged tokens were settled when the merge began, refused ones when it ended
-    if self.config.rebases and message.reason in (Reason.LATE, Reason.STALE):
+    if message.reason in messages.kept(self.config.rebases):
       return  # the learner keeps them
     peer, settled = self.peers[send.session], event.message
     self._spoil(peer, settled.fragment)
