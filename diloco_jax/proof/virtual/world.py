@@ -4,11 +4,10 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import hardware, processes, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 NEVER = 1 << 62
 
