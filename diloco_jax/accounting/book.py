@@ -283,6 +283,11 @@ class Book:
 
   # --- Results ------------------------------------------------------------------------------------
 
+  @property
+  def over(self) -> bool:
+    """Some learners have trained to the end, and no other one trains."""
+    return bool(self._trained) and all(one.doing != _TRAINS for one in self.learners.values())
+
   def partition(self, name: str, at_ns: int) -> dict[str, float]:
     """A learner's wall time in ns until now, by category; it adds up to the whole."""
     learner = self.learners[name]

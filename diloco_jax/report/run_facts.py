@@ -320,7 +320,7 @@ class RunFacts:
     processes.append(Process(at_s))
 
 
-_PHASES = {
+PHASES = {
   'imported': book_lib.PREP,
   'built': book_lib.RESTORE,
   'restored': book_lib.COMPILE,
@@ -340,7 +340,7 @@ def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> 
     case facts.Startup(phase='compiled') if process not in NO_LEARNERS:
       account.waits(process, at_ns)
     case facts.Startup(phase=phase) if process not in NO_LEARNERS:
-      account.enters(process, at_ns, _PHASES[phase])
+      account.enters(process, at_ns, PHASES[phase])
     case facts.Step():
       account.stepped(
         process,

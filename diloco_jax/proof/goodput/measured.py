@@ -17,7 +17,7 @@ from diloco_jax.protocol.tape import tape
 from diloco_jax.report import facts, records, run_facts
 from diloco_jax.storage import tapes
 
-_LIVES = (facts.Process, facts.Exit, facts.Startup)
+_LIVES = facts.Process, facts.Exit, facts.Startup
 
 
 def node_tapes(workdir: pathlib.Path) -> list[judge_tapes.Tape]:
@@ -28,8 +28,8 @@ def node_tapes(workdir: pathlib.Path) -> list[judge_tapes.Tape]:
   ]
 
 
-def account(workdir: pathlib.Path) -> tuple[book_lib.Book, int]:
-  """The book of a run, and the time of its last fact or turn.
+def account(workdir: pathlib.Path, until_ns: int | None = None) -> tuple[book_lib.Book, int]:
+  """The book of a run, and the time of its last fact or turn; `until_ns`: until then only.
 
   Raises:
     ValueError: the folder has no tapes.
@@ -39,10 +39,13 @@ def account(workdir: pathlib.Path) -> tuple[book_lib.Book, int]:
   config = next(one.start.config for one in found)
   book = book_lib.Book(config.quorum, config.period / config.fragments)
   fold = turns.Turns(book)
-  lives = [row for row in _facts(workdir) if isinstance(row[2], _LIVES)]
+  lives = facts_of(workdir, *_LIVES)
   supervised = {fact.child for _, _, fact in lives if isinstance(fact, facts.Exit)}
   now_ns = 0
-  for now_ns, who, what in heapq.merge(_turns(found), lives, key=lambda one: one[0]):
+  for at_ns, who, what in heapq.merge(_turns(found), lives, key=lambda one: one[0]):
+    if until_ns is not None and at_ns > until_ns:
+      break
+    now_ns = at_ns
     if who is None:
       life, turn, last = what
       if turn.index == 0:
@@ -61,6 +64,7 @@ def _turns(found: list[judge_tapes.Tape]) -> Iterator[tuple[int, None, Any]]:
     yield turn.now_ns, None, (life, turn, last)
 
 
-def _facts(workdir: pathlib.Path) -> list[tuple[int, str, Any]]:
+def facts_of(workdir: pathlib.Path, *kinds: type) -> list[tuple[int, str, Any]]:
+  """The facts of these kinds in the records of a run: (time, process, fact) in order."""
   rows = ((row['t_ns'], who, facts.parse(row)) for who, row in records.TailAll(workdir).read())
-  return sorted((row for row in rows if row[2] is not None), key=lambda row: row[0])
+  return sorted((row for row in rows if isinstance(row[2], kinds)), key=lambda row: row[0])
