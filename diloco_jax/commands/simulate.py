@@ -51,7 +51,7 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 def main(argv: list[str]) -> int:
   del argv
   if _LIKE.value:
-    return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
+    return predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
   if _SEED.value is not None:
     if _SEEDS.value is not None:
       raise program.NeverRetry('--seed and --seeds exclude each other: give one of them')
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
   return _many(int(first), int(beyond))
 
 
-def _predict(like: pathlib.Path, against: pathlib.Path) -> int:
+def predict(like: pathlib.Path, against: pathlib.Path) -> int:
   """Prints the figures of a run and those that the times of another one predict."""
   from diloco_jax.proof.goodput import calibration  # the other commands do not import jax
 

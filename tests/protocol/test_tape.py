@@ -57,6 +57,7 @@ def received(message: messages.Message) -> events.Received:
   return events.Received(session=1, message=message)
 
 
+_TIMES = {'step_ns': 1, 'data_ns': 0, 'saving_ns': 0}
 EVENTS = (
   events.Wake(),
   events.Connected(session=1),
