@@ -29,7 +29,7 @@ order of time. Times are in ns of one clock.
 import bisect
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from diloco_jax.accounting import step_times
@@ -260,6 +260,13 @@ class Book:
         self._merged_ns = at_ns
       case facts.Ledger():
         self.ledger = fact
+
+  def forget(self, but: Collection[str]) -> None:
+    """Drops the accounts of all learners but these and the members."""
+    for name in self.learners.keys() - self._members - set(but):
+      del self.learners[name]
+      self._training.discard(name)
+      self._trained.discard(name)
 
   def syncer_died(self, at_ns: int) -> None:
     self._members.clear()

@@ -87,5 +87,8 @@ class Told:
     match fact:
       case facts.Member(state='joined'):
         self._book.joined(fact.learner, now_ns)
+      case facts.Ledger():
+        self._book.forget(fact.learners.keys())
       case facts.Member(state='lost'):
+        self._totals.pop(fact.learner, None)
         self._book.died(fact.learner, now_ns, killed=not fact.reason.startswith('left'))

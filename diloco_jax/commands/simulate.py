@@ -51,7 +51,7 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 def main(argv: list[str]) -> int:
   del argv
   if _LIKE.value:
-    return predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
+    return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
   if _SEED.value is not None:
     if _SEEDS.value is not None:
       raise program.NeverRetry('--seed and --seeds exclude each other: give one of them')
@@ -67,26 +67,25 @@ def main(argv: list[str]) -> int:
   return _many(int(first), int(beyond))
 
 
-def predict(like: pathlib.Path, against: pathlib.Path) -> int:
+def _predict(like: pathlib.Path, against: pathlib.Path) -> int:
   """Prints the figures of a run and those that the times of another one predict."""
   from diloco_jax.proof.goodput import calibration  # the other commands do not import jax
 
   with program.never_retry(ValueError, tape_lib.TapeError):
     source = calibration.read(like)
     target = source if against == like else calibration.read(against)
-  until_ns = target.over_ns - target.begun_ns
   kills, columns = target.kills, {}
   if _KILL_EVERY_S.value is None:
     columns['measured'] = [calibration.outcome(against, target)]
   else:
     kills = calibration.drawn_kills(
-      target.config, _KILL_EVERY_S.value, _DOWN_S.value, until_ns, _SEED.value or 0
+      target.config, _KILL_EVERY_S.value, _DOWN_S.value, target.length_ns, _SEED.value or 0
     )
   columns['simulated'] = [
-    calibration.predict(source, target.config, kills, until_ns, seed)
+    calibration.predict(source, target.config, kills, target.length_ns, seed)
     for seed in range(_PREDICTIONS)
   ]
-  print(f'{until_ns / 1e9:.0f} s, {len(kills)} kills, in percent:')
+  print(f'{target.length_ns / 1e9:.0f} s, {len(kills)} kills, in percent:')
   print(calibration.text(columns))
   return 0
 

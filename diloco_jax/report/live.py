@@ -130,8 +130,9 @@ def status_line(view: run_facts.RunFacts) -> str:
   )
   if view.syncer is None:
     return f'{view.progress:.0%}: {learners}'
+  goodput = f', goodput {_percent(view.goodput.training)}' if view.goodput else ''
   return (
-    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps, '
+    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps{goodput}, '
     f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
   )
 

@@ -28,15 +28,18 @@ from diloco_jax.proof.sim import network, processes
 from diloco_jax.proof.virtual import no_arrays, world
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.tape import observers
 from diloco_jax.report import facts, run_facts
 
 MOMENT_NS = 3 * engine_lib.SECOND  # how long the world stays at a moment of the run, at most
+_PATIENCE_NS = 3_600 * engine_lib.SECOND
 _SIZE = 64  # of all payloads: their time is that of the run
 
 
 class Kill(NamedTuple):
-  """A learner's process is killed, and the next one starts `down_ns` later."""
+  """A learner's process is killed, `at_ns` after the run has begun (the first learner has joined),
+  and the next one starts `down_ns` later."""
 
   learner: str
   at_ns: int
@@ -53,14 +56,14 @@ class _Step(NamedTuple):
 
 
 def drawn_kills(
-  config: config_lib.ProtocolConfig, every_s: float, down_s: float, until_ns: int, seed: int
+  config: config_lib.ProtocolConfig, every_s: float, down_s: float, length_ns: int, seed: int
 ) -> list[Kill]:
   """Kills of every learner at random, with this mean time between those of one learner."""
   found = []
   for which in range(config.learners):
     draw = random_streams.random_stream(seed, 'kills', str(which))
     at_s = draw.expovariate(1 / every_s)
-    while at_s * engine_lib.SECOND < until_ns:
+    while at_s * engine_lib.SECOND < length_ns:
       at_ns, down_ns = (round(s * engine_lib.SECOND) for s in (at_s, down_s))
       found.append(Kill(f'l{which}', at_ns, down_ns))
       at_s += draw.expovariate(1 / every_s)
@@ -100,23 +103,28 @@ class Source:
 
   Attributes:
     config: of its machines.
-    begun_ns, over_ns: the start of its first process, the end of the last inner step.
+    joined_ns, over_ns: when the first learner joined, and the end of the last inner step.
     tokens: of an inner step.
     times: how long everything took, by kind and learner ('' for the syncer).
     starts: of each learner, of its processes in order: (what it does, for how long) until the first
       turn of its machine.
-    kills: of learners, from `begun_ns` on.
+    kills: of learners, after `joined_ns`.
     states: the number of learners that start and that train, from a time on.
   """
 
   config: config_lib.ProtocolConfig
-  begun_ns: int
+  joined_ns: int
   over_ns: int
   tokens: int
   times: dict[tuple[str, str], Times]
   starts: dict[str, list[list[tuple[str, int]]]]
   kills: list[Kill]
   states: list[tuple[int, tuple[int, int]]]
+
+  @property
+  def length_ns(self) -> int:
+    """From its beginning to the last inner step."""
+    return self.over_ns - self.joined_ns
 
 
 def read(workdir: pathlib.Path) -> Source:
@@ -136,15 +144,14 @@ def read(workdir: pathlib.Path) -> Source:
       f'{workdir} tells too little: it needs tapes and records of a supervised run whose learners '
       'have trained'
     )
-  begun_ns = lives[0].started_ns
   return Source(
     config=found[0].start.config,
-    begun_ns=begun_ns,
+    joined_ns=reading.joined_ns,
     over_ns=reading.over_ns,
     tokens=reading.tokens,
     times=dict(reading.times),
     starts=_starts(lives, reading.first_turns),
-    kills=_kills(lives, begun_ns),
+    kills=_kills(lives, reading.joined_ns),
     states=_states(lives, reading.first_steps),
   )
 
@@ -202,14 +209,14 @@ def _starts(
   return dict(starts)
 
 
-def _kills(lives: list[_Life], begun_ns: int) -> list[Kill]:
-  """The kills after which a learner has started again."""
+def _kills(lives: list[_Life], joined_ns: int) -> list[Kill]:
+  """The kills after `joined_ns` after which a learner has started again."""
   found = []
   for place, life in enumerate(lives):
     again = next((one for one in lives[place + 1 :] if one.learner == life.learner), None)
-    if life.killed and again is not None:
+    if life.killed and life.ended_ns >= joined_ns and again is not None:
       down_ns = again.started_ns - life.ended_ns
-      found.append(Kill(life.learner, life.ended_ns - begun_ns, down_ns))
+      found.append(Kill(life.learner, life.ended_ns - joined_ns, down_ns))
   return found
 
 
@@ -255,7 +262,7 @@ class _Reading:
     # By learner ('' for the syncer), of each process.
     self.first_turns: dict[str, list[int]] = collections.defaultdict(list)
     self.first_steps: dict[str, list[int]] = collections.defaultdict(list)
-    self.tokens = self.over_ns = 0
+    self.tokens = self.joined_ns = self.over_ns = 0
     self._learner_of: dict[int, str] = {}  # by process
     self._stepped: set[int] = set()  # processes
     self._steps: dict[int, int] = {}  # by process: when its step was asked for
@@ -317,6 +324,8 @@ class _Reading:
         self._work[process, 'work'].append(now_ns)
       case actions.Save() if not learner:
         self._work[process, 'work'].append(now_ns)
+      case actions.Report(fact=protocol_facts.State(state='joined')):
+        self.joined_ns = self.joined_ns or now_ns
       case actions.Send(session=session, message=message):
         end = self._learners.get(session) if not learner else (process, session)
         if isinstance(message, messages.Join):
@@ -476,16 +485,14 @@ class _Link(network.Link):
 
 
 class World(world.World):
-  """A world in which everything takes the time of a moment of a run, with a plan of kills.
+  """A world in which everything takes the time of a moment of a run.
 
   Attributes:
     source: the run.
     book: the account of this world.
   """
 
-  def __init__(
-    self, source: Source, config: config_lib.ProtocolConfig, kills: Iterable[Kill], seed: int
-  ):
+  def __init__(self, source: Source, config: config_lib.ProtocolConfig, seed: int):
     self.source = source
     self.book = book_lib.Book(config.quorum, config.period / config.fragments)
     self._moments = Moments(source, random_streams.random_stream(seed, 'moments'))
@@ -496,8 +503,16 @@ class World(world.World):
     super().__init__(config, model, seed, (turns.Turns(self.book),))
     for which in range(config.learners):
       self._begin_start(f'l{which}', first=True)
+
+  @property
+  def joined(self) -> bool:
+    """Whether the run has begun."""
+    return any(one.joined_ns is not None for one in self.book.learners.values())
+
+  def plan(self, kills: Iterable[Kill]) -> None:
+    """Kills learners; the run begins now."""
     for kill in kills:
-      self.engine.at(kill.at_ns, lambda kill=kill: self._kill(kill))
+      self.engine.after(kill.at_ns, lambda kill=kill: self._kill(kill))
 
   def took(self, kind: str, learner: str = '') -> Any:
     """How long this takes now."""
@@ -545,13 +560,21 @@ def predict(
   source: Source,
   config: config_lib.ProtocolConfig,
   kills: Iterable[Kill],
-  until_ns: int,
+  length_ns: int,
   seed: int = 0,
 ) -> book_lib.Figures:
   """The figures of a run with this plan of kills, from the times of another run: of the time until
-  no learner trains any more, at most `until_ns` from the start of the first process."""
-  made = World(source, config, kills, seed)
-  made.run(until_ns, done=lambda: made.book.over)
+  no learner trains any more, at most `length_ns` after the first one has joined.
+
+  Raises:
+    RuntimeError: no learner joins within an hour.
+  """
+  made = World(source, config, seed)
+  made.run(_PATIENCE_NS, done=lambda: made.joined)
+  if not made.joined:
+    raise RuntimeError(f'no learner has joined:\n{made.stuck()}')
+  made.plan(kills)
+  made.run(made.now_ns + length_ns, done=lambda: made.book.over)
   return made.book.figures(made.now_ns)
 
 

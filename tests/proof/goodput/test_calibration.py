@@ -18,7 +18,6 @@ import tempfile
 
 import pytest
 
-from diloco_jax.commands import simulate
 from diloco_jax.proof.goodput import calibration, measured
 from diloco_jax.proof.sim import engine
 from diloco_jax.report import records
@@ -57,19 +56,18 @@ def test_a_run_tells_how_long_everything_took(source):
       assert len(times[kind, name]), (kind, name)
   assert len(source.times['merge', '']) >= 20
   (kill,) = source.kills
-  assert kill.learner == 'l1' and 0 < kill.at_ns < source.over_ns - source.begun_ns
+  assert kill.learner == 'l1' and 0 < kill.at_ns < source.length_ns
   assert 1 < kill.down_ns / SECOND < 5
   assert max(training for _, (_, training) in source.states) == 3
 
 
 def test_the_simulator_predicts_the_run_from_which_its_times_are(source):
-  until_ns = source.over_ns - source.begun_ns
   found = calibration.outcome(GOLDEN, source)
-  again = calibration.predict(source, source.config, source.kills, until_ns)
+  again = calibration.predict(source, source.config, source.kills, source.length_ns)
   assert again.training_since_joined == pytest.approx(found.training_since_joined, abs=0.05)
   assert again.merged == pytest.approx(found.merged, abs=0.1)
   # Without a kill less is lost.
-  better = calibration.predict(source, source.config, (), until_ns)
+  better = calibration.predict(source, source.config, (), source.length_ns)
   assert better.training_since_joined > again.training_since_joined
   assert not better.discarded.get('lost_with_process')
 
@@ -83,11 +81,12 @@ def test_one_seed_gives_one_prediction(source):
   assert first == again
 
 
-def test_the_command_prints_what_was_measured_and_what_is_predicted(capsys):
-  assert simulate.predict(GOLDEN, GOLDEN) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert 'measured' in lines[1] and 'simulated' in lines[1]
-  assert len(lines[3].split()) == 5 and lines[3].startswith('goodput since joined')
+def test_the_table_has_a_column_for_each_kind_of_figures(source):
+  found = calibration.outcome(GOLDEN, source)
+  lines = calibration.text({'measured': [found], 'simulated': [found, found]}).splitlines()
+  assert lines[0].split() == ['measured', 'simulated']
+  share = f'{100 * found.training_since_joined:.1f}'
+  assert lines[2].split() == ['goodput', 'since', 'joined', share, share]
 
 
 def record() -> None:
