@@ -4,6 +4,7 @@ import doctest
 
 import pytest
 
+from diloco_jax.accounting import step_times
 from diloco_jax.config import run_config
 from diloco_jax.launch import accelerators, kill_plan, program, supervisor
 from diloco_jax.node import failpoints
@@ -16,6 +17,7 @@ from tests.runs import faulty_learner
 @pytest.mark.parametrize(
   'module',
   [
+    step_times,
     accelerators,
     kill_plan,
     run_config,

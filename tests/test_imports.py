@@ -24,7 +24,8 @@ ALLOWED = {
   'configs': {'config', 'train'},
   'certs': {'protocol', 'protocol/syncer'},
   'transport': {'protocol', 'node', 'certs'},
-  'report': {'protocol', 'config', 'node'},
+  'accounting': {'protocol', 'protocol/tape'},
+  'report': {'protocol', 'config', 'node', 'accounting'},
   'learner': {
     'protocol',
     'protocol/learner',
@@ -41,6 +42,7 @@ ALLOWED = {
     'protocol',
     'protocol/syncer',
     'protocol/tape',
+    'accounting',
     'numerics',
     'storage',
     'train',
@@ -104,7 +106,17 @@ ALLOWED = {
     'proof/checks',
     'proof/sim',
   },
-  'proof/goodput': {'protocol', 'proof', 'proof/checks', 'proof/sim', 'proof/virtual'},
+  'proof/goodput': {
+    'protocol',
+    'protocol/tape',
+    'accounting',
+    'report',
+    'storage',
+    'proof',
+    'proof/checks',
+    'proof/sim',
+    'proof/virtual',
+  },
 }
 # The commands may import every room.
 ALLOWED['commands'] = set(ALLOWED)
@@ -115,6 +127,7 @@ FOREIGN = {
   'protocol/syncer': set(),
   'protocol/learner': set(),
   'protocol/tape': set(),
+  'accounting': set(),
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
   'certs': {'cryptography'},

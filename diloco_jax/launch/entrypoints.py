@@ -167,11 +167,13 @@ def learner(
     resolve = None if address == 'none' else resolver(address, access)
   prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
+  records_lib.report_startup(records, 'imported')
   with program.never_retry(ValueError, files.DirectoryError):
     assembled = build.assemble(config)
     devices = jax.local_devices()
     key = program.seal_key(folder)
     island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+  records_lib.report_startup(records, 'built')
   if access.tls:  # every dial checks again: files may be renewed meanwhile
     for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
       records.say(f'--tls={access.tls}: {problem}')

@@ -194,7 +194,7 @@ def _run_processes(
   supervisor = supervisor_lib.Supervisor(
     programs(config, workdir, config_flags, alone, standby),
     workdir,
-    run_facts.RunFacts(names, config.train.steps, syncer=not alone),
+    run_facts.RunFacts(names, config.train.steps, syncer=not alone, **summary_lib.pace(config)),
     recorder,
     kills=() if alone else kill_plan.plan(config.chaos, names),
     listen=display.listen,

@@ -106,7 +106,7 @@ class Peer:
     self._post: Callable[[events.Event], None] | None = None
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
-    self._boundary_ns = 0
+    self._boundary_ns = self._data_ns = 0
     self._steps = self._tokens = 0
     self.clock: int | None = None
 
@@ -137,7 +137,10 @@ class Peer:
       if not self._synced:
         raise RuntimeError('peer.sync was not called after the last step: call it once per step')
       self._synced = False
-      yield self.clock if stream is None else (self.clock, stream(*self.shard))
+      begun_ns = time.monotonic_ns()
+      given = self.clock if stream is None else (self.clock, stream(*self.shard))
+      self._data_ns = time.monotonic_ns() - begun_ns
+      yield given
 
   def sync(self, params: Any, *, tokens: int, opt_state: Any = None) -> Any:
     """The boundary after an inner step.
@@ -167,7 +170,13 @@ class Peer:
     self._arrays.next_index += 1
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
     self._synced = True
-    self._post(events.StepDone(tokens=tokens, step_ns=step_ns))
+    saving_ns, _ = self._work.take_between()
+    self._post(
+      events.StepDone(
+        tokens=tokens, step_ns=step_ns, data_ns=min(self._data_ns, step_ns), saving_ns=saving_ns
+      )
+    )
+    self._data_ns = 0
     self._next()
     return self.params
 

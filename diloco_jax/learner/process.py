@@ -88,6 +88,7 @@ def run(
   shares this process.
   """
   restored = island.restore()
+  records_lib.report_startup(records, 'restored')
   payloads = payloads_lib.PayloadStore()
   work = work_class(assembled, island, event_queue.post, payloads, records)
   if restored is not None:
@@ -100,6 +101,7 @@ def run(
     else:  # islands of one process have different devices and share no compiled functions
       threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
       island.warm_up()
+    records_lib.report_startup(records, 'compiled')
     state = None if restored is None else restored.protocol
     with running_node(
       assembled, work, workdir, learner_id, state, event_queue, make_transport, payloads, records

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from typing import Any
@@ -211,6 +212,8 @@ class LearnerWork:
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
     self._tokens = 0
+    self._lock_step = assembled.protocol.lag is not None
+    self._saving_ns = self._idle_ns = 0  # since the last step
 
   def compile_all(self) -> None:
     """Compiles the functions of every exchange, ahead of use."""
@@ -244,11 +247,17 @@ class LearnerWork:
   def next_step(self) -> int | None:
     """Performs work until the machine asks for an inner step; returns the step's clock, None after
     `stop`."""
-    while (action := self._queue.get()) is not None:
+    while (action := self._take()) is not None:
       if isinstance(action, actions.Step):
         return action.clock
       self._perform(action)
     return None
+
+  def _take(self) -> actions.Work | None:
+    begun_ns = time.monotonic_ns()
+    action = self._queue.get()
+    self._idle_ns += time.monotonic_ns() - begun_ns
+    return action
 
   def _drain(self) -> None:
     while (task := self._egress.get()) is not None:
@@ -289,8 +298,31 @@ class LearnerWork:
     result = self._island.step(step)
     self._steps += 1
     self._tokens += result.tokens
-    self._post(events.StepDone(tokens=result.tokens, step_ns=int(result.seconds * 1e9)))
-    record_step(self._records, self._config, step + 1, self._steps, self._tokens, result)
+    saving_ns, idle_ns = self.take_between()
+    self._post(
+      events.StepDone(
+        tokens=result.tokens,
+        step_ns=int(result.seconds * 1e9),
+        data_ns=int(result.data_s * 1e9),
+        saving_ns=saving_ns,
+      )
+    )
+    record_step(
+      self._records,
+      self._config,
+      step + 1,
+      self._steps,
+      self._tokens,
+      result,
+      saving_s=saving_ns / 1e9,
+      waited_s=idle_ns / 1e9 if self._lock_step else 0.0,
+    )
+
+  def take_between(self) -> tuple[int, int]:
+    """Time in ns since the last step that saves took on this thread, and without any work."""
+    found = self._saving_ns, self._idle_ns
+    self._saving_ns = self._idle_ns = 0
+    return found
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     if not bool(ok):
@@ -311,6 +343,7 @@ class LearnerWork:
 
   def _save(self, save: actions.Save) -> None:
     """Starts an asynchronous save; a separate thread waits for its end."""
+    begun_ns = time.monotonic_ns()
     try:
       wait = self._island.save(
         save.clock, self.exchange.anchors, save.machine_state, save.snapshot, save.keep
@@ -318,6 +351,8 @@ class LearnerWork:
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return
+    finally:
+      self._saving_ns += time.monotonic_ns() - begun_ns
     threading.Thread(target=self._saved, args=(save.clock, wait), name='save', daemon=True).start()
 
   def _saved(self, step: int, wait: Callable[[], checkpoint.Saved]) -> None:
@@ -338,13 +373,25 @@ def record_step(
   steps: int,
   tokens: int,
   result: island_lib.StepResult,
+  saving_s: float = 0.0,
+  waited_s: float = 0.0,
 ) -> None:
   """Records one inner step; every log_every steps also writes curves and a line for people.
 
-  `step` is the clock after it, `steps` and `tokens` are the totals of this process.
+  `step` is the clock after it, `steps` and `tokens` are the totals of this process; for the others
+  see facts.Step.
   """
   records.report(
-    facts.Step(step=step, steps=steps, tokens=tokens, loss=result.loss, seconds=result.seconds)
+    facts.Step(
+      step=step,
+      steps=steps,
+      tokens=tokens,
+      loss=result.loss,
+      seconds=result.seconds,
+      data_s=result.data_s,
+      saving_s=saving_s,
+      waited_s=waited_s,
+    )
   )
   if steps % config.train.log_every:
     return

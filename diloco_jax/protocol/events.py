@@ -65,10 +65,14 @@ class TakeSnapshot:
 
 @_event
 class StepDone:
-  """One inner step is done; it took `step_ns` and trained on `tokens` tokens (0: given up)."""
+  """One inner step is done; it took `step_ns` and trained on `tokens` tokens (0: given up).
+  `data_ns`: of it, the wait for its batch; `saving_ns`: how long saves have kept the island since
+  the step before."""
 
   tokens: int
   step_ns: int
+  data_ns: int = 0
+  saving_ns: int = 0
 
 
 @_event

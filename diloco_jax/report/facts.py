@@ -14,13 +14,18 @@ from diloco_jax.protocol import facts as protocol_facts
 
 @protocol_facts.fact
 class Step:
-  """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process."""
+  """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process;
+  `seconds`: with `data_s`, the wait for its batch. Before it saves kept the island for `saving_s`,
+  and it waited `waited_s` for others (in lock step)."""
 
   step: int
   steps: int
   tokens: int
   loss: float
   seconds: float
+  data_s: float = 0.0
+  saving_s: float = 0.0
+  waited_s: float = 0.0
 
 
 @protocol_facts.fact
@@ -31,7 +36,31 @@ class Eval:
   loss: float
 
 
+# --- Of a learner or the syncer -------------------------------------------------------------------
+
+
+@protocol_facts.fact
+class Startup:
+  """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
+  start. The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
+  checkpoint), recovered (the log), ready (every outer step compiled). Of a learner: imported, built
+  (its island), restored (its checkpoint), compiled."""
+
+  phase: str
+  cpu_s: float
+
+
 # --- Of the syncer --------------------------------------------------------------------------------
+
+
+@protocol_facts.fact
+class Goodput:
+  """What the syncer knows of the figures of accounting/book.py, since this process of it began."""
+
+  training: float
+  token: float
+  uptime: float
+  system_uptime: float
 
 
 @protocol_facts.fact
@@ -65,16 +94,6 @@ class Recovered:
   versions: list[int]
 
 
-@protocol_facts.fact
-class Startup:
-  """CPU time of the process until a phase; on a busy machine wall time does not tell the cost of a
-  start. The phases of a syncer: assembled (for a standby: it takes over), listens, restored (its
-  checkpoint), recovered (the log), ready (every outer step compiled)."""
-
-  phase: str
-  cpu_s: float
-
-
 # --- Of the supervisor ----------------------------------------------------------------------------
 
 
@@ -97,7 +116,8 @@ class Exit:
   code: int
 
 
-Fact = protocol_facts.Fact | Step | Eval | Outer | Traffic | Recovered | Startup | Process | Exit
+_OfSyncer = Goodput | Outer | Traffic | Recovered
+Fact = protocol_facts.Fact | Step | Eval | Startup | _OfSyncer | Process | Exit
 
 name = protocol_facts.name
 _KINDS = {

@@ -130,8 +130,9 @@ def status_line(view: run_facts.RunFacts) -> str:
   )
   if view.syncer is None:
     return f'{view.progress:.0%}: {learners}'
+  goodput = f', goodput {_percent(view.goodput.training)}' if view.goodput else ''
   return (
-    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps, '
+    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps{goodput}, '
     f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
   )
 
@@ -191,6 +192,7 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('    step', [str(learner.step) for learner in learners]),
     _Column('tokens/s', rates),
     _Column('   loss', losses),
+    _Column('goodput', [_percent(view.training(name)) for name in view.learners]),
     _Column('contributions', [str(len(learner.merged_s)) for learner in learners]),
     _Column('staleness', [str(learner.staleness) for learner in learners]),
     _Column('incarnation', [str(learner.incarnation) for learner in learners]),
@@ -204,11 +206,18 @@ def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
     _Column('sync', [str(last.sync if last else 0)]),
     _Column('outer steps', [str(len(view.syncs))]),
     _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
+    _Column('goodput', [_percent(view.goodput and view.goodput.training)]),
+    _Column('of tokens', [_percent(view.goodput and view.goodput.token)]),
+    _Column('uptime', [_percent(view.goodput and view.goodput.uptime)]),
     _Column('      up', [size(view.wire.bytes_up)]),
     _Column('    down', [size(view.wire.bytes_down)]),
     _Column('  grace', [f'{last.grace_ns / 1e6 if last else 0:.0f} ms']),
     _Column('participants', [' '.join(last.participants) if last else '-'], text=True),
   ]
+
+
+def _percent(share: float | None) -> str:
+  return '' if share is None else f'{share:.1%}'
 
 
 def _progress(view: run_facts.RunFacts, elapsed_s: float) -> table_lib.Table:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts
 
@@ -140,6 +141,8 @@ class RunFacts:
     syncs: every outer step; merges_s: when it was published; live: the learners then.
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
     ledger: the newest one.
+    book: the account of the learners' time, in ns since the first fact.
+    goodput: the newest figures of the syncer.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
     last_event: the newest event of a process, for people.
@@ -154,7 +157,10 @@ class RunFacts:
     total_steps: int,
     syncer: bool = True,
     longest_pause_s: float = math.inf,
+    quorum: int = 1,
+    steps_per_sync: float = 1.0,
   ):
+    """`quorum`, `steps_per_sync`: see accounting/book.py."""
     self.learners = {name: Learner() for name in learners}
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
@@ -165,6 +171,8 @@ class RunFacts:
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
+    self.book = book_lib.Book(quorum, steps_per_sync)
+    self.goodput: facts.Goodput | None = None
     self.wire = Wire()
     self.tokens = 0
     self.last_event = ''
@@ -179,6 +187,12 @@ class RunFacts:
     """Share of the run that is done, by the clock of the foremost learner: 0 to 1."""
     foremost = max((learner.step for learner in self.learners.values()), default=0)
     return min(1.0, foremost / self.total_steps)
+
+  def training(self, name: str) -> float | None:
+    """The share of a learner's time in inner steps at the ideal pace; None: it has not begun."""
+    account = self.book.learners.get(name)
+    wall_ns = self.end_s * 1e9 - account.began_ns if account else 0.0
+    return account.ideal_ns / wall_ns if wall_ns else None
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
@@ -201,6 +215,7 @@ class RunFacts:
     return self
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
+    book(self.book, process, round(at_s * 1e9), fact)
     if process in self.learners:
       self._of_learner(self.learners[process], at_s, fact)
     if processes := self._processes(process):
@@ -213,6 +228,8 @@ class RunFacts:
         self._reached = [one for one in self._reached if one[0] <= sync]
       case facts.Traffic():
         self.wire.take(fact)
+      case facts.Goodput():
+        self.goodput = fact
       case protocol_facts.Ledger():
         self.ledger = fact
       case protocol_facts.Synced():
@@ -301,3 +318,38 @@ class RunFacts:
     if processes and processes[-1].ended_s is None:  # no supervisor has told of its end
       processes[-1].end(processes[-1].last_s, 'stopped')
     processes.append(Process(at_s))
+
+
+PHASES = {
+  'imported': book_lib.PREP,
+  'built': book_lib.RESTORE,
+  'restored': book_lib.COMPILE,
+}
+NO_LEARNERS = ('syncer', 'supervisor')
+
+
+def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> None:
+  """Books a fact from the records."""
+  match fact:
+    case facts.Process(child=child, state='starting') if child not in NO_LEARNERS:
+      account.starts(child, at_ns)
+    case facts.Exit(child='syncer'):
+      account.syncer_died(at_ns)
+    case facts.Exit(child=child, code=code):
+      account.died(child, at_ns, killed=code < 0)
+    case facts.Startup(phase='compiled') if process not in NO_LEARNERS:
+      account.waits(process, at_ns)
+    case facts.Startup(phase=phase) if process not in NO_LEARNERS:
+      account.enters(process, at_ns, PHASES[phase])
+    case facts.Step():
+      account.stepped(
+        process,
+        at_ns,
+        fact.tokens // fact.steps,
+        round(fact.seconds * 1e9),
+        round(fact.data_s * 1e9),
+        round(fact.saving_s * 1e9),
+        round(fact.waited_s * 1e9),
+      )
+    case _:
+      account.take(process, at_ns, fact)

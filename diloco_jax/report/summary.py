@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
@@ -44,7 +45,10 @@ def write(
   """Writes the report of a finished run and returns the summary. A full disk costs the report, not
   the run: an error line names each file that is missing."""
   run = run_facts.RunFacts(
-    _learners(config, workdir), config.train.steps, longest_pause_s=LONGEST_PAUSE_S
+    _learners(config, workdir),
+    config.train.steps,
+    longest_pause_s=LONGEST_PAUSE_S,
+    **pace(config),
   )
   run.take(records_lib.TailAll(workdir).read())
   summary = summarize(config, run, statuses, wall_seconds)
@@ -64,6 +68,12 @@ def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
   except OSError as error:
     path.unlink(missing_ok=True)  # half of it
     print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
+
+
+def pace(config: run_config.Config) -> dict[str, Any]:
+  """Arguments of RunFacts: the quorum, and inner steps between two outer steps."""
+  sync = config.sync
+  return {'quorum': sync.quorum, 'steps_per_sync': sync.period / sync.fragments}
 
 
 def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
@@ -106,6 +116,7 @@ def summarize(
       for process in learner.processes
       if process.ended == 'killed'
     ],
+    'goodput': _goodput(run),
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
@@ -163,6 +174,14 @@ def _kill(run: run_facts.RunFacts, victim: str, at_s: float) -> dict[str, Any]:
   }
 
 
+def _goodput(run: run_facts.RunFacts) -> dict[str, Any] | None:
+  """Shares of each learner's time by category, and figures (accounting/book.py); None for a learner
+  without a syncer."""
+  if run.ledger is None:
+    return None
+  return run.book.summary(round(run.end_s * 1e9))
+
+
 def _tokens(run: run_facts.RunFacts) -> dict[str, Any]:
   """Fragment-tokens as tokens, rounded so that merged and discarded add up to trained."""
   ledger = run.ledger
@@ -198,6 +217,8 @@ def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
+  if summary['goodput']:
+    lines += ['', *goodput_lines(summary['goodput'])]
   return '\n'.join([*lines, '', *_place_lines(workdir)])
 
 
@@ -279,6 +300,29 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
       f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} live '
       f'learners; a sync is decided {summary["waited_steps_median"]:.2f} steps after it opens'
     )
+  return lines
+
+
+def goodput_lines(found: Mapping[str, Any]) -> list[str]:
+  """Book.summary for people: a table of categories and learners, then the figures."""
+  rows = found['learners']
+  occurring = [c for c in book_lib.CATEGORIES if any(c in row['shares'] for row in rows.values())]
+  lines = ['wall time, %'.ljust(25) + ''.join(f'{name:>8}' for name in rows)]
+  for category in occurring:
+    cells = [f'{100 * row["shares"].get(category, 0):8.1f}' for row in rows.values()]
+    lines.append(f'  {category:23}' + ''.join(cells))
+  lines.append(
+    f'goodput        {found["training"]:.1%} of the time of all learners in inner steps at the '
+    f'ideal pace; {found["training_since_joined"]:.1%} since they joined'
+  )
+  lines.append(
+    f'token goodput  {found["token"]:.1%} of what they could have trained since then is in the '
+    f'model'
+  )
+  lines.append(
+    f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
+    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
+  )
   return lines
 
 

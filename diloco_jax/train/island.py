@@ -39,6 +39,7 @@ class StepResult(NamedTuple):
   grad_norm: float  # before clipping
   tokens: int  # predicted and trained on
   seconds: float  # wall, batch to device included
+  data_s: float  # of them, until the batch was on the device
 
 
 class Island:
@@ -127,6 +128,7 @@ class Island:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
+    data_ns = time.monotonic_ns() - start_ns
     rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
     self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
     self._next_index += 1
@@ -135,6 +137,7 @@ class Island:
       float(metrics['grad_norm']),
       self.tokens_per_step,
       (time.monotonic_ns() - start_ns) / 1e9,
+      data_ns / 1e9,
     )
 
   def evaluate(self, params: Any = None) -> float:

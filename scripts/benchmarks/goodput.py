@@ -18,13 +18,13 @@ from absl import app, flags
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.goodput import islands, machines
 from diloco_jax.proof.sim import hardware
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.proof.virtual import no_arrays
 from diloco_jax.proof.virtual import world as virtual_world
 from diloco_jax.protocol import actions, events
+from diloco_jax.protocol.tape import observers
 
 _DEATHS = flags.DEFINE_integer('deaths', 10_000, 'of learners')
 _MINUTES = flags.DEFINE_integer('minutes', 60, 'of the world with all checkers')

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.proof.checks import checkers, observers
+from diloco_jax.proof.checks import checkers
 from diloco_jax.protocol import actions as a
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events as e
 from diloco_jax.protocol import facts
 from diloco_jax.protocol import messages as m
 from diloco_jax.protocol.learner import connection
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 MS = 1_000_000
 AGREEMENT = '{}'

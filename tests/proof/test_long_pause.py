@@ -6,11 +6,11 @@ import pytest
 
 from diloco_jax.numerics import merge
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import engine, seeds
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
 
 MS = engine.MS
 STEP_NS = MS

@@ -9,10 +9,10 @@ import dataclasses
 import pytest
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import arrays, engine, random_settings, seeds
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
 from tests.proof import mutants
 from tests.protocol import transcript
 

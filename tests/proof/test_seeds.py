@@ -6,11 +6,11 @@ Another seed or the story of one: `diloco simulate --help`.
 import pytest
 
 from diloco_jax.proof import plans
-from diloco_jax.proof.checks import checkers, observers
+from diloco_jax.proof.checks import checkers
 from diloco_jax.proof.sim import many_seeds, narrate, seeds
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 PROCESSES = 2
 DIAGRAMS = ('sync', 'connection', 'training')  # even a few seeds make each of their moves

@@ -14,13 +14,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import arrays, engine, processes
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 from tests.protocol import transcript
 
 MS = engine.MS

@@ -57,6 +57,7 @@ def received(message: messages.Message) -> events.Received:
   return events.Received(session=1, message=message)
 
 
+_TIMES = {'step_ns': 1, 'data_ns': 0, 'saving_ns': 0}
 EVENTS = (
   events.Wake(),
   events.Connected(session=1),
@@ -213,8 +214,8 @@ def test_every_kind_is_in_the_union_of_a_tape(module: types.ModuleType, union: A
     ({'kind': 'Stop'}, 'value.Stop: missing reason, unknown -'),
     ({'kind': 'Stop', 'reason': 'x', 'why': 'y'}, 'missing -, unknown why'),
     ({'kind': 'Stop', 'reason': 1}, 'value.Stop.reason is 1, it must be of type str'),
-    ({'kind': 'StepDone', 'tokens': True, 'step_ns': 1}, 'tokens is True, it must be of type int'),
-    ({'kind': 'StepDone', 'tokens': 1.0, 'step_ns': 1}, 'tokens is 1.0, it must be of type int'),
+    ({'kind': 'StepDone', 'tokens': True, **_TIMES}, 'tokens is True, it must be of type int'),
+    ({'kind': 'StepDone', 'tokens': 1.0, **_TIMES}, 'tokens is 1.0, it must be of type int'),
     (
       {'kind': 'Received', 'session': 1, 'payload_id': 'x', 'message': {'kind': 'Finish'}},
       "value.Received.payload_id is 'x', it must be of type int",
@@ -447,7 +448,9 @@ def test_one_edited_action_is_shown_with_its_context():
   assert found.turn.actions[0].message.tokens == 11 and found.replayed[0].message.tokens == 10
   text = result.text()
   assert text.startswith('diverges at turn 5:\nturn 0 at 0 ns  {"kind":"Wake"} -> Dial\n')
-  assert '\n  event     {"kind":"StepDone","tokens":5,"step_ns":9}\n' in text
+  assert (
+    '\n  event     {"kind":"StepDone","tokens":5,"step_ns":9,"data_ns":0,"saving_ns":0}\n' in text
+  )
   assert '\n  recorded  {"kind":"Send",' in text and '"tokens":11,' in text
   assert '\n  replayed  {"kind":"Send",' in text and '"tokens":10,' in text
   assert '\n  both      {"kind":"Step","clock":2}' in text
@@ -466,7 +469,7 @@ def test_one_edited_action_is_shown_with_its_context():
     (
       lambda data: (
         data['event'].update(kind='Encoded', sync=1, fragment=0, payload_id=1, payload=None)
-        or [data['event'].pop(name) for name in ('tokens', 'step_ns')]
+        or [data['event'].pop(name) for name in ('tokens', *_TIMES)]
       ),
       'replayed  raised IndexError: pop from an empty deque',
     ),

@@ -25,7 +25,10 @@ _LEDGER = protocol_facts.Ledger(
   repaired=0,
   skipped=0,
   sync=9,
-  learners={'l0': {'incarnations': 2, 'steps': 3}, 'l1': {'incarnations': 1, 'steps': 2}},
+  learners={
+    'l0': {'incarnations': 2, 'steps': 3, 'merged': 400},
+    'l1': {'incarnations': 1, 'steps': 2, 'merged': 201},
+  },
 )
 
 
@@ -140,6 +143,23 @@ def test_downtime_lasts_until_the_next_step(config, run):
   assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'done']
 
 
+def test_the_time_of_a_learner_is_accounted_for_from_its_records(config, run):
+  """l0 is killed after 13 s, starts again at 21 s, and trains no more after 22 s."""
+  found = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['goodput']
+  mine = found['learners']['l0']
+  assert mine['wall_s'] == 15 and sum(mine['shares'].values()) == pytest.approx(1)
+  assert mine['shares'] == pytest.approx(
+    {
+      'goodput': 1 / 15,  # two of its steps of half a second were merged
+      'wasted_progress': (0.5 + 0.5) / 15,
+      'comm_exposed': 1 / 15,
+      'init': (0.5 + 0.5) / 15,
+      'infra_recovery': (8 + 3) / 15,
+    }
+  )
+  assert found['merged'] == pytest.approx(0.601)
+
+
 def test_a_resumed_run_shows_its_processes_in_order():
   """The first supervisor was killed, so the records lack the exits of its children."""
   run = run_facts.RunFacts(['l0'], 10).take(
@@ -229,6 +249,8 @@ def test_the_text_has_the_summary(config, run, tmp_path):
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',
+    'infra_recovery             73.3',
+    'in inner steps at the ideal pace',
   ):
     assert words in text
 
@@ -317,7 +339,7 @@ def test_a_narrow_terminal_gets_the_columns_that_fit_and_a_mark(width):
   heads = [line for line in lines if line.strip().startswith(('learner', 'syncer'))]
   assert len(heads) == 2 and all(len(line) <= width for line in lines)
   for head, last in zip(heads, ('incarnation', 'participants')):
-    assert head.endswith(last if width >= 88 else '…')
+    assert head.endswith(last if width > 100 else '…')
 
 
 def test_a_resized_terminal_is_drawn_anew():

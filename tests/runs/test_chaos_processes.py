@@ -14,8 +14,10 @@ import sys
 
 import pytest
 
+from diloco_jax.accounting import book as book_lib
 from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.faults import chaos_report
+from diloco_jax.proof.goodput import measured
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records, run_facts
@@ -192,6 +194,25 @@ def test_the_ledger_agrees_with_the_learners_tapes(run):
   assert all(
     books[name] <= trained[name] for name in LEARNERS
   )  # unreported tokens died with their process
+
+
+def test_tapes_and_records_account_for_all_time_of_every_learner(run):
+  """Two folds: of turns after the run, of the facts in the records while it is under way."""
+  book, end_ns = measured.account(run.workdir)
+  live_ns = round(run.facts.end_s * 1e9)
+  for name in LEARNERS:
+    found = book_lib.as_shares(book.partition(name, end_ns))
+    live = book_lib.as_shares(run.facts.book.partition(name, live_ns))
+    assert sum(found.values()) == pytest.approx(1, abs=1e-6)
+    assert abs(found.get('other', 0)) < 0.01
+    for category in found.keys() | live.keys():
+      close = pytest.approx(live.get(category, 0), abs=0.005)
+      assert found.get(category, 0) == close, (name, category)
+  shares = book_lib.as_shares(book.partition(VICTIMS['kill'], end_ns))
+  assert shares['infra_recovery'] > 0 and shares['data_wait'] > 0
+  figures, live = book.figures(end_ns), run.facts.book.figures(live_ns)
+  for name in ('training', 'token', 'uptime', 'system_uptime'):
+    assert getattr(figures, name) == pytest.approx(getattr(live, name), abs=0.005), name
 
 
 def test_every_tape_replays(run):

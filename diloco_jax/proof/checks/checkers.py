@@ -23,7 +23,6 @@ the end.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.invariants import (
   contributions,
   data,
@@ -44,7 +43,7 @@ from diloco_jax.proof.checks.model import run as run_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 ObservedProcess = observers.ObservedProcess
 Violation = invariant.Violation

@@ -5,7 +5,7 @@ required points follow from the protocol's own tables: every event, action and m
 and refusal, every move of the diagrams, every verdict on a sync, every kind of fault. `missing()`
 lists the required points that were not reached.
 
-Points are an observer (observers.py) of one seed; `merge` adds up those of many seeds.
+Points are an observer (protocol/tape/observers.py) of one seed; `merge` adds up those of many.
 """
 
 import collections
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.proof import plans
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import diagrams
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.tape import observers
 
 # The other codes need another run's learner, or a very rare race.
 REFUSALS = ('ID_IN_USE', 'FENCED', 'QUARANTINED', 'ID_IN_QUARANTINE')

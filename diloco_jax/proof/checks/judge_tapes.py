@@ -17,10 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 SHOWN_TURNS = 50
 SHOWN_CHARACTERS = 200
@@ -154,7 +153,7 @@ class _Reading:
   def run(self) -> Verdict:
     broken, node_tape, now_ns, open_ended = None, None, 0, ()
     try:
-      for node_tape, life, turn, last in self._merged_turns():
+      for node_tape, life, turn, last in in_order(self._node_tapes):
         now_ns = turn.now_ns
         self._take(node_tape, life, turn, last)
       node_tape = None
@@ -176,23 +175,6 @@ class _Reading:
       )
     )
     return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken)
-
-  def _merged_turns(
-    self,
-  ) -> Iterator[tuple[Tape, observers.ObservedProcess, tape.Record | tape.Crash, bool]]:
-    """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
-    begun = []
-    for node_tape in self._node_tapes:
-      turns = iter(node_tape.turns)
-      first = next(turns, None)
-      if first is not None:  # else it was killed before its first turn
-        begun.append((first.now_ns, node_tape, first, turns))
-    begun.sort(key=lambda one: one[0])
-    ordered = [
-      _numbered(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
-      for number, (_, node_tape, first, turns) in enumerate(begun, 1)
-    ]
-    return heapq.merge(*ordered, key=lambda one: (one[2].now_ns, one[1].number))
 
   def _take(
     self,
@@ -221,6 +203,24 @@ class _Reading:
     began_ns = self._before[0][1].now_ns if self._before else 0
     before = tuple(_describe_turn(node, turn, began_ns) for node, turn in self._before)
     return Broken(id_, sentence, detail, name, before)
+
+
+def in_order(
+  node_tapes: Sequence[Tape],
+) -> Iterator[tuple[Tape, observers.ObservedProcess, tape.Record | tape.Crash, bool]]:
+  """(tape, process, turn, whether it is the last of its tape) of all tapes, in order of time."""
+  begun = []
+  for node_tape in node_tapes:
+    turns = iter(node_tape.turns)
+    first = next(turns, None)
+    if first is not None:  # else it was killed before its first turn
+      begun.append((first.now_ns, node_tape, first, turns))
+  begun.sort(key=lambda one: one[0])
+  ordered = [
+    _numbered(node_tape, observers.ObservedProcess(number, node_tape.start), first, turns)
+    for number, (_, node_tape, first, turns) in enumerate(begun, 1)
+  ]
+  return heapq.merge(*ordered, key=lambda one: (one[2].now_ns, one[1].number))
 
 
 class _Crashed(Exception):

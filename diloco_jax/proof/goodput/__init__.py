@@ -1,1 +1,1 @@
-"""Goodput: the paper's tables from simulated machines, from islands alone, and from formulas."""
+"""Goodput: the paper's tables from machines, islands or formulas; real runs, and predicted ones."""

@@ -9,13 +9,13 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.goodput import islands
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import hardware
 from diloco_jax.proof.virtual import conditions, no_arrays, on_time, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
 
 SECOND = engine_lib.SECOND
 STEP_S = 1.0

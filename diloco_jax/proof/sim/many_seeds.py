@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 
 from diloco_jax.proof.checks import coverage as coverage_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import random_settings
 from diloco_jax.proof.sim import seeds as seeds_lib
 from diloco_jax.protocol import events, messages
+from diloco_jax.protocol.tape import observers
 
 CHUNK = 10
 LINES_KEPT = 50

@@ -7,9 +7,9 @@ repeat another line.
 from collections.abc import Callable
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.tape import observers
 
 MS = engine_lib.MS
 SILENT = messages.Heartbeat | messages.Progress | messages.Adopted

@@ -14,13 +14,13 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from diloco_jax.proof import random_streams
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.sim import arrays, hardware, network, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import simulated_log as simulated_log_lib
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal_format
 
 MS = engine_lib.MS

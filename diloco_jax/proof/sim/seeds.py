@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import arrays, processes, random_settings, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
@@ -19,6 +18,7 @@ from diloco_jax.proof.sim import faults as faults_lib
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import observers
 
 CALM_NS = 1_200 * engine_lib.SECOND  # far longer than any healed run
 GOODBYE_NS = 30 * engine_lib.SECOND

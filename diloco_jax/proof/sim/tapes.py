@@ -4,9 +4,8 @@ runs."""
 import hashlib
 import pathlib
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.protocol import events
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 
 class Tapes(observers.Observer):

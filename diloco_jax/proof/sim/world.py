@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.proof import random_streams
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import arrays, hardware, processes, simulated_log, snapshots
 from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.proof.sim import engine as engine_lib
@@ -23,7 +22,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 from diloco_jax.storage import wal_format
 
 AGREEMENT = '{"model.width":8}'

@@ -26,11 +26,11 @@ import jax
 from absl import flags
 
 from diloco_jax.config import build, run_config
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import faults as faults_lib
 from diloco_jax.proof.virtual import arrays, conditions, no_arrays, on_time
 from diloco_jax.proof.virtual import world as world_lib
 from diloco_jax.protocol import actions, events, facts
+from diloco_jax.protocol.tape import observers
 
 Progress = Callable[[int, int], None]
 LIMIT = 100  # a run may take so many times its steps, with all waits of the protocol

@@ -4,11 +4,10 @@ import types
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.sim import hardware, processes, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.tape import tape
+from diloco_jax.protocol.tape import observers, tape
 
 NEVER = 1 << 62
 
@@ -100,11 +99,14 @@ class Syncer(processes.Process):
     self.merge_ns = self.read_ns = 0
     self._model_work = world.model.syncer(Contents(self))
 
+  def takes_ns(self, action: actions.Work) -> int:
+    """The time of a work action."""
+    return {actions.Merge: self.merge_ns, actions.ReadFragment: self.read_ns}.get(type(action), 0)
+
   def work(self, action: actions.Work) -> None:
-    delay_ns = {actions.Merge: self.merge_ns, actions.ReadFragment: self.read_ns}
     for event in self._model_work.perform(action):
       content = self.contents.pop(getattr(event, 'payload_id', None), None)
-      self.answer(delay_ns.get(type(action), 0), event, content)
+      self.answer(self.takes_ns(action), event, content)
 
 
 class World(world.World):
@@ -132,9 +134,12 @@ class World(world.World):
       payload_bytes=self.model.payload_bytes,
       digests=self.initial,
     )
-    self.syncer = Syncer(self, self._life(start))
+    self.syncer = self.make_syncer(self._life(start))
     self._begin(self.syncer)
     return True
+
+  def make_syncer(self, life: observers.ObservedProcess) -> Syncer:
+    return Syncer(self, life)
 
   def newest_checkpoint(self, key: str) -> dict[str, Any] | None:
     return self.model.checkpoint(key)

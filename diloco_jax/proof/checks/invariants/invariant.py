@@ -7,8 +7,8 @@ after the update, so it can compare what a machine does with what is true. It ne
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import run as run_book
+from diloco_jax.protocol.tape import observers
 
 LEARNER, SYNCER = 'learner', 'syncer'
 EVERY = 'every turn'

@@ -3,11 +3,11 @@ records."""
 
 from collections.abc import Iterator
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import connection
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import gather
+from diloco_jax.protocol.tape import observers
 
 Move = tuple[str, str, str]  # diagram, source, target
 

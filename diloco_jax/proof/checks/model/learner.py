@@ -5,10 +5,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.tape import observers
 
 Range = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last

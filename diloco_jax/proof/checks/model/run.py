@@ -7,7 +7,6 @@ checker sees both sides of it.
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
@@ -15,6 +14,7 @@ from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
+from diloco_jax.protocol.tape import observers
 
 Book = learner_book.LearnerBook | syncer_book.SyncerBook
 KEPT = 256  # outer steps, and checkpoints, to which a syncer may go back

@@ -5,12 +5,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import grace
+from diloco_jax.protocol.tape import observers
 
 Reason = messages.Reason
 Range = tuple[int, int]

@@ -1,0 +1,377 @@
+"""The account of a run: each learner's wall time in exclusive categories, and figures of the run.
+
+| category | what the learner does | name in ml-goodput-measurement 0.2.3 |
+|---|---|---|
+| goodput | inner steps at the ideal pace that were merged, without data_wait | productive time |
+| wasted_progress | other inner steps, a killed process's last | WASTED_PROGRESS_FROM_DISRUPTION |
+| slow_step | inner steps: what they take above the ideal pace | - |
+| data_wait | waits for a batch | DATA_LOADING_SYNC |
+| comm_exposed | encodes and adopts while no step runs | - |
+| checkpoint_save_blocking | no step runs because of a save | UNPRODUCTIVE_CHECKPOINT_SAVE_TIME |
+| wait_quorum | waits, less than K learners take part | - |
+| wait_straggler | waits for other learners | - |
+| syncer_down | waits for a syncer that has died | - |
+| init | its process starts: imports | TPU_INITIALIZATION |
+| prep | builds its island | TRAINING_PREP |
+| startup_compile | compiles | PROGRAM_STARTUP |
+| checkpoint_restore | reads its checkpoint, takes fragments and moments over from others | \
+UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME |
+| infra_recovery | has no process, or one that was asked to end | \
+INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION |
+| after_end | has trained to the end, or left and not come back | - |
+| other | | OTHER |
+
+A learner waits only before it has joined, and between steps with settings of lock step. Fold the
+turns of a run (turns.py), or the facts in its records (report/run_facts.py), into a `Book`, in the
+order of time. Times are in ns of one clock.
+"""
+
+import bisect
+import collections
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from diloco_jax.accounting import step_times
+from diloco_jax.protocol import facts
+
+GOODPUT, WASTED, SLOW = 'goodput', 'wasted_progress', 'slow_step'
+DATA, COMM, SAVE = 'data_wait', 'comm_exposed', 'checkpoint_save_blocking'
+QUORUM, STRAGGLER, SYNCER_DOWN = 'wait_quorum', 'wait_straggler', 'syncer_down'
+INIT, PREP, COMPILE, RESTORE = 'init', 'prep', 'startup_compile', 'checkpoint_restore'
+DOWN, AFTER_END, OTHER = 'infra_recovery', 'after_end', 'other'
+CATEGORIES = (
+  GOODPUT,
+  WASTED,
+  SLOW,
+  DATA,
+  COMM,
+  SAVE,
+  QUORUM,
+  STRAGGLER,
+  SYNCER_DOWN,
+  INIT,
+  PREP,
+  COMPILE,
+  RESTORE,
+  DOWN,
+  AFTER_END,
+  OTHER,
+)
+# What a learner may be doing beside these.
+_WAITS, _TRAINS, _GONE = 'waits', 'trains', 'gone'
+LONG_GAP = 3  # a gap between two outer steps is long beyond so many usual ones
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Learner:
+  """The account of one learner. `spent_ns`: by category, except those of finished steps."""
+
+  began_ns: int
+  at_ns: int  # its time is booked up to here
+  doing: str
+  joined_ns: int | None = None  # for the first time
+  spent_ns: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  times: step_times.StepTimes = dataclasses.field(default_factory=step_times.StepTimes)
+  tokens: int = 0
+
+  @property
+  def rate(self) -> float:
+    """Tokens per ns at the ideal pace."""
+    return self.tokens * _inverse(self.ideal_ns)
+
+  @property
+  def ideal_ns(self) -> float:
+    """Time of its steps at the ideal pace."""
+    return self.times.count * self.times.ideal_ns
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+  """Shares between 0 and 1, up to some time.
+
+  Attributes:
+    training: of the learners' wall time, in inner steps at the ideal pace (with their usual wait
+      for a batch): the paper's goodput.
+    training_since_joined: the same, of the time since each learner first joined.
+    token: tokens merged, as a share of those of the ideal pace in that time.
+    uptime: of the time since the first learner joined, with at least K learners that train.
+    system_uptime: of the time between the first and the last outer step, without long gaps.
+    merged: of the tokens trained.
+    discarded: the same by reason; `unsettled` is one of them.
+  """
+
+  training: float
+  training_since_joined: float
+  token: float
+  uptime: float
+  system_uptime: float
+  merged: float
+  discarded: dict[str, float]
+
+
+class Book:
+  """The accounts of all learners of a run.
+
+  Args:
+    quorum: K.
+    steps_per_sync: inner steps between two outer steps, H / P.
+  """
+
+  def __init__(self, quorum: int = 1, steps_per_sync: float = 1.0):
+    self._quorum, self._steps_per_sync = quorum, steps_per_sync
+    self.learners: dict[str, Learner] = {}
+    self.ledger: facts.Ledger | None = None
+    self._members: set[str] = set()
+    self._syncer_died = False
+    # What a learner waits for, by time; the number of learners that train, by time.
+    self._awaited: list[tuple[int, str]] = [(0, QUORUM)]
+    self._training: set[str] = set()
+    self._trained: set[str] = set()
+    self._running_ns: collections.Counter[int] = collections.Counter()
+    self._running_at_ns: int | None = None
+    self._gaps = step_times.StepTimes()
+    self._merged_ns: int | None = None
+
+  # --- The life of a learner ----------------------------------------------------------------------
+
+  def starts(self, name: str, at_ns: int) -> None:
+    """A process of a learner starts."""
+    if name not in self.learners:
+      self.learners[name] = Learner(at_ns, at_ns, INIT)
+    self.enters(name, at_ns, INIT)
+
+  def enters(self, name: str, at_ns: int, category: str) -> None:
+    """From now on a learner spends its time on this, until it is told otherwise."""
+    learner = self._learner(name, at_ns)
+    self._pass(learner, at_ns)
+    learner.doing = category
+
+  def waits(self, name: str, at_ns: int) -> None:
+    """From now on a learner waits for others."""
+    self.enters(name, at_ns, _WAITS)
+
+  def joined(self, name: str, at_ns: int) -> None:
+    """A learner takes part in the run, from its next step on if its process is new."""
+    learner = self._learner(name, at_ns)
+    if learner.joined_ns is None:
+      learner.joined_ns = at_ns
+    if name not in self._training:
+      self.enters(name, at_ns, RESTORE)
+
+  def trains(self, name: str, at_ns: int) -> None:
+    """An inner step begins, or what must be done before it."""
+    self.enters(name, at_ns, _TRAINS)
+    self._runs(name, at_ns, True)
+
+  def stepped(
+    self,
+    name: str,
+    at_ns: int,
+    tokens: int,
+    step_ns: int,
+    data_ns: int = 0,
+    saving_ns: int = 0,
+    waited_ns: int = 0,
+    count: int = 1,
+  ) -> None:
+    """An inner step is done.
+
+    Args:
+      name: of the learner.
+      at_ns: now.
+      tokens: it trained on so many.
+      step_ns: what it took, with `data_ns`, the wait for its batch.
+      saving_ns: what saves took before it.
+      waited_ns: how long the learner waited for others before it, if that is not booked yet.
+      count: the number of steps, if it is the last of several.
+    """
+    learner = self._learner(name, at_ns)
+    if waited_ns:
+      self._wait(learner, learner.at_ns + waited_ns)
+    before = COMM if learner.doing in (_TRAINS, _WAITS) else learner.doing
+    learner.spent_ns[before] += at_ns - learner.at_ns - count * step_ns - saving_ns
+    learner.spent_ns[DATA] += data_ns
+    learner.spent_ns[SAVE] += saving_ns
+    learner.times.add(step_ns, count)
+    learner.tokens += tokens
+    learner.at_ns = at_ns
+    self._trained.discard(name)
+    self.trains(name, at_ns)
+
+  def trained(self, name: str, at_ns: int) -> None:
+    """A learner has made its last step."""
+    self._trained.add(name)
+    self.enters(name, at_ns, AFTER_END)
+
+  def died(self, name: str, at_ns: int, killed: bool) -> None:
+    """A process of a learner has ended: it was killed, or it ended by itself."""
+    learner = self._learner(name, at_ns)
+    if learner.doing in (_TRAINS, _WAITS) and not killed:
+      learner.doing = DOWN  # it was asked to end after its last step
+    self._pass(learner, at_ns)
+    self._runs(name, at_ns, False)
+    learner.doing = AFTER_END if name in self._trained else DOWN if killed else _GONE
+
+  def _learner(self, name: str, at_ns: int) -> Learner:
+    if name not in self.learners:
+      self.learners[name] = Learner(at_ns, at_ns, OTHER)
+    return self.learners[name]
+
+  def _pass(self, learner: Learner, at_ns: int) -> None:
+    if learner.doing == _WAITS:
+      self._wait(learner, at_ns)
+    else:
+      category = {_TRAINS: WASTED, _GONE: DOWN}.get(learner.doing, learner.doing)
+      learner.spent_ns[category] += at_ns - learner.at_ns
+      learner.at_ns = at_ns
+
+  def _wait(self, learner: Learner, until_ns: int) -> None:
+    """Books a time of waiting by what was awaited."""
+    place = bisect.bisect_right(self._awaited, (learner.at_ns, '~')) - 1
+    for (_, category), (next_ns, _) in zip(
+      self._awaited[place:], [*self._awaited[place + 1 :], (until_ns, '')]
+    ):
+      end_ns = max(learner.at_ns, min(next_ns, until_ns))
+      learner.spent_ns[category] += end_ns - learner.at_ns
+      learner.at_ns = end_ns
+    learner.spent_ns[OTHER] += until_ns - learner.at_ns  # 0, unless clocks disagree
+    learner.at_ns = until_ns
+
+  # --- The run ------------------------------------------------------------------------------------
+
+  def take(self, name: str, at_ns: int, fact: Any) -> None:
+    """A machine reports a fact."""
+    match fact:
+      case facts.State(state='joined'):
+        self.joined(name, at_ns)
+      case facts.State(state='trained'):
+        self.trained(name, at_ns)
+      case facts.Member(state='joined', learner=member):
+        self._members.add(member)
+        self._syncer_died = False
+        self._await(at_ns)
+      case facts.Member(state='lost', learner=member):
+        self._members.discard(member)
+        self._await(at_ns)
+      case facts.Synced():
+        if self._merged_ns is not None:
+          self._gaps.add(at_ns - self._merged_ns)
+        self._merged_ns = at_ns
+      case facts.Ledger():
+        self.ledger = fact
+
+  def forget(self, but: Collection[str]) -> None:
+    """Drops the accounts of all learners but these and the members."""
+    for name in self.learners.keys() - self._members - set(but):
+      del self.learners[name]
+      self._training.discard(name)
+      self._trained.discard(name)
+
+  def syncer_died(self, at_ns: int) -> None:
+    self._members.clear()
+    self._syncer_died = True
+    self._await(at_ns)
+
+  def _await(self, at_ns: int) -> None:
+    found = QUORUM if len(self._members) < self._quorum else STRAGGLER
+    found = SYNCER_DOWN if self._syncer_died else found
+    if found != self._awaited[-1][1]:
+      self._awaited.append((at_ns, found))
+
+  def _runs(self, name: str, at_ns: int, running: bool) -> None:
+    """Counts the learners that train. One that has trained to the end is not missing."""
+    if running == (name in self._training) or name in self._trained:
+      return
+    if self._running_at_ns is not None:
+      self._running_ns[len(self._training)] += at_ns - self._running_at_ns
+    self._running_at_ns = at_ns
+    (self._training.add if running else self._training.discard)(name)
+
+  # --- Results ------------------------------------------------------------------------------------
+
+  @property
+  def over(self) -> bool:
+    """Some learners have trained to the end, and no other one trains."""
+    return bool(self._trained) and all(one.doing != _TRAINS for one in self.learners.values())
+
+  def partition(self, name: str, at_ns: int) -> dict[str, float]:
+    """A learner's wall time in ns until now, by category; it adds up to the whole."""
+    learner = self.learners[name]
+    spent = collections.Counter(learner.spent_ns)
+    present = {_WAITS: self._awaited[-1][1], _TRAINS: WASTED, _GONE: AFTER_END}
+    spent[present.get(learner.doing, learner.doing)] += at_ns - learner.at_ns
+    steps_ns = learner.times.total_ns - spent[DATA]
+    ideal_ns = min(steps_ns, max(0.0, learner.ideal_ns - spent[DATA]))
+    merged_ns = ideal_ns * min(1.0, self._merged(name) * _inverse(learner.tokens))
+    spent[GOODPUT] += merged_ns
+    spent[WASTED] += ideal_ns - merged_ns
+    spent[SLOW] += steps_ns - ideal_ns
+    return {category: float(spent[category]) for category in CATEGORIES}
+
+  def _merged(self, name: str) -> float:
+    """Tokens of a learner that were merged."""
+    if self.ledger is None:
+      return 0.0
+    return self.ledger.learners.get(name, {}).get('merged', 0) / self.ledger.fragments
+
+  def summary(self, at_ns: int) -> dict[str, Any]:
+    """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""
+    learners = {}
+    for name in self.learners:
+      found = self.partition(name, at_ns)
+      learners[name] = {'wall_s': sum(found.values()) / 1e9, 'shares': as_shares(found)}
+    return {'learners': learners, **dataclasses.asdict(self.figures(at_ns))}
+
+  def figures(self, at_ns: int) -> Figures:
+    """Those of the run until now."""
+    learners = self.learners.values()
+    ideal_ns = sum(one.ideal_ns for one in learners)
+    walls = [(one, at_ns - one.joined_ns) for one in learners if one.joined_ns is not None]
+    merged = sum(map(self._merged, self.learners))
+    return Figures(
+      training=ideal_ns * _inverse(sum(at_ns - one.began_ns for one in learners)),
+      training_since_joined=ideal_ns * _inverse(sum(wall_ns for _, wall_ns in walls)),
+      token=merged * _inverse(sum(one.rate * wall_ns for one, wall_ns in walls)),
+      uptime=self._uptime(at_ns),
+      system_uptime=self._system_uptime(),
+      **shares(self.ledger),
+    )
+
+  def _uptime(self, at_ns: int) -> float:
+    times_ns = collections.Counter(self._running_ns)
+    over = all(one.doing in (_GONE, AFTER_END) for one in self.learners.values())
+    if self._running_at_ns is not None and not over:
+      times_ns[len(self._training)] += at_ns - self._running_at_ns
+    enough_ns = sum(ns for count, ns in times_ns.items() if count >= self._quorum)
+    return enough_ns * _inverse(sum(times_ns.values()))
+
+  def _system_uptime(self) -> float:
+    """A gap is usual if it takes the steps between two outer steps of the fastest learner."""
+    if not self._gaps.count:
+      return float(self._merged_ns is not None)
+    ideal_ns = [one.times.ideal_ns for one in self.learners.values() if one.times.count]
+    usual_ns = max(self._gaps.ideal_ns, self._steps_per_sync * min(ideal_ns, default=0))
+    return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) / self._gaps.total_ns
+
+
+def shares(ledger: facts.Ledger | None) -> dict[str, Any]:
+  """Of the fragment-tokens trained: those merged, and the others by reason."""
+  if ledger is None:
+    return {'merged': 0.0, 'discarded': {}}
+  part = _inverse(ledger.fragments * ledger.trained)
+  lost = {**ledger.discarded, 'unsettled': ledger.unsettled}
+  return {
+    'merged': ledger.merged * part,
+    'discarded': {reason: count * part for reason, count in lost.items() if count},
+  }
+
+
+def _inverse(value: float) -> float:
+  return 1 / value if value else 0.0
+
+
+def as_shares(partition: Mapping[str, float]) -> dict[str, float]:
+  """The categories that occur, as shares of their sum."""
+  part = _inverse(sum(partition.values()))
+  return {category: ns * part for category, ns in partition.items() if ns}

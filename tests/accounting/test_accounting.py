@@ -1,0 +1,117 @@
+"""The time of every learner has one category, and tapes, records and syncer agree about it."""
+
+import pytest
+
+from diloco_jax.accounting import book as book_lib
+from diloco_jax.accounting import turns
+from diloco_jax.proof import plans
+from diloco_jax.proof.sim import engine, faults
+from diloco_jax.proof.sim import world as world_lib
+from diloco_jax.protocol import facts
+from diloco_jax.protocol.tape import observers
+from tests.protocol import transcript
+
+MS, SECOND = engine.MS, engine.SECOND
+
+
+class _Hears(observers.Observer):
+  """What the syncer books about its learners."""
+
+  def __init__(self, book):
+    self.told = turns.Told(book, self)
+
+  def saw(self, life, now_ns, event, out):
+    if life.start.role == 'syncer':
+      self.told.record(now_ns, event, out)
+
+  def record(self, now_ns, event, out):
+    """The turn on the syncer's tape."""
+
+  def crash(self, now_ns, event, error):
+    raise error
+
+
+def simulate(plan=(), until_s=20, **settings):
+  """A world with three learners; returns its book and that of its syncer."""
+  config = transcript.protocol_config(total_steps=10_000, **settings)
+  book, heard = (book_lib.Book(config.quorum, config.period / config.fragments) for _ in range(2))
+  world = world_lib.World(config, watchers=[turns.Turns(book), _Hears(heard)])
+  faults.Nemesis(world, plan, odds=faults.Odds(0, 0, 0))
+  for name in ('l0', 'l1', 'l2'):
+    world.start(name)
+  world.run(until_s * SECOND)
+  return book, heard, world
+
+
+KILLS = [
+  plans.Fault(at_ns=5_050 * MS, kind='kill', node='l1', for_ns=3 * SECOND),
+  plans.Fault(at_ns=10_050 * MS, kind='kill', node='l2', for_ns=2 * SECOND),
+]
+
+
+def test_the_time_of_every_learner_adds_up_to_the_whole():
+  book, heard, world = simulate(KILLS, learners=3)
+  for name in ('l0', 'l1', 'l2'):
+    found = book.partition(name, world.now_ns)
+    assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
+    assert all(ns >= 0 for ns in found.values()) and not found[book_lib.OTHER]
+  shares = {name: book.summary(world.now_ns)['learners'][name]['shares'] for name in book.learners}
+  assert shares['l0'][book_lib.GOODPUT] > 0.9 and book_lib.DOWN not in shares['l0']
+  assert shares['l1'][book_lib.DOWN] == pytest.approx(3 / 20, abs=1e-3)
+  assert shares['l2'][book_lib.DOWN] == pytest.approx(2 / 20, abs=1e-3)
+  figures = book.figures(world.now_ns)
+  assert figures.training == pytest.approx(1 - 5 / 60, abs=0.02)
+  assert figures.merged + sum(figures.discarded.values()) == pytest.approx(1)
+  assert figures.token == pytest.approx(figures.training_since_joined * figures.merged, abs=0.005)
+  assert figures.uptime == figures.system_uptime == 1
+  # What the syncer has heard since its start gives the same figures.
+  told = heard.figures(world.now_ns)
+  for name in ('training_since_joined', 'token', 'uptime', 'system_uptime'):
+    assert getattr(told, name) == pytest.approx(getattr(figures, name), abs=0.005)
+
+
+def test_in_lock_step_learners_wait_for_what_is_missing():
+  """K = 3: a learner that is down stops the others; a slow one keeps them waiting; so does a syncer
+  that is down."""
+  plan = [
+    *KILLS[:1],
+    plans.Fault(at_ns=10_050 * MS, kind='slow', node='l2', for_ns=3 * SECOND, amount=3),
+    plans.Fault(at_ns=14_050 * MS, kind='preempt', node='syncer', for_ns=3 * SECOND, amount=SECOND),
+  ]
+  book, _, world = simulate(plan, learners=3, quorum=3, max_lag=0, overlap=0)
+  found = book.partition('l0', world.now_ns)
+  assert sum(found.values()) == pytest.approx(world.now_ns, rel=1e-9)
+  assert 2 < found[book_lib.QUORUM] / SECOND < 6
+  assert 1 < found[book_lib.STRAGGLER] / SECOND
+  assert 1 < found[book_lib.SYNCER_DOWN] / SECOND < 4
+  figures = book.figures(world.now_ns)
+  assert figures.uptime < 1 - 2 / 20 and figures.system_uptime < 1 - 4 / 20
+
+
+def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
+  book = book_lib.Book()
+  book.starts('l0', 0)
+  for at_ns, category in ((10, book_lib.PREP), (15, book_lib.RESTORE), (18, book_lib.COMPILE)):
+    book.enters('l0', at_ns, category)
+  book.waits('l0', 30)
+  book.take('l0', 32, facts.State(state='joined', incarnation=1, clock=0))
+  for step in range(10):
+    begin_ns = 35 + 20 * step
+    book.trains('l0', begin_ns)
+    book.stepped('l0', begin_ns + 20, tokens=4, step_ns=15, data_ns=5, saving_ns=2)
+  book.died('l0', 240, killed=True)
+  book.starts('l0', 250)
+  assert book_lib.as_shares(book.partition('l0', 260)) == pytest.approx(
+    {
+      book_lib.WASTED: (10 * 10 + 5) / 260,  # no ledger has told of a merge; a killed step
+      book_lib.DATA: 50 / 260,
+      book_lib.COMM: 30 / 260,
+      book_lib.SAVE: 20 / 260,
+      book_lib.QUORUM: 2 / 260,
+      book_lib.INIT: (10 + 10) / 260,
+      book_lib.PREP: 5 / 260,
+      book_lib.COMPILE: 12 / 260,
+      book_lib.RESTORE: (3 + 3) / 260,
+      book_lib.DOWN: 10 / 260,
+    }
+  )
