@@ -395,8 +395,8 @@ class SyncerBook:
     gather = self.gathers.setdefault(opened.sync, Gather(opened.sync, opened.fragment))
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    closing = self.config.closing(opened.sync)
-    gather.grace_ns = self.config.lease_ns if closing else self.window.begins(nonces)
+    waits = self.config.closing(opened.sync) or self.config.waits_for_live
+    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces)
 
   @property
   def open(self) -> list[Gather]:
