@@ -15,6 +15,7 @@ from typing import Any
 
 Facts = Sequence[tuple[str, dict[str, Any]]]
 SECOND_NS = 1_000_000_000
+LEAST_STEPS = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,14 @@ class Account:
 
 
 def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
-  """Accounts for the steps of a run."""
+  """Accounts for the steps of a run. Raises ValueError: too few of them without failures."""
   times = {name: _steps(facts, name) for name in learners}
   before = {name: _within(times[name], window.begin_ns, window.kills_ns) for name in learners}
+  if least := [name for name, t in before.items() if len(t) < LEAST_STEPS]:
+    raise ValueError(
+      f'{least[0]} made {len(before[least[0]])} steps without failures, a rate needs '
+      f'{LEAST_STEPS}: the machine is too busy, or the time without kills too short'
+    )
   usual_ns = {name: (t[-1] - t[0]) / (len(t) - 1) for name, t in before.items()}
   compute_s = [
     fact['seconds']

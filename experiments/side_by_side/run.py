@@ -59,18 +59,20 @@ class Cell:
 
 
 class Side(conductor.Conductor):
-  """A run of a cell. `window` is there once all has been measured."""
+  """A run of a cell. `window` is there once all has been measured. `rehearse`: a learner is killed
+  before, so that the functions of a restart are in the compilation cache."""
 
   def __init__(
     self,
     workdir: pathlib.Path,
     recorder: records.Recorder,
     cell: Cell,
+    rehearse: bool,
     shown: Callable[[float], None],
   ):
     change = functools.partial(systems.program, cell.system, cell.floor_s)
     super().__init__(workdir, recorder, cell.config, [], change)
-    self._cell, self._shown = cell, shown
+    self._cell, self._rehearse, self._shown = cell, rehearse, shown
     self._began_s = time.monotonic()
     self._restarts_all = cell.system == systems.RESTART_ALL
     self.window: accounts.Window | None = None
@@ -78,15 +80,16 @@ class Side(conductor.Conductor):
 
   async def carry_out(self) -> None:
     cell = self._cell
-    steps = lambda name: self.count(name, 'step')
-    if not await self.until(lambda: min(map(steps, cell.names)) >= READY_STEPS, READY_S):
-      raise TimeoutError(f'{cell.system} does not train: see {self.workdir}/logs')
+    await self._all_train()
+    if self._rehearse:
+      self._kill(cell.names[0], 0.0)
+      await self._all_train()
     begin_ns = time.monotonic_ns()
     kills_ns = begin_ns + round(cell.clean_s * _SECOND_NS)
     killed = []
     for fault in cell.plan:
       await _until_ns(kills_ns + fault.at_ns)
-      if self._kill(fault):
+      if self._kill(fault.node, fault.for_ns / _SECOND_NS):
         killed.append((time.monotonic_ns(), fault.node))
     end_ns = kills_ns + round(cell.kills_s * _SECOND_NS)
     await _until_ns(end_ns)
@@ -106,12 +109,19 @@ class Side(conductor.Conductor):
     super().look()
     self._shown(time.monotonic() - self._began_s)
 
-  def _kill(self, fault: plans.Fault) -> bool:
-    found = self.nemesis.kill(fault.node, fault.for_ns / _SECOND_NS)
+  async def _all_train(self) -> None:
+    """Waits until every learner has made READY_STEPS from now on."""
+    at = len(self.facts)
+    steps = lambda name: len(self.since(name, 'step', at))
+    if not await self.until(lambda: min(map(steps, self._cell.names)) >= READY_STEPS, READY_S):
+      raise TimeoutError(f'{self._cell.system} does not train: see {self.workdir}/logs')
+
+  def _kill(self, node: str, down_s: float) -> bool:
+    found = self.nemesis.kill(node, down_s)
     if found and self._restarts_all:
       self._new_cluster()
       for other in self._cell.names:
-        if other != fault.node:
+        if other != node:
           self.supervisor.bring_down(other, 0.0, 'its cluster has lost a process')
     return found
 
@@ -126,9 +136,13 @@ async def _until_ns(at_ns: int) -> None:
 
 
 def measure(
-  cell: Cell, workdir: pathlib.Path, shown: Callable[[float], None] = lambda seconds: None
+  cell: Cell,
+  workdir: pathlib.Path,
+  rehearse: bool = True,
+  shown: Callable[[float], None] = lambda seconds: None,
 ) -> dict[str, Any]:
-  """Runs a cell in a new folder; returns its row. `shown` gets the seconds since it began.
+  """Runs a cell in a new folder; returns its row. `rehearse`: see Side; `shown` gets the seconds
+  since it began.
 
   Raises:
     EndedEarly: the run was interrupted, or ended otherwise before it was measured.
@@ -139,7 +153,7 @@ def measure(
   config.validate()
   workdir = run_folder.open_workdir(config, workdir, resume=False)
   longest_s = READY_S + cell.clean_s + cell.kills_s + 2 * END_S
-  make = functools.partial(Side, cell=cell, shown=shown)
+  make = functools.partial(Side, cell=cell, rehearse=rehearse, shown=shown)
   side, run = conductor.play(workdir, make, longest_s)
   window = side.window
   account = accounts.account(run.facts, cell.names, window)
