@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import jax
 import matplotlib.figure
-from absl import app, flags
+from absl import app, flags, logging
 from rich import progress
 
 from diloco_jax.launch import local, program
@@ -42,18 +42,20 @@ Row = dict[str, Any]
 SEEDS = (0, 1, 2)
 CLEAN_S, KILLS_S = 12.0, 75.0
 SHORT_CLEAN_S, SHORT_KILLS_S = 8.0, 40.0
+BUSY = 1.1  # times its floor: a step that takes longer has waited for the machine
 OTHER_S = 25.0  # about what a run takes besides what is measured
 COLUMNS = (
   'system',
   'seed',
   'kills',
   'rate',
+  'step_s',
   'exchange_s',
   'goodput',
   'token_goodput',
   'own',
   'others',
-  'restart_s',
+  'restarts_s',
   'waits_s',
   'loss',
   'seconds',
@@ -81,6 +83,7 @@ def main(argv: list[str]) -> int:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
   out = pathlib.Path(_OUT.value or ('runs/chaos_short' if _SHORT.value else 'runs/chaos_bench'))
   out.mkdir(parents=True, exist_ok=True)
+  logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
   jax.config.update('jax_compilation_cache_dir', str(local.cache_folder()))
   book = study.Book(out / 'rows.jsonl')
@@ -125,11 +128,11 @@ def _measure(cell: run_lib.Cell, out: pathlib.Path, bar: progress.Progress, rehe
 
 def line(row: Row) -> str:
   """A finished run, for the screen."""
-  restart = 'none' if row['restart_s'] is None else f'{row["restart_s"]:.1f} s'
   return (
     f'{row["system"]}, seed {row["seed"]}: {row["rate"]:.2f} steps/s without failures, '
     f'{row["kills"]} kills, goodput {row["goodput"]:.1%}, in the model {row["token_goodput"]:.1%}, '
-    f'loss {row["loss"]:.4f}, kill to step {restart}, {row["seconds"]:.0f} s'
+    f'loss {row["loss"]:.4f}, kill to next step {_restarts([row]) or "unknown"}, '
+    f'{row["seconds"]:.0f} s'
   )
 
 
@@ -145,33 +148,34 @@ def table(rows: Sequence[Row]) -> str:
     f'over seeds {", ".join(str(r["seed"]) for r in found[systems.DECOUPLED])}, in brackets the '
     'least and the greatest.',
     '',
-    '| system | steps/s without failures | exchange and barrier, a step | kills | goodput | '
+    '| system | steps/s without failures | step | exchange and barrier | kills | goodput | '
     'token goodput | lost to own kills | lost waiting for others | kill to next step | '
     'the others wait, a kill | held-out loss |',
-    '|---|---|---|---|---|---|---|---|---|---|---|',
+    '|---|---|---|---|---|---|---|---|---|---|---|---|',
   ]
   for system, group in found.items():
     cells = [
       system,
       mean(group, 'rate', '.2f'),
-      f'{1000 * _mean(group, "exchange_s"):.0f} ms',
+      f'{1000 * statistics.mean(row["step_s"] for row in group):.0f} ms',
+      f'{1000 * statistics.mean(row["exchange_s"] for row in group):.0f} ms',
       str(sum(row['kills'] for row in group)),
       mean(group, 'goodput', '.1%'),
       mean(group, 'token_goodput', '.1%'),
-      f'{_mean(group, "own"):.1%}',
-      f'{_mean(group, "others"):.1%}',
-      f'{_mean(group, "restart_s"):.1f} s',
-      f'{_mean(group, "waits_s"):.1f} s',
+      mean(group, 'own', '.1%'),
+      mean(group, 'others', '.1%'),
+      _restarts(group),
+      f'{statistics.mean(row["waits_s"] for row in group):.1f} s',
       mean(group, 'loss', '.3f'),
     ]
     lines.append('| ' + ' | '.join(cells) + ' |')
-  return '\n'.join([*lines, '', *_verdicts(found), ''])
+  return '\n'.join([*lines, '', *_verdicts(found), *_busy(rows), ''])
 
 
 def _verdicts(found: dict[str, list[Row]]) -> list[str]:
   """What must hold, with its figures."""
   ours, restarts, elastic = (
-    _mean(found[system], 'goodput')
+    statistics.mean(row['goodput'] for row in found[system])
     for system in (systems.DECOUPLED, systems.RESTART_ALL, systems.ELASTIC)
   )
   kept = {True: 'holds', False: 'DOES NOT HOLD'}
@@ -180,6 +184,19 @@ def _verdicts(found: dict[str, list[Row]]) -> list[str]:
     "restart-all's (1.5 at least).",
     f'* {kept[ours >= elastic]}: it is {100 * (ours - elastic):+.1f} points from that of ideal '
     'elastic (0 at least).',
+  ]
+
+
+def _busy(rows: Sequence[Row]) -> list[str]:
+  """A line if something else has used the machine: then a death does give the others more of it."""
+  slow = [row for row in rows if row['step_s'] > BUSY * row['floor_s']]
+  if not slow:
+    return []
+  worst = max(slow, key=lambda row: row['step_s'])
+  return [
+    f'* THE MACHINE WAS BUSY in {len(slow)} of {len(rows)} runs: without failures a step took up to '
+    f'{1000 * worst["step_s"]:.0f} ms ({worst["system"]}, seed {worst["seed"]}), not '
+    f'{1000 * worst["floor_s"]:.0f}. Run it again when nothing else runs.'
   ]
 
 
@@ -194,8 +211,11 @@ def mean(rows: Sequence[Row], name: str, form: str) -> str:
   return text if len(values) == 1 else f'{text} ({min(values):{form}}, {max(values):{form}})'
 
 
-def _mean(rows: Sequence[Row], name: str) -> float:
-  return statistics.mean(row[name] for row in rows if row[name] is not None)
+def _restarts(rows: Sequence[Row]) -> str:
+  """The mean time from a kill to the next step of its learner, and of how many kills it is known:
+  a learner that was killed again before, or at the end of the window, made none."""
+  known = [seconds for row in rows for seconds in row['restarts_s']]
+  return f'{statistics.mean(known):.1f} s ({len(known)})' if known else ''
 
 
 def write_csv(rows: Sequence[Row], path: pathlib.Path) -> None:

@@ -35,8 +35,9 @@ class Account:
 
   Attributes:
     rate: steps a second without failures.
-    exchange_s: what a step took longer than its computation, without failures: the barrier and the
-      exchange.
+    step_s: the time of a step itself without failures: its floor, on a machine that is not busy.
+    exchange_s: the time from one step to the next without failures, less `step_s`: the exchange and
+      the barrier.
     steps: trained in the window.
     goodput: steps / (rate * seconds of the window).
     own, others: the shares of the time that were lost to a learner's own kills, and waiting for
@@ -47,6 +48,7 @@ class Account:
   """
 
   rate: float
+  step_s: float
   exchange_s: float
   steps: int
   goodput: float
@@ -67,13 +69,11 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
       f'{LEAST_STEPS}: the machine is too busy, or the time without kills too short'
     )
   usual_ns = {name: (t[-1] - t[0]) / (len(t) - 1) for name, t in before.items()}
-  compute_s = [
+  step_s = statistics.mean(
     fact['seconds']
-    for name, fact in facts
-    if fact['name'] == 'step'
-    and name in before
-    and window.begin_ns <= fact['t_ns'] < window.kills_ns
-  ]
+    for _, fact in facts
+    if fact['name'] == 'step' and window.begin_ns <= fact['t_ns'] < window.kills_ns
+  )
   span_ns = window.end_ns - window.kills_ns
   during = {name: _within(times[name], window.kills_ns, window.end_ns) for name in learners}
   own_ns = others_ns = 0.0
@@ -92,7 +92,8 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
   others = max(1, len(window.kills)) * max(1, len(learners) - 1)
   return Account(
     rate=rate,
-    exchange_s=statistics.mean(usual_ns.values()) / SECOND_NS - statistics.mean(compute_s),
+    step_s=step_s,
+    exchange_s=statistics.mean(usual_ns.values()) / SECOND_NS - step_s,
     steps=steps,
     goodput=useful_ns / chips_ns,
     own=own_ns / chips_ns,

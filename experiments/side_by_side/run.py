@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -173,10 +172,10 @@ def measure(
     'learners': cell.learners,
     'clean_s': cell.clean_s,
     'kills_s': cell.kills_s,
+    'floor_s': cell.floor_s,
     'kills': len(window.kills),
     **dataclasses.asdict(account),
     'token_goodput': tokens / (account.rate * tokens_per_step * cell.kills_s),
-    'restart_s': statistics.mean(account.restarts_s) if account.restarts_s else None,
     'loss': island.evaluate(),
     'seconds': time.monotonic() - began_s,
   }

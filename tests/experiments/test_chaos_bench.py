@@ -84,7 +84,7 @@ def test_without_a_kill_nothing_is_lost():
   found = accounts.account(facts, ['l0', 'l1'], window())
   assert (found.rate, found.steps, found.goodput) == (2.0, 40, 1.0)
   assert (found.own, found.others, found.waits_s, found.restarts_s) == (0.0, 0.0, 0.0, ())
-  assert found.exchange_s == pytest.approx(0.25)
+  assert found.step_s == 0.75 and found.exchange_s == pytest.approx(0.25)
   assert found.curve[:3] == (0, 2, 4) and found.curve[-1] == 60
 
 
@@ -126,13 +126,15 @@ def row(system: str, seed: int, goodput: float) -> chaos_bench.Row:
     'clean_s': 2.0,
     'kills_s': 3.0,
     'kills': 1,
+    'floor_s': 0.2,
     'rate': 20.0,
+    'step_s': 0.2 + 0.1 * seed,
     'exchange_s': 0.01,
     'goodput': goodput,
     'token_goodput': goodput,
     'own': 1 - goodput,
     'others': 0.0,
-    'restart_s': None if seed else 12.0,
+    'restarts_s': [] if seed else [12.0],
     'waits_s': 0.0,
     'loss': 2.5,
     'seconds': 9.0,
@@ -148,6 +150,7 @@ def test_the_report_says_what_holds(tmp_path: pathlib.Path):
     assert f'| {system} | ' in text
   assert 'DOES NOT HOLD: the goodput of Decoupled is 1.33 times' in text
   assert 'holds: it is +10.0 points' in text
+  assert 'THE MACHINE WAS BUSY in 4 of 8 runs' in text and 'up to 300 ms' in text
   chaos_bench.write_csv(rows, tmp_path / 'rows.csv')
   chaos_bench.plot(rows, tmp_path / 'plot.png')
   assert len((tmp_path / 'rows.csv').read_text().splitlines()) == 1 + len(rows)
