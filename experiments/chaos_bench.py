@@ -194,9 +194,9 @@ def _busy(rows: Sequence[Row]) -> list[str]:
     return []
   worst = max(slow, key=lambda row: row['step_s'])
   return [
-    f'* THE MACHINE WAS BUSY in {len(slow)} of {len(rows)} runs: without failures a step took up to '
+    f'* THE MACHINE WAS BUSY in {len(slow)} of {len(rows)} runs: a step took up to '
     f'{1000 * worst["step_s"]:.0f} ms ({worst["system"]}, seed {worst["seed"]}), not '
-    f'{1000 * worst["floor_s"]:.0f}. Run it again when nothing else runs.'
+    f'{1000 * worst["floor_s"]:.0f}, without a failure. Run it again when nothing else runs.'
   ]
 
 
