@@ -16,6 +16,7 @@ from typing import Any
 SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
 ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own steps when it adopts
+WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
 Bound = int | Callable[['ProtocolConfig'], int]
@@ -115,6 +116,15 @@ class ProtocolConfig:
     low=1,
     high=lambda config: config.learners,
     remedy='lower the quorum or expect more learners: quorum <= learners',
+  )
+  wait_for: int = setting(
+    WAIT_FOR.index('quorum'),
+    'which learners a sync waits for. quorum: K of them, and the others for the grace window; '
+    'live: all that are live, and for their payloads one lease long. With live and tau = 0 no '
+    'learner trains on before all live ones are there, and a dead one is not waited for',
+    high=len(WAIT_FOR) - 1,
+    choices=WAIT_FOR,
+    shared=False,
   )
   period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1)
   fragments: int = setting(
@@ -312,6 +322,11 @@ class ProtocolConfig:
   def rebases(self) -> bool:
     """Whether a learner carries its unmerged steps onto a version that it adopts."""
     return ADOPT[self.adopt] == 'rebase'
+
+  @property
+  def waits_for_live(self) -> bool:
+    """Whether every sync waits for all live learners."""
+    return WAIT_FOR[self.wait_for] == 'live'
 
   @property
   def steps_ahead(self) -> int:

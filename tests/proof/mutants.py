@@ -413,7 +413,16 @@ def window_from_the_quorum(original):
 
 @mutant('A closing sync opens while a learner still trains.', pace.Pace, '_needed', 'P1')
 def closes_too_early(original):
-  return lambda self, sync: self._config.quorum
+  return lambda self, sync: (
+    self._config.quorum if self._config.closing(sync) else original(self, sync)
+  )
+
+
+@mutant('With wait_for=live a sync opens before a slow live learner.', pace.Pace, '_needed', 'P1')
+def slow_live_learner_is_left_behind(original):
+  return lambda self, sync: (
+    original(self, sync) if self._config.closing(sync) else self._config.quorum
+  )
 
 
 @mutant(

@@ -10,6 +10,7 @@ import pytest
 from diloco_jax.proof.sim import engine, network
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import pace
 from tests.protocol.recording import Recording, discarded
@@ -101,6 +102,34 @@ def test_max_lag_bounds_how_far_a_learner_runs_ahead():
     seen.start('l0', step_ms=20).start('l1', step_ms=200).run(700)
     steps = [action.clock for _, name, action in seen.of(actions.Step) if name == 'l0']
     assert max(steps) + 1 == 4 + max_lag, steps  # Step(clock=s) runs inner step s + 1
+
+
+def test_with_wait_for_live_no_step_is_taken_before_all_live_learners_are_there():
+  # docs/protocol.md, modes: "elastic data-parallel": a barrier over the live learners.
+  seen = Recording(
+    learners=3,
+    fragments=1,
+    period=1,
+    overlap=0,
+    quorum=1,
+    wait_for=config_lib.WAIT_FOR.index('live'),
+    total_steps=200,
+  )
+  seen.start('l0', step_ms=20).start('l1', step_ms=20).start('l2', step_ms=100).run(1000)
+  seen.world.end(seen.world.learners['l2'])
+  seen.run(2000)
+  seen.start('l2', step_ms=100)
+  seen.run(3000)
+  merges = [
+    (time, {one.learner for one in m.participants}) for time, _, m in seen.of(actions.Merge)
+  ]
+  apart = {'all': [], 'without l2': []}
+  for (before, _), (time, names) in zip(merges, merges[1:]):
+    assert names >= {'l0', 'l1'}
+    apart['all' if 'l2' in names else 'without l2'].append((time - before) // MS)
+  assert min(apart['all'][1:]) >= 100, 'the slowest live learner sets the pace'
+  assert len(apart['without l2']) > 8 and max(apart['without l2'][1:]) < 100, 'a dead one does not'
+  assert merges[-1][1] == {'l0', 'l1', 'l2'}, 'it is waited for again'
 
 
 def test_a_syncs_step_is_adopted_as_the_clock():

@@ -88,7 +88,9 @@ class Conductor:
     recorder: records.Recorder,
     config: run_config.Config,
     config_flags: Sequence[str],
-    change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = lambda program: program,
+    change: Callable[[supervisor_lib.Program], supervisor_lib.Program | None] = lambda program: (
+      program
+    ),
     standby: bool = False,
     display: live.Display | None = None,
   ):
@@ -97,13 +99,15 @@ class Conductor:
     workdir: the run's folder.
     recorder: of the facts of the supervisor.
     config: of the run; `config_flags`: the same for the command line of its programs.
-    change: changes each program before it starts.
+    change: changes each program before it starts; None: it does not run.
     standby: start a standby process of the syncer.
     display: shows the run.
     """
     self.workdir = workdir
     programs = [
-      change(one) for one in local.programs(config, workdir, config_flags, False, standby)
+      changed
+      for one in local.programs(config, workdir, config_flags, False, standby)
+      if (changed := change(one)) is not None
     ]
     self.said: list[str] = []
     self.facts: list[tuple[str, dict]] = []

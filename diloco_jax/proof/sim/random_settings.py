@@ -169,8 +169,10 @@ def draw(seed: int) -> Setting:
     max_misses=adopt.choice((0, 1, 2, 2)),
   )
   snapshots = random_streams.random_stream(seed, 'snapshots')
+  wait = random_streams.random_stream(seed, 'wait')
   config = dataclasses.replace(
     config,
+    wait_for=config_lib.WAIT_FOR.index(wait.choice(('quorum', 'quorum', 'quorum', 'live'))),
     snapshot_syncs=snapshots.choice([0, 0, 2, 5]),
     snapshot_wait_ns=snapshots.choice([300 * MS, 3 * SECOND]),
   )

@@ -127,8 +127,8 @@ class Gathering:
     return gather
 
   def _window_ns(self, sync: int) -> int:
-    if self._config.closing(sync):
-      return self._config.lease_ns  # no learner trains on meanwhile
+    if self._config.closing(sync) or self._config.waits_for_live:
+      return self._config.lease_ns
     times = [member.inner_step_ns for member in self._members.by_session.values()]
     step_ns = pace_lib.lower_median([time_ns for time_ns in times if time_ns])
     return self.grace.window_ns(self._config, step_ns)

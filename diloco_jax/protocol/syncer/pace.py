@@ -1,8 +1,9 @@
 """The pace: which sync opens next, and when.
 
 Sync t opens once K live learners have reported a step >= t, so the K-th fastest learner sets the
-pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over. A
-*closing* sync, after the last inner step, opens once all of them have done their last step, so that
+pace: a fast network cannot shrink H, and when the fastest learner dies the next one takes over.
+With `wait_for=live` K is the number of live learners, so the slowest one sets the pace. A *closing*
+sync, after the last inner step, opens once all of them have done their last step, so that
 no step is left out, or one lease after K of them: a learner may live and make no steps.
 
 The syncer announces a sync before it opens: `lead` steps before, which is the time that a request
@@ -97,7 +98,8 @@ class Pace:
     return self.soon <= self.last and len(self._near) >= self._needed(self.soon)
 
   def _needed(self, sync: int) -> int:
-    waits = self._config.closing(sync) and not self._closes
+    closing = self._config.closing(sync)
+    waits = not self._closes if closing else self._config.waits_for_live
     return max(self._config.quorum, len(self.contributors) if waits else 0)
 
   @property
@@ -176,7 +178,7 @@ class Pace:
   def skip_overdue(self) -> int:
     """Skips the periods by which the next sync is late; returns their number."""
     steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
-    late = kth_step(steps, self._config.quorum) - self.next
+    late = kth_step(steps, self._needed(self.next)) - self.next
     periods = max(0, late // self._config.period)
     self.next += periods * self._config.period
     return periods

@@ -11,7 +11,8 @@ class Pace(invariant.Invariant):
   sentence = (
     'Sync t opens once K live learners have reached step t, a closing sync once all have done '
     'their last step or one lease later, in the order of the schedule; the syncer announces it at '
-    'most tau + ahead steps before. No two syncs in hand have the same fragment.'
+    'most tau + ahead steps before. With wait_for=live, K is the number of live learners. No two '
+    'syncs in hand have the same fragment.'
   )
 
   def __init__(self, run):
@@ -90,7 +91,7 @@ class Pace(invariant.Invariant):
       ready += peer.caught_up and (holder.clock >= sync or holder.done)
     caught_up = sum(peer.caught_up for peer in book.members.values())
     needed = self.config.quorum
-    if sync > self.config.total_steps:
+    if sync > self.config.total_steps or self.config.waits_for_live:
       needed = max(needed, caught_up)
     if ready >= needed:
       self.fail(f'sync {sync} is not open, {ready} learners are ready')
@@ -98,7 +99,8 @@ class Pace(invariant.Invariant):
   def _reached(self, book, sync, lead):
     steps = self._steps(book)
     ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
-    if ready < self.config.quorum:
+    all_live = self.config.waits_for_live and not self.config.closing(sync)
+    if ready < (max(self.config.quorum, len(steps)) if all_live else self.config.quorum):
       self.fail(f'sync {sync}, {ready} learners are ready')
 
   @invariant.on(SYNCER, messages.Finish)

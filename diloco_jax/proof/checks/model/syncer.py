@@ -404,8 +404,8 @@ class SyncerBook:
     gather = self._begin(opened.sync, opened.fragment)
     gather.opened_ns = now_ns
     nonces = (member.join.nonce for member in self.members.values())
-    closing = self.config.closing(opened.sync)
-    gather.grace_ns = self.config.lease_ns if closing else self.window.begins(nonces)
+    waits = self.config.closing(opened.sync) or self.config.waits_for_live
+    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces)
 
   def _begin(self, sync: int, fragment: int) -> Gather:
     if sync not in self.gathers:

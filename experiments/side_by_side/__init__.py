@@ -1,0 +1,1 @@
+"""What experiments/chaos_bench.py compares: systems, their programs, kills, accounts."""
