@@ -1,8 +1,9 @@
 """A table of goodput as text, CSV and plot."""
 
 import csv
+import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import matplotlib.figure
 
@@ -60,13 +61,22 @@ def plot(table: tables_lib.Table, figures: Sequence[tables_lib.Figure], path: pa
   figure.suptitle(table.title)
   charts = figure.subplots(len(parts), squeeze=False).flat
   for axes, ((what, made), part) in zip(charts, parts.items()):
+    columns = list(dict.fromkeys(one.column for one in part))
+    places = range(len(columns))
     for row in dict.fromkeys(one.row for one in part):
-      line = [one for one in part if one.row == row]
-      drawn = axes.plot([o.column for o in line], [o.ours for o in line], marker='o', label=row)
-      known = [one for one in line if one.paper is not None]
-      axes.plot(
-        [o.column for o in known], [o.paper for o in known], 'x', color=drawn[0].get_color()
-      )
+      line = {one.column: one for one in part if one.row == row}
+      ours = [line[column].ours if column in line else None for column in columns]
+      paper = [line[column].paper if column in line else None for column in columns]
+      (drawn,) = axes.plot(places, _or_nan(ours), marker='o', label=row)
+      axes.plot(places, _or_nan(paper), 'x', color=drawn.get_color())
+    known = any(one.paper is not None for one in part)
+    axes.set_xticks(places, columns)
+    if max(one.ours for one in part) > 30 * min(one.ours for one in part) > 0:
+      axes.set_yscale('log')
     axes.set(ylabel=what, title=f'{made}; crosses: the paper' if known else made)
     axes.legend(fontsize=7)
   figure.savefig(path, dpi=120)
+
+
+def _or_nan(values: Iterable[float | None]) -> list[float]:
+  return [math.nan if value is None else value for value in values]

@@ -3,8 +3,8 @@
 import collections
 from collections.abc import Iterable
 
-from diloco_jax.proof.checks import observers
 from diloco_jax.protocol import actions, facts
+from diloco_jax.protocol.tape import observers
 
 
 class OnTime:
