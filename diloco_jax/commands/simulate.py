@@ -69,11 +69,12 @@ def main(argv: list[str]) -> int:
 
 def _predict(like: pathlib.Path, against: pathlib.Path) -> int:
   """Prints the figures of a run and those that the times of another one predict."""
-  from diloco_jax.proof.goodput import calibration  # the other commands do not import jax
+  # Not above: the other commands do not import jax.
+  from diloco_jax.proof.goodput import calibration, tape_times
 
   with program.never_retry(ValueError, tape_lib.TapeError):
-    source = calibration.read(like)
-    target = source if against == like else calibration.read(against)
+    source = tape_times.read(like)
+    target = source if against == like else tape_times.read(against)
   kills, columns = target.kills, {}
   if _KILL_EVERY_S.value is None:
     columns['measured'] = [calibration.outcome(against, target)]

@@ -174,7 +174,7 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
     'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
     'again = (out / "l0.jsonl").exists()\n'
     'fact = {"name": "step", "step": 50, "steps": 1, "tokens": 8, "loss": 1.0,'
-    ' "seconds": 0.1, "time": 0, "t_ns": 0}\n'
+    ' "seconds": 0.1, "data_s": 0, "saving_s": 0, "waited_s": 0, "time": 0, "t_ns": 0}\n'
     'with open(out / "l0.jsonl", "a") as f: f.write(json.dumps(fact) + "\\n")\n'
     'again or threading.Event().wait()'
   )

@@ -324,6 +324,7 @@ def test_the_live_picture_shows_learners_syncer_and_the_last_event():
     'held-out loss',
     '5.500',
     '50% of 10 steps',
+    'goodput',
     'restarted',
   ):
     assert words in text

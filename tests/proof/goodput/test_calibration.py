@@ -18,7 +18,7 @@ import tempfile
 
 import pytest
 
-from diloco_jax.proof.goodput import calibration, measured
+from diloco_jax.proof.goodput import calibration, measured, tape_times
 from diloco_jax.proof.sim import engine
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
@@ -41,8 +41,8 @@ RUN = (
 
 
 @pytest.fixture(name='source', scope='module')
-def _source() -> calibration.Source:
-  return calibration.read(GOLDEN)
+def _source() -> tape_times.Source:
+  return tape_times.read(GOLDEN)
 
 
 def test_a_run_tells_how_long_everything_took(source):
