@@ -100,6 +100,12 @@ def main(argv: list[str]) -> int:
   except conductor.EndedEarly as error:
     print(error.outcome.text if error.outcome.interrupted else error, file=sys.stderr)
     return error.outcome.code or 1
+  except (TimeoutError, ValueError) as error:
+    why = str(error) or 'a run did not end in time'
+    print(
+      f'error: {why}. Finished runs are kept; the same command makes the others', file=sys.stderr
+    )
+    return 1
   rows = [book.row(cell) for cell in planned]
   text = table(rows)
   (out / 'chaos_bench.md').write_text(text, 'utf-8')

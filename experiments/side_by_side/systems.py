@@ -86,7 +86,8 @@ def kills(seed: int, learners: list[str], seconds: float) -> list[plans.Fault]:
   while len(found) < round(len(learners) * seconds / EVERY_S):
     at_ns, node = round(draw.uniform(0, seconds) * _SECOND_NS), draw.choice(learners)
     down_ns = round(DOWN_S * _SECOND_NS)
-    if all(one.node != node or abs(one.at_ns - at_ns) > down_ns for one in found):
+    apart_ns = down_ns + _SECOND_NS  # so that its next process has been started
+    if all(one.node != node or abs(one.at_ns - at_ns) > apart_ns for one in found):
       found.append(plans.Fault(at_ns=at_ns, kind='kill', node=node, for_ns=down_ns))
   return sorted(found, key=lambda one: one.at_ns)
 
