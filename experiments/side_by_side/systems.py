@@ -27,7 +27,7 @@ from diloco_jax.proof import plans, random_streams
 LEARNERS = 4
 EVERY_S = 60.0  # each learner is killed once in this time, on average
 DOWN_S = 8.0  # from a kill to the start of the next process
-FLOOR_S = 0.2  # of an inner step
+FLOOR_S = 0.2  # from one inner step to the next
 _SECOND_NS = 1_000_000_000
 _PROGRAM = ['diloco_jax', 'learner']
 _LEARNER = 'experiments.side_by_side.floor'
