@@ -35,9 +35,9 @@ class Account:
 
   Attributes:
     rate: steps a second without failures.
-    step_s: the time of a step itself without failures: its floor, on a machine that is not busy.
-    exchange_s: the time from one step to the next without failures, less `step_s`: the exchange and
-      the barrier.
+    cycle_s: from one step of a learner to the next, without failures; the floor, on a machine that
+      is not busy.
+    exchange_s: the part of it outside the step: the exchange and the barrier.
     steps: trained in the window.
     goodput: steps / (rate * seconds of the window).
     own, others: the shares of the time that were lost to a learner's own kills, and waiting for
@@ -48,7 +48,7 @@ class Account:
   """
 
   rate: float
-  step_s: float
+  cycle_s: float
   exchange_s: float
   steps: int
   goodput: float
@@ -74,6 +74,7 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
     for _, fact in facts
     if fact['name'] == 'step' and window.begin_ns <= fact['t_ns'] < window.kills_ns
   )
+  cycle_s = statistics.mean(usual_ns.values()) / SECOND_NS
   span_ns = window.end_ns - window.kills_ns
   during = {name: _within(times[name], window.kills_ns, window.end_ns) for name in learners}
   own_ns = others_ns = 0.0
@@ -92,8 +93,8 @@ def account(facts: Facts, learners: Sequence[str], window: Window) -> Account:
   others = max(1, len(window.kills)) * max(1, len(learners) - 1)
   return Account(
     rate=rate,
-    step_s=step_s,
-    exchange_s=statistics.mean(usual_ns.values()) / SECOND_NS - step_s,
+    cycle_s=cycle_s,
+    exchange_s=cycle_s - step_s,
     steps=steps,
     goodput=useful_ns / chips_ns,
     own=own_ns / chips_ns,

@@ -1,7 +1,9 @@
-"""A floor under the time of an inner step, and the program of a learner with one.
+"""A floor under the time from one inner step to the next, and the program of a learner with one.
 
-Processes that share a machine get faster when one of them dies; islands of accelerators do not. A
-step that computes less than its floor and sleeps for the rest takes the same time all along.
+Processes that share a machine get faster when one of them dies, both their steps and their
+exchanges; islands of accelerators do not. A step that sleeps until a fixed time after the one
+before takes the same time all along, as long as computing and exchanging take less than the floor.
+After a pause that is longer the next step does not sleep: a system loses a floor less by it.
 """
 
 import time
@@ -14,14 +16,16 @@ from diloco_jax.train import island as island_lib
 
 
 def put(island: island_lib.Island, floor_s: float) -> None:
-  """From now on a step of the island takes `floor_s` at least, and says so."""
-  compute = island.step
+  """From now on a step of the island ends `floor_s` after the one before, or later."""
+  compute, ended_s = island.step, -floor_s
 
   def step(clock: int) -> island_lib.StepResult:
+    nonlocal ended_s
     start_s = time.monotonic()
     result = compute(clock)
-    time.sleep(max(0.0, start_s + floor_s - time.monotonic()))
-    return result._replace(seconds=time.monotonic() - start_s)
+    time.sleep(max(0.0, ended_s + floor_s - time.monotonic()))
+    ended_s = time.monotonic()
+    return result._replace(seconds=ended_s - start_s)
 
   island.step = step
 
@@ -48,7 +52,7 @@ def define_flags() -> None:
   program.define_files()
   for name in ('workdir', 'learner_id', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
-  flags.DEFINE_float('floor_s', 0.0, 'the least time of an inner step')
+  flags.DEFINE_float('floor_s', 0.0, 'the least time between two inner steps')
 
 
 if __name__ == '__main__':

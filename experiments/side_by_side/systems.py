@@ -27,7 +27,7 @@ from diloco_jax.proof import plans, random_streams
 LEARNERS = 4
 EVERY_S = 60.0  # each learner is killed once in this time, on average
 DOWN_S = 8.0  # from a kill to the start of the next process
-FLOOR_S = 0.2  # of an inner step
+FLOOR_S = 0.2  # from one inner step to the next
 _SECOND_NS = 1_000_000_000
 _PROGRAM = ['diloco_jax', 'learner']
 _LEARNER = 'experiments.side_by_side.floor'
@@ -86,7 +86,8 @@ def kills(seed: int, learners: list[str], seconds: float) -> list[plans.Fault]:
   while len(found) < round(len(learners) * seconds / EVERY_S):
     at_ns, node = round(draw.uniform(0, seconds) * _SECOND_NS), draw.choice(learners)
     down_ns = round(DOWN_S * _SECOND_NS)
-    if all(one.node != node or abs(one.at_ns - at_ns) > down_ns for one in found):
+    apart_ns = down_ns + _SECOND_NS  # so that its next process has been started
+    if all(one.node != node or abs(one.at_ns - at_ns) > apart_ns for one in found):
       found.append(plans.Fault(at_ns=at_ns, kind='kill', node=node, for_ns=down_ns))
   return sorted(found, key=lambda one: one.at_ns)
 

@@ -84,7 +84,7 @@ def test_without_a_kill_nothing_is_lost():
   found = accounts.account(facts, ['l0', 'l1'], window())
   assert (found.rate, found.steps, found.goodput) == (2.0, 40, 1.0)
   assert (found.own, found.others, found.waits_s, found.restarts_s) == (0.0, 0.0, 0.0, ())
-  assert found.step_s == 0.75 and found.exchange_s == pytest.approx(0.25)
+  assert found.cycle_s == 1.0 and found.exchange_s == pytest.approx(0.25)
   assert found.curve[:3] == (0, 2, 4) and found.curve[-1] == 60
 
 
@@ -128,7 +128,7 @@ def row(system: str, seed: int, goodput: float) -> chaos_bench.Row:
     'kills': 1,
     'floor_s': 0.2,
     'rate': 20.0,
-    'step_s': 0.2 + 0.1 * seed,
+    'cycle_s': 0.2 + 0.1 * seed,
     'exchange_s': 0.01,
     'goodput': goodput,
     'token_goodput': goodput,
