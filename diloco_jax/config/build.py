@@ -69,11 +69,6 @@ class Assembly:
     """Size of a donation: the inner optimizer's state."""
     return moments_lib.size_bytes(self.moments)
 
-  def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
-    """Merge rules by label, then the optax transform, for fragment p."""
-    rule = merge.by_label(self.rules, fragments.labels(self.layout, p))
-    return outer.outer_optimizer(rule, self.transform)
-
 
 def assemble(config: run_config.Config) -> Assembly:
   """Builds the objects of a validated config.

@@ -32,7 +32,6 @@ from diloco_jax.storage import files_port, seals, wal, wal_format
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
 POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
-MAX_WIDTH = 1 << 16
 MAX_COUNT = 1 << 53
 
 
@@ -62,7 +61,6 @@ class Theta(Protocol):
     participants: Sequence[actions.Participant],
     payloads: Sequence[memoryview | bytes],
     refused: Sequence[str],
-    width: int,
   ) -> Merged:
     """Carries out an outer step of fragment p: makes its next version, unless it is refused.
 
@@ -71,7 +69,6 @@ class Theta(Protocol):
       participants: in the order of learner ids.
       payloads: of the participants, in the same order.
       refused: participants that count as absent learners.
-      width: number of rows in the stack.
     """
 
 
@@ -79,11 +76,10 @@ Ended = tuple[actions.Merge, events.MergeDone]
 
 
 class OuterStep(NamedTuple):
-  """One record: the stack had `width` rows; `payloads` are in the order of the participants."""
+  """One record; `payloads` are in the order of the participants."""
 
   merge: actions.Merge
   done: events.MergeDone
-  width: int
   payloads: Sequence[memoryview | bytes]
 
 
@@ -98,7 +94,6 @@ def encode(step: OuterStep) -> list[Any]:
     {
       'merge': step.merge,
       'done': step.done,
-      'width': step.width,
       'payload_bytes': [memoryview(payload).nbytes for payload in step.payloads],
     },
     *step.payloads,
@@ -111,11 +106,9 @@ def decode(payload: memoryview) -> OuterStep:
   header, data = wal_format.unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
-  sizes, width = header['payload_bytes'], header['width']
-  if not all(type(size) is int and size >= 0 for size in [width, *sizes]):
-    raise ValueError(f'its sizes are {codec.short(sizes)}, its width {codec.short(width)}')
-  if not len(merge.participants) <= width <= MAX_WIDTH:
-    raise ValueError(f'a stack of {width} rows is not one of {len(merge.participants)} learners')
+  sizes = header['payload_bytes']
+  if not all(type(size) is int and size >= 0 for size in sizes):
+    raise ValueError(f'its sizes are {codec.short(sizes)}')
   if not set(done.refused) <= {one.learner for one in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
   for one in merge.participants:
@@ -128,7 +121,7 @@ def decode(payload: memoryview) -> OuterStep:
     )
   ends = itertools.accumulate(sizes)
   payloads = [data[end - size : end] for size, end in zip(sizes, ends)]
-  return OuterStep(merge, done, width, payloads)
+  return OuterStep(merge, done, payloads)
 
 
 # --- Repeating an outer step ----------------------------------------------------------------------
@@ -154,9 +147,7 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
       'that belongs to this log',
     )
   try:
-    merged = theta.merge(
-      merge.fragment, merge.participants, step.payloads, done.refused, step.width
-    )
+    merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused)
   except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
     raise _refused(record, place, f'cannot be repeated ({error})') from error
   if (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):

@@ -244,8 +244,7 @@ def _expected(assembled) -> list[list]:
     merge = merge_of(assembled, sync, store)
     payloads = [store.get(one.payload_id) for one in merge.participants]
     refused = NAMES if sync == REFUSED else ()
-    width = theta.width(len(payloads))
-    merged = theta.merge(merge.fragment, merge.participants, payloads, refused, width)
+    merged = theta.merge(merge.fragment, merge.participants, payloads, refused)
     assert bool(merged.failed) == (sync == REFUSED), merged
     after.append(bits(theta))
   assert len({str(state) for state in after}) == SYNCS  # each differs, but for the refused one
@@ -280,17 +279,17 @@ def test_a_record_decodes_to_its_outer_step(sizes):
   given = [os.urandom(size) for size in sizes]
   merge = merge_with(len(sizes))
   done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
-  buffers = outer_log.encode(outer_log.OuterStep(merge, done, 4, given))
+  buffers = outer_log.encode(outer_log.OuterStep(merge, done, given))
   assert all(a is b for a, b in zip(buffers[1:], given))  # not copied
   read = outer_log.decode(memoryview(b''.join(buffers)))
-  assert (read.merge, read.done, read.width) == (merge, done, 4)
+  assert (read.merge, read.done) == (merge, done)
   assert [bytes(view) for view in read.payloads] == given
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
 def test_a_record_of_another_length_is_refused(damage):
   merge = merge_with(1)
-  step = outer_log.OuterStep(merge, ended(merge), 1, [b'12345678'])
+  step = outer_log.OuterStep(merge, ended(merge), [b'12345678'])
   data = b''.join(outer_log.encode(step))
   with pytest.raises(ValueError, match='bytes do not hold payloads'):
     outer_log.decode(memoryview(damage(data)))
@@ -390,7 +389,7 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
   given = [life.payloads.get(one.payload_id) for one in merge.participants]
-  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), 3, given))
+  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), given))
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(

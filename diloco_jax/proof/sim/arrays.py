@@ -139,12 +139,10 @@ class Theta:
     participants: Sequence[actions.Participant],
     payloads: Sequence[memoryview | bytes],
     refused: Collection[str],
-    width: int,
   ) -> Merged:
     """Carries out an outer step, as storage/outer_log.py asks for it."""
     names = [one.learner for one in participants]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(width == len(payloads), 'The stack has one row per participant.', width, names)
     shares = [
       ((one.learner, one.incarnation, one.tokens, one.steps), Gradient.decode(payload))
       for one, payload in zip(participants, payloads, strict=True)
