@@ -6,7 +6,7 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
   syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule       block_squares
               u       = sum_m factor_m D_up(bytes_m)                                 add_row
-              D       = stretch u                                                  stretched
+              D       = D_log(C_log(stretch u))                            outer_gradient
               Theta'  = Theta - OuterOpt(D)
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
@@ -167,17 +167,26 @@ def add_row(
   return total_n + decoded_n * codecs.spread(factors_B)
 
 
-def stretched(total_n: jax.Array, stretch_B: jax.Array, count_B: jax.Array) -> jax.Array:
-  """Syncer: the merged outer gradient stretch * total, with a factor for each block.
+def outer_gradient(
+  codec: codecs.Codec, total_n: jax.Array, stretch_B: jax.Array, count_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Syncer: (the encoded outer gradient stretch * total, ok, its decoded values).
 
-  Of a block only the first `count` values belong to a tensor; the padding becomes 0, whatever a
-  learner has sent.
+  The optimizer gets the decoded values, so the bytes are all that a replay needs. Use them only if
+  ok.
+
+  Args:
+    stretch_B: a factor for each block.
+    count_B: how many values of each block belong to a tensor. The padding behind them becomes 0,
+      whatever a learner has sent.
 
   Not a part of `outer_step`: there a compiler could fuse this product, or one of the optimizer's,
   into a multiply-add, and its choice would change with n.
   """
   place = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
-  return jnp.where(place < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
+  exact_n = jnp.where(place < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
+  data, ok = codec.encode(exact_n)
+  return data, ok, codec.decode(data, total_n.shape[0])
 
 
 def outer_step(
@@ -191,7 +200,7 @@ def outer_step(
   """Syncer: the outer optimizer and the down-link of one piece.
 
   Args:
-    merged_n: the merged outer gradient.
+    merged_n: the outer gradient, decoded.
     first, count: the place of the piece in its fragment, as for digest.digest.
   """
   updates_n, tx_state = tx.update(merged_n, piece.tx_state, piece.master_n)

@@ -1,7 +1,10 @@
 """Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
-A fragment is a list of pieces of a flat float32 vector (pieces.py). A merge and its replay from the
-log (storage/outer_log.py) use the same functions: equal inputs give equal bits.
+A fragment is a list of pieces of a flat float32 vector (pieces.py). The merged outer gradient is
+encoded before the outer optimizer gets it, so a replay from the log (storage/outer_log.py) has what
+the optimizer had, and uses the same functions: equal bits. What the encoding loses is not made up
+for later: it is below a hundredth of the gradient, without a bias, and a remainder that is carried
+on would be lost with the process, so that a run with a kill and one without would differ.
 """
 
 import copy
@@ -31,7 +34,8 @@ class Merged(NamedTuple):
 
   failed: str
   digest: int  # of the published value after it
-  delta: memoryview  # from the version before to this one; not to be sent after a refusal
+  delta: memoryview  # from the version before to this one; empty after a refusal
+  gradient: memoryview  # the encoded outer gradient, from which `redo` repeats it; the same
   norm: float
 
 
@@ -58,7 +62,12 @@ class Theta:
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     self._pieces = pieces_lib.Pieces(
-      layout, assembled.codec_up, assembled.codec_down, assembled.transform, self.place
+      layout,
+      assembled.codec_up,
+      assembled.codec_down,
+      assembled.codec_log,
+      assembled.transform,
+      self.place,
     )
     self._values: list[list[exchange.Piece]] | None = None
     self._warm = False
@@ -170,18 +179,34 @@ class Theta:
     ]
     totals, sums_T = self._pieces.sums(p, rows)
     stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
+    made = self._pieces.gradient(p, totals, stretch_T)
+    length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
+    return self._step(p, *made, length) if made else self._failed(p, NOT_FINITE)
+
+  def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
+    """Repeats an outer step from its encoded outer gradient; an empty one was refused.
+
+    Raises:
+      ValueError: the gradient has another size.
+    """
+    data = np.frombuffer(gradient, np.uint8)
+    if not len(data):
+      return self._failed(p, ALL_REJECTED)
+    return self._step(p, data, self._pieces.decoded(p, data), 0.0)
+
+  def _step(self, p: int, data: np.ndarray, decoded: list[jax.Array], length: float) -> Merged:
+    """Applies an outer gradient."""
     values = self._whole()
-    stepped = self._pieces.outer_step(p, values[p], totals, stretch_T)
+    stepped = self._pieces.outer_step(p, values[p], decoded)
     if stepped is None:
       return self._failed(p, NOT_FINITE)
     self._pieces.recycle(p, values[p])
     values[p] = stepped.pieces
     self.versions[p] += 1
-    length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    return Merged('', stepped.digest, memoryview(stepped.delta), length)
+    return Merged('', stepped.digest, memoryview(stepped.delta), memoryview(data), length)
 
   def _failed(self, p: int, why: str) -> Merged:
-    return Merged(why, self.digest(p), memoryview(b''), 0.0)
+    return Merged(why, self.digest(p), memoryview(b''), memoryview(b''), 0.0)
 
   def warm_up(self) -> None:
     """Compiles the outer steps, with a payload of zeros whose result is dropped."""
@@ -191,7 +216,8 @@ class Theta:
         zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
         lengths_T = self._pieces.lengths(p, zeros)
         totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
-        stepped = self._pieces.outer_step(p, values[p], totals, sums_T)
+        _, gradient = self._pieces.gradient(p, totals, sums_T)
+        stepped = self._pieces.outer_step(p, values[p], gradient)
         self._pieces.recycle(p, stepped.pieces)
       self._warm = True
 

@@ -7,7 +7,10 @@ once. The M float32 rows never exist, and new values go into the buffers of old 
 
   lengths      the length of each tensor of one payload
   sums         the sums u = sum_m factor_m v_m, and the lengths of their tensors
+  gradient     the outer gradient, encoded and as the optimizer gets it
   outer_step   optimizer, delta, published value, digest
+
+`decoded` and `outer_step` repeat an outer step from the encoded gradient alone.
 
 The bits do not depend on the size of the pieces: what crosses the border of a block is summed on
 the host in float64, block after block. A transform that looks at whole tensors gets them: its
@@ -53,12 +56,13 @@ class Pieces:
     layout: fragments.Layout,
     codec_up: codecs.Codec,
     codec_down: codecs.Codec,
+    codec_log: codecs.Codec,
     tx: optax.GradientTransformation,
     place: jax.sharding.Sharding,
     piece: int = PIECE,
   ):
     """`place`: where the arrays are, on a CPU; `piece`: values in a piece, a multiple of 32."""
-    self._up, self._down, self._place = codec_up, codec_down, place
+    self._up, self._down, self._log, self._place = codec_up, codec_down, codec_log, place
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece, max(self._sizes))
@@ -79,7 +83,10 @@ class Pieces:
 
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=2)
-    self._stretched = jax.jit(exchange.stretched, donate_argnums=0)
+    self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0, donate_argnums=1)
+    self._decode = jax.jit(
+      lambda codec, n, sections: codec.decode(jnp.concatenate(sections), n), static_argnums=(0, 1)
+    )
     self._squares_of = jax.jit(codecs.squares_of)
     self._digest = jax.jit(digest_lib.digest)
     step = lambda codec, tx, spare, *rest: exchange.outer_step(codec, tx, *rest)
@@ -141,14 +148,12 @@ class Pieces:
   def lengths(self, p: int, payload: np.ndarray) -> np.ndarray:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
-    expected = self._up.encoded_size(self._sizes[p])
-    if payload.shape != (expected,):
-      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {expected}')
+    self._require_size(self._up, p, payload)
     with self._on_cpu():
       return self._lengths(
         p,
         (
-          self._squares(self._up, self._n[p], self._sections(p, payload, start))
+          self._squares(self._up, self._n[p], self._sections(self._up, p, payload, start))
           for start in self.starts(p)
         ),
       )
@@ -165,61 +170,68 @@ class Pieces:
             self._up,
             np.bool_(m == 0),
             total_n,
-            self._sections(p, payload, start),
+            self._sections(self._up, p, payload, start),
             self._of_blocks(p, factors[m], start),
           )
         totals.append(total_n)
       return totals, self._lengths(p, map(self._squares_of, totals))
 
-  def outer_step(
-    self,
-    p: int,
-    pieces: Sequence[exchange.Piece],
-    totals: Sequence[jax.Array],
-    stretch_T: np.ndarray,
-  ) -> Stepped | None:
-    """Consumes the sums; None: a value is not finite. `pieces` stay as they are."""
+  def gradient(
+    self, p: int, totals: Sequence[jax.Array], stretch_T: np.ndarray
+  ) -> tuple[np.ndarray, list[jax.Array]] | None:
+    """(the encoded outer gradient uint8[B], its decoded values in pieces); None: a value is not
+    finite. Consumes the sums."""
     stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
+    with self._on_cpu():
+      made = [
+        self._gradient(
+          self._log,
+          total_n,
+          self._of_blocks(p, stretch_B, start),
+          self._of_blocks(p, self._counts[p], start),
+        )
+        for start, total_n in zip(self.starts(p), totals, strict=True)
+      ]
+      data, oks, values = zip(*made)
+      if not all(map(bool, oks)):
+        self._keep(p, values)
+        return None
+      return self._payload(self._log, p, data), list(values)
+
+  def decoded(self, p: int, data: np.ndarray) -> list[jax.Array]:
+    """The values of an encoded outer gradient, in pieces. Raises ValueError for another size."""
+    self._require_size(self._log, p, data)
+    with self._on_cpu():
+      return [
+        self._decode(self._log, self._n[p], self._sections(self._log, p, data, start))
+        for start in self.starts(p)
+      ]
+
+  def outer_step(
+    self, p: int, pieces: Sequence[exchange.Piece], gradient: Sequence[jax.Array]
+  ) -> Stepped | None:
+    """Consumes the decoded outer gradient; None: a value is not finite. `pieces` stay as they
+    are."""
     size, n = self._sizes[p], self._n[p]
-    delta = np.empty(self._down.encoded_size(size), np.uint8)
     spares = len(self._vectors(p, pieces[0])) - 1
     results = []
     with self._on_cpu():
-      for start, piece, total_n in zip(self.starts(p), pieces, totals, strict=True):
-        results.append(
-          self._step(
-            self._down,
-            self._tx[p],
-            [self._buffer(p) for _ in range(spares)],
-            self._stretched(
-              total_n,
-              self._of_blocks(p, stretch_B, start),
-              self._of_blocks(p, self._counts[p], start),
-            ),
-            piece,
-            np.uint32(start),
-            np.uint32(min(n, size - start)),
-          )
-        )
-      digests = np.zeros(2, np.uint64)
-      for start, result in zip(self.starts(p), results):
-        data, stop = np.asarray(result.delta_bytes), min(start + n, size)
-        for to, at in zip(
-          codecs.ranges(self._down, size, start, stop),
-          codecs.ranges(self._down, n, 0, stop - start),
-        ):
-          delta[to] = data[at]
-        digests += np.asarray(result.digest)
+      for start, piece, merged_n in zip(self.starts(p), pieces, gradient, strict=True):
+        spare = [self._buffer(p) for _ in range(spares)]
+        place = np.uint32(start), np.uint32(min(n, size - start))
+        results.append(self._step(self._down, self._tx[p], spare, merged_n, piece, *place))
     stepped = [result.piece for result in results]
     if not all(bool(result.ok) for result in results):
       self.recycle(p, stepped)
       return None
-    return Stepped(stepped, delta, digest_lib.as_int(digests & 0xFFFFFFFF))
+    delta = self._payload(self._down, p, [result.delta_bytes for result in results])
+    digest = sum(np.asarray(result.digest, np.uint64) for result in results)
+    return Stepped(stepped, delta, digest_lib.as_int(digest & 0xFFFFFFFF))
 
   def recycle(self, p: int, pieces: Iterable[exchange.Piece]) -> None:
     """Takes pieces that are not needed any more, for later results."""
     for piece in pieces:
-      self._spare.setdefault(self._n[p], []).extend(self._vectors(p, piece))
+      self._keep(p, self._vectors(p, piece))
 
   def digest(self, p: int, pieces: Sequence[exchange.Piece]) -> int:
     """Of the published value."""
@@ -233,15 +245,33 @@ class Pieces:
     """Arrays of the host are used on the CPU, also where there is an accelerator."""
     return jax.default_device(next(iter(self._place.device_set)))
 
-  def _sections(self, p: int, payload: np.ndarray, start: int) -> list[np.ndarray]:
+  def _require_size(self, codec: codecs.Codec, p: int, payload: np.ndarray) -> None:
+    expected = codec.encoded_size(self._sizes[p])
+    if payload.shape != (expected,):
+      raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {expected}')
+
+  def _sections(
+    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int
+  ) -> list[np.ndarray]:
     """The sections of one piece of a payload, filled up with zeros, which decode to zeros."""
     size, n = self._sizes[p], self._n[p]
     stop = min(start + n, size)
-    parts = [payload[at] for at in codecs.ranges(self._up, size, start, stop)]
+    parts = [payload[at] for at in codecs.ranges(codec, size, start, stop)]
     if stop - start == n:
       return parts
-    widths = (n // codecs.BLOCK * width for width in self._up.sections)
+    widths = (n // codecs.BLOCK * width for width in codec.sections)
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
+
+  def _payload(self, codec: codecs.Codec, p: int, encoded: Sequence[jax.Array]) -> np.ndarray:
+    """The payload of a fragment from those of its pieces, uint8[B]."""
+    size, n = self._sizes[p], self._n[p]
+    payload = np.empty(codec.encoded_size(size), np.uint8)
+    for start, data in zip(self.starts(p), map(np.asarray, encoded), strict=True):
+      stop = min(start + n, size)
+      places = codecs.ranges(codec, size, start, stop)
+      for to, at in zip(places, codecs.ranges(codec, n, 0, stop - start)):
+        payload[to] = data[at]
+    return payload
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
     """The values for the blocks of one piece, zeros behind the last."""
@@ -258,6 +288,9 @@ class Pieces:
   def _buffer(self, p: int) -> jax.Array:
     spare = self._spare.get(self._n[p])
     return spare.pop() if spare else jax.device_put(np.zeros(self._n[p], np.float32), self._place)
+
+  def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
+    self._spare.setdefault(self._n[p], []).extend(arrays)
 
   def _vectors(self, p: int, piece: exchange.Piece) -> list[jax.Array]:
     """The arrays of a piece that serve as buffers."""

@@ -38,7 +38,7 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
 
 @functools.cache
 def _pieces(layout, codec, place):
-  return pieces.Pieces(layout, codec, codec, optax.sgd(1.0), place, piece=3 << 14)
+  return pieces.Pieces(layout, codec, codec, codec, optax.sgd(1.0), place, piece=3 << 14)
 
 
 def _measured(name: str, values: np.ndarray) -> float:

@@ -9,7 +9,7 @@ from diloco_jax.syncer import pieces as pieces_lib
 
 
 class Fragment:
-  """Fragment p of a layout, at version 0.
+  """Fragment p of a layout, at version 0; `gradient`: the encoded outer gradient of its last step.
 
   Args:
     values_N: its first values.
@@ -32,7 +32,9 @@ class Fragment:
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
-    self._lib = pieces_lib.Pieces(layout, self.codec, codecs.get(down), tx, place, piece)
+    self._lib = pieces_lib.Pieces(
+      layout, self.codec, codecs.get(down), self.codec, tx, place, piece
+    )
     self._pieces = self._lib.begin(p, values_N)
 
   def lengths(self, payload: np.ndarray) -> np.ndarray:
@@ -45,7 +47,18 @@ class Fragment:
     rows = list(zip(payloads, self._rule.factors(shares_M, lengths_MxT), strict=True))
     totals, sums_T = self._lib.sums(self._p, rows)
     stretch_T = self._rule.stretch(shares_M, lengths_MxT, sums_T)
-    stepped = self._lib.outer_step(self._p, self._pieces, totals, stretch_T)
+    made = self._lib.gradient(self._p, totals, stretch_T)
+    if made is None:
+      return None
+    self.gradient, decoded = made
+    return self._apply(decoded)
+
+  def redo(self, payload: np.ndarray) -> pieces_lib.Stepped | None:
+    """The outer step of an encoded outer gradient."""
+    return self._apply(self._lib.decoded(self._p, payload))
+
+  def _apply(self, gradient: list[jax.Array]) -> pieces_lib.Stepped | None:
+    stepped = self._lib.outer_step(self._p, self._pieces, gradient)
     if stepped is not None:
       self._lib.recycle(self._p, self._pieces)
       self._pieces = stepped.pieces
