@@ -207,8 +207,13 @@ def outer_step(
   master_n = optax.apply_updates(piece.master_n, updates_n)
   data, ok = codec.encode(master_n - piece.published_n)
   published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))
-  for leaf in (published_n, *jax.tree.leaves(tx_state)):
-    ok &= jnp.all(jnp.isfinite(leaf))
+  finite_n = jnp.isfinite(published_n)
+  for leaf in jax.tree.leaves(tx_state):  # one reduction for all that are as long
+    if leaf.shape == finite_n.shape:
+      finite_n &= jnp.isfinite(leaf)
+    else:
+      ok &= jnp.all(jnp.isfinite(leaf))
+  ok &= jnp.all(finite_n)
   digest = digest_lib.digest(published_n, first, count)
   return OuterResult(Piece(master_n, published_n, tx_state), data, digest, ok)
 

@@ -84,9 +84,11 @@ class Pieces:
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=2)
     self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0, donate_argnums=1)
-    self._decode = jax.jit(
-      lambda codec, n, sections: codec.decode(jnp.concatenate(sections), n), static_argnums=(0, 1)
+    # Arguments without a use are buffers for results.
+    decode = lambda codec, spare_n, sections: codec.decode(
+      jnp.concatenate(sections), spare_n.shape[0]
     )
+    self._decode = jax.jit(decode, static_argnums=0, donate_argnums=1, keep_unused=True)
     self._squares_of = jax.jit(codecs.squares_of)
     self._digest = jax.jit(digest_lib.digest)
     step = lambda codec, tx, spare, *rest: exchange.outer_step(codec, tx, *rest)
@@ -203,7 +205,7 @@ class Pieces:
     self._require_size(self._log, p, data)
     with self._on_cpu():
       return [
-        self._decode(self._log, self._n[p], self._sections(self._log, p, data, start))
+        self._decode(self._log, self._buffer(p), self._sections(self._log, p, data, start))
         for start in self.starts(p)
       ]
 

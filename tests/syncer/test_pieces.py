@@ -195,11 +195,13 @@ def test_a_restart_between_two_outer_steps_changes_no_bit():
 @codec_names
 def test_the_encoded_gradient_repeats_the_outer_step_bit_for_bit(name):
   """What the log holds: one payload, whatever the number of learners."""
-  one, again = _fragment(1, name), _fragment(1, name, piece=96)
+  one, again, live = _fragment(1, name), _fragment(1, name, piece=96), 0
   for seed in range(3):
     stepped = one.merge(_deltas(1, 3, seed=10 * seed), [3, 1, 2])
     assert one.gradient.nbytes == stepped.delta.nbytes
     repeated = again.redo(one.gradient)
+    live = live or len(jax.live_arrays())
+    assert len(jax.live_arrays()) <= live, 'new values are in the buffers of old ones'
     assert (repeated.digest, repeated.delta.tobytes()) == (stepped.digest, stepped.delta.tobytes())
   assert _bits(one.whole) == _bits(again.whole)
 
