@@ -66,9 +66,9 @@ class Pieces:
     count = layout.num_fragments
     self._sizes = [layout.size(p) for p in range(count)]
     widest = min(piece, max(self._sizes))
-    whole = not outer_lib.elementwise(tx)
-    self._n = self._sizes if whole else [widest] * count
-    self._tx = [outer_lib.by_tensor(tx, layout, p) if whole else tx for p in range(count)]
+    self._whole = not outer_lib.elementwise(tx)
+    self._n = self._sizes if self._whole else [widest] * count
+    self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.
     blocks = [
       np.array([one.padded_size // codecs.BLOCK for one in layout.fragments[p]])
@@ -97,11 +97,7 @@ class Pieces:
   @property
   def unlike(self) -> list[int]:
     """One fragment for each set of functions to compile."""
-    return (
-      list({n: p for p, n in enumerate(self._n)}.values())
-      if len(set(self._tx)) == 1
-      else (list(range(len(self._n))))
-    )
+    return list(range(len(self._n))) if self._whole else [0]
 
   # --- Cutting and joining ------------------------------------------------------------------------
 
