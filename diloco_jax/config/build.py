@@ -48,6 +48,12 @@ class Assembly:
   task: task_lib.Task | None  # None: the user's own loop trains (launch/peer.py)
 
   @property
+  def codec_log(self) -> codecs.Codec:
+    """Of the merged outer gradient, in the log and for the outer optimizer: that of a payload. Four
+    bits would be too few, since no later outer step makes up for what they lose."""
+    return codecs.get('int8') if self.codec_up.name == 'int4' else self.codec_up
+
+  @property
   def payload_bytes(self) -> tuple[int, ...]:
     """Size of each fragment's pseudo-gradient on the wire."""
     layout = self.layout
@@ -68,11 +74,6 @@ class Assembly:
   def moments_bytes(self) -> int:
     """Size of a donation: the inner optimizer's state."""
     return moments_lib.size_bytes(self.moments)
-
-  def outer_optimizer(self, p: int) -> outer.OuterOptimizer:
-    """Merge rules by label, then the optax transform, for fragment p."""
-    rule = merge.by_label(self.rules, fragments.labels(self.layout, p))
-    return outer.outer_optimizer(rule, self.transform)
 
 
 def assemble(config: run_config.Config) -> Assembly:

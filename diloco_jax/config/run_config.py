@@ -76,8 +76,9 @@ class SyncConfig(_Sync):
       2 * moments / rate < H * step time.
     places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
       more.
-    keep_log: keep every outer step in the log, so that the arrays of the whole run can be computed
-      again (diloco replay --arrays); else the log drops what two checkpoints hold.
+    keep_log: keep every outer step in the log, with the payloads of its participants, so that the
+      arrays of the whole run can be merged again (diloco replay --arrays); else a record holds the
+      merged gradient, and the log drops what two checkpoints hold.
   """
 
   fragmentation: str = 'balanced'

@@ -57,15 +57,20 @@ class Codec(NamedTuple):
 
   Attributes:
     name: one of CODECS.
+    sections: a payload is so many sections, one after the other; the bytes of a block in each.
     encoded_size: n -> the number of bytes of n values.
     encode: float32[n] -> (uint8[encoded_size(n)], ok).
     decode: (uint8[encoded_size(n)], n) -> float32[n].
+    squares: (uint8[encoded_size(n)], n) -> float32[n/32], the sum of squares of each block; it is
+      not finite if one of the values is not, or if a square overflows.
   """
 
   name: str
+  sections: tuple[int, ...]
   encoded_size: Callable[[int], int]
   encode: Callable[[Any], tuple[Any, Any]]
   decode: Callable[[Any, int], Any]
+  squares: Callable[[Any, int], Any]
 
 
 def get(name: str) -> Codec:
@@ -81,6 +86,27 @@ def get(name: str) -> Codec:
   if name not in CODECS:
     raise ValueError(f'{name!r} is unknown; use one of: {", ".join(CODECS)}')
   return CODECS[name]
+
+
+def ranges(codec: Codec, n: int, start: int, stop: int) -> list[slice]:
+  """The bytes of values [start, stop) in a payload of n values, one slice of each section. In this
+  order they are the payload of these values alone. All three are multiples of BLOCK.
+
+  >>> ranges(get('int8'), n=320, start=64, stop=128)
+  [slice(2, 4, None), slice(74, 138, None)]
+  """
+  found, section = [], 0
+  for width in codec.sections:
+    first, last = start // BLOCK * width, stop // BLOCK * width
+    found.append(slice(section + first, section + last))
+    section += n // BLOCK * width
+  return found
+
+
+def spread(blocks_B: jax.Array) -> jax.Array:
+  """The number of each block for each of its values: [n/32] -> [n]. The flat result, not one of two
+  axes, is what a compiler turns into vector instructions."""
+  return jnp.broadcast_to(blocks_B[:, None], (blocks_B.shape[0], BLOCK)).reshape(-1)
 
 
 def canonical(values: jax.Array) -> jax.Array:
@@ -125,14 +151,13 @@ def _decode_bfloat16(data: jax.Array, n: int) -> jax.Array:
 
 
 def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.Array]:
-  blocks = values.reshape(-1, BLOCK)
-  exponents = jnp.max(_magnitude(blocks), axis=1) >> 23
+  exponents = jnp.max(_magnitude(values).reshape(-1, BLOCK), axis=1) >> 23
   inverse = jnp.where(
     exponents > fraction_bits + 1, (254 + fraction_bits - exponents) << 23, jnp.uint32(0)
   )
   largest = 2 ** (fraction_bits + 1) - 1
-  scaled = blocks * _from_bits(inverse)[:, None]
-  q = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8).reshape(-1)
+  scaled = values * spread(_from_bits(inverse))
+  q = jnp.clip(jnp.round(scaled), -largest, largest).astype(jnp.int8)
   elements = jax.lax.bitcast_convert_type(q, jnp.uint8)
   if fraction_bits == 2:
     pairs = jax.lax.bitcast_convert_type(elements.reshape(-1, 2), jnp.uint16)
@@ -146,13 +171,30 @@ def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _decode_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
+  scale_B, q = _read_int(fraction_bits, data, n)
+  return q.astype(jnp.float32) * spread(scale_B)
+
+
+def _squares_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:
+  scale_B, q = _read_int(fraction_bits, data, n)
+  blocks = q.astype(jnp.int32).reshape(-1, BLOCK)
+  return jnp.sum(blocks * blocks, axis=1).astype(jnp.float32) * scale_B * scale_B
+
+
+def _read_int(fraction_bits: int, data: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
+  """(the scale of the last bit float32[n/32], the elements int8[n])."""
   exponents = data[: n // BLOCK].astype(jnp.uint32)
   bits = jnp.where(exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0))
-  scale = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
+  scale_B = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
   q = jax.lax.bitcast_convert_type(data[n // BLOCK :], jnp.int8)
   if fraction_bits == 2:  # shifting right keeps the sign of the high nibble
-    q = jnp.stack([q << 4 >> 4, q >> 4], axis=1)
-  return (q.reshape(-1, BLOCK).astype(jnp.float32) * scale[:, None]).reshape(n)
+    q = jnp.stack([q << 4 >> 4, q >> 4], axis=1).reshape(-1)
+  return scale_B, q
+
+
+def squares_of(values_N: jax.Array) -> jax.Array:
+  """The sum of squares of each block, float32[n/32]."""
+  return jnp.sum(jnp.square(values_N).reshape(-1, BLOCK), axis=1)
 
 
 def _bits(values: jax.Array) -> jax.Array:
@@ -172,14 +214,18 @@ def _from_bits(bits: jax.Array) -> jax.Array:
 
 
 def _checked(
-  name: str, bytes_per_block: int, encode: Callable[..., Any], decode: Callable[..., Any]
+  name: str,
+  sections: tuple[int, ...],
+  encode: Callable[..., Any],
+  decode: Callable[..., Any],
+  squares: Callable[..., Any] | None = None,
 ) -> Codec:
   """A codec that refuses arrays of the wrong size."""
 
   def size(n: int) -> int:
     if n % BLOCK or n < 0:
       raise ValueError(f'codec {name}: n is {n}, not a multiple of {BLOCK}; pad the values with 0')
-    return n // BLOCK * bytes_per_block
+    return n // BLOCK * sum(sections)
 
   def checked_encode(values_N: Any) -> tuple[Any, Any]:
     if values_N.ndim != 1 or values_N.dtype != 'float32':
@@ -189,32 +235,32 @@ def _checked(
     size(values_N.shape[0])
     return encode(values_N)
 
-  def checked_decode(data: Any, n: int) -> Any:
+  def checked(read: Callable[..., Any], data: Any, n: int) -> Any:
     if data.shape != (size(n),) or data.dtype != 'uint8':
       raise ValueError(
         f'codec {name}: {n} values are uint8[{size(n)}], got {data.dtype}{list(data.shape)}; '
         'the payload is truncated or of another codec or fragment'
       )
-    return decode(data, n)
+    return read(data, n)
 
-  return Codec(name, size, checked_encode, checked_decode)
+  squares = squares or (lambda data, n: squares_of(decode(data, n)))
+  reads = (functools.partial(checked, read) for read in (decode, squares))
+  return Codec(name, sections, size, checked_encode, *reads)
 
 
-def _integers(name: str, bytes_per_block: int, fraction_bits: int) -> Codec:
+def _integers(name: str, element_bytes: int, fraction_bits: int) -> Codec:
+  parts = (_encode_int, _decode_int, _squares_int)
   return _checked(
-    name,
-    bytes_per_block,
-    functools.partial(_encode_int, fraction_bits),
-    functools.partial(_decode_int, fraction_bits),
+    name, (1, element_bytes), *(functools.partial(part, fraction_bits) for part in parts)
   )
 
 
 CODECS = {
   codec.name: codec
   for codec in (
-    _checked('float32', 4 * BLOCK, _encode_float32, _decode_float32),
-    _checked('bfloat16', 2 * BLOCK, _encode_bfloat16, _decode_bfloat16),
-    _integers('int8', 1 + BLOCK, fraction_bits=6),
-    _integers('int4', 1 + BLOCK // 2, fraction_bits=2),
+    _checked('float32', (4 * BLOCK,), _encode_float32, _decode_float32),
+    _checked('bfloat16', (2 * BLOCK,), _encode_bfloat16, _decode_bfloat16),
+    _integers('int8', BLOCK, fraction_bits=6),
+    _integers('int4', BLOCK // 2, fraction_bits=2),
   )
 }

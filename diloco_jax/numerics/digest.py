@@ -18,15 +18,23 @@ import numpy as np
 _GOLDEN = 0x9E3779B9
 
 
-def digest(values_N: jax.Array) -> jax.Array:
-  """The digest of float32[N] as uint32[2]; for use inside jit.
+def digest(
+  values_n: jax.Array, first: jax.Array | int = 0, count: jax.Array | int | None = None
+) -> jax.Array:
+  """The digest of float32[n] as uint32[2]; for use inside jit.
+
+  Of a vector that is cut into pieces it is the sum, modulo 2^32, of the digests of the pieces.
+  `first` is the place of a piece in its vector; from `count` values on, the piece is padding.
 
   >>> digest(jnp.float32([1.0, -2.5])).tolist()
   [2145386496, 4274141047]
   """
-  bits = jax.lax.bitcast_convert_type(values_N, jnp.uint32)
-  i = jax.lax.iota(jnp.uint32, values_N.shape[0])
+  bits = jax.lax.bitcast_convert_type(values_n, jnp.uint32)
+  place = jax.lax.iota(jnp.uint32, values_n.shape[0])
+  i = place + jnp.asarray(first, jnp.uint32)
   terms = (bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1)))
+  if count is not None:
+    terms = tuple(jnp.where(place < count, term, jnp.uint32(0)) for term in terms)
   # One reduction of a pair: XLA's CPU backend turns two sums into scalar loops, 20 times slower.
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
   return jnp.stack(jax.lax.reduce(terms, (jnp.uint32(0), jnp.uint32(0)), add, (0,)))

@@ -4,8 +4,10 @@ One sync of fragment p, with A_v the value published as version v (learners hold
 bit for bit), Theta the syncer's float32 master, C and D a codec's encode and decode:
 
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
-  syncer      ||D_up(bytes_m)||, to reject outliers                                 payload_norm
-              Theta'  = Theta - OuterOpt(Merge({D_up(bytes_m)}, w))
+  syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule       block_squares
+              u       = sum_m factor_m D_up(bytes_m)                                 add_row
+              D       = D_log(C_log(stretch u))                            outer_gradient
+              Theta'  = Theta - OuterOpt(D)
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
   learner m   A_{v+1} = A_v + D_down(bytes)                                     apply_delta
@@ -24,44 +26,50 @@ are exact (see codecs.py), every backend rounds one addition alike, and `apply_d
 result canonical (no subnormals, no -0). The digest verifies it. A learner that holds another
 version gets A_{v+1} whole: the float32 codec is lossless for canonical values.
 
-Give `layout`, `p`, the codecs, `outer` and `alpha` to jax.jit as static arguments. Only bytes,
-flags and digests need to cross to the host.
+The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
+their bits do not depend on n (syncer/pieces.py); a learner's take a whole fragment.
+
+Give `layout`, `p`, the codecs, `tx` and `alpha` to jax.jit as static arguments. Only bytes, flags,
+digests and sums of squares need to cross to the host.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from diloco_jax.numerics import codecs, fragments
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.numerics import outer as outer_lib
 
 PyTree = Any
 
 
+class Piece(NamedTuple):
+  """What the syncer holds of n values: the master Theta, the published value A_v, and the state of
+  the outer optimizer."""
+
+  master_n: jax.Array
+  published_n: jax.Array
+  tx_state: PyTree
+
+
 class OuterResult(NamedTuple):
-  """The result of an outer step.
+  """The result of the outer step of a piece.
 
   Attributes:
-    master_N: the new float32 master, Theta'.
-    published_N: the new published value, A_{v+1}.
-    opt_state: the new state of the outer optimizer.
+    piece: the new values.
     delta_bytes: uint8, the encoded delta from A_v to A_{v+1}.
-    digest: uint32[2] of published_N.
-    ok: false if all weights are 0 or a value is not finite. Then the three states above are the
-      arguments (donated buffers lose nothing) and delta_bytes must not be sent.
-    norm: the norm of the merged outer gradient of the fragment.
+    digest: uint32[2], the part of this piece in the digest of the published value.
+    ok: false if a value is not finite: none of this may be used.
   """
 
-  master_N: jax.Array
-  published_N: jax.Array
-  opt_state: PyTree
+  piece: Piece
   delta_bytes: jax.Array
   digest: jax.Array
   ok: jax.Array
-  norm: jax.Array
 
 
 def pseudo_gradient(
@@ -130,63 +138,84 @@ def rebase(
   return fragments.scatter(layout, p, params_tree, published_N + carried_N), published_N
 
 
-def init_outer(
-  layout: fragments.Layout, p: int, outer: outer_lib.OuterOptimizer, master_N: jax.Array
-) -> PyTree:
-  """Syncer: the state of the outer optimizer for fragment p."""
-  return outer.init(fragments.split(layout, p, master_N))
+def block_squares(codec: codecs.Codec, n: int, sections: Sequence[jax.Array]) -> jax.Array:
+  """Syncer: the sum of squares of each block of a payload of n values, float32[n/32]. It is not
+  finite if one of the values is not, or if a square overflows float32.
 
-
-def payload_norm(codec: codecs.Codec, n: int, data: jax.Array) -> jax.Array:
-  """Syncer: the norm of an encoded pseudo-gradient of n values, float32[]. It is not finite if one
-  of the values is not, or if their squares overflow float32.
-
-  It sums squares block by block, so that a long sum does not absorb small addends.
+  `sections` are the sections of the payload (codecs.ranges): it is not copied to join them.
   """
-  squares_BxK = jnp.square(codec.decode(data, n)).reshape(-1, codecs.BLOCK)
-  return jnp.sqrt(jnp.sum(jnp.sum(squares_BxK, axis=1)))
+  return codec.squares(jnp.concatenate(sections), n)
+
+
+def add_row(
+  codec: codecs.Codec,
+  first: jax.Array,
+  total_n: jax.Array,
+  sections: Sequence[jax.Array],
+  factors_B: jax.Array,
+) -> jax.Array:
+  """Syncer: total + factor * D_up(bytes), with a factor for each block.
+
+  One row in a call, so that each addition is total + product, whichever learners there are: a
+  compiler may fuse it into a multiply-add, and then of every row alike.
+
+  Args:
+    first: bool scalar; True: begin with 0, and `total_n` is only a buffer to donate.
+  """
+  total_n = jnp.where(first, jnp.float32(0), total_n)
+  decoded_n = codec.decode(jnp.concatenate(sections), total_n.shape[0])
+  return total_n + decoded_n * codecs.spread(factors_B)
+
+
+def outer_gradient(
+  codec: codecs.Codec, total_n: jax.Array, stretch_B: jax.Array, count_B: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Syncer: (the encoded outer gradient stretch * total, ok, its decoded values).
+
+  The optimizer gets the decoded values, so the bytes are all that a replay needs. Use them only if
+  ok.
+
+  Args:
+    stretch_B: a factor for each block.
+    count_B: how many values of each block belong to a tensor. The padding behind them becomes 0,
+      whatever a learner has sent.
+
+  Not a part of `outer_step`: there a compiler could fuse this product, or one of the optimizer's,
+  into a multiply-add, and its choice would change with n.
+  """
+  place = jax.lax.iota(jnp.int32, total_n.shape[0]) % codecs.BLOCK
+  exact_n = jnp.where(place < codecs.spread(count_B), total_n * codecs.spread(stretch_B), 0.0)
+  data, ok = codec.encode(exact_n)
+  return data, ok, codec.decode(data, total_n.shape[0])
 
 
 def outer_step(
-  layout: fragments.Layout,
-  p: int,
-  outer: outer_lib.OuterOptimizer,
-  codec_up: codecs.Codec,
-  codec_down: codecs.Codec,
-  master_N: jax.Array,
-  published_N: jax.Array,
-  opt_state: PyTree,
-  payloads_MxB: jax.Array,
-  weights_M: jax.Array,
+  codec: codecs.Codec,
+  tx: optax.GradientTransformation,
+  merged_n: jax.Array,
+  piece: Piece,
+  first: jax.Array,
+  count: jax.Array,
 ) -> OuterResult:
-  """Syncer: one outer step of fragment p.
+  """Syncer: the outer optimizer and the down-link of one piece.
 
   Args:
-    payloads_MxB: uint8, the encoded pseudo-gradients in the order of learner ids. The row of an
-      absent learner is all zeros (which decodes to zeros in every codec) and its weight is 0.
-    weights_M: float32, see merge.token_weights.
+    merged_n: the outer gradient, decoded.
+    first, count: the place of the piece in its fragment, as for digest.digest.
   """
-  n = layout.size(p)
-  deltas_MxN = jax.vmap(lambda data: codec_up.decode(data, n))(payloads_MxB)
-  deltas = fragments.split(layout, p, deltas_MxN)
-  params = fragments.split(layout, p, master_N)
-  new_params, new_state, merged = outer.update(deltas, weights_M, opt_state, params)
-  new_master_N = fragments.join(layout, p, new_params)
-
-  data, ok = codec_down.encode(new_master_N - published_N)
-  new_published_N = codecs.canonical(published_N + codec_down.decode(data, n))
-  ok &= jnp.all(jnp.isfinite(new_published_N)) & jnp.any(weights_M > 0)
-  for leaf in jax.tree.leaves(new_state):
-    ok &= jnp.all(jnp.isfinite(leaf))
-
-  old = (master_N, published_N, opt_state)
-  new = (new_master_N, new_published_N, new_state)
-  kept = jax.tree.map(lambda new_leaf, old_leaf: jnp.where(ok, new_leaf, old_leaf), new, old)
-  return OuterResult(*kept, data, digest_lib.digest(kept[1]), ok, _global_norm(merged))
-
-
-def _global_norm(tree: PyTree) -> jax.Array:
-  return jnp.sqrt(sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(tree)))
+  updates_n, tx_state = tx.update(merged_n, piece.tx_state, piece.master_n)
+  master_n = optax.apply_updates(piece.master_n, updates_n)
+  data, ok = codec.encode(master_n - piece.published_n)
+  published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))
+  finite_n = jnp.isfinite(published_n)
+  for leaf in jax.tree.leaves(tx_state):  # one reduction for all that are as long
+    if leaf.shape == finite_n.shape:
+      finite_n &= jnp.isfinite(leaf)
+    else:
+      ok &= jnp.all(jnp.isfinite(leaf))
+  ok &= jnp.all(finite_n)
+  digest = digest_lib.digest(published_n, first, count)
+  return OuterResult(Piece(master_n, published_n, tx_state), data, digest, ok)
 
 
 def host_bytes(array: jax.Array) -> memoryview:

@@ -172,7 +172,7 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
   pieces, offset = {}, 0
   for piece in layout.fragments[p]:
     values = flat_N[..., offset : offset + piece.size]
-    pieces[piece.key] = values.reshape(*flat_N.shape[:-1], *piece.shape)
+    pieces[piece.key] = values.reshape((*flat_N.shape[:-1], *piece.shape))
     offset += piece.padded_size
   return pieces
 

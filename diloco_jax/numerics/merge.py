@@ -1,13 +1,7 @@
 """Merge rules: from the pseudo-gradients of M learners to one outer gradient.
 
-A merge rule is a pair of pure functions, like an optax transform:
-
-  init(params) -> state
-  merge(deltas, weights_M, state) -> (merged, state)
-
-where `deltas` has the structure of `params` with a leading axis M on every leaf. Let w be the
-weights divided by their sum. With v_m the delta of one tensor and phi(x) = x / ||x||, phi(0) = 0
-(paper, section 4):
+Let w be the weights divided by their sum. With v_m the delta of one tensor and phi(x) = x / ||x||,
+phi(0) = 0 (paper, section 4):
 
   avg   sum_m w_m v_m
   rda   R * phi(u),   R = sum_m w_m ||v_m||,   u = sum_m w_m phi(v_m)
@@ -23,81 +17,73 @@ The weight of a learner is "quantity times quality": the tokens trained on since
 fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
 many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m])
 
-A new rule is a function here that returns a MergeRule, and its entry in RULES, from which the
-battery of tests/numerics/test_merge.py takes it.
+A rule sees the deltas through their lengths only: it says by which factor each row enters the sum
+u, and, once the length of u is known, by which factor the sum is stretched. So the syncer never
+holds the M float32 rows (syncer/pieces.py), and all else is a few numbers for each tensor, in
+float64 on the host. A new rule is a function here that returns a MergeRule, and its entry in RULES,
+from which the battery of tests/numerics/test_merge.py takes it.
 
-The order of summation must not depend on the order of arrival. So the rows are folded one after the
-other in the order of the axis M (learner ids), and an absent learner, a row of zeros with weight 0,
-changes no bit of the result. The fold is a loop of the program and not unrolled: unrolled, a
-compiler may turn w0 v0 + w1 v1 into a fused multiply-add of either product, and its choice changes
-with M. In the loop every addition is accumulator + product, whichever learners are absent, and the
-time to compile does not grow with M.
+The order of summation must not depend on the order of arrival: the rows are folded one after the
+other in the order of learner ids, also here, and an absent learner is no row at all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.numerics import fragments, spec
-
-PyTree = Any
+from diloco_jax.numerics import spec
 
 
 class MergeRule(NamedTuple):
-  """Turns pseudo-gradients into one outer gradient.
+  """Turns pseudo-gradients into one outer gradient, tensor by tensor:
+
+    merged = stretch * u,   u = sum_m factor_m v_m
 
   Attributes:
-    init: params -> state (any pytree).
-    merge: (deltas with leading axis M, weights_M float32, state) -> (merged, state).
+    factors: (shares float64[M], which add up to 1, lengths of the rows float64[M, T])
+      -> float64[M, T].
+    stretch: (shares, lengths of the rows, lengths of the sums u float64[T]) -> float64[T].
   """
 
-  init: Callable[[PyTree], PyTree]
-  merge: Callable[[PyTree, jax.Array, PyTree], tuple[PyTree, PyTree]]
+  factors: Callable[[np.ndarray, np.ndarray], np.ndarray]
+  stretch: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 
 def avg() -> MergeRule:
-  """The weighted mean sum w v / sum w; zero if all weights are 0.
+  """The weighted mean sum w v / sum w.
 
-  >>> merged, _ = avg().merge({'w': jnp.eye(2)}, jnp.float32([3, 1]), ())
-  >>> merged['w'].tolist()
-  [0.75, 0.25]
+  >>> avg().factors(np.float64([0.75, 0.25]), np.ones((2, 1))).tolist()
+  [[0.75], [0.25]]
   """
-
-  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-    deltas, weights_M = _two_rows(deltas, weights_M)
-    shares_M = _shares(weights_M)
-    return _fold(deltas, jax.tree.map(lambda _: shares_M, deltas)), state
-
-  return MergeRule(lambda params: (), merge)
+  return MergeRule(
+    lambda shares_M, lengths_MxT: np.broadcast_to(shares_M[:, None], lengths_MxT.shape),
+    lambda shares_M, lengths_MxT, sums_T: np.ones_like(sums_T),
+  )
 
 
 def rda(floor: float = 0.01) -> MergeRule:
   """Radial-directional averaging per tensor (the equation is at the top of this file).
 
-  Squares are summed in float32: a delta whose norm is below about 1e-19 counts as zero.
+  Squares are summed in float32 in blocks of 32: a delta whose norm is below about 1e-19 counts as
+  zero.
 
   Args:
     floor: the least length of a mean direction u that the rule stretches to full length.
 
-  >>> merged, _ = rda().merge({'w': jnp.eye(2)}, jnp.float32([1, 1]), ())
-  >>> round(float(jnp.linalg.norm(merged['w'])), 6)
-  1.0
+  >>> rda().stretch(np.float64([0.5, 0.5]), np.full((2, 1), 3.0), np.float64([0.5])).tolist()
+  [6.0]
   """
 
-  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-    deltas, weights_M = _two_rows(deltas, weights_M)
-    shares_M = _shares(weights_M)
-    norms_M = _norms_of_rows(deltas)
-    radius = _fold(norms_M, jax.tree.map(lambda _: shares_M, deltas))
-    phi = lambda r_M: jnp.where(r_M > 0, shares_M / jnp.where(r_M > 0, r_M, 1.0), 0.0)
-    u = _fold(deltas, jax.tree.map(phi, norms_M))
-    stretch = lambda x, r, length: x * (r / jnp.maximum(length, floor))
-    return jax.tree.map(stretch, u, radius, _norms(u)), state
+  def factors(shares_M: np.ndarray, lengths_MxT: np.ndarray) -> np.ndarray:
+    there = lengths_MxT > 0
+    return np.where(there, shares_M[:, None] / np.where(there, lengths_MxT, 1.0), 0.0)
 
-  return MergeRule(lambda params: (), merge)
+  def stretch(shares_M: np.ndarray, lengths_MxT: np.ndarray, sums_T: np.ndarray) -> np.ndarray:
+    radius_T = np.add.reduce(shares_M[:, None] * lengths_MxT, axis=0)
+    return radius_T / np.maximum(sums_T, floor)
+
+  return MergeRule(factors, stretch)
 
 
 RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda}
@@ -105,9 +91,12 @@ RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda}
 
 def make(text: str) -> MergeRule:
   """The rule of a spec. Raises ValueError, also for arguments with which it cannot compute."""
-  tensor = jax.ShapeDtypeStruct((2,), jnp.float32)
-  merge_one = lambda rule: lambda x: rule.merge(x[None], x[:1], rule.init(x))
-  return spec.make(text, RULES, use=lambda rule: jax.eval_shape(merge_one(rule), tensor))
+  shares_M, lengths_MxT = np.ones(1), np.ones((1, 1))
+  use = lambda rule: (
+    rule.factors(shares_M, lengths_MxT),
+    rule.stretch(shares_M, lengths_MxT, np.ones(1)),
+  )
+  return spec.make(text, RULES, use=use)
 
 
 def token_weights(
@@ -129,82 +118,43 @@ def token_weights(
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 
-def by_label(rules: Mapping[str, MergeRule], labels: PyTree) -> MergeRule:
+def shares(weights_M: np.ndarray) -> np.ndarray:
+  """The weights divided by their sum, float64[M]. One of them is not 0."""
+  weights_M = np.asarray(weights_M, np.float64)
+  return weights_M / sum(weights_M.tolist())
+
+
+def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule:
   """A rule per label: the paper merges embeddings by avg and everything else by rda.
 
   Args:
     rules: label -> rule.
-    labels: a tree of labels with the structure of the parameters. It may hold more leaves than a
-      call passes, so one rule with fragments.labels(layout) serves every fragment.
+    labels: of the T tensors.
 
   Raises:
-    ValueError: a label without a rule (at once) or a parameter without a label (in init, merge).
+    ValueError: a label without a rule.
 
-  >>> rule = by_label({'avg': avg(), 'rda': rda()}, {'embed': 'avg', 'w': 'rda'})
-  >>> merged, _ = rule.merge({'w': jnp.eye(2)}, jnp.ones(2), rule.init({'w': jnp.ones(2)}))
-  >>> round(float(jnp.linalg.norm(merged['w'])), 6)
-  1.0
+  >>> rule = by_label({'avg': avg(), 'rda': rda()}, ['avg', 'rda'])
+  >>> rule.factors(np.float64([0.5, 0.5]), np.full((2, 2), 4.0)).tolist()
+  [[0.5, 0.125], [0.5, 0.125]]
   """
-  label_of = fragments.by_path(labels)
-  unknown = sorted(set(label_of.values()) - set(rules))
+  unknown = sorted(set(labels) - set(rules))
   if unknown:
     raise ValueError(f'merge: no rule for labels {unknown}; rules are given for {sorted(rules)}')
+  columns = {
+    label: [t for t, one in enumerate(labels) if one == label] for label in sorted(set(labels))
+  }
 
-  def group(tree: PyTree) -> dict[str, dict[str, Any]]:
-    groups: dict[str, dict[str, Any]] = {}
-    for path, leaf in fragments.by_path(tree).items():
-      if path not in label_of:
-        raise ValueError(f'merge: no label for {path}; labels are given for {sorted(label_of)}')
-      groups.setdefault(label_of[path], {})[path] = leaf
-    return groups
+  def factors(shares_M: np.ndarray, lengths_MxT: np.ndarray) -> np.ndarray:
+    made_MxT = np.empty(lengths_MxT.shape)
+    for label, at in columns.items():
+      made_MxT[:, at] = rules[label].factors(shares_M, lengths_MxT[:, at])
+    return made_MxT
 
-  def init(params: PyTree) -> PyTree:
-    return {label: rules[label].init(part) for label, part in group(params).items()}
+  def stretch(shares_M: np.ndarray, lengths_MxT: np.ndarray, sums_T: np.ndarray) -> np.ndarray:
+    made_T = np.empty(sums_T.shape)
+    for label, at in columns.items():
+      made_T[at] = rules[label].stretch(shares_M, lengths_MxT[:, at], sums_T[at])
+    return made_T
 
-  def merge(deltas: PyTree, weights_M: jax.Array, state: PyTree) -> tuple[PyTree, PyTree]:
-    merged, new_state = {}, {}
-    for label, part in group(deltas).items():
-      done, new_state[label] = rules[label].merge(part, weights_M, state[label])
-      merged.update(done)
-    leaves = [merged[path] for path in fragments.by_path(deltas)]
-    return jax.tree.unflatten(jax.tree.structure(deltas), leaves), new_state
-
-  return MergeRule(init, merge)
-
-
-def _shares(weights_M: jax.Array) -> jax.Array:
-  """The weights divided by their sum; all 0 if the sum is."""
-  total = _fold(weights_M, jnp.ones_like(weights_M))
-  return weights_M / jnp.where(total > 0, total, 1.0)
-
-
-def _two_rows(deltas: PyTree, weights_M: jax.Array) -> tuple[PyTree, jax.Array]:
-  """Adds an absent learner to a lone one: XLA unrolls a loop of one round, and with other fused
-  operations the last bits differ (seen with jax 0.12)."""
-  if weights_M.shape[0] > 1:
-    return deltas, weights_M
-  absent = lambda x_Mx: jnp.concatenate([x_Mx, jnp.zeros_like(x_Mx)])
-  return jax.tree.map(absent, deltas), absent(weights_M)
-
-
-@jax.jit
-def _fold(terms: PyTree, factors_M: PyTree) -> PyTree:
-  """0 + f_0 x_0 + f_1 x_1 + ..., leaf by leaf, in this order; factors are never negative."""
-
-  def add(totals: PyTree, row: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
-    return jax.tree.map(lambda total, x, f: total + f * x, totals, *row), None
-
-  # A zero that the compiler cannot see: else it removes `0 +` from a loop of one round and leaves
-  # -0.
-  zero = lambda x_Mx, f_M: jnp.full(x_Mx.shape[1:], jnp.minimum(f_M[0], 0.0), x_Mx.dtype)
-  return jax.lax.scan(add, jax.tree.map(zero, terms, factors_M), (terms, factors_M))[0]
-
-
-@jax.jit
-def _norms_of_rows(deltas: PyTree) -> PyTree:
-  """One row at a time, so that the order of a norm's sum does not depend on the number of rows."""
-  return jax.lax.map(_norms, deltas)
-
-
-def _norms(tree: PyTree) -> PyTree:
-  return jax.tree.map(lambda x: jnp.sqrt(jnp.sum(x * x)), tree)
+  return MergeRule(factors, stretch)

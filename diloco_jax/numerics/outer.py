@@ -1,4 +1,4 @@
-"""The outer optimizer: a merge rule, then an optax transform.
+"""The outer optimizer: an optax transform of the merged outer gradient.
 
 The sign: a pseudo-gradient is anchor - local, it points from the learner back to its anchor. So the
 merged outer gradient D is a gradient to descend, and any optax transform fits:
@@ -14,60 +14,63 @@ A config chooses the transform by a spec: a name of OUTERS, else any optimizer o
 
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import optax
 
-from diloco_jax.numerics import merge, spec
+from diloco_jax.numerics import fragments, spec
 from diloco_jax.numerics.contrib import delayed
 
 PyTree = Any
 
+# The primitives of jax that compute each value from the values at the same place.
+_BY_VALUE = frozenset(
+  'abs add add_any and broadcast_in_dim ceil clamp convert_element_type copy div eq exp floor ge '
+  'gt integer_pow is_finite le log log1p lt max min mul ne neg not or pow round rsqrt select_n '
+  'sign sqrt square sub tanh'.split()
+)
 
-class OuterOptimizer(NamedTuple):
-  """Updates one fragment of the syncer with the pseudo-gradients of learners.
 
-  Attributes:
-    init: params -> state.
-    update: (deltas with leading axis M, weights_M, state, params)
-      -> (new params, new state, the merged outer gradient).
+def elementwise(tx: optax.GradientTransformation) -> bool:
+  """Whether the update of each value depends on this value's gradient, state and parameter only, so
+  that a fragment may be updated in pieces. False for a transform that looks at whole tensors, as
+  lamb, and for one that this module does not know to be elementwise.
+
+  >>> elementwise(optax.adam(0.1)), elementwise(optax.lamb(0.1))
+  (True, False)
   """
-
-  init: Callable[[PyTree], 'OuterState']
-  update: Callable[[PyTree, jax.Array, 'OuterState', PyTree], tuple[PyTree, 'OuterState', PyTree]]
-
-
-class OuterState(NamedTuple):
-  """The state of the merge rule and that of the optax transform."""
-
-  rule: PyTree
-  tx: PyTree
+  vector = jax.ShapeDtypeStruct((2,), jnp.float32)
+  jaxpr = jax.make_jaxpr(tx.update)(vector, jax.eval_shape(tx.init, vector), vector)
+  return _elementwise(jaxpr.jaxpr, vector.shape)
 
 
-def outer_optimizer(rule: merge.MergeRule, tx: optax.GradientTransformation) -> OuterOptimizer:
-  """Composes a merge rule with an optax transform.
+def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:
+  for equation in jaxpr.eqns:
+    inner = jax.extend.core.jaxprs_in_params(equation.params)
+    known = (
+      all(_elementwise(one, shape) for one in inner)
+      if inner
+      else (equation.primitive.name in _BY_VALUE)
+    )
+    if not known or any(one.aval.shape not in ((), shape) for one in equation.outvars):
+      return False
+  return True
 
-  >>> import jax.numpy as jnp
-  >>> outer = outer_optimizer(merge.avg(), optax.sgd(1.0))
-  >>> anchor, locals_Mx2 = jnp.float32([1, 1]), jnp.float32([[0, 1], [2, 3]])
-  >>> deltas = anchor[None] - locals_Mx2
-  >>> outer.update(deltas, jnp.ones(2), outer.init(anchor), anchor)[0].tolist()  # the mean
-  [1.0, 2.0]
-  """
 
-  def init(params: PyTree) -> OuterState:
-    return OuterState(rule.init(params), tx.init(params))
+def by_tensor(
+  tx: optax.GradientTransformation, layout: fragments.Layout, p: int
+) -> optax.GradientTransformation:
+  """The same transform for the flat vector of fragment p: it sees the tensors."""
+  split = lambda flat_N: fragments.split(layout, p, flat_N)
 
-  def update(
-    deltas: PyTree, weights_M: jax.Array, state: OuterState, params: PyTree
-  ) -> tuple[PyTree, OuterState, PyTree]:
-    merged, rule_state = rule.merge(deltas, weights_M, state.rule)
-    updates, tx_state = tx.update(merged, state.tx, params)
-    return optax.apply_updates(params, updates), OuterState(rule_state, tx_state), merged
+  def update(updates_N: jax.Array, state: PyTree, params_N: jax.Array) -> tuple[jax.Array, PyTree]:
+    updates, state = tx.update(split(updates_N), state, split(params_N))
+    return fragments.join(layout, p, updates), state
 
-  return OuterOptimizer(init, update)
+  return optax.GradientTransformation(lambda params_N: tx.init(split(params_N)), update)
 
 
 def nesterov(learning_rate: float = 0.7, momentum: float = 0.9) -> optax.GradientTransformation:

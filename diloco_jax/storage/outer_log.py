@@ -4,11 +4,14 @@ A record of the write-ahead log (wal.py) is one outer step:
 
 * the Merge that the machine asked for, with the machine state (protocol/syncer/recovery.py);
 * the MergeDone that answers it;
-* the participants' payloads as received.
+* the encoded outer gradient that the outer optimizer got, empty if the outer step was refused;
+* for an audit, the CRC-32 of each participant's payload; with `sync.keep_log` the payloads as
+  received. So a record is as large as one payload, whatever the number of learners.
 
 Nothing about an outer step leaves the process before its record is durable, so every outer step
-that any learner has seen can be computed again: start from the checkpoint and repeat each later
-record with the same merge function; each digest must equal the recorded one.
+that any learner has seen can be computed again: start from the checkpoint and apply the gradient of
+each later record with the same function; each digest must equal the recorded one. With the payloads
+the merge itself is repeated, too (syncer/rebuild.py).
 
 A refused outer step is recorded, too, since it settled tokens.
 
@@ -32,7 +35,6 @@ from diloco_jax.storage import files_port, seals, wal, wal_format
 OUTER_STEP = 1  # the kind of its records
 CHECKPOINTS = 2  # the number that a syncer keeps
 POSITION, CHAIN = 'log', 'chain'  # fields of a checkpoint's record: where it stands in the log
-MAX_WIDTH = 1 << 16
 MAX_COUNT = 1 << 53
 
 
@@ -50,11 +52,18 @@ class Merged(Protocol):
   digest: int
   """Of the fragment's published value after it."""
 
+  gradient: memoryview
+  """The encoded outer gradient; empty if it was refused."""
+
 
 class Theta(Protocol):
   """The part of the global model that the log uses."""
 
   versions: list[int]
+
+  def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
+    """Repeats an outer step of fragment p from its encoded outer gradient: makes its next version.
+    An empty gradient is that of an outer step that was refused. Raises ValueError."""
 
   def merge(
     self,
@@ -62,7 +71,6 @@ class Theta(Protocol):
     participants: Sequence[actions.Participant],
     payloads: Sequence[memoryview | bytes],
     refused: Sequence[str],
-    width: int,
   ) -> Merged:
     """Carries out an outer step of fragment p: makes its next version, unless it is refused.
 
@@ -71,7 +79,6 @@ class Theta(Protocol):
       participants: in the order of learner ids.
       payloads: of the participants, in the same order.
       refused: participants that count as absent learners.
-      width: number of rows in the stack.
     """
 
 
@@ -79,12 +86,14 @@ Ended = tuple[actions.Merge, events.MergeDone]
 
 
 class OuterStep(NamedTuple):
-  """One record: the stack had `width` rows; `payloads` are in the order of the participants."""
+  """One record; `crc32` and `payloads` are in the order of the participants, and `payloads` is
+  empty if they were not kept."""
 
   merge: actions.Merge
   done: events.MergeDone
-  width: int
-  payloads: Sequence[memoryview | bytes]
+  gradient: memoryview | bytes
+  crc32: Sequence[int]
+  payloads: Sequence[memoryview | bytes] = ()
 
 
 def run_of(agreement: str) -> str:
@@ -93,49 +102,52 @@ def run_of(agreement: str) -> str:
 
 
 def encode(step: OuterStep) -> list[Any]:
-  """Makes the buffers for Wal.append; does not copy payloads."""
+  """Makes the buffers for Wal.append; copies neither gradient nor payloads."""
+  parts = [step.gradient, *step.payloads]
   return wal_format.pack(
     {
       'merge': step.merge,
       'done': step.done,
-      'width': step.width,
-      'payload_bytes': [memoryview(payload).nbytes for payload in step.payloads],
+      'crc32': list(step.crc32),
+      'sizes': [memoryview(part).nbytes for part in parts],
     },
-    *step.payloads,
+    *parts,
   )
 
 
 def decode(payload: memoryview) -> OuterStep:
-  """The inverse of `encode`; payloads are views. Raises ValueError, KeyError, TypeError or
-  TapeError."""
+  """The inverse of `encode`; gradient and payloads are views. Raises ValueError, KeyError,
+  TypeError or TapeError."""
   header, data = wal_format.unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
-  sizes, width = header['payload_bytes'], header['width']
-  if not all(type(size) is int and size >= 0 for size in [width, *sizes]):
-    raise ValueError(f'its sizes are {codec.short(sizes)}, its width {codec.short(width)}')
-  if not len(merge.participants) <= width <= MAX_WIDTH:
-    raise ValueError(f'a stack of {width} rows is not one of {len(merge.participants)} learners')
+  sizes, crc32 = header['sizes'], header['crc32']
+  if not all(type(size) is int and size >= 0 for size in sizes):
+    raise ValueError(f'its sizes are {codec.short(sizes)}')
+  count = len(merge.participants)
+  if not all(type(one) is int and 0 <= one < 1 << 32 for one in crc32) or len(crc32) != count:
+    raise ValueError(f'{codec.short(crc32)} are not the CRC-32 of {count} payloads')
   if not set(done.refused) <= {one.learner for one in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
   for one in merge.participants:
     if not 0 <= one.tokens <= MAX_COUNT or not 0 <= one.steps <= MAX_COUNT:
       raise ValueError(f'{one.learner} has {one.tokens} tokens of {one.steps} steps')
-  if len(sizes) != len(merge.participants) or sum(sizes) != len(data):
+  if len(sizes) not in (1, 1 + count) or sum(sizes) != len(data):
     raise ValueError(
-      f'{len(data)} bytes do not hold payloads of {codec.short(sizes)} bytes from '
-      f'{len(merge.participants)} learners'
+      f'{len(data)} bytes do not hold a gradient and payloads of {codec.short(sizes)} bytes from '
+      f'{count} learners'
     )
   ends = itertools.accumulate(sizes)
-  payloads = [data[end - size : end] for size, end in zip(sizes, ends)]
-  return OuterStep(merge, done, width, payloads)
+  gradient, *payloads = (data[end - size : end] for size, end in zip(sizes, ends))
+  return OuterStep(merge, done, gradient, crc32, payloads)
 
 
 # --- Repeating an outer step ----------------------------------------------------------------------
 
 
-def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
-  """Repeats the outer step of a record, on the Theta directly before it.
+def redo(theta: Theta, record: wal.Record, place: str, merge_again: bool = False) -> OuterStep:
+  """Repeats the outer step of a record, on the Theta directly before it; with `merge_again` from
+  the payloads, if the record has them.
 
   Raises:
     NotReproduced: the record does not follow, or gives another result than the committed one.
@@ -154,12 +166,14 @@ def redo(theta: Theta, record: wal.Record, place: str) -> OuterStep:
       'that belongs to this log',
     )
   try:
-    merged = theta.merge(
-      merge.fragment, merge.participants, step.payloads, done.refused, step.width
-    )
+    if merge_again and step.payloads:
+      merged = theta.merge(merge.fragment, merge.participants, step.payloads, done.refused)
+      same = bytes(merged.gradient) == bytes(step.gradient)
+    else:
+      merged, same = theta.redo(merge.fragment, step.gradient), True
   except (ValueError, TypeError, ArithmeticError, MemoryError) as error:
     raise _refused(record, place, f'cannot be repeated ({error})') from error
-  if (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):
+  if not same or (merged.digest, bool(merged.failed)) != (done.digest, bool(done.failed)):
     raise _refused(
       record,
       place,

@@ -1,13 +1,15 @@
 """Theta on the syncer: master, published value and outer state of each fragment; the outer step.
 
-A value is a flat float32 vector per fragment. A merge and its replay from the log
-(storage/outer_log.py) use the same function, jitted once: equal inputs give equal bits.
+A fragment is a list of pieces of a flat float32 vector (pieces.py). The merged outer gradient is
+encoded before the outer optimizer gets it, so a replay from the log (storage/outer_log.py) has what
+the optimizer had, and uses the same functions: equal bits. What the encoding loses is not made up
+for later: it is below a hundredth of the gradient, without a bias, and a remainder that is carried
+on would be lost with the process, so that a run with a kill and one without would differ.
 """
 
 import copy
-import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +18,14 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.numerics import codecs, exchange, fragments
-from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
+from diloco_jax.syncer import pieces as pieces_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
+LARGEST = float(np.finfo(np.float32).max)
 ALL_REJECTED = 'every pseudo-gradient was rejected; the fragment is unchanged'
 
 
@@ -31,15 +34,20 @@ class Merged(NamedTuple):
 
   failed: str
   digest: int  # of the published value after it
-  delta: memoryview  # from the version before to this one; not to be sent after a refusal
+  delta: memoryview  # from the version before to this one; empty after a refusal
+  gradient: memoryview  # the encoded outer gradient, from which `redo` repeats it; the same
   norm: float
 
 
 class Screened(NamedTuple):
-  """The norms of the participants and the refused learners (protocol/syncer/screening.py)."""
+  """The norms of the participants and the refused learners (protocol/syncer/screening.py).
+
+  `lengths_MxT`: the length of each tensor in each payload, float64, for the merge.
+  """
 
   norms: tuple[int, ...]
   refused: tuple[str, ...]
+  lengths_MxT: np.ndarray
 
 
 class Theta:
@@ -50,27 +58,20 @@ class Theta:
     checkpoint does not need them."""
     self._assembled = assembled
     layout = assembled.layout
-    count = layout.num_fragments
-    self._outer = [assembled.outer_optimizer(p) for p in range(count)]
-    # The same sharding as restored arrays, so that one compiled function serves both.
+    labels = [[one.label for one in tensors] for tensors in layout.fragments]
+    self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-    self._values: dict[str, Any] | None = None
+    self._pieces = pieces_lib.Pieces(
+      layout,
+      assembled.codec_up,
+      assembled.codec_down,
+      assembled.codec_log,
+      assembled.transform,
+      self.place,
+    )
+    self._values: list[list[exchange.Piece]] | None = None
     self._warm = False
-    self.versions = [0] * count
-    self._outer_step = [
-      jax.jit(
-        functools.partial(
-          exchange.outer_step, layout, p, self._outer[p], assembled.codec_up, assembled.codec_down
-        ),
-        donate_argnums=(0, 1, 2),
-      )
-      for p in range(count)
-    ]
-    self._norm = [
-      jax.jit(functools.partial(exchange.payload_norm, assembled.codec_up, layout.size(p)))
-      for p in range(count)
-    ]
-    self._digest = jax.jit(digest_lib.digest)
+    self.versions = [0] * layout.num_fragments
     self._to_params = jax.jit(self._assemble)
 
   def twin(self, assembled: build.Assembly) -> 'Theta':
@@ -81,27 +82,19 @@ class Theta:
     other.forget()
     return other
 
-  def _version_0(self) -> dict[str, Any]:
+  def _version_0(self) -> list[list[exchange.Piece]]:
     layout = self._assembled.layout
     params = jax.tree.map(jnp.asarray, self._assembled.init())
-    published = jax.device_put(
-      [codecs.canonical(fragments.gather(layout, p, params)) for p in range(layout.num_fragments)],
-      self.place,
-    )
-    masters = [jnp.copy(value_N) for value_N in published]
-    outer = jax.device_put(
-      [
-        exchange.init_outer(layout, p, self._outer[p], value_N) for p, value_N in enumerate(masters)
-      ],
-      self.place,
-    )
-    return {'masters': masters, 'published': published, 'outer': outer}
+    return [
+      self._pieces.begin(p, codecs.canonical(fragments.gather(layout, p, params)))
+      for p in range(layout.num_fragments)
+    ]
 
   def arrays(self) -> dict[str, Any]:
-    """All arrays of a checkpoint, as a tree."""
-    return {name: list(values) for name, values in self._whole().items()}
+    """All arrays of a checkpoint, as a tree, in new buffers."""
+    return _tree(self._pieces.join(p, pieces) for p, pieces in enumerate(self._whole()))
 
-  def _whole(self) -> dict[str, Any]:
+  def _whole(self) -> list[list[exchange.Piece]]:
     if self._values is None:
       self._values = self._version_0()
     return self._values
@@ -109,32 +102,22 @@ class Theta:
   @property
   def like(self) -> Any:
     """The shapes of `arrays`, without drawing values."""
-    return jax.eval_shape(self._version_0)
+    return _tree(map(self._pieces.like, range(len(self.versions))))
 
-  @property
-  def masters(self) -> list[jax.Array]:
-    return self._whole()['masters']
+  def published(self, p: int) -> np.ndarray:
+    """The published value of fragment p, float32[N_p], a new array."""
+    return self._pieces.flat(p, [piece.published_n for piece in self._whole()[p]])
 
-  @property
-  def published(self) -> list[jax.Array]:
-    return self._whole()['published']
-
-  @property
-  def outer_states(self) -> list[Any]:
-    return self._whole()['outer']
+  def master(self, p: int) -> np.ndarray:
+    """The float32 master of fragment p, a new array."""
+    return self._pieces.flat(p, [piece.master_n for piece in self._whole()[p]])
 
   @property
   def shapes(self) -> Any:
     return self._assembled.shapes
 
   def digest(self, p: int) -> int:
-    return digest_lib.as_int(self._digest(self.published[p]))
-
-  def width(self, participants: int) -> int:
-    """The rows of the stack for so many participants: M or, for more than M, the next power of two,
-    so that jax compiles few shapes."""
-    expected = self._assembled.config.sync.learners
-    return expected if participants <= expected else 1 << (participants - 1).bit_length()
+    return self._pieces.digest(p, self._whole()[p])
 
   def screen(
     self,
@@ -143,19 +126,19 @@ class Theta:
     p: int,
   ) -> Screened:
     """Judges each payload of fragment p alone, independently of the other participants."""
-    norms = tuple(self.norm(p, payload) for payload in payloads)
+    lengths_MxT = self._lengths(p, payloads)
+    norms = tuple(map(norm, lengths_MxT))
     refused = tuple(
       one.learner
-      for one, norm in zip(participants, norms, strict=True)
-      if screening.refused(norm, one.least, one.limit)
+      for one, its in zip(participants, norms, strict=True)
+      if screening.refused(its, one.least, one.limit)
     )
-    return Screened(norms, refused)
+    return Screened(norms, refused, lengths_MxT)
 
-  def norm(self, p: int, payload: memoryview | bytes) -> int:
-    """The norm of a payload in screening.UNIT, or screening.NOT_FINITE."""
-    on_cpu = jax.device_put(np.frombuffer(payload, np.uint8), self.place)
-    norm = float(self._norm[p](on_cpu))
-    return int(norm * screening.UNIT) if math.isfinite(norm) else screening.NOT_FINITE
+  def _lengths(self, p: int, payloads: Sequence[memoryview | bytes]) -> np.ndarray:
+    """Of each tensor in each payload, float64[M, T]."""
+    found = [self._pieces.lengths(p, np.frombuffer(one, np.uint8)) for one in payloads]
+    return np.stack(found) if found else np.zeros((0, 0))
 
   def merge(
     self,
@@ -163,7 +146,7 @@ class Theta:
     participants: Sequence[actions.Participant],
     payloads: Sequence[memoryview | bytes],
     refused: Collection[str],
-    width: int,
+    lengths_MxT: np.ndarray | None = None,
   ) -> Merged:
     """Carries out an outer step of fragment p: makes its next version, unless it is refused.
 
@@ -172,47 +155,70 @@ class Theta:
       participants: in the order of learner ids.
       payloads: of the participants, in the same order.
       refused: participants that count as absent learners.
-      width: rows of the stack; rows beyond the participants are absent learners. The width is part
-        of the input: a sum over more rows may round in another order.
+      lengths_MxT: of `screen`, if it has measured these payloads.
     """
-    payloads_MxB = np.zeros((width, self._assembled.payload_bytes[p]), np.uint8)
-    tokens_M, steps_M = [0] * width, [0] * width
-    for m, (one, payload) in enumerate(zip(participants, payloads, strict=True)):
-      if one.learner not in refused:
-        payloads_MxB[m] = np.frombuffer(payload, np.uint8)
-        tokens_M[m], steps_M[m] = one.tokens, one.steps
+    if lengths_MxT is None:
+      lengths_MxT = self._lengths(p, payloads)
+    counts = [m for m, one in enumerate(participants) if one.learner not in refused]
+    if not counts:
+      return self._failed(p, ALL_REJECTED)
+    steps = [participants[m].steps for m in counts]
     sync = self._assembled.config.sync
-    factors_M = aged.factors(steps_M, sync.period, sync.age_decay)
-    result = self._outer_step[p](
-      self.masters[p],
-      self.published[p],
-      self.outer_states[p],
-      payloads_MxB,
-      merge_lib.token_weights(tokens_M, steps_M, factors_M),
-    )
-    self.masters[p], self.published[p] = result.master_N, result.published_N
-    self.outer_states[p] = result.opt_state
-    failed = ''
-    if not bool(result.ok):
-      failed = (
-        NOT_FINITE if any(one.learner not in refused for one in participants) else ALL_REJECTED
+    shares_M = merge_lib.shares(
+      merge_lib.token_weights(
+        [participants[m].tokens for m in counts],
+        steps,
+        aged.factors(steps, sync.period, sync.age_decay),
       )
-    if not failed:
-      self.versions[p] += 1
-    return Merged(
-      failed,
-      digest_lib.as_int(result.digest),
-      exchange.host_bytes(result.delta_bytes),
-      float(result.norm),
     )
+    rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
+    factors_MxT = rule.factors(shares_M, lengths_MxT)
+    rows = [
+      (np.frombuffer(payloads[m], np.uint8), factors_T)
+      for m, factors_T in zip(counts, factors_MxT, strict=True)
+    ]
+    totals, sums_T = self._pieces.sums(p, rows)
+    stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
+    made = self._pieces.gradient(p, totals, stretch_T)
+    length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
+    return self._step(p, *made, length) if made else self._failed(p, NOT_FINITE)
+
+  def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
+    """Repeats an outer step from its encoded outer gradient; an empty one was refused.
+
+    Raises:
+      ValueError: the gradient has another size.
+    """
+    data = np.frombuffer(gradient, np.uint8)
+    if not len(data):
+      return self._failed(p, ALL_REJECTED)
+    return self._step(p, data, self._pieces.decoded(p, data), 0.0)
+
+  def _step(self, p: int, data: np.ndarray, decoded: list[jax.Array], length: float) -> Merged:
+    """Applies an outer gradient."""
+    values = self._whole()
+    stepped = self._pieces.outer_step(p, values[p], decoded)
+    if stepped is None:
+      return self._failed(p, NOT_FINITE)
+    self._pieces.recycle(p, values[p])
+    values[p] = stepped.pieces
+    self.versions[p] += 1
+    return Merged('', stepped.digest, memoryview(stepped.delta), memoryview(data), length)
+
+  def _failed(self, p: int, why: str) -> Merged:
+    return Merged(why, self.digest(p), memoryview(b''), memoryview(b''), 0.0)
 
   def warm_up(self) -> None:
-    """Compiles the outer steps for M participants, with empty contributions: all weights are 0, so
-    each step is refused and nothing changes."""
+    """Compiles the outer steps, with a payload of zeros whose result is dropped."""
     if not self._warm:
-      for p, size in enumerate(self._assembled.payload_bytes):
-        self.norm(p, bytes(size))
-        self.merge(p, (), (), (), self.width(1))
+      values = self._whole()
+      for p in self._pieces.unlike:
+        zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
+        lengths_T = self._pieces.lengths(p, zeros)
+        totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
+        _, gradient = self._pieces.gradient(p, totals, sums_T)
+        stepped = self._pieces.outer_step(p, values[p], gradient)
+        self._pieces.recycle(p, stepped.pieces)
       self._warm = True
 
   def forget(self) -> None:
@@ -221,14 +227,33 @@ class Theta:
 
   def params(self) -> Any:
     """Returns the published model as a parameter tree in new buffers."""
-    return self._to_params(self.published)
+    return self._to_params([[piece.published_n for piece in one] for one in self._whole()])
 
-  def _assemble(self, published: list[jax.Array]) -> Any:
+  def _assemble(self, published: list[list[jax.Array]]) -> Any:
+    layout = self._assembled.layout
     tree = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.shapes)
-    for p, value_N in enumerate(published):
-      tree = fragments.scatter(self._assembled.layout, p, tree, value_N)
+    for p, parts in enumerate(published):
+      # Copies: an array that is returned as it came would change with the next outer step.
+      value_N = jnp.concatenate([jnp.copy(part) for part in parts])[: layout.size(p)]
+      tree = fragments.scatter(layout, p, tree, value_N)
     return tree
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
-    self._values = {name: list(values) for name, values in arrays.items()}
+    whole = map(exchange.Piece, arrays['masters'], arrays['published'], arrays['outer'])
+    self._values = [self._pieces.cut(p, one) for p, one in enumerate(whole)]
     self.versions = list(versions)
+
+
+def _tree(whole: Iterable[exchange.Piece]) -> dict[str, Any]:
+  """The arrays of a checkpoint."""
+  masters, published, outer = zip(*whole)
+  return {'masters': list(masters), 'published': list(published), 'outer': list(outer)}
+
+
+def norm(lengths_T: np.ndarray) -> int:
+  """The norm of a payload in screening.UNIT, or screening.NOT_FINITE, also if its square is too
+  large for a float32."""
+  square = float(np.sum(np.square(lengths_T)))
+  if not square <= LARGEST:
+    return screening.NOT_FINITE
+  return int(math.sqrt(square) * screening.UNIT)

@@ -4,7 +4,7 @@ A tape replays the decisions of a machine, on any host. This module repeats the 
 record of the log after the other, from version 0, with the function that merged them first::
 
     version 0 (config, seed)          = the digests at the start of the syncer's first tape
-    each record: its payloads merged  = the digest that was committed with it
+    each record: its payloads merged  = the gradient and the digest that were committed with it
                                       = the digest of this version on the tape
 
 It needs the same build (jax, flags and kind of host) and the whole log (sync.keep_log). It only
@@ -76,7 +76,7 @@ def rebuild(workdir: pathlib.Path, key: seals.Key | None = None) -> Rebuilt:
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
   for record in log.records():
-    merge, done, *_ = outer_log.redo(theta, record, files.place)
+    merge, done, *_ = outer_log.redo(theta, record, files.place, merge_again=True)
     refused += bool(done.failed)
     if not done.failed:
       made[merge.fragment, merge.version] = done.digest

@@ -12,8 +12,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
-
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
 from diloco_jax.protocol import actions, events
@@ -96,10 +94,12 @@ class SyncerWork:
 
   def _merge(self, merge: actions.Merge) -> None:
     """Carries out an outer step, commits it, and only then posts anything about it."""
-    p, width = merge.fragment, self._theta.width(len(merge.participants))
+    p = merge.fragment
     payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
     screened = self._theta.screen(merge.participants, payloads, p)
-    merged = self._theta.merge(p, merge.participants, payloads, screened.refused, width)
+    merged = self._theta.merge(
+      p, merge.participants, payloads, screened.refused, screened.lengths_MxT
+    )
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
@@ -110,7 +110,9 @@ class SyncerWork:
       norms=screened.norms,
       refused=screened.refused,
     )
-    self._log.write(outer_log.OuterStep(merge, done, width, payloads))
+    kept = payloads if self._assembled.config.sync.keep_log else ()
+    crc32 = [payloads_lib.announce(memoryview(payload)).crc32 for payload in payloads]
+    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, crc32, kept))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
     if merged.failed:
@@ -132,12 +134,12 @@ class SyncerWork:
       self._evaluation.submit(merge.sync)
 
   def _read(self, p: int) -> None:
-    data = memoryview(np.asarray(self._theta.published[p])).cast('B')
+    data = memoryview(self._theta.published(p)).cast('B')
     self._post(
       events.FragmentRead(
         fragment=p,
         version=self._theta.versions[p],
-        payload_id=self._payloads.put(bytes(data)),
+        payload_id=self._payloads.put(data),
         payload=payloads_lib.announce(data),
         digest=self._theta.digest(p),
       )

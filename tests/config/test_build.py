@@ -54,9 +54,9 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   """A toy rule, optimizer and codec, each with one entry, through an outer step of the syncer."""
 
   def largest(times: float) -> merge.MergeRule:
-    pick = lambda x_Mx: times * x_Mx[jnp.argmax(jnp.sum(jnp.abs(x_Mx.reshape(2, -1)), axis=1))]
     return merge.MergeRule(
-      lambda params: (), lambda deltas, weights_M, state: (jax.tree.map(pick, deltas), state)
+      lambda shares_M, lengths_MxT: lengths_MxT == lengths_MxT.max(axis=0),
+      lambda shares_M, lengths_MxT, sums_T: np.full(sums_T.shape, times),
     )
 
   float32 = codecs.get('float32')
@@ -69,13 +69,13 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
 
-  before = np.asarray(theta.masters[0])
+  before = theta.master(0)
   deltas = [np.full(before.size, value, np.float32) for value in (0.25, -1.0)]
   payloads = [
     np.asarray(assembled.codec_up.encode(jnp.asarray(one))[0]).tobytes() for one in deltas
   ]
-  assert not theta.merge(0, participants(2), payloads, (), width=2).failed
-  moved = np.asarray(theta.masters[0]) - before
+  assert not theta.merge(0, participants(2), payloads, ()).failed
+  moved = theta.master(0) - before
   inside = moved != 0  # a fragment is padded with zeros
   np.testing.assert_allclose(moved[inside], 1.0, rtol=1e-5)
   assert inside.sum() == assembled.layout.parameters(0)
@@ -87,13 +87,13 @@ def test_a_payload_of_a_learner_that_missed_a_sync_counts_less(config):
   sync.merge = sync.embedding_merge = 'avg'
   assembled = build.assemble(config)
   theta = global_model.Theta(assembled)
-  before = np.asarray(theta.masters[0])
+  before = theta.master(0)
   payloads = [np.full(before.size, value, np.float32).tobytes() for value in (1.0, -1.0)]
   fresh, old = participants(2)
   fresh = dataclasses.replace(fresh, steps=sync.period, tokens=100 * sync.period)
   old = dataclasses.replace(old, steps=2 * sync.period, tokens=200 * sync.period)
-  assert not theta.merge(0, (fresh, old), payloads, (), width=2).failed
-  moved = np.asarray(theta.masters[0]) - before
+  assert not theta.merge(0, (fresh, old), payloads, ()).failed
+  moved = theta.master(0) - before
   # By tokens the weights are 1 and 2, and one period of age makes the second 2 / 4.
   np.testing.assert_allclose(moved[moved != 0], -(1 - 0.5) / 1.5, rtol=1e-4)
 
@@ -109,7 +109,7 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
   def merged(one: global_model.Theta) -> int:
     delta = jnp.asarray(rng.standard_normal(assembled.layout.size(1)), jnp.float32)
     payload = np.asarray(assembled.codec_up.encode(delta)[0]).tobytes()
-    done = one.merge(1, participants(1), [payload], (), width=2)
+    done = one.merge(1, participants(1), [payload], ())
     assert not done.failed
     return done.digest
 
@@ -147,20 +147,21 @@ def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():
   assembled = build.assemble(config)
   labels = [fragments.labels(assembled.layout, p) for p in range(config.sync.fragments)]
   assert [set(one.values()) for one in labels].count({fragments.EXPERT}) == 8
-  rng = np.random.default_rng(0)
+  rng, theta = np.random.default_rng(0), global_model.Theta(assembled)
   for p, label_of in enumerate(labels):
-    outer_optimizer = assembled.outer_optimizer(p)
-    flat_N = jnp.zeros(assembled.layout.size(p))
-    params = fragments.split(assembled.layout, p, flat_N)
-    flat_2xN = jnp.asarray(rng.standard_normal((2, flat_N.size)), jnp.float32)
-    deltas = fragments.split(assembled.layout, p, flat_2xN)
-    state = outer_optimizer.init(params)
-    moved = outer_optimizer.update(deltas, jnp.ones(2), state, params)[0]
+    split = lambda flat_N: fragments.split(assembled.layout, p, flat_N)
+    drawn_2xN = rng.standard_normal((2, assembled.layout.size(p)), np.float32)
+    ones = jax.tree.map(jnp.ones_like, assembled.shapes)
+    drawn_2xN *= np.asarray(fragments.gather(assembled.layout, p, ones))[None]  # no padding
+    payloads = [np.asarray(assembled.codec_up.encode(one)[0]).tobytes() for one in drawn_2xN]
+    deltas, before_N = split(drawn_2xN), theta.master(p)
+    assert not theta.merge(p, participants(2), payloads, ()).failed
+    moved = split(theta.master(p) - before_N)
     for key, label in label_of.items():
       length = np.mean([np.linalg.norm(delta) for delta in deltas[key]])
       kept = np.linalg.norm(moved[key]) / length
       if label in (fragments.EXPERT, 'body'):
-        assert kept == pytest.approx(1, rel=1e-4)
+        assert kept == pytest.approx(1, rel=1e-2)  # the codec's error
       elif label == 'router':
         assert kept == pytest.approx(0.5**0.5, rel=0.2)
 

@@ -52,6 +52,6 @@ def test_a_wrong_spec_is_refused_in_one_line_with_the_choices(make, text, words)
 
 
 def test_arguments_arrive():
-  tensor, weights = np.float32([[1, 0], [0, 1]]), np.ones(2, np.float32)
-  halved, _ = merge.make('rda(floor=1.0)').merge(tensor, weights, ())
-  np.testing.assert_allclose(halved, [0.5, 0.5], rtol=1e-6)
+  shares_M, lengths_MxT, half_T = np.full(2, 0.5), np.ones((2, 1)), np.full(1, 0.5)
+  assert merge.make('rda(floor=1.0)').stretch(shares_M, lengths_MxT, half_T) == [1.0]
+  assert merge.make('rda').stretch(shares_M, lengths_MxT, half_T) == [2.0]

@@ -12,6 +12,7 @@ import errno
 import os
 import pathlib
 import queue
+import zlib
 
 import jax
 import numpy as np
@@ -244,8 +245,7 @@ def _expected(assembled) -> list[list]:
     merge = merge_of(assembled, sync, store)
     payloads = [store.get(one.payload_id) for one in merge.participants]
     refused = NAMES if sync == REFUSED else ()
-    width = theta.width(len(payloads))
-    merged = theta.merge(merge.fragment, merge.participants, payloads, refused, width)
+    merged = theta.merge(merge.fragment, merge.participants, payloads, refused)
     assert bool(merged.failed) == (sync == REFUSED), merged
     after.append(bits(theta))
   assert len({str(state) for state in after}) == SYNCS  # each differs, but for the refused one
@@ -276,23 +276,26 @@ def merge_with(participants: int) -> actions.Merge:
 
 
 @pytest.mark.parametrize('sizes', [(), (5,), (3, 0, 8)])
-def test_a_record_decodes_to_its_outer_step(sizes):
-  given = [os.urandom(size) for size in sizes]
+@pytest.mark.parametrize('kept', [False, True])
+def test_a_record_decodes_to_its_outer_step(sizes, kept):
+  gradient, given = os.urandom(7), [os.urandom(size) for size in sizes]
   merge = merge_with(len(sizes))
   done = ended(merge, digest=2**64 - 1, failed='not finite\n"quoted"', norms=(-1, 2**70))
-  buffers = outer_log.encode(outer_log.OuterStep(merge, done, 4, given))
-  assert all(a is b for a, b in zip(buffers[1:], given))  # not copied
+  crc32 = [zlib.crc32(one) for one in given]
+  step = outer_log.OuterStep(merge, done, gradient, crc32, given if kept else ())
+  buffers = outer_log.encode(step)
+  assert all(a is b for a, b in zip(buffers[1:], (gradient, *step.payloads)))  # not copied
   read = outer_log.decode(memoryview(b''.join(buffers)))
-  assert (read.merge, read.done, read.width) == (merge, done, 4)
-  assert [bytes(view) for view in read.payloads] == given
+  assert (read.merge, read.done, bytes(read.gradient), read.crc32) == (merge, done, gradient, crc32)
+  assert [bytes(view) for view in read.payloads] == list(step.payloads)
 
 
 @pytest.mark.parametrize('damage', [lambda data: data[:-1], lambda data: data + b'x'])
 def test_a_record_of_another_length_is_refused(damage):
   merge = merge_with(1)
-  step = outer_log.OuterStep(merge, ended(merge), 1, [b'12345678'])
+  step = outer_log.OuterStep(merge, ended(merge), b'12345678', [0])
   data = b''.join(outer_log.encode(step))
-  with pytest.raises(ValueError, match='bytes do not hold payloads'):
+  with pytest.raises(ValueError, match='bytes do not hold a gradient and payloads'):
     outer_log.decode(memoryview(damage(data)))
 
 
@@ -390,7 +393,8 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life.merge(1)
   merge = merge_of(assembled, 2, life.payloads)
   given = [life.payloads.get(one.payload_id) for one in merge.participants]
-  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), 3, given))
+  crc32 = [0] * len(given)
+  life.log.write(outer_log.OuterStep(merge, ended(merge, digest=123), given[0], crc32))
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(

@@ -86,11 +86,12 @@ def test_a_version_missing_in_the_log_is_a_difference(copy, config):
     rebuild.rebuild(copy)
 
 
-def test_a_changed_payload_is_noticed(copy, config):
+@pytest.mark.parametrize('at', [5, -5], ids=['gradient', 'payload'])
+def test_a_changed_byte_is_noticed(copy, config, at):
   def spoiled(payloads):
     header, arrays = wal_format.unpack(memoryview(payloads[1]))
     arrays = bytearray(arrays)
-    arrays[5] ^= 0x40
+    arrays[at] ^= 0x40
     return [payloads[0], b''.join(map(bytes, wal_format.pack(header, arrays))), *payloads[2:]]
 
   _rewrite(copy, config, spoiled)

@@ -20,6 +20,7 @@ from diloco_jax.protocol.syncer import screening
 
 Span = tuple[int, int]
 Batches = tuple[int, int, int]  # data shard, first batch, the one after the last
+NONE = memoryview(b'')
 HUGE, NAN = 'huge', 'poison'  # how a faulty host spoils a pseudo-gradient behind its encoder
 
 
@@ -68,7 +69,12 @@ class Gradient:
 
   @classmethod
   def decode(cls, data: memoryview | bytes) -> 'Gradient':
-    *rest, reads, spoiled, overflows = json.loads(bytes(data))
+    return cls.of(json.loads(bytes(data)))
+
+  @classmethod
+  def of(cls, fields: Sequence[Any]) -> 'Gradient':
+    """From JSON types."""
+    *rest, reads, spoiled, overflows = fields
     return cls(*rest, tuple(tuple(one) for one in reads), spoiled, overflows)
 
 
@@ -115,6 +121,7 @@ class Merged(NamedTuple):
 
   failed: str
   digest: int
+  gradient: memoryview
 
 
 class Theta:
@@ -139,12 +146,10 @@ class Theta:
     participants: Sequence[actions.Participant],
     payloads: Sequence[memoryview | bytes],
     refused: Collection[str],
-    width: int,
   ) -> Merged:
-    """Carries out an outer step, as storage/outer_log.py asks for it."""
+    """Carries out an outer step."""
     names = [one.learner for one in participants]
     claim(names == sorted(set(names)), 'Participants are distinct, in the order of ids.', names)
-    claim(width == len(payloads), 'The stack has one row per participant.', width, names)
     shares = [
       ((one.learner, one.incarnation, one.tokens, one.steps), Gradient.decode(payload))
       for one, payload in zip(participants, payloads, strict=True)
@@ -166,13 +171,25 @@ class Theta:
         grad,
       )
     if not shares or any(grad.overflows for _, grad in shares):
-      return Merged('not finite' if shares else 'every payload was rejected', self.values[p])
+      return Merged('not finite' if shares else 'every payload was rejected', self.values[p], NONE)
+    merged = [(*one, dataclasses.astuple(grad)) for one, grad in shares]
+    return self.redo(p, memoryview(json.dumps(merged).encode()))
+
+  def redo(self, p: int, gradient: memoryview) -> Merged:
+    """Repeats an outer step from the outer gradient in its record (storage/outer_log.py): whose
+    tokens it is made of."""
+    if not gradient:
+      return Merged('refused', self.values[p], NONE)
+    shares = [
+      ((learner, incarnation, tokens, steps), Gradient.of(grad))
+      for learner, incarnation, tokens, steps, grad in json.loads(bytes(gradient))
+    ]
     for (_, _, tokens, _), grad in shares:
       self._count(grad, p, tokens)
       self.finite = self.finite and grad.spoiled != NAN
     self.versions[p] += 1
     self.values[p] = value(self.values[p], p, self.versions[p], shares)
-    return Merged('', self.values[p])
+    return Merged('', self.values[p], gradient)
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
     _add(

@@ -460,7 +460,7 @@ class Syncer(Process):
     norms, refused = arrays.screened(merge.participants, grads)
     payloads = [dataclasses.replace(grad, overflows=self.not_finite).encode() for grad in grads]
     self.not_finite, base = False, self.theta.values[p]
-    merged = self.theta.merge(p, merge.participants, payloads, refused, len(payloads))
+    merged = self.theta.merge(p, merge.participants, payloads, refused)
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
@@ -471,7 +471,7 @@ class Syncer(Process):
       norms=norms,
       refused=refused,
     )
-    yield from self._commit(outer_log.OuterStep(merge, done, len(payloads), payloads))
+    yield from self._commit(outer_log.OuterStep(merge, done, merged.gradient, [0] * len(grads)))
     if merged.failed:
       self.post(done)
     else:

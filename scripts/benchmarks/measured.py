@@ -1,0 +1,44 @@
+"""What benchmarks of this folder share: medians with their spread, and where they were taken."""
+
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from typing import Any
+
+PACKAGES = ('jax', 'jaxlib', 'numpy', 'optax', 'grpcio')
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+  """Median, least and greatest of repeated measurements."""
+  return {'median': statistics.median(values), 'least': min(values), 'greatest': max(values)}
+
+
+def machine() -> dict[str, Any]:
+  """The machine, its load, and the versions that matter."""
+  lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
+  model = next((line.split(': ')[1] for line in lines if line.startswith('model name')), '')
+  commit = subprocess.run(
+    ['git', 'rev-parse', '--short', 'HEAD'],
+    cwd=pathlib.Path(__file__).parent,
+    capture_output=True,
+    text=True,
+  )
+  return {
+    'cpu': model,
+    'cores': os.cpu_count(),
+    'load': os.getloadavg()[0],
+    'python': platform.python_version(),
+    'commit': commit.stdout.strip(),
+    **{name: importlib.metadata.version(name) for name in PACKAGES},
+  }
+
+
+def write(path: str, found: dict[str, Any]) -> None:
+  """Writes the figures as JSON; no path: nowhere."""
+  if path:
+    pathlib.Path(path).write_text(json.dumps({'machine': machine(), **found}, indent=1) + '\n')

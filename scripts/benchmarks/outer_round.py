@@ -1,0 +1,252 @@
+"""An outer round of four learners in lock step, against an all-reduce and a bare gRPC star.
+
+    python scripts/benchmarks/outer_round.py [--short] [--json=FILE]     # about ten minutes
+
+Four processes hold 25 million values each. A round begins when the last of them holds its
+pseudo-gradient, and ends when the slowest one has the result; seconds, medians:
+
+  ours     loops of one's own with `diloco_jax.join` and `diloco syncer`, one fragment, lock step:
+           encode, send, screen, merge, commit to the log on this disk, publish, adopt
+  gloo     jax.lax.psum of the float32 values between four processes
+  star     four Python gRPC streams of raw bytes, 1 MiB a message, to one process that adds the
+           float32 values with numpy and sends back the sum; no checks, no log, no optimizer
+
+They take turns, on one machine, over loopback. torchft and gloo under torch are not measured: their
+wheels are larger than what a benchmark should install.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import grpc
+import numpy as np
+
+from scripts.benchmarks import measured
+
+LEARNERS = 4
+WIDTH, ARRAYS = 1024, 24
+VALUES = ARRAYS * WIDTH * WIDTH
+CHUNK = 1 << 20
+WARM = 3  # rounds that compile and touch pages
+DEADLINE_S = 600
+LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
+
+Rounds = list[tuple[float, float]]  # when this process held its values, and when the result
+
+
+# --- The processes --------------------------------------------------------------------------------
+
+
+def ours(index: int, address: str, rounds: int, codec: str) -> Rounds:
+  import jax
+  import jax.numpy as jnp
+
+  import diloco_jax
+  from diloco_jax.configs import own_loop
+
+  sync = own_loop.get_config().sync
+  for name, value in (LOCK_STEP | {'codec_up': codec, 'codec_down': codec}).items():
+    setattr(sync, name, value)
+  params = {f'w{k:02}': jnp.zeros((WIDTH, WIDTH)) for k in range(ARRAYS)}
+  draw = lambda clock: jax.random.split(jax.random.key(LEARNERS * clock + index), ARRAYS)
+  noise = lambda leaf, key: leaf + 1e-3 * jax.random.normal(key, leaf.shape)
+  step = jax.jit(
+    lambda params, clock: {
+      name: noise(leaf, key) for (name, leaf), key in zip(params.items(), draw(clock))
+    }
+  )
+  found = []
+  join = diloco_jax.join(
+    params,
+    learner=f'l{index}',
+    syncer=address,
+    total_steps=rounds,
+    sync=sync,
+    wait_s=DEADLINE_S,
+  )
+  with join as peer:
+    params = peer.params
+    for clock in peer.steps():
+      params = jax.block_until_ready(step(params, clock))
+      holds = time.monotonic()
+      params = jax.block_until_ready(peer.sync(params, tokens=1))
+      found.append((holds, time.monotonic()))
+  return found[:-1]  # after the last step there is no further round
+
+
+def gloo(index: int, address: str, rounds: int, codec: str) -> Rounds:
+  del codec
+  import jax
+
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(address, LEARNERS, index)
+  mesh = jax.make_mesh((LEARNERS,), ('m',))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('m'))
+  whole = jax.sharding.PartitionSpec()
+  total = jax.jit(
+    jax.shard_map(lambda x: jax.lax.psum(x[0], 'm'), mesh=mesh, in_specs=rows.spec, out_specs=whole)
+  )
+  mine = np.full((1, VALUES), index, np.float32)
+  values = jax.make_array_from_process_local_data(rows, mine, (LEARNERS, VALUES))
+  found = []
+  for _ in range(rounds):
+    holds = time.monotonic()
+    jax.block_until_ready(total(values))
+    found.append((holds, time.monotonic()))
+  return found
+
+
+def star(index: int, address: str, rounds: int, codec: str) -> Rounds:
+  del codec
+  channel = grpc.insecure_channel(address)
+  grpc.channel_ready_future(channel).result(DEADLINE_S)
+  call = channel.stream_stream('/star/add', lambda data: data, lambda data: data)
+  mine, result = np.full(VALUES, index, np.float32), np.empty(VALUES, np.float32)
+  found = []
+  for _ in range(rounds):
+    holds = time.monotonic()
+    _receive(call(_chunks(mine), metadata=(('index', str(index)),)), result)
+    found.append((holds, time.monotonic()))
+  return found
+
+
+def serve_star(address: str) -> None:
+  """The centre of the star, until its input closes."""
+  rows, total = np.empty((LEARNERS, VALUES), np.float32), np.empty(VALUES, np.float32)
+  gather = threading.Barrier(LEARNERS, lambda: np.add.reduce(rows, axis=0, out=total))
+  sent = threading.Barrier(LEARNERS)
+
+  def add(stream: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[memoryview]:
+    index = int(dict(context.invocation_metadata())['index'])
+    _receive(stream, rows[index])
+    gather.wait(DEADLINE_S)
+    yield from _chunks(total)
+    sent.wait(DEADLINE_S)
+
+  server = grpc.server(futures.ThreadPoolExecutor(LEARNERS))
+  handler = grpc.stream_stream_rpc_method_handler(add, lambda data: data, lambda data: data)
+  server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler('star', {'add': handler}),))
+  server.add_insecure_port(address)
+  server.start()
+  sys.stdin.read()
+  server.stop(0)
+
+
+def _chunks(values: np.ndarray) -> Iterator[bytes]:
+  data = memoryview(values).cast('B')
+  return (bytes(data[start : start + CHUNK]) for start in range(0, len(data), CHUNK))
+
+
+def _receive(stream: Iterator[bytes], to: np.ndarray) -> None:
+  data, done = memoryview(to).cast('B'), 0
+  for chunk in stream:
+    data[done : done + len(chunk)] = chunk
+    done += len(chunk)
+
+
+# --- Turns ----------------------------------------------------------------------------------------
+
+
+def turn(way: str, codec: str, rounds: int) -> list[float]:
+  """Seconds of each round of one run of four processes."""
+  with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    address = f'127.0.0.1:{free.getsockname()[1]}'
+    free.close()
+    steps = rounds + WARM
+    centre = None
+    if way == 'star':
+      centre = _start([__file__, '--way=serve_star', f'--address={address}'])
+    elif way == 'ours':
+      settings = LOCK_STEP | {'codec_up': codec, 'codec_down': codec}
+      centre = _start(
+        ['-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={folder}']
+        + [f'--config.sync.{name}={value}' for name, value in settings.items()]
+        + [f'--config.train.steps={steps + 1}']
+      )
+      address, steps = f'file:{folder}/syncer/address', steps + 1
+    out = [pathlib.Path(folder) / f'{index}.json' for index in range(LEARNERS)]
+    learners = [
+      _start(
+        [__file__, f'--way={way}', f'--address={address}', f'--codec={codec}']
+        + [f'--index={index}', f'--rounds={steps}', f'--out={path}']
+      )
+      for index, path in enumerate(out)
+    ]
+    try:
+      for one in learners:
+        if one.wait(DEADLINE_S):
+          raise RuntimeError(f'a process of {way} {codec} ended with {one.returncode}')
+    finally:
+      for one in [*learners, centre]:
+        if one is not None:
+          one.kill()
+          one.communicate()
+    found = [json.loads(path.read_text()) for path in out]
+  by_round = list(zip(*found, strict=True))[WARM:]
+  return [max(end for _, end in one) - max(holds for holds, _ in one) for one in by_round]
+
+
+def _start(words: list[str]) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, *words],
+    cwd=ROOT,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    stdin=subprocess.PIPE,
+    stdout=subprocess.DEVNULL,
+  )
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument('--short', action='store_true', help='one turn of few rounds: two minutes')
+  parser.add_argument('--json', default='', help='a file for the figures')
+  parser.add_argument('--way', default='', help='used by its own processes')
+  parser.add_argument('--address', default='')
+  parser.add_argument('--codec', default='')
+  parser.add_argument('--index', type=int, default=0)
+  parser.add_argument('--rounds', type=int, default=0)
+  parser.add_argument('--out', default='')
+  flags = parser.parse_args()
+  if flags.way == 'serve_star':
+    serve_star(flags.address)
+    return
+  if flags.way:
+    run: Callable[..., Rounds] = {'ours': ours, 'gloo': gloo, 'star': star}[flags.way]
+    found = run(flags.index, flags.address, flags.rounds, flags.codec)
+    pathlib.Path(flags.out).write_text(json.dumps(found))
+    return
+  turns, rounds = (1, 5) if flags.short else (3, 8)
+  ways = [('gloo', ''), ('star', ''), ('ours', 'int8'), ('ours', 'float32')]
+  taken: dict[str, list[float]] = {}
+  for _ in range(turns):
+    for way, codec in ways:
+      name, seconds = f'{way} {codec}'.strip(), turn(way, codec, rounds)
+      print(f'{name}: ' + ' '.join(f'{one:.2f}' for one in seconds), flush=True)
+      taken.setdefault(name, []).extend(seconds)
+  found = {name: measured.spread(seconds) for name, seconds in taken.items()}
+  for name, one in found.items():
+    ratios = ', '.join(
+      f'{one["median"] / found[other]["median"]:.2f} times {other}' for other in ('gloo', 'star')
+    )
+    print(
+      f'{name:12} {one["median"]:.2f} s ({one["least"]:.2f} to {one["greatest"]:.2f}); {ratios}'
+    )
+  measured.write(flags.json, {'values': VALUES, 'learners': LEARNERS, 'seconds': found})
+
+
+if __name__ == '__main__':
+  main()

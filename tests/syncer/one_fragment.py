@@ -1,0 +1,80 @@
+"""A fragment on the syncer without a run: payloads in, its next version out."""
+
+import jax
+import numpy as np
+import optax
+
+from diloco_jax.numerics import codecs, fragments, merge
+from diloco_jax.syncer import pieces as pieces_lib
+
+
+class Fragment:
+  """Fragment p of a layout, at version 0; `gradient`: the encoded outer gradient of its last step.
+
+  Args:
+    values_N: its first values.
+    rules: label -> merge rule.
+    piece: values in a piece.
+  """
+
+  def __init__(
+    self,
+    layout: fragments.Layout,
+    p: int,
+    values_N: np.ndarray,
+    rules: dict[str, merge.MergeRule],
+    tx: optax.GradientTransformation,
+    up: str = 'float32',
+    down: str = 'float32',
+    piece: int = pieces_lib.PIECE,
+  ):
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
+    self.codec = codecs.get(up)
+    self._p = p
+    self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
+    self._lib = pieces_lib.Pieces(
+      layout, self.codec, codecs.get(down), self.codec, tx, place, piece
+    )
+    self._pieces = self._lib.begin(p, values_N)
+
+  def lengths(self, payload: np.ndarray) -> np.ndarray:
+    return self._lib.lengths(self._p, payload)
+
+  def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> pieces_lib.Stepped | None:
+    """An outer step; None: it was refused, and nothing has changed."""
+    lengths_MxT = np.stack([self.lengths(one) for one in payloads])
+    shares_M = merge.shares(weights)
+    rows = list(zip(payloads, self._rule.factors(shares_M, lengths_MxT), strict=True))
+    totals, sums_T = self._lib.sums(self._p, rows)
+    stretch_T = self._rule.stretch(shares_M, lengths_MxT, sums_T)
+    made = self._lib.gradient(self._p, totals, stretch_T)
+    if made is None:
+      return None
+    self.gradient, decoded = made
+    return self._apply(decoded)
+
+  def redo(self, payload: np.ndarray) -> pieces_lib.Stepped | None:
+    """The outer step of an encoded outer gradient."""
+    return self._apply(self._lib.decoded(self._p, payload))
+
+  def _apply(self, gradient: list[jax.Array]) -> pieces_lib.Stepped | None:
+    stepped = self._lib.outer_step(self._p, self._pieces, gradient)
+    if stepped is not None:
+      self._lib.recycle(self._p, self._pieces)
+      self._pieces = stepped.pieces
+    return stepped
+
+  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> pieces_lib.Stepped | None:
+    """An outer step of these pseudo-gradients."""
+    return self.step([np.asarray(self.codec.encode(delta_N)[0]) for delta_N in deltas_MxN], weights)
+
+  @property
+  def whole(self):
+    """Its arrays: master, published value, state of the outer optimizer."""
+    return self._lib.join(self._p, self._pieces)
+
+  def restore(self, whole) -> None:
+    self._pieces = self._lib.cut(self._p, whole)
+
+  def digest(self) -> int:
+    return self._lib.digest(self._p, self._pieces)

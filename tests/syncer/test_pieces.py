@@ -1,0 +1,236 @@
+"""The outer step in pieces: the equations of the paper, and bits that depend on nothing else than
+payloads, weights and the values before."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diloco_jax.numerics import codecs, exchange, fragments, merge, outer
+from diloco_jax.numerics import digest as digest_lib
+from tests.numerics import codecs_numpy
+from tests.syncer import one_fragment
+
+_RULES = {'avg': merge.avg(), 'rda': merge.rda()}
+_OUTERS = (*outer.OUTERS, 'sgd(learning_rate=1.0)', 'rmsprop(learning_rate=0.05)')
+
+
+def _tree(seed=0):
+  rng = np.random.default_rng(seed)
+  normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+  layer = lambda: {'w': normal(16, 24), 'scale': normal(24)}
+  return {'embed': normal(48, 16), 'layers': [layer(), layer(), layer()], 'gain': normal()}
+
+
+@functools.cache
+def _layout():
+  label = lambda path: 'avg' if 'embed' in path else 'rda'
+  return fragments.make_layout('balanced', _tree(), 2, label)
+
+
+def _fragment(p=0, codec='int8', tx=None, rules=_RULES, **more):
+  first_N = np.asarray(codecs.canonical(fragments.gather(_layout(), p, _tree())))
+  tx = tx or outer.nesterov(0.7, 0.9)
+  return one_fragment.Fragment(_layout(), p, first_N, rules, tx, codec, codec, **more)
+
+
+def _deltas(p, learners, scale=0.01, seed=100):
+  rows = [fragments.gather(_layout(), p, _tree(seed + m)) for m in range(learners)]
+  return scale * np.asarray(jnp.stack(rows))
+
+
+def _bits(whole):
+  return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(whole)]
+
+
+_apply_delta = jax.jit(exchange.apply_delta, static_argnums=0)
+codec_names = pytest.mark.parametrize('name', list(codecs.CODECS))
+
+
+@codec_names
+def test_learner_and_syncer_hold_the_same_bits_version_after_version(name):
+  one = _fragment(1, name)
+  anchor_N = one.whole.published_n
+  for version in range(3):
+    stepped = one.merge(_deltas(1, 3, seed=10 * version), [3, 1, 2])
+    assert stepped.delta.shape == (one.codec.encoded_size(anchor_N.size),)
+    learner_N, learner_digest = _apply_delta(one.codec, anchor_N, stepped.delta)
+    assert _bits(learner_N) == _bits(one.whole.published_n)
+    assert digest_lib.as_int(learner_digest) == stepped.digest == one.digest()
+    anchor_N = learner_N
+
+
+def test_the_numpy_twins_follow_the_published_value():
+  """A host without a device can apply deltas: the arithmetic is one exact product and one sum."""
+  one = _fragment()
+  before_N = one.whole.published_n
+  stepped = one.merge(_deltas(0, 2), [1, 1])
+  decoded = codecs_numpy.TWINS['int8'].decode(stepped.delta, before_N.size)
+  np.testing.assert_array_equal(one.whole.published_n, before_N + decoded)
+
+
+@pytest.mark.parametrize('name', ['int8', 'int4'])
+def test_error_feedback_keeps_the_codecs_error_in_the_master(name):
+  """Error feedback: with no further outer gradients, published converges to the master."""
+  one, gaps = _fragment(0, name, optax.sgd(0.7)), []
+  one.merge(_deltas(0, 2), [1, 1])
+  for _ in range(4):
+    gaps.append(float(np.max(np.abs(one.whole.master_n - one.whole.published_n))))
+    one.merge(np.zeros_like(_deltas(0, 2)), [1, 1])  # present, but did not move
+  assert gaps[0] > 0 and all(b <= a / 4 or b < 1e-6 for a, b in zip(gaps, gaps[1:]))
+
+
+# --- The equations --------------------------------------------------------------------------------
+
+
+def _expected(deltas_MxN, weights, p, tx, rules):
+  """The master after each outer step, by whole tensors in float64."""
+  params = fragments.split(_layout(), p, _fragment(p).whole.master_n)
+  labels, state = fragments.labels(_layout(), p), tx.init(params)
+  for rows_MxN in deltas_MxN:
+    merged = {}
+    for key, rows in fragments.split(_layout(), p, np.float64(rows_MxN)).items():
+      lengths_Mx1 = np.linalg.norm(rows.reshape(len(rows), -1), axis=1)[:, None]
+      rule, shares_M = rules[labels[key]], merge.shares(weights)
+      total = np.tensordot(rule.factors(shares_M, lengths_Mx1)[:, 0], rows, 1)
+      length = np.array([np.linalg.norm(total)])
+      merged[key] = jnp.float32(total * rule.stretch(shares_M, lengths_Mx1, length)[0])
+    updates, state = tx.update(merged, state, params)
+    params = optax.apply_updates(params, updates)
+  return np.asarray(fragments.join(_layout(), p, params))
+
+
+@pytest.mark.parametrize('text', [*_OUTERS, 'lamb(learning_rate=0.1)'])
+@jax.numpy_dtype_promotion('standard')  # optax's lamb multiplies a float with an int
+def test_it_is_the_rule_of_each_tensor_then_the_transform(text):
+  """Also with a transform that looks at whole tensors."""
+  tx, weights = outer.make(text), [3, 1, 2]
+  one = _fragment(1, 'float32', tx, piece=96)
+  steps = [_deltas(1, 3, seed=10 * k) for k in range(3)]
+  for deltas_MxN in steps:
+    one.merge(deltas_MxN, weights)
+  want_N = _expected(steps, weights, 1, tx, _RULES)
+  np.testing.assert_allclose(one.whole.master_n, want_N, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('text', ['nesterov', 'rmsprop(learning_rate=0.05)'])
+def test_it_descends_a_parabola_when_learners_do(text):
+  """Learners move towards 0 by a tenth each; so must the outer parameters (the sign)."""
+  one = _fragment(0, 'float32', outer.make(text))
+  start = np.linalg.norm(one.whole.master_n)
+  for _ in range(60):
+    one.merge(np.stack([0.1 * one.whole.published_n] * 2), [1, 1])
+  assert np.linalg.norm(one.whole.master_n) < 0.2 * start
+
+
+def test_averaging_losslessly_with_rate_one_is_the_mean_of_the_learners():
+  one = _fragment(0, 'float32', optax.sgd(1.0), {'avg': merge.avg(), 'rda': merge.avg()})
+  deltas_MxN = _deltas(0, 4)
+  want_N = np.mean(one.whole.published_n - deltas_MxN, axis=0)
+  one.merge(deltas_MxN, np.ones(4))
+  np.testing.assert_allclose(one.whole.published_n, want_N, atol=1e-6)
+
+
+def test_nesterov_is_the_equation_of_section_4():
+  """b <- mu b + D; Theta <- Theta - lr (D + mu b), with DiLoCo's 0.7 and 0.9."""
+  one = _fragment(0, 'float32', outer.nesterov())
+  theta_N, b_N = one.whole.master_n, 0.0
+  for seed in range(3):
+    delta_N = _deltas(0, 1, seed=seed)[0]
+    one.merge(delta_N[None], [1])
+    b_N = 0.9 * b_N + delta_N
+    theta_N = theta_N - 0.7 * (delta_N + 0.9 * b_N)
+    np.testing.assert_allclose(one.whole.master_n, theta_N, rtol=1e-4, atol=1e-5)
+
+
+def test_an_outer_optimizer_with_a_schedule_counts_its_steps():
+  one = _fragment(0, tx=optax.sgd(optax.linear_schedule(1.0, 0.5, 10)), piece=96)
+  one.merge(_deltas(0, 2), [1, 1])
+  assert [int(x) for x in jax.tree.leaves(one.whole.tx_state)] == [1]
+
+
+# --- The bits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  'name, text', [('int8', 'nesterov'), ('float32', 'adam(learning_rate=0.1)')]
+)
+@jax.numpy_dtype_promotion('standard')  # optax's adam multiplies a float with an int
+def test_the_size_of_the_pieces_changes_no_bit(name, text):
+  found = set()
+  for piece in (32, 640, 1 << 19):
+    one = _fragment(1, name, outer.make(text), piece=piece)
+    made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2]) for k in range(2)]
+    ends = [(stepped.delta.tobytes(), stepped.digest) for stepped in made]
+    found.add(str((ends, _bits(one.whole))))
+  assert len(found) == 1
+
+
+def test_the_size_of_the_pieces_changes_no_bit_of_a_large_tensor_either():
+  """Several of the pieces that a run has, and a border inside of one."""
+  shape = jax.ShapeDtypeStruct((5, 300_001), jnp.float32)
+  layout = fragments.make_layout('balanced', {'w': shape}, 1, lambda path: 'rda')
+  rng, size = np.random.default_rng(3), layout.size(0)
+  first_N, *deltas = rng.standard_normal((3, size), np.float32)
+  found = set()
+  for piece in (1 << 19, size):
+    tx = outer.nesterov()
+    one = one_fragment.Fragment(layout, 0, first_N, _RULES, tx, 'int8', 'int8', piece)
+    found.add((one.merge(deltas, [2, 1]).digest, str(_bits(one.whole))))
+  assert len(found) == 1
+
+
+def test_a_restart_between_two_outer_steps_changes_no_bit():
+  one, again = _fragment(piece=96), _fragment(piece=640)
+  one.merge(_deltas(0, 2), [1, 2])
+  again.restore(jax.tree.map(np.array, one.whole))
+  for each in (one, again):
+    each.merge(_deltas(0, 3, seed=5), [1, 2, 3])
+  assert _bits(one.whole) == _bits(again.whole)
+
+
+@codec_names
+def test_the_encoded_gradient_repeats_the_outer_step_bit_for_bit(name):
+  """What the log holds: one payload, whatever the number of learners."""
+  one, again, live = _fragment(1, name), _fragment(1, name, piece=96), 0
+  for seed in range(3):
+    stepped = one.merge(_deltas(1, 3, seed=10 * seed), [3, 1, 2])
+    assert one.gradient.nbytes == stepped.delta.nbytes
+    repeated = again.redo(one.gradient)
+    live = live or len(jax.live_arrays())
+    assert len(jax.live_arrays()) <= live, 'new values are in the buffers of old ones'
+    assert (repeated.digest, repeated.delta.tobytes()) == (stepped.digest, stepped.delta.tobytes())
+  assert _bits(one.whole) == _bits(again.whole)
+
+
+def test_padding_stays_zero():
+  ones = jax.tree.map(jnp.ones_like, _tree())
+  padding = np.asarray(fragments.gather(_layout(), 1, ones)) == 0
+  assert padding.any()
+  one = _fragment(1)
+  one.merge(_deltas(1, 2) + 0.5, [1, 1])  # a learner that sends something in it
+  for leaf in jax.tree.leaves(one.whole):
+    assert not leaf[padding].any()
+
+
+@pytest.mark.parametrize('values', [[0.1, np.nan], [np.inf, 0.1], [3e38, 3e38]], ids=str)
+def test_a_bad_outer_step_leaves_everything_as_it_was(values):
+  """One NaN of one learner must not poison the model: refused, and the old state, bit for bit."""
+  one = _fragment(0, 'float32', outer.nesterov(3.0), piece=96)
+  one.merge(_deltas(0, 2), [1, 1])
+  before, digest = _bits(one.whole), one.digest()
+  deltas_MxN = _deltas(0, 2)
+  deltas_MxN[:, -40] = values  # in one of the pieces
+  payloads = [row_N.astype('<f4').view(np.uint8) for row_N in deltas_MxN]
+  assert one.step(payloads, [1, 1]) is None
+  assert (_bits(one.whole), one.digest()) == (before, digest)
+  assert one.merge(_deltas(0, 2), [1, 1]) is not None, 'and the next one works'
+
+
+def test_a_payload_of_another_size_is_refused():
+  one = _fragment(0)
+  with pytest.raises(ValueError, match='a payload has 33 bytes, fragment 0 needs'):
+    one.lengths(np.zeros(33, np.uint8))
