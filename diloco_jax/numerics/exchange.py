@@ -47,7 +47,7 @@ from diloco_jax.numerics import digest as digest_lib
 PyTree = Any
 
 
-class Piece(NamedTuple):
+class Values(NamedTuple):
   """What the syncer holds of n values: the master Theta, the published value A_v, and the state of
   the outer optimizer."""
 
@@ -66,7 +66,7 @@ class OuterResult(NamedTuple):
     ok: false if a value is not finite: none of this may be used.
   """
 
-  piece: Piece
+  piece: Values
   delta_bytes: jax.Array
   digest: jax.Array
   ok: jax.Array
@@ -193,7 +193,7 @@ def outer_step(
   codec: codecs.Codec,
   tx: optax.GradientTransformation,
   merged_n: jax.Array,
-  piece: Piece,
+  piece: Values,
   first: jax.Array,
   count: jax.Array,
 ) -> OuterResult:
@@ -215,7 +215,7 @@ def outer_step(
       ok &= jnp.all(jnp.isfinite(leaf))
   ok &= jnp.all(finite_n)
   digest = digest_lib.digest(published_n, first, count)
-  return OuterResult(Piece(master_n, published_n, tx_state), data, digest, ok)
+  return OuterResult(Values(master_n, published_n, tx_state), data, digest, ok)
 
 
 def host_bytes(array: jax.Array) -> memoryview:

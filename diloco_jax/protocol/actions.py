@@ -123,7 +123,7 @@ class Participant:
   """One learner's share of an outer step (paper section 4: w = c_tokens * c_tokens / c_steps).
 
   Its norm must be at least `least` and at most `limit`, else it is left out (screening.py); None:
-  any finite norm is allowed.
+  any finite norm is allowed. `crc32`: of the payload's bytes, as they arrived.
   """
 
   learner: str
@@ -133,6 +133,7 @@ class Participant:
   steps: int
   least: int = 0
   limit: int | None = None
+  crc32: int = 0
 
 
 @_action

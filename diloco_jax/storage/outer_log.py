@@ -5,8 +5,8 @@ A record of the write-ahead log (wal.py) is one outer step:
 * the Merge that the machine asked for, with the machine state (protocol/syncer/recovery.py);
 * the MergeDone that answers it;
 * the encoded outer gradient that the outer optimizer got, empty if the outer step was refused;
-* for an audit, the CRC-32 of each participant's payload; with `sync.keep_log` the payloads as
-  received. So a record is as large as one payload, whatever the number of learners.
+* with `sync.keep_log` the payloads as received; their CRC-32 stand with the participants anyway.
+  So a record is as large as one payload, whatever the number of learners.
 
 Nothing about an outer step leaves the process before its record is durable, so every outer step
 that any learner has seen can be computed again: start from the checkpoint and apply the gradient of
@@ -86,13 +86,11 @@ Ended = tuple[actions.Merge, events.MergeDone]
 
 
 class OuterStep(NamedTuple):
-  """One record; `crc32` and `payloads` are in the order of the participants, and `payloads` is
-  empty if they were not kept."""
+  """One record; `payloads` are in the order of the participants, empty if they were not kept."""
 
   merge: actions.Merge
   done: events.MergeDone
   gradient: memoryview | bytes
-  crc32: Sequence[int]
   payloads: Sequence[memoryview | bytes] = ()
 
 
@@ -108,7 +106,6 @@ def encode(step: OuterStep) -> list[Any]:
     {
       'merge': step.merge,
       'done': step.done,
-      'crc32': list(step.crc32),
       'sizes': [memoryview(part).nbytes for part in parts],
     },
     *parts,
@@ -121,12 +118,10 @@ def decode(payload: memoryview) -> OuterStep:
   header, data = wal_format.unpack(payload)
   merge = codec.decode(actions.Merge, header['merge'])
   done = codec.decode(events.MergeDone, header['done'])
-  sizes, crc32 = header['sizes'], header['crc32']
+  sizes = header['sizes']
   if not all(type(size) is int and size >= 0 for size in sizes):
     raise ValueError(f'its sizes are {codec.short(sizes)}')
   count = len(merge.participants)
-  if not all(type(one) is int and 0 <= one < 1 << 32 for one in crc32) or len(crc32) != count:
-    raise ValueError(f'{codec.short(crc32)} are not the CRC-32 of {count} payloads')
   if not set(done.refused) <= {one.learner for one in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
   for one in merge.participants:
@@ -139,7 +134,7 @@ def decode(payload: memoryview) -> OuterStep:
     )
   ends = itertools.accumulate(sizes)
   gradient, *payloads = (data[end - size : end] for size, end in zip(sizes, ends))
-  return OuterStep(merge, done, gradient, crc32, payloads)
+  return OuterStep(merge, done, gradient, payloads)
 
 
 # --- Repeating an outer step ----------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Theta:
       assembled.transform,
       self.place,
     )
-    self._values: list[list[exchange.Piece]] | None = None
+    self._values: list[list[exchange.Values]] | None = None
     self._warm = False
     self.versions = [0] * layout.num_fragments
     self._to_params = jax.jit(self._assemble)
@@ -82,7 +82,7 @@ class Theta:
     other.forget()
     return other
 
-  def _version_0(self) -> list[list[exchange.Piece]]:
+  def _version_0(self) -> list[list[exchange.Values]]:
     layout = self._assembled.layout
     params = jax.tree.map(jnp.asarray, self._assembled.init())
     return [
@@ -94,7 +94,7 @@ class Theta:
     """All arrays of a checkpoint, as a tree, in new buffers."""
     return _tree(self._pieces.join(p, pieces) for p, pieces in enumerate(self._whole()))
 
-  def _whole(self) -> list[list[exchange.Piece]]:
+  def _whole(self) -> list[list[exchange.Values]]:
     if self._values is None:
       self._values = self._version_0()
     return self._values
@@ -239,12 +239,12 @@ class Theta:
     return tree
 
   def restore(self, arrays: dict[str, Any], versions: list[int]) -> None:
-    whole = map(exchange.Piece, arrays['masters'], arrays['published'], arrays['outer'])
+    whole = map(exchange.Values, arrays['masters'], arrays['published'], arrays['outer'])
     self._values = [self._pieces.cut(p, one) for p, one in enumerate(whole)]
     self.versions = list(versions)
 
 
-def _tree(whole: Iterable[exchange.Piece]) -> dict[str, Any]:
+def _tree(whole: Iterable[exchange.Values]) -> dict[str, Any]:
   """The arrays of a checkpoint."""
   masters, published, outer = zip(*whole)
   return {'masters': list(masters), 'published': list(published), 'outer': list(outer)}

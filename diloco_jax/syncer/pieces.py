@@ -43,7 +43,7 @@ class Stepped(NamedTuple):
     digest: of the published value.
   """
 
-  pieces: list[exchange.Piece]
+  pieces: list[exchange.Values]
   delta: np.ndarray
   digest: int
 
@@ -105,12 +105,12 @@ class Pieces:
     """Where the pieces of fragment p begin."""
     return range(0, self._sizes[p], self._n[p])
 
-  def begin(self, p: int, values_N: Any) -> list[exchange.Piece]:
+  def begin(self, p: int, values_N: Any) -> list[exchange.Values]:
     """Version 0 of fragment p: master and published value, and the optimizer's first state."""
-    make = lambda value_n: exchange.Piece(value_n, jnp.copy(value_n), self._tx[p].init(value_n))
+    make = lambda value_n: exchange.Values(value_n, jnp.copy(value_n), self._tx[p].init(value_n))
     return [jax.device_put(make(value_n), self._place) for value_n in self._cut(p, values_N)]
 
-  def cut(self, p: int, whole: exchange.Piece) -> list[exchange.Piece]:
+  def cut(self, p: int, whole: exchange.Values) -> list[exchange.Values]:
     """The inverse of `join`."""
     leaves, tree = jax.tree.flatten(whole)
     pieces = zip(*(self._cut(p, leaf) for leaf in leaves), strict=True)
@@ -123,7 +123,7 @@ class Pieces:
     parts = (values_N[start : start + n] for start in self.starts(p))
     return [jax.device_put(np.pad(part, (0, n - len(part))), self._place) for part in parts]
 
-  def join(self, p: int, pieces: Sequence[exchange.Piece]) -> exchange.Piece:
+  def join(self, p: int, pieces: Sequence[exchange.Values]) -> exchange.Values:
     """Fragment p in arrays of its length, new ones."""
     return jax.tree.map(lambda *parts: self.flat(p, parts), *pieces)
 
@@ -136,10 +136,10 @@ class Pieces:
       flat_N[start : start + self._n[p]] = np.asarray(part)[: len(flat_N) - start]
     return flat_N
 
-  def like(self, p: int) -> exchange.Piece:
+  def like(self, p: int) -> exchange.Values:
     """The shapes of `join`."""
     value_N = jax.ShapeDtypeStruct((self._sizes[p],), jnp.float32)
-    return exchange.Piece(value_N, value_N, jax.eval_shape(self._tx[p].init, value_N))
+    return exchange.Values(value_N, value_N, jax.eval_shape(self._tx[p].init, value_N))
 
   # --- Computing ----------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Pieces:
       ]
 
   def outer_step(
-    self, p: int, pieces: Sequence[exchange.Piece], gradient: Sequence[jax.Array]
+    self, p: int, pieces: Sequence[exchange.Values], gradient: Sequence[jax.Array]
   ) -> Stepped | None:
     """Consumes the decoded outer gradient; None: a value is not finite. `pieces` stay as they
     are."""
@@ -226,12 +226,12 @@ class Pieces:
     digest = sum(np.asarray(result.digest, np.uint64) for result in results)
     return Stepped(stepped, delta, digest_lib.as_int(digest & 0xFFFFFFFF))
 
-  def recycle(self, p: int, pieces: Iterable[exchange.Piece]) -> None:
+  def recycle(self, p: int, pieces: Iterable[exchange.Values]) -> None:
     """Takes pieces that are not needed any more, for later results."""
     for piece in pieces:
       self._keep(p, self._vectors(p, piece))
 
-  def digest(self, p: int, pieces: Sequence[exchange.Piece]) -> int:
+  def digest(self, p: int, pieces: Sequence[exchange.Values]) -> int:
     """Of the published value."""
     total = np.zeros(2, np.uint64)
     for start, piece in zip(self.starts(p), pieces, strict=True):
@@ -290,7 +290,7 @@ class Pieces:
   def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
     self._spare.setdefault(self._n[p], []).extend(arrays)
 
-  def _vectors(self, p: int, piece: exchange.Piece) -> list[jax.Array]:
+  def _vectors(self, p: int, piece: exchange.Values) -> list[jax.Array]:
     """The arrays of a piece that serve as buffers."""
     leaves = jax.tree.leaves(piece)
     return [one for one in leaves if (one.shape, one.dtype) == ((self._n[p],), np.float32)]

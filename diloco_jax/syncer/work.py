@@ -111,8 +111,7 @@ class SyncerWork:
       refused=screened.refused,
     )
     kept = payloads if self._assembled.config.sync.keep_log else ()
-    crc32 = [payloads_lib.announce(memoryview(payload)).crc32 for payload in payloads]
-    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, crc32, kept))
+    self._log.write(outer_log.OuterStep(merge, done, merged.gradient, kept))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
     if merged.failed:

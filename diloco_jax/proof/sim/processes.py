@@ -471,7 +471,7 @@ class Syncer(Process):
       norms=norms,
       refused=refused,
     )
-    yield from self._commit(outer_log.OuterStep(merge, done, merged.gradient, [0] * len(grads)))
+    yield from self._commit(outer_log.OuterStep(merge, done, merged.gradient))
     if merged.failed:
       self.post(done)
     else:

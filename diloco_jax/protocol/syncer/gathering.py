@@ -314,6 +314,7 @@ class Gathering:
       steps=message.steps,
       least=least,
       limit=limit,
+      crc32=message.payload.crc32,
     )
 
   def end(self, now_ns: int, done: events.MergeDone) -> gather_lib.Gather:
