@@ -62,9 +62,6 @@ COLUMNS = (
   'seconds',
 )
 
-_SHORT = flags.DEFINE_bool('short', False, 'one seed, and fewer kills')
-_OUT = flags.DEFINE_string('out', '', 'folder; default runs/chaos_bench or runs/chaos_short')
-
 
 def cells(short: bool) -> list[run_lib.Cell]:
   """The runs. All systems of a seed come one after the other, so that a load of the machine which
@@ -82,13 +79,14 @@ def cells(short: bool) -> list[run_lib.Cell]:
 def main(argv: list[str]) -> int:
   if argv[1:]:
     raise app.UsageError(f'unexpected words: {" ".join(argv[1:])}')
-  out = pathlib.Path(_OUT.value or ('runs/chaos_short' if _SHORT.value else 'runs/chaos_bench'))
+  short = flags.FLAGS.short
+  out = pathlib.Path(flags.FLAGS.out or ('runs/chaos_short' if short else 'runs/chaos_bench'))
   out.mkdir(parents=True, exist_ok=True)
   logging.set_verbosity(logging.WARNING)  # Orbax tells of each load
   jax.config.update('jax_platforms', 'cpu')  # for the evaluations; learners are other processes
   jax.config.update('jax_compilation_cache_dir', str(local.cache_folder()))
   book = study.Book(out / 'rows.jsonl')
-  planned = cells(_SHORT.value)
+  planned = cells(short)
   rehearsed: set[str] = set()
   missing = [cell for cell in planned if book.row(cell) is None]
   try:
@@ -259,4 +257,6 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
+  flags.DEFINE_bool('short', False, 'one seed, and fewer kills')
+  flags.DEFINE_string('out', '', 'folder; default runs/chaos_bench or runs/chaos_short')
   app.run(main)

@@ -122,6 +122,8 @@ def decode(payload: memoryview) -> OuterStep:
   if not all(type(size) is int and size >= 0 for size in sizes):
     raise ValueError(f'its sizes are {codec.short(sizes)}')
   count = len(merge.participants)
+  if not count:
+    raise ValueError('it has no participants')
   if not set(done.refused) <= {one.learner for one in merge.participants}:
     raise ValueError(f'{codec.short(done.refused)} were refused and are no participants')
   for one in merge.participants:

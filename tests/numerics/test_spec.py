@@ -36,7 +36,7 @@ def test_anything_else_is_refused(text):
       'rda(flor=1)',
       "unexpected keyword argument 'flor'; it is rda(floor: float = 0.01)",
     ),
-    (merge.make, "rda(floor='x')", "of type <class 'str'>"),
+    (merge.make, "rda(floor='x')", "'maximum' did not contain a loop"),
     (outer.make, 'sdg', 'use one of: adabelief'),
     (outer.make, 'clip(max_delta=1.0)', "'clip' is unknown"),  # of optax, but it does not descend
     (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),

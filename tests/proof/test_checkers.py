@@ -98,6 +98,7 @@ def merging(**changes: Any) -> a.Report:
     'fragment': 0,
     'version': 1,
     'participants': ('l0',),
+    'late': (),
     'waited_ns': 3 * MS,
     'grace_ns': 0,
     'tokens': 20,

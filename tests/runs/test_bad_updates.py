@@ -72,9 +72,9 @@ def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
   assert screened.norms[1] == screening.NOT_FINITE and screened.norms[3] > 1000 * limit
   honest = 1e-2 * math.sqrt(size) * screening.UNIT
   assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
-  merged = theta.merge(0, participants, payloads, ('l1', 'l3'), 4)
-  assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',), 4).digest
-  all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'), 4)
+  merged = theta.merge(0, participants, payloads, ('l1', 'l3'))
+  assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',)).digest
+  all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'))
   assert all_refused.failed == global_model_lib.ALL_REJECTED
   assert all_refused.digest == theta.digest(0)
 

@@ -80,7 +80,7 @@ def test_descending_on_balance_spreads_the_tokens():
   assert float(jnp.max(balance(bias_E)[1])) < 0.35
 
 
-@pytest.mark.parametrize('choices', [1, 2])
+@pytest.mark.parametrize('choices', [1, pytest.param(2, marks=pytest.mark.full)])
 def test_router_and_experts_get_gradients_from_the_text_alone(model, choices):
   model.experts_per_token, model.balance_loss = choices, 0.0
   params = decoder.init_params(model, seed=0)

@@ -83,6 +83,7 @@ def test_sharded_experts_equal_the_unsharded_ones(model, optimizer):
   assert moments['up'].sharding == sharded_layer['up'].sharding
 
 
+@pytest.mark.full
 def test_a_sharded_reader_of_images_equals_the_unsharded_one(model, optimizer):
   model.num_layers = 1
   image = np.random.default_rng(1).integers(0, 16, (4, 8, 8)).astype(np.uint8)
