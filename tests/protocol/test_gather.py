@@ -19,8 +19,10 @@ from tests.protocol.single import (
   contribution,
   joined,
   merge_done,
+  progress,
   received,
   two_learners,
+  two_learners_of,
 )
 
 MS = engine.MS
@@ -98,6 +100,26 @@ def test_a_payload_after_the_merge_is_late(adopt: str):
   given = [m for _, m in seen.sent(messages.Contribution, 'l1')]
   assert (given[0].sync, given[0].tokens_from) == (4, 0)
   assert given[1].tokens_from == given[0].tokens_to, 'none of them again'
+
+
+def test_a_payload_during_the_merge_of_the_late_one_before_counts_for_the_next_sync():
+  """The learner gave up waiting (max_misses) while the syncer merged its late payload."""
+  machine = two_learners_of(quorum=1, max_staleness=3)
+  other = contribution(sync=2, shard=1)
+  merges = [machine.handle(3, received(2, other, payload_id=1))]
+  machine.handle(4, received(1, contribution(sync=2), payload_id=2))  # late
+  machine.handle(5, merge_done(2))
+  merges += [machine.handle(6, received(1, progress(4)))]
+  second = contribution(sync=4, tokens_from=20, tokens_to=40)
+  assert machine.handle(7, received(1, second, payload_id=3)) == []
+  assert machine.handle(7, received(1, contribution(sync=2), payload_id=4)) == [
+    actions.Drop(payload_id=4)
+  ]
+  machine.handle(8, merge_done(4))
+  merges += [machine.handle(9, received(1, progress(6)))]
+  made = [action for out in merges for action in out if isinstance(action, actions.Merge)]
+  assert [[one.payload_id for one in merge.participants] for merge in made] == [[1], [2], [3]]
+  machine.check()
 
 
 def test_only_trained_fragments_are_contributed_and_counts_start_at_the_adoption():

@@ -49,8 +49,9 @@ def judge(
     cursor: the learner's tokens before this count are settled for this fragment.
     oldest: the oldest version that its anchor may have.
   """
-  if gather is not None and learner in gather.payloads:
-    return REPEATED
+  held = gather.payloads.get(learner) if gather is not None else None
+  if held is not None and (held[0] == message or not gather.merging):
+    return REPEATED  # while merging, what is held may have been late for the sync before
   if gather is None and message.sync > fragment.last_sync:
     return messages.CANCELLED
   if gather is None or gather.merging or gather.fragment != message.fragment:
