@@ -23,7 +23,7 @@ class Turns(observers.Observer):
     name = life.start.node
     if type(event) is events.StepDone and event.tokens:
       self.book.stepped(name, now_ns, event.tokens, event.step_ns, event.data_ns, event.saving_ns)
-      self.book.waits(name, now_ns)  # unless it goes on at once
+      self.book.waits(name, now_ns)  # until the next step: in this turn, if none is waited for
     for action in out:
       kind = type(action)
       if kind is actions.Report:

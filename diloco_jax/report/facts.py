@@ -15,8 +15,8 @@ from diloco_jax.protocol import facts as protocol_facts
 @protocol_facts.fact
 class Step:
   """An inner step. `step`: the clock after it; `steps`, `tokens`: totals of this process;
-  `seconds`: with `data_s`, the wait for its batch. Before it saves kept the island for `saving_s`,
-  and it waited `waited_s` for others (in lock step)."""
+  `seconds`: with `data_s`, the wait for its batch. `saving_s`: how long saves kept the island since
+  the step before; `waited_s`: how long the learner waited for others since then (in lock step)."""
 
   step: int
   steps: int

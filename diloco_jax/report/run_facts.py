@@ -189,10 +189,12 @@ class RunFacts:
     return min(1.0, foremost / self.total_steps)
 
   def training(self, name: str) -> float | None:
-    """The share of a learner's time in inner steps at the ideal pace; None: it has not begun."""
+    """The share of the time since a learner joined that it spent in inner steps at the ideal pace,
+    as the syncer reports it of all; None: it has not joined."""
     account = self.book.learners.get(name)
-    wall_ns = self.end_s * 1e9 - account.began_ns if account else 0.0
-    return account.ideal_ns / wall_ns if wall_ns else None
+    if account is None or account.joined_ns is None or self.end_s * 1e9 <= account.joined_ns:
+      return None
+    return account.ideal_ns / (self.end_s * 1e9 - account.joined_ns)
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""

@@ -2,9 +2,9 @@
 
 A fragment is a list of pieces of a flat float32 vector (pieces.py). The merged outer gradient is
 encoded before the outer optimizer gets it, so a replay from the log (storage/outer_log.py) has what
-the optimizer had, and uses the same functions: equal bits. What the encoding loses is not made up
-for later: it is below a hundredth of the gradient, without a bias, and a remainder that is carried
-on would be lost with the process, so that a run with a kill and one without would differ.
+the optimizer had, and makes the same bits with the same functions. The rounding error of the
+encoding is not carried on to the next outer step: it would be lost with the process, so that a run
+with a kill and one without would differ. docs/log.md has its size.
 """
 
 import copy

@@ -30,6 +30,7 @@ STUDIES = (
   'adopt',
   'outer',
   'timing',
+  'late',
   'deaths',
   'codecs',
   'speeds',
