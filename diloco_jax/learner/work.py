@@ -17,7 +17,6 @@ from concurrent import futures
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build, run_config
@@ -33,9 +32,6 @@ from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
-
-# Whole fragments always use float32: decoded as a delta from zero.
-WHOLE = codecs.get('float32')
 
 
 class Exchange:
@@ -55,21 +51,41 @@ class Exchange:
     self._island = island
     self._layout = assembled.layout
     self._fragments = range(self._layout.num_fragments)
-    self._codec_up = assembled.codec_up
-    self._codecs_down = {False: assembled.codec_down, True: WHOLE}
+    self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
     blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
-    self._alpha = assembled.config.sync.alpha if blends else 0.0
+    self._alpha = None if self._rebases else assembled.config.sync.alpha if blends else 0.0
+    # By fragment: the places of its tensors among the leaves of the parameters, by path.
+    order = {path: i for i, path in enumerate(fragments.by_path(island.params))}
+    self._places = [
+      {piece.path: order[piece.path] for piece in self._layout.fragments[p]}
+      for p in self._fragments
+    ]
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
+    self._flags = self._put((np.bool_(False), np.bool_(True)))
+    # By fragment: the value that follows from its base alone, adopted as it is.
+    self._no_delta = [
+      exchange.Published(None, zeros[0], zeros[1], *2 * self._flags[:1])
+      for zeros in map(self._zeros, self._fragments)
+    ]
     self.anchors = self._get(self._lower_gather)(island.params)
+
+  def _zeros(self, p: int) -> list[jax.Array]:
+    """An encoded delta of zeros, and an encoded pseudo-gradient."""
+    sizes = (one.encoded_size(self._layout.size(p)) for one in (self._codec_down, self._codec_up))
+    return [self._put(np.zeros(size_bytes, np.uint8)) for size_bytes in sizes]
+
+  def _put(self, arrays: Any) -> Any:
+    return jax.device_put(arrays, self._island.replicated)
 
   def compile_all(self) -> None:
     for p in self._fragments:
       self._get(self._lower_encode, p)
-      self._get(self._lower_adopt, p, False)
+      self._get(self._lower_adopt, p)
+      self._get(self._lower_apply, self._layout.size(p))
 
   def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
     """Returns a compiled function; the first caller compiles it and later callers wait."""
@@ -91,60 +107,48 @@ class Exchange:
       fragments_N = [fragments.gather(self._layout, p, params) for p in self._fragments]
       return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
 
-    return jax.jit(gather, out_shardings=self._island.replicated).lower(self._abstract(0)[0])
+    abstract = jax.tree.map(_abstract, self._island.params, self._island.shardings.params)
+    return jax.jit(gather, out_shardings=self._island.replicated).lower(abstract)
 
   def _lower_encode(self, p: int) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
-    return jax.jit(encode, out_shardings=self._island.replicated).lower(*self._abstract(p))
-
-  def _lower_adopt(self, p: int, whole: bool) -> jax.stages.Lowered:
-    codec = self._codecs_down[whole]
-
-    def adopt(params, anchor_N, data, capture, keep, merged):
-      start_N = jnp.zeros_like(anchor_N) if whole else anchor_N
-      published_N, digest = exchange.apply_delta(codec, start_N, data)
-      if self._rebases:
-        up = self._codec_up
-        params, anchor_N = exchange.rebase(
-          self._layout, p, up, params, anchor_N, published_N, capture, keep, merged
-        )
-      else:
-        params, anchor_N = exchange.adopt(
-          self._layout, p, params, anchor_N, published_N, self._alpha
-        )
-      return params, anchor_N, digest
-
-    place = self._island.replicated
-    sizes = [one.encoded_size(self._layout.size(p)) for one in (codec, self._codec_up)]
-    data, capture = (
-      jax.ShapeDtypeStruct((size_bytes,), np.uint8, sharding=place) for size_bytes in sizes
+    return jax.jit(encode, out_shardings=self._island.replicated).lower(
+      self._abstract_leaves(p), self._abstract_anchor(self._layout.size(p))
     )
-    flag = jax.ShapeDtypeStruct((), np.bool_, sharding=place)
-    return jax.jit(
-      adopt,
-      donate_argnums=(0, 1),
-      out_shardings=(self._island.shardings.params, place, place),
-    ).lower(*self._abstract(p), data, capture, flag, flag)
 
-  def _lower_rewind(self, p: int) -> jax.stages.Lowered:
-    def rewind(params, anchor_N):
-      return exchange.adopt(self._layout, p, params, anchor_N, anchor_N, alpha=0.0)[0]
-
-    return jax.jit(
-      rewind,
-      donate_argnums=0,
-      out_shardings=self._island.shardings.params,
-    ).lower(*self._abstract(p))
-
-  def _abstract(self, p: int) -> tuple[Any, jax.ShapeDtypeStruct]:
-    params = jax.tree.map(
-      lambda sharding, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-      self._island.shardings.params,
-      self._island.params,
-      is_leaf=lambda sharding: sharding is None,
+  def _lower_adopt(self, p: int) -> jax.stages.Lowered:
+    adopt = functools.partial(
+      exchange.adopt, self._layout, p, self._codec_up, self._codec_down, self._alpha
     )
-    size = self._layout.size(p)
-    return params, jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
+    anchor_N = self._abstract_anchor(self._layout.size(p))
+    leaves = self._abstract_leaves(p)
+    shardings = {path: leaf.sharding for path, leaf in leaves.items()}
+    return jax.jit(adopt, donate_argnums=0, out_shardings=shardings).lower(
+      leaves, anchor_N, self._no_delta[p]._replace(base_N=anchor_N)
+    )
+
+  def _lower_apply(self, size: int) -> jax.stages.Lowered:
+    apply = functools.partial(exchange.apply_delta, self._codec_down)
+    data = jax.ShapeDtypeStruct(
+      (self._codec_down.encoded_size(size),), np.uint8, sharding=self._island.replicated
+    )
+    return jax.jit(apply, donate_argnums=0, out_shardings=self._island.replicated).lower(
+      self._abstract_anchor(size), data
+    )
+
+  def _abstract_anchor(self, size: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
+
+  def _abstract_leaves(self, p: int) -> dict[str, jax.ShapeDtypeStruct]:
+    is_none = lambda sharding: sharding is None
+    shardings = jax.tree.leaves(self._island.shardings.params, is_leaf=is_none)
+    leaves = self._leaves(p).items()
+    return {path: _abstract(leaf, shardings[self._places[p][path]]) for path, leaf in leaves}
+
+  def _leaves(self, p: int) -> exchange.Leaves:
+    """The parameters with rows in fragment p."""
+    leaves = jax.tree.leaves(self._island.params)
+    return {path: leaves[place] for path, place in self._places[p].items()}
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
@@ -154,7 +158,7 @@ class Exchange:
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
-    data, ok = self._get(self._lower_encode, p)(self._island.params, self.anchors[p])
+    data, ok = self._get(self._lower_encode, p)(self._leaves(p), self.anchors[p])
     if self._rebases:
       self._captures[p] = data
     return data, ok
@@ -166,27 +170,39 @@ class Exchange:
 
     Args:
       p: the fragment.
-      data: the encoded value, `whole` or a delta to the anchor.
+      data: the value: float32 if `whole`, else an encoded delta to the anchor.
       whole: see `data`.
-      keep: carry the steps that are not in the value onto it (exchange.rebase).
+      keep: carry the steps that are not in the value onto it (exchange.adopt).
       merged: the value contains the newest capture of the fragment.
     """
-    nothing = np.zeros(self._codec_up.encoded_size(self._layout.size(p)), np.uint8)
-    capture = self._captures.pop(p) if merged else nothing
-    arguments = jax.device_put(
-      (np.frombuffer(data, np.uint8), capture, np.bool_(keep), np.bool_(merged)),
-      self._island.replicated,
-    )
-    self._island.params, self.anchors[p], digest = self._get(self._lower_adopt, p, whole)(
-      self._island.params, self.anchors[p], *arguments
-    )
-    return digest
+    value = self._no_delta[p]._replace(keep=self._flags[keep or bool(self._alpha)])
+    if whole:
+      value = value._replace(base_N=self._put(np.frombuffer(data, np.float32)))
+    else:
+      value = value._replace(base_N=self.anchors[p], data=self._put(np.frombuffer(data, np.uint8)))
+    if merged:
+      value = value._replace(capture=self._captures.pop(p), merged=self._flags[True])
+    return self._adopt(p, value)
 
   def rewind(self) -> None:
     """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
     self._captures.clear()
     for p, anchor_N in enumerate(self.anchors):
-      self._island.params = self._get(self._lower_rewind, p)(self._island.params, anchor_N)
+      self._adopt(p, self._no_delta[p]._replace(base_N=anchor_N))
+
+  def _adopt(self, p: int, value: exchange.Published) -> jax.Array:
+    adopted = self._get(self._lower_adopt, p)(self._leaves(p), self.anchors[p], value)
+    leaves, tree = jax.tree.flatten(self._island.params)
+    for path, leaf in adopted.items():
+      leaves[self._places[p][path]] = leaf
+    self._island.params = jax.tree.unflatten(tree, leaves)
+    apply = self._get(self._lower_apply, self._layout.size(p))
+    self.anchors[p], digest = apply(value.base_N, value.data)
+    return digest
+
+
+def _abstract(leaf: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 class LearnerWork:

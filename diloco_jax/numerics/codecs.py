@@ -59,7 +59,7 @@ class Codec(NamedTuple):
     name: one of CODECS.
     sections: a payload is so many sections, one after the other; the bytes of a block in each.
     encoded_size: n -> the number of bytes of n values.
-    encode: float32[n] -> (uint8[encoded_size(n)], ok).
+    to_sections: float32[n] -> (the sections, uint8 each, ok).
     decode: (uint8[encoded_size(n)], n) -> float32[n].
     squares: (uint8[encoded_size(n)], n) -> float32[n/32], the sum of squares of each block; it is
       not finite if one of the values is not, or if a square overflows.
@@ -68,9 +68,26 @@ class Codec(NamedTuple):
   name: str
   sections: tuple[int, ...]
   encoded_size: Callable[[int], int]
-  encode: Callable[[Any], tuple[Any, Any]]
+  to_sections: Callable[[Any], tuple[tuple[Any, ...], Any]]
   decode: Callable[[Any, int], Any]
   squares: Callable[[Any, int], Any]
+
+  def encode(self, *parts: Any) -> tuple[Any, Any]:
+    """float32[n], in one or more parts -> (uint8[encoded_size(n)], ok)."""
+    sections, oks = zip(*map(self.to_sections, parts))
+    ok = functools.reduce(jnp.logical_and, oks)
+    in_order = [one for section in zip(*sections) for one in section]
+    if len(in_order) == 1:
+      return in_order[0], ok
+    # As a branch, because XLA's CPU backend would compute the elements inside the concatenation,
+    # value by value, 8 times slower.
+    empty = lambda *parts: jnp.zeros(sum(part.size for part in parts), jnp.uint8)
+    return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, *in_order), ok
+
+  def decode_range(self, data: Any, n: int, start: int, stop: int) -> Any:
+    """Values [start, stop) of a payload of n values."""
+    parts = [data[at] for at in ranges(self, n, start, stop)]
+    return self.decode(jnp.concatenate(parts), stop - start)
 
 
 def get(name: str) -> Codec:
@@ -123,23 +140,23 @@ def canonical(values: jax.Array) -> jax.Array:
 # --- float32, bfloat16 ---------------------------------------------------------------------------
 
 
-def _encode_float32(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _encode_float32(values: jax.Array) -> tuple[tuple[jax.Array], jax.Array]:
   values = canonical(values)
   data = jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1)
-  return data, jnp.all(_magnitude(values) < _INF_BITS)
+  return (data,), jnp.all(_magnitude(values) < _INF_BITS)
 
 
 def _decode_float32(data: jax.Array, n: int) -> jax.Array:
   return jax.lax.bitcast_convert_type(data.reshape(n, 4), jnp.float32)
 
 
-def _encode_bfloat16(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _encode_bfloat16(values: jax.Array) -> tuple[tuple[jax.Array], jax.Array]:
   values = canonical(values)
   bits = _bits(values)
   # Adding just under half of the dropped part, or half if the kept part is odd: ties to even.
   upper = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
   data = jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.uint8).reshape(-1)
-  return data, jnp.all(_magnitude(values) < _BFLOAT16_INF_BITS)
+  return (data,), jnp.all(_magnitude(values) < _BFLOAT16_INF_BITS)
 
 
 def _decode_bfloat16(data: jax.Array, n: int) -> jax.Array:
@@ -150,7 +167,9 @@ def _decode_bfloat16(data: jax.Array, n: int) -> jax.Array:
 # --- int8, int4 ----------------------------------------------------------------------------------
 
 
-def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _encode_int(
+  fraction_bits: int, values: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
   exponents = jnp.max(_magnitude(values).reshape(-1, BLOCK), axis=1) >> 23
   inverse = jnp.where(
     exponents > fraction_bits + 1, (254 + fraction_bits - exponents) << 23, jnp.uint32(0)
@@ -163,11 +182,7 @@ def _encode_int(fraction_bits: int, values: jax.Array) -> tuple[jax.Array, jax.A
     pairs = jax.lax.bitcast_convert_type(elements.reshape(-1, 2), jnp.uint16)
     elements = (pairs & 0x0F | pairs >> 4 & 0xF0).astype(jnp.uint8)
   written = jnp.where(exponents > fraction_bits + 1, exponents, jnp.uint32(0)).astype(jnp.uint8)
-  ok = jnp.all(exponents < 255)
-  # As a branch, because XLA's CPU backend would compute the elements inside the concatenation,
-  # value by value, 8 times slower.
-  empty = lambda *parts: jnp.zeros(sum(part.size for part in parts), jnp.uint8)
-  return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, written, elements), ok
+  return (written, elements), jnp.all(exponents < 255)
 
 
 def _decode_int(fraction_bits: int, data: jax.Array, n: int) -> jax.Array:

@@ -10,9 +10,9 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
               Theta'  = Theta - OuterOpt(D)
               bytes   = C_down(Theta' - A_v)
               A_{v+1} = A_v + D_down(bytes)                                     outer_step
-  learner m   A_{v+1} = A_v + D_down(bytes)                                     apply_delta
-              theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       rebase
-           or theta_m <- (1 - alpha) A_{v+1} + alpha theta_m                    adopt
+  learner m   theta_m <- A_{v+1} + (theta_m - (A_v - c_m))                       adopt
+           or theta_m <- A_{v+1} + alpha (theta_m - A_{v+1})                     adopt
+              A_{v+1} = A_v + D_down(bytes)                                     apply_delta
 
 with c_m = D_up(bytes_m) if the syncer merged it, else 0.
 
@@ -24,7 +24,7 @@ do not pile up.
 Every learner that holds version v computes the same A_{v+1} from the same bytes: the decoded values
 are exact (see codecs.py), every backend rounds one addition alike, and `apply_delta` makes the
 result canonical (no subnormals, no -0). The digest verifies it. A learner that holds another
-version gets A_{v+1} whole: the float32 codec is lossless for canonical values.
+version gets A_{v+1} whole, as float32 values: that is lossless, as they are canonical.
 
 The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
 their bits do not depend on n (syncer/pieces.py); a learner's take a whole fragment.
@@ -33,6 +33,7 @@ Give `layout`, `p`, the codecs, `tx` and `alpha` to jax.jit as static arguments.
 digests and sums of squares need to cross to the host.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ from diloco_jax.numerics import codecs, fragments
 from diloco_jax.numerics import digest as digest_lib
 
 PyTree = Any
+Leaves = dict[str, jax.Array]  # parameters by path: those with rows in the fragment, or all
 
 
 class Values(NamedTuple):
@@ -73,69 +75,90 @@ class OuterResult(NamedTuple):
 
 
 def pseudo_gradient(
-  layout: fragments.Layout, p: int, codec: codecs.Codec, params_tree: PyTree, anchor_N: jax.Array
+  layout: fragments.Layout, p: int, codec: codecs.Codec, leaves: Leaves, anchor_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Learner: (the encoded pseudo-gradient of fragment p, ok). Send it only if ok."""
-  return codec.encode(anchor_N - fragments.gather(layout, p, params_tree))
+  """Learner: (the encoded pseudo-gradient of fragment p, ok). Send it only if ok.
+
+  Tensor by tensor: the flat fragment is never made.
+  """
+  return codec.encode(
+    *(
+      anchor_N[start:stop] - fragments.flat(piece, fragments.rows(leaves, piece))
+      for piece, start, stop in layout.places(p)
+    )
+  )
 
 
 def apply_delta(
-  codec: codecs.Codec, anchor_N: jax.Array, data: jax.Array
+  codec: codecs.Codec, base_N: jax.Array, data: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Learner: (the new published value float32[N_p], its digest) from the old one and a delta."""
-  published_N = codecs.canonical(anchor_N + codec.decode(data, anchor_N.shape[0]))
+  """Learner: (the new published value float32[N_p], its digest) from another one and a delta."""
+  published_N = _published(base_N, codec.decode(data, base_N.shape[0]))
   return published_N, digest_lib.digest(published_N)
+
+
+def _published(base_n: jax.Array, delta_n: jax.Array) -> jax.Array:
+  return codecs.canonical(base_n + delta_n)
+
+
+class Published(NamedTuple):
+  """A published value as it reaches a learner, and what the learner has given to it.
+
+  Attributes:
+    base_N: float32; the value is base + D_down(data).
+    data: uint8, the encoded delta.
+    capture: uint8, the newest encoded pseudo-gradient of the fragment.
+    merged: bool scalar, whether the value contains the capture.
+    keep: bool scalar; False: theta <- the value.
+  """
+
+  base_N: jax.Array
+  data: jax.Array
+  capture: jax.Array
+  merged: jax.Array
+  keep: jax.Array
 
 
 def adopt(
   layout: fragments.Layout,
   p: int,
-  params_tree: PyTree,
+  codec_up: codecs.Codec,
+  codec_down: codecs.Codec,
+  alpha: float | None,
+  leaves: Leaves,
   anchor_N: jax.Array,
-  published_N: jax.Array,
-  alpha: float = 0.0,
-) -> tuple[PyTree, jax.Array]:
-  """Learner: (parameters with fragment p adopted, the new anchor).
+  published: Published,
+) -> Leaves:
+  """Learner: the parameters with the published value of fragment p adopted, tensor by tensor.
 
-  theta <- (1 - alpha) published + alpha theta. The paper overwrites (alpha = 0); Streaming DiLoCo
-  (arXiv 2501.18512) mixes. The old anchor is an argument so that its buffer can be donated to the
-  new one.
-  """
-  if not 0.0 <= alpha < 1.0:
-    raise ValueError(f'exchange: alpha is {alpha}; it must be in [0, 1), and 0 overwrites')
-  if anchor_N.shape != published_N.shape:
-    raise ValueError(
-      f'exchange: fragment {p} was anchored at {anchor_N.shape} values and {published_N.shape} '
-      'were published; learner and syncer have different layouts'
-    )
-  theta_N = published_N
-  if alpha:
-    theta_N = (1 - alpha) * published_N + alpha * fragments.gather(layout, p, params_tree)
-  return fragments.scatter(layout, p, params_tree, theta_N), published_N
-
-
-def rebase(
-  layout: fragments.Layout,
-  p: int,
-  codec: codecs.Codec,
-  params_tree: PyTree,
-  anchor_N: jax.Array,
-  published_N: jax.Array,
-  capture: jax.Array,
-  keep: jax.Array,
-  merged: jax.Array,
-) -> tuple[PyTree, jax.Array]:
-  """Learner: (parameters with fragment p rebased onto the published value, the new anchor).
+  Give `leaves` to jit as donated: each tensor is replaced in place.
 
   Args:
-    capture: uint8, the newest encoded pseudo-gradient of the fragment.
-    keep: bool scalar; False: theta <- published.
-    merged: bool scalar, whether the published value contains the capture.
+    alpha: None rebases. Else theta <- published + alpha (theta - published): the paper overwrites
+      (0), Streaming DiLoCo (arXiv 2501.18512) mixes.
   """
-  theta_N = fragments.gather(layout, p, params_tree)
-  merged_N = jnp.where(merged, codec.decode(capture, anchor_N.shape[0]), 0.0)
-  carried_N = jnp.where(keep, theta_N - (anchor_N - merged_N), 0.0)
-  return fragments.scatter(layout, p, params_tree, published_N + carried_N), published_N
+  if alpha is not None and not 0.0 <= alpha < 1.0:
+    raise ValueError(f'exchange: alpha is {alpha}; it must be in [0, 1), and 0 overwrites')
+  if anchor_N.shape != published.base_N.shape:
+    raise ValueError(
+      f'exchange: fragment {p} was anchored at {anchor_N.shape} values and '
+      f'{published.base_N.shape} were published; learner and syncer have different layouts'
+    )
+  leaves, n = dict(leaves), anchor_N.shape[0]
+  for piece, start, stop in layout.places(p):
+    # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
+    shaped = functools.partial(fragments.shaped, piece)
+    theta = fragments.rows(leaves, piece).astype(jnp.float32)
+    delta_n = codec_down.decode_range(published.data, n, start, stop)
+    value = shaped(_published(published.base_N[start:stop], delta_n))
+    if alpha is None:
+      given_n = codec_up.decode_range(published.capture, n, start, stop)
+      merged_n = jnp.where(published.merged, given_n, 0.0)
+      carried = theta - shaped(anchor_N[start:stop] - merged_n)
+    else:
+      carried = alpha * (theta - value) if alpha else 0.0
+    fragments.replace_rows(leaves, piece, value + jnp.where(published.keep, carried, 0.0))
+  return leaves
 
 
 def block_squares(codec: codecs.Codec, n: int, sections: Sequence[jax.Array]) -> jax.Array:

@@ -35,7 +35,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -90,6 +90,13 @@ class Layout:
   def num_fragments(self) -> int:
     return len(self.fragments)
 
+  def places(self, p: int) -> Iterator[tuple[Piece, int, int]]:
+    """Each piece of fragment p, with the place [start, stop) of its padded values in the vector."""
+    start = 0
+    for piece in self.fragments[p]:
+      yield piece, start, start + piece.padded_size
+      start += piece.padded_size
+
   def size(self, p: int) -> int:
     """N_p: the length of fragment p as a flat vector, padding included."""
     return sum(piece.padded_size for piece in self.fragments[p])
@@ -143,7 +150,7 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
 def gather(layout: Layout, p: int, tree: PyTree) -> jax.Array:
   """Fragment p of `tree` as one flat vector float32[N_p], zeros in the padding."""
   leaves = by_path(tree)
-  return join(layout, p, {piece.key: _rows(leaves, piece) for piece in layout.fragments[p]})
+  return join(layout, p, {piece.key: rows(leaves, piece) for piece in layout.fragments[p]})
 
 
 def scatter(layout: Layout, p: int, tree: PyTree, flat_N: jax.Array) -> PyTree:
@@ -151,11 +158,7 @@ def scatter(layout: Layout, p: int, tree: PyTree, flat_N: jax.Array) -> PyTree:
   pieces = split(layout, p, flat_N)
   leaves = by_path(tree)
   for piece in layout.fragments[p]:
-    leaf = leaves[piece.path]
-    _rows(leaves, piece)  # checks the shape
-    value = pieces[piece.key].astype(leaf.dtype)
-    whole = leaf.shape == piece.shape
-    leaves[piece.path] = value if whole else leaf.at[piece.start : piece.stop].set(value)
+    replace_rows(leaves, piece, pieces[piece.key])
   return jax.tree.unflatten(jax.tree.structure(tree), leaves.values())
 
 
@@ -169,23 +172,27 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
       f'fragments: fragment {p} has {layout.size(p)} values, the vector {flat_N.shape[-1]}; '
       'it was made with another layout (compare layout.digest())'
     )
-  pieces, offset = {}, 0
-  for piece in layout.fragments[p]:
-    values = flat_N[..., offset : offset + piece.size]
-    pieces[piece.key] = values.reshape((*flat_N.shape[:-1], *piece.shape))
-    offset += piece.padded_size
-  return pieces
+  return {
+    piece.key: shaped(piece, flat_N[..., start:stop]) for piece, start, stop in layout.places(p)
+  }
+
+
+def shaped(piece: Piece, flat_n: jax.Array) -> jax.Array:
+  """The inverse of `flat`: the values of a piece in its shape, behind any leading axes."""
+  return flat_n[..., : piece.size].reshape((*flat_n.shape[:-1], *piece.shape))
 
 
 def join(layout: Layout, p: int, pieces: dict[str, jax.Array]) -> jax.Array:
   """The inverse of `split`: pieces -> flat float32[N_p], zeros in the padding."""
-  parts = []
-  for piece in layout.fragments[p]:
-    values = pieces[piece.key].reshape(-1).astype(jnp.float32)
-    parts.append(values)
-    if piece.padded_size > piece.size:
-      parts.append(jnp.zeros(piece.padded_size - piece.size, jnp.float32))
+  parts = [flat(piece, pieces[piece.key]) for piece in layout.fragments[p]]
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def flat(piece: Piece, values: jax.Array) -> jax.Array:
+  """The values of a piece as they travel: a flat float32 vector, zeros in the padding."""
+  values = values.reshape(-1).astype(jnp.float32)
+  padding = piece.padded_size - piece.size
+  return jnp.pad(values, (0, padding)) if padding else values
 
 
 def labels(layout: Layout, p: int | None = None) -> dict[str, str]:
@@ -218,17 +225,27 @@ def _leaves(tree: PyTree, label: Callable[[str], str]) -> list[Piece]:
   return whole
 
 
-def _rows(leaves: dict[str, jax.Array], piece: Piece) -> jax.Array:
+def rows(leaves: dict[str, jax.Array], piece: Piece) -> jax.Array:
+  """The values of a piece, among the leaves by path."""
   leaf = leaves.get(piece.path)
   if leaf is None:
     raise ValueError(f'fragments: the tree has no leaf {piece.path}; it has {sorted(leaves)}')
-  rows = leaf[piece.start : piece.stop] if leaf.ndim else leaf
-  if rows.shape != piece.shape:
+  found = leaf[piece.start : piece.stop] if leaf.ndim else leaf
+  if found.shape != piece.shape:
     raise ValueError(
-      f'fragments: rows {piece.start}:{piece.stop} of leaf {piece.path} have shape {rows.shape}, '
+      f'fragments: rows {piece.start}:{piece.stop} of leaf {piece.path} have shape {found.shape}, '
       f'the layout says {piece.shape}; make the layout from this tree'
     )
-  return rows
+  return found
+
+
+def replace_rows(leaves: dict[str, jax.Array], piece: Piece, values: jax.Array) -> None:
+  """Replaces the values of a piece, among the leaves by path; `values` are cast to their dtype."""
+  leaf = leaves[piece.path]
+  rows(leaves, piece)  # checks the shape
+  values = values.astype(leaf.dtype)
+  whole = leaf.shape == piece.shape
+  leaves[piece.path] = values if whole else leaf.at[piece.start : piece.stop].set(values)
 
 
 # --- the three kinds ---------------------------------------------------------------------------

@@ -29,9 +29,23 @@ def _layout():
   return fragments.make_layout('balanced', _tree(), _P, _label)
 
 
-_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1, 2))
-_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 5))
+_jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1, 2))
+_jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2, 3, 4))
 _apply_delta = jax.jit(exchange.apply_delta, static_argnums=0)
+
+
+def _pseudo_gradient(p, codec, params, anchor_N):
+  return _jit_pseudo_gradient(_layout(), p, codec, fragments.by_path(params), anchor_N)
+
+
+def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True, alpha=None):
+  """The parameters with a value adopted that came whole."""
+  value = exchange.Published(
+    published_N, jnp.zeros_like(capture), capture, jnp.bool_(merged), jnp.bool_(keep)
+  )
+  leaves = fragments.by_path(params)
+  adopted = _jit_adopt(_layout(), p, codec, codec, alpha, leaves, anchor_N, value)
+  return jax.tree.unflatten(jax.tree.structure(params), [adopted[path] for path in leaves])
 
 
 def test_a_learner_that_diverged_does_not_get_an_ok_payload():
@@ -39,39 +53,55 @@ def test_a_learner_that_diverged_does_not_get_an_ok_payload():
   anchor_N = fragments.gather(_layout(), 0, params)
   broken = fragments.scatter(_layout(), 0, params, anchor_N.at[3].set(jnp.nan))
   for name in codecs.CODECS:
-    assert not _pseudo_gradient(_layout(), 0, codecs.get(name), broken, anchor_N)[1]
+    assert not _pseudo_gradient(0, codecs.get(name), broken, anchor_N)[1]
 
 
 def test_the_pseudo_gradient_is_anchor_minus_local():
   params = _tree()
   anchor_N = fragments.gather(_layout(), 0, params) + 0.5
-  data, ok = _pseudo_gradient(_layout(), 0, codecs.get('float32'), params, anchor_N)
+  data, ok = _pseudo_gradient(0, codecs.get('float32'), params, anchor_N)
   delta_N = codecs.get('float32').decode(data, anchor_N.size)
   np.testing.assert_allclose(delta_N, 0.5, atol=1e-6)
 
 
 def test_adopt_overwrites_or_mixes_its_fragment_only():
-  params = _tree()
+  codec, params = codecs.get('int8'), _tree()
   local_N = fragments.gather(_layout(), 1, params)
   published_N = local_N + 1.0
+  capture, _ = codec.encode(local_N)
   for alpha in (0.0, 0.25):
-    new, anchor_N = _adopt(_layout(), 1, params, local_N, published_N, alpha)
+    new = _adopt(1, codec, params, local_N, published_N, capture, alpha=alpha)
     want = (1 - alpha) * published_N + alpha * local_N
     real = np.asarray(fragments.gather(_layout(), 1, jax.tree.map(jnp.ones_like, params))) == 1
     np.testing.assert_allclose(fragments.gather(_layout(), 1, new)[real], want[real], rtol=1e-6)
-    np.testing.assert_array_equal(anchor_N, published_N)
     np.testing.assert_array_equal(
       fragments.gather(_layout(), 0, new), fragments.gather(_layout(), 0, params)
     )
 
 
 def test_adopt_refuses_a_bad_alpha_or_anchor():
-  params = _tree()
+  codec, params = codecs.get('int8'), _tree()
   flat_N = fragments.gather(_layout(), 0, params)
+  capture, _ = codec.encode(flat_N)
   with pytest.raises(ValueError, match='alpha is 1.0'):
-    exchange.adopt(_layout(), 0, params, flat_N, flat_N, 1.0)
+    _adopt(0, codec, params, flat_N, flat_N, capture, alpha=1.0)
   with pytest.raises(ValueError, match='different layouts'):
-    exchange.adopt(_layout(), 0, params, flat_N[:32], flat_N)
+    _adopt(0, codec, params, flat_N[:32], flat_N, capture)
+
+
+def test_a_delta_is_adopted_as_the_value_that_it_makes():
+  """theta and the new anchor come from two functions: they contain the same published value."""
+  codec, params = codecs.get('int8'), _tree()
+  for p in range(_P):
+    anchor_N = fragments.gather(_layout(), p, params)
+    data, _ = codec.encode(0.1 * fragments.gather(_layout(), p, _tree(1)))
+    published_N, _ = _apply_delta(codec, anchor_N, data)
+    value = exchange.Published(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
+    leaves = fragments.by_path(params)
+    new = _jit_adopt(_layout(), p, codec, codec, None, leaves, anchor_N, value)
+    for piece, start, stop in _layout().places(p):
+      found = fragments.flat(piece, fragments.rows(new, piece))
+      np.testing.assert_array_equal(found[: piece.size], published_N[start:stop][: piece.size])
 
 
 def test_a_published_value_can_be_sent_whole_without_loss():
@@ -93,15 +123,13 @@ def test_cancellation_into_subnormals_publishes_zero():
 
 # --- Rebase ---------------------------------------------------------------------------------------
 
-_rebase = jax.jit(exchange.rebase, static_argnums=(0, 1, 2))
-
 
 def _local(p, params):
   return fragments.gather(_layout(), p, params)
 
 
 def _capture(codec, p, params, anchor_N):
-  data, ok = _pseudo_gradient(_layout(), p, codec, params, anchor_N)
+  data, ok = _pseudo_gradient(p, codec, params, anchor_N)
   assert ok
   return data
 
@@ -116,12 +144,9 @@ def test_rebase_carries_on_exactly_what_the_published_value_does_not_contain(nam
   capture = _capture(codec, p, params, anchor_N)
   trained_on = jax.tree.map(lambda x, y: x + 0.003 * y, params, _tree(2))
   published_N = anchor_N + 0.02 * _local(p, _tree(3))
-  after, new_anchor_N = _rebase(
-    _layout(), p, codec, trained_on, anchor_N, published_N, capture, jnp.bool_(True), merged
-  )
+  after = _adopt(p, codec, trained_on, anchor_N, published_N, capture, merged)
   contained_N = codec.decode(capture, anchor_N.shape[0]) if merged else 0.0
   carried_N = _local(p, trained_on) - anchor_N + contained_N
-  np.testing.assert_array_equal(new_anchor_N, published_N)
   np.testing.assert_allclose(_local(p, after) - published_N, carried_N, atol=1e-6)
   other = 1 - p
   np.testing.assert_array_equal(_local(other, after), _local(other, trained_on))
@@ -133,9 +158,7 @@ def test_rebase_that_keeps_nothing_is_the_published_value():
   capture = _capture(codec, p, _tree(1), anchor_N)
   published_N = _local(p, _tree(3))
   for merged in (True, False):
-    after, _ = _rebase(
-      _layout(), p, codec, _tree(1), anchor_N, published_N, capture, jnp.bool_(False), merged
-    )
+    after = _adopt(p, codec, _tree(1), anchor_N, published_N, capture, merged, keep=False)
     np.testing.assert_array_equal(_local(p, after), published_N)
 
 
@@ -156,9 +179,8 @@ def test_no_step_is_lost_or_counted_twice_in_many_rounds(name):
         capture = _capture(codec, p, params, anchor_N)
     merged = turn % 3 != 2
     published_N = anchor_N + 0.05 * _local(p, _tree(1000 + turn))
-    params, anchor_N = _rebase(
-      _layout(), p, codec, params, anchor_N, published_N, capture, jnp.bool_(True), merged
-    )
+    params = _adopt(p, codec, params, anchor_N, published_N, capture, merged)
+    anchor_N = published_N
     if merged:
       merged_N += codec.decode(capture, size)
     left.append(float(jnp.abs(_local(p, params) - anchor_N).max()))
