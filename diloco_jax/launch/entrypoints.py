@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.certs import check, names, proofs
-from diloco_jax.config import build, run_config
+from diloco_jax.config import build, run_config, uplink
 from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
@@ -186,6 +186,9 @@ def learner(
       return _end(baseline.run(config, island, records, stopped.is_set), records)
   event_queue = loop.EventQueue()
 
+  if note := uplink.note(assembled):
+    records.say(note)
+
   def connect(post, payloads):
     return transport_class(resolve, post, payloads, limits(assembled), access=access)
 
@@ -214,6 +217,7 @@ def limits(assembled: build.Assembly) -> link.Limits:
     donation_bytes=assembled.moments_bytes,
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
+    uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
     max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
     max_strangers=sync.learners + 2 * SPARE_SESSIONS,
     member_s=sync.lease_s + link.Limits.handshake_s,

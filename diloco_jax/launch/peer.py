@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco_jax.config import run_config
+from diloco_jax.config import run_config, uplink
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -281,6 +281,8 @@ def join(
     )
     work = learner_work.LearnerWork(assembled, peer._arrays, event_queue.post, payloads, records)
     work.compile_all()
+    if note := uplink.note(assembled):
+      records.say(note)
 
     def connect(post, store):
       return grpc_client.GrpcLearnerTransport(

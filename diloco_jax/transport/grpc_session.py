@@ -106,6 +106,8 @@ class Session:
     room_s = 1 if dialed else 2
     self._message_rate = rules.Rate(limits.messages_per_s, room_s * limits.messages_per_s)
     self._byte_rate = rules.Rate(limits.message_bytes_per_s, room_s * limits.message_bytes_per_s)
+    capped = dialed and limits.uplink_bytes_per_s
+    self._uplink = rules.Rate(limits.uplink_bytes_per_s, burst=0) if capped else None
     self._unhandled = 0  # delivered messages that the machine has not handled
     self._patience: tuple[float, str] | None = None  # when a stranger's session ends, and why
     self._sent, self._received = wire.Seal(), wire.Seal()
@@ -256,10 +258,14 @@ class Session:
         now_s = time.monotonic()
         if (received := self._receipts.due(now_s)) is not None:
           return chunks.acknowledgement(received)
-        if self._window.takes(size):
+        pause_s = self._uplink.wait_s(now_s) if self._uplink else 0.0
+        if not pause_s and self._window.takes(size):
           self._window.add(size, now_s)
+          if self._uplink:
+            self._uplink.spend(size, now_s)
           return None
-        self._changed.wait(self._receipts.wait_s(now_s))
+        waits_s = (pause_s or None, self._receipts.wait_s(now_s))
+        self._changed.wait(min((one for one in waits_s if one is not None), default=None))
       return None
 
   def _next_control(self) -> tuple[messages.Message, int] | None:

@@ -117,9 +117,14 @@ class Checkers(observers.Observer):
     self.invariants = {one: one(self.run) for one in INVARIANTS}
     self._on: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
     self._after: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
-    self._logs = [
-      one for one in self.invariants.values() if type(one).logged is not invariant.Invariant.logged
-    ]
+    self._logs, self._deaths = (
+      [
+        one
+        for one in self.invariants.values()
+        if getattr(type(one), name) is not getattr(invariant.Invariant, name)
+      ]
+      for name in ('logged', 'died')
+    )
     self._register()
 
   def _register(self) -> None:
@@ -173,10 +178,9 @@ class Checkers(observers.Observer):
       look(book, now_ns, event, out)
 
   def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
-    book = self.run.books[life.number]
-    if life.start.role == LEARNER:
-      book.dead = True
-      self.invariants[liveness.Joins].died(now_ns, book, killed)
+    book = self.run.died(life)
+    for one in self._deaths:
+      one.died(now_ns, book, killed)
 
   def logged(self, now_ns: int, note: observers.LogNote) -> None:
     """The syncer's log changed; only the simulated world reports this."""

@@ -116,6 +116,7 @@ class Points(observers.Observer):
       self.counts[f'{life.start.role} restored'] += 1
 
   def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
+    self._diagrams.died(life.number)
     if killed:
       self.counts['process killed'] += 1
 

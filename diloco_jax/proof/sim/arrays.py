@@ -127,18 +127,18 @@ class Merged(NamedTuple):
 class Theta:
   """The syncer's arrays, and a record of what was really merged into them.
 
-  `ranges` are the token ranges merged per (process, fragment), in the process's own tokens;
-  `batches` are those merged per (shard, fragment), by any process; `finite`: all merged payloads
-  were finite.
+  `ranges` are the token ranges merged per (learner, fragment), in the tokens of the learner's last
+  process, which is named with them; `batches` is the end of those merged per (shard, fragment), by
+  any process; `finite`: all merged payloads were finite.
   """
 
   def __init__(self, values: list[int]):
     self.values = list(values)
     self.versions = [0] * len(values)
     self.merged: dict[str, int] = {}
-    self.ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    self.ranges: dict[tuple[str, int], tuple[int, list[Span]]] = {}
     self.finite = True
-    self.batches: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    self.batches: dict[tuple[int, int], int] = {}
 
   def merge(
     self,
@@ -192,31 +192,31 @@ class Theta:
     return Merged('', self.values[p], gradient)
 
   def _count(self, grad: Gradient, fragment: int, tokens: int) -> None:
-    _add(
-      self.ranges.setdefault((grad.nonce, fragment), []),
-      grad.start,
-      grad.end,
+    nonce, spans = self.ranges.get((grad.learner, fragment), (0, []))
+    if nonce != grad.nonce:
+      spans = []  # the process before it was replaced: no token of it is merged any more
+    claim(
+      all(grad.end <= first or last <= grad.start for first, last in spans),
       'No token is merged twice.',
       grad,
+      spans,
     )
+    spans = joined([*spans, (grad.start, grad.end)])
+    self.ranges[grad.learner, fragment] = grad.nonce, spans
     for shard, first, end in grad.reads:
-      _add(
-        self.batches.setdefault((shard, fragment), []),
-        first,
-        end,
-        'No batch is merged twice.',
-        grad,
-      )
+      merged = self.batches.get((shard, fragment), 0)
+      claim(merged <= first, 'No batch is merged twice, or after a later one.', grad, merged)
+      self.batches[shard, fragment] = end
     self.merged[grad.learner] = self.merged.get(grad.learner, 0) + tokens
 
   def contents(self, p: int) -> dict[int, tuple[Span, ...]]:
     """By process: the ranges of its tokens that the value of a fragment contains."""
-    return {nonce: tuple(spans) for (nonce, q), spans in self.ranges.items() if q == p}
+    return {nonce: tuple(spans) for (_, q), (nonce, spans) in self.ranges.items() if q == p}
 
   def saved(self) -> dict:
     """As JSON types."""
-    ranges = [[*key, spans] for key, spans in self.ranges.items()]
-    batches = [[*key, spans] for key, spans in self.batches.items()]
+    ranges = [[*key, *merged] for key, merged in self.ranges.items()]
+    batches = [[*key, end] for key, end in self.batches.items()]
     return {
       'values': self.values,
       'versions': self.versions,
@@ -231,10 +231,11 @@ class Theta:
     theta = cls(saved['values'])
     theta.versions, theta.merged = saved['versions'], saved['merged']
     theta.finite = saved['finite']
-    theta.ranges, theta.batches = (
-      {(owner, p): [tuple(span) for span in spans] for owner, p, spans in saved[name]}
-      for name in ('ranges', 'batches')
-    )
+    theta.ranges = {
+      (learner, p): (nonce, [tuple(span) for span in spans])
+      for learner, p, nonce, spans in saved['ranges']
+    }
+    theta.batches = {(shard, p): end for shard, p, end in saved['batches']}
     return theta
 
 
@@ -251,11 +252,6 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     else:
       found.append((start, end))
   return found
-
-
-def _add(spans: list[tuple[int, int]], start: int, end: int, sentence: str, grad: Gradient) -> None:
-  claim(all(end <= first or last <= start for first, last in spans), sentence, grad, spans)
-  spans[:] = joined([*spans, (start, end)])
 
 
 def value(*made_of: Any) -> int:

@@ -153,7 +153,8 @@ class Process(abc.ABC):
         yield self.save_ns // 3
     except OSError as error:
       return events.SaveDone(clock=save.clock, error=error.strerror)
-    self.world.saved[digest] = self.disk
+    if save.snapshot is not None:
+      self.world.saved[digest] = self.disk
     return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
 
   # --- Faults -------------------------------------------------------------------------------------

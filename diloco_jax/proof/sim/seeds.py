@@ -158,7 +158,6 @@ def _check_ledger(world: world_lib.World) -> None:
     theta.merged,
   )
   for name, row in ledger.learners.items():
-    trained = sum(process.tokens for process in world.ended if process.name.rstrip('*') == name)
     arrays.claim(
       row['merged'] == theta.merged.get(name, 0),
       'The ledger counts exactly the merged tokens as merged.',
@@ -167,11 +166,11 @@ def _check_ledger(world: world_lib.World) -> None:
       theta.merged,
     )
     arrays.claim(
-      world.rolled_back or row['tokens'] <= trained,
+      world.rolled_back or row['tokens'] <= world.trained[name],
       'The ledger counts no more tokens than were trained.',
       name,
       row,
-      trained,
+      world.trained,
     )
 
 

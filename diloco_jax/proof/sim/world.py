@@ -7,6 +7,7 @@ the machines meets the same faults.
 Observers see what tapes hold: the start and end of processes, and every turn of a machine.
 """
 
+import collections
 import dataclasses
 import itertools
 import types
@@ -56,14 +57,14 @@ class World:
     self._slices = slices
     self._disks: dict[str, disk_lib.Disk] = {}
     self.learners: dict[str, processes.Learner] = {}
-    self.ended: list[processes.Process] = []
+    self.trained: collections.Counter[str] = collections.Counter()  # tokens, of ended processes
     self.done: set[str] = set()  # learner ids whose process ended after Finish
     self.rolled_back = False  # an operator repaired a damaged log: its records may be lost
     self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
     self._known_rot = 0  # rotten bits of the syncer's disk at its last start
     self.on_syncer_lost: Callable[[], None] = lambda: None
     self.flipped = 0  # adoptions with a wrong bit
-    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of the checkpoint: its disk
+    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of a run snapshot's part: its disk
     self.syncer: processes.Syncer | None = None
     self.start_syncer()
 
@@ -250,11 +251,11 @@ class World:
     """Ends a process; its sessions break, messages in flight still arrive. `silent`: its host has
     lost power, so no peer gets an error."""
     process.alive = False
-    self.ended.append(process)
     for watcher in self._watchers:
       watcher.died(self.now_ns, process.life, killed)
     if isinstance(process, processes.Learner):
       process.island.stop()
+      self.trained[process.learner] += process.tokens
       if process.done:
         self.done.add(process.name.rstrip('*'))
     self.network.gone(process, silent)

@@ -25,6 +25,10 @@ class Donated(invariant.Invariant):
     self._now: dict[int, tuple] = {}  # the copy that was read in this turn
     self._got: dict[int, dict[int, messages.Donation]] = {}  # donations by payload id
 
+  def died(self, now_ns, book, killed):
+    for of_processes in (self._reads, self._asked, self._now, self._got):
+      of_processes.pop(book.life.number, None)
+
   # --- Syncer -------------------------------------------------------------------------------------
 
   @invariant.on(SYNCER, messages.Joined)
@@ -173,12 +177,12 @@ class DonationEnds(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def syncer(self, book, now_ns, event, out):
-    for number in () if book.exiting else sorted(book.waiting):
+    for number in () if book.exiting else sorted(book.promises):
       promise = book.promises[number]
       if promise.open and promise.peer.member:
         self._waits(book, now_ns, number, promise)
       else:
-        book.waiting.discard(number)
+        del book.promises[number]
 
   def _waits(self, book, now_ns, number, promise):
     if now_ns >= promise.since_ns + self.config.donor_wait_ns:

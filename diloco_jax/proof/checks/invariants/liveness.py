@@ -107,7 +107,7 @@ class MergesAgain(invariant.Invariant):
 
   def _clock(self) -> int:
     steps = [book.clock for book in self.run.learners.values()]
-    return max([self.run.syncer.lineage.opened, *steps])
+    return max([self.run.syncer.lineage.opened, self.run.clock, *steps])
 
   def finished(self, now_ns):
     if self._before is None:
@@ -143,6 +143,8 @@ class Joins(invariant.Invariant):
     self._healed_ns = now_ns
 
   def died(self, now_ns, book, killed):
+    if book.life.start.role != LEARNER:
+      return
     born_ns, _ = self._alive.pop(book.life.number)
     if (
       not killed

@@ -1,5 +1,6 @@
 """Safety and liveness of snapshots of the whole run (protocol/syncer/checkpoints.py)."""
 
+import collections
 import dataclasses
 
 from diloco_jax.proof.checks.invariants import invariant
@@ -29,6 +30,9 @@ class _Snapshots(invariant.Invariant):
   def __init__(self, run):
     super().__init__(run)
     self.taking: dict[int, _Taking] = {}  # by the syncer's life
+
+  def died(self, now_ns, book, killed):
+    self.taking.pop(book.life.number, None)
 
   def of(self, book) -> _Taking | None:
     """The snapshot in progress."""
@@ -136,7 +140,15 @@ class PartsAreACut(invariant.Invariant):
     self.heard: dict[int, tuple[int, set[int]]] = {}  # by nonce: session, snapshots
     self.saving: dict[int, _LearnersPart] = {}  # by nonce
     self.saved: dict[str, _LearnersPart] = {}  # by the SHA-256 of the record
-    self.trained: dict[tuple[int, int], dict[tuple[str, int], int]] = {}
+    # By the syncer's life: the newest snapshot, and the tokens of each incarnation in it.
+    self.trained: dict[int, tuple[int, dict[tuple[str, int], int]]] = {}
+
+  def died(self, now_ns, book, killed):
+    if book.life.start.role == SYNCER:
+      self.trained.pop(book.life.number, None)
+    else:
+      self.heard.pop(book.nonce, None)
+      self.saving.pop(book.nonce, None)
 
   @invariant.on(LEARNER, messages.SnapshotNow)
   def hears(self, book, now_ns, event, out):
@@ -167,14 +179,17 @@ class PartsAreACut(invariant.Invariant):
   @invariant.on(SYNCER, actions.Save)
   def begins(self, book, now_ns, save, event):
     if save.snapshot is not None:
-      self.trained[book.life.number, save.snapshot] = {
+      tokens = {
         (learner, incarnation): row['trained']
         for learner, incarnation, row in save.machine_state['ledger']
       }
+      self.trained[book.life.number] = save.snapshot, tokens
 
   @invariant.on(SYNCER, actions.WriteManifest)
   def written(self, book, now_ns, write, event):
-    trained = self.trained[book.life.number, write.snapshot]
+    snapshot, trained = self.trained[book.life.number]
+    if snapshot != write.snapshot:
+      self.fail(write, f'the newest snapshot is {snapshot}')
     for one in write.parts:
       part = self.saved.get(one.record_sha256)
       if part is None or (part.snapshot, part.learner, part.incarnation) != (
@@ -186,6 +201,7 @@ class PartsAreACut(invariant.Invariant):
       heard = trained.get((one.learner, one.incarnation), 0)
       if part.tokens < heard:
         self.fail(one, f"it has {part.tokens} tokens, the syncer's checkpoint has heard of {heard}")
+    self.saved = {name: part for name, part in self.saved.items() if part.snapshot > snapshot}
 
 
 class PinsStay(invariant.Invariant):
@@ -195,7 +211,12 @@ class PinsStay(invariant.Invariant):
   def __init__(self, run):
     super().__init__(run)
     self.written: dict[int, set[int]] = {}  # by the syncer's life
-    self.asked: dict[tuple[int, int], tuple[int, ...]] = {}  # (nonce, snapshot): what is kept
+    # By a learner's life: what is kept, by snapshot.
+    self.asked: dict[int, dict[int, tuple[int, ...]]] = collections.defaultdict(dict)
+
+  def died(self, now_ns, book, killed):
+    self.written.pop(book.life.number, None)
+    self.asked.pop(book.life.number, None)
 
   @invariant.on(SYNCER, events.ManifestWritten)
   def adds(self, book, now_ns, event, out):
@@ -220,12 +241,12 @@ class PinsStay(invariant.Invariant):
   @invariant.on(LEARNER, messages.SnapshotNow)
   def hears(self, book, now_ns, event, out):
     if event.session == book.session:
-      self.asked[book.nonce, event.message.snapshot] = event.message.keep
+      self.asked[book.life.number][event.message.snapshot] = event.message.keep
 
   @invariant.on(LEARNER, actions.Save)
   def saves(self, book, now_ns, save, event):
     if save.snapshot is not None:
-      keep = self.asked.get((book.nonce, save.snapshot))
+      keep = self.asked[book.life.number].get(save.snapshot)
       if save.keep != keep:
         self.fail(save, f'it was told to keep {keep}')
 

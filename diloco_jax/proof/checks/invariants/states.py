@@ -21,6 +21,9 @@ class AsDrawn(invariant.Invariant):
   def syncer(self, book, now_ns, event, out):
     self._check(book, event, out)
 
+  def died(self, now_ns, book, killed):
+    self._diagrams.died(book.life.number)
+
   def _check(self, book, event, out) -> None:
     for move in self._diagrams.moves(book.life, event, out):
       if move not in diagrams.DRAWN:

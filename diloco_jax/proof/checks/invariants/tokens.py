@@ -1,7 +1,5 @@
 """Safety: every report about values and tokens is true, and the ledger adds up."""
 
-import collections
-
 from diloco_jax.proof.checks.invariants import invariant
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.syncer import published
@@ -146,7 +144,7 @@ class TokensConserved(invariant.Invariant):
       return False
     totals = syncer.lineage.totals()
     settled = totals['merged'] + sum(totals['discarded'].values())
-    trained: dict[str, int] = collections.Counter()
+    trained = self.run.trained.copy()
     for book in self.run.learners.values():
       trained[book.learner] += book.tokens
     if totals['unsettled'] or settled != self.config.fragments * totals['trained']:
@@ -209,7 +207,7 @@ class Verdicts(invariant.Invariant):
 
   def __init__(self, run):
     super().__init__(run)
-    self._told: dict[int, set[int]] = {}  # by cancelled sync: the sessions that were told
+    self._told: dict[int, set[int]] = {}  # in this turn: sessions, by cancelled sync
     self._closing: list[int] = []  # fragments of late payloads that found no later sync
 
   @invariant.on(SYNCER, messages.Settled)
@@ -256,6 +254,7 @@ class Verdicts(invariant.Invariant):
 
   @invariant.after(SYNCER, EVERY)
   def closing(self, book, now_ns, event, out):
+    self._told.clear()
     while self._closing:
       gather = book.next_of(self._closing.pop())
       if gather is None or not self.config.closing(gather.sync):

@@ -1,6 +1,7 @@
 """The state of every process and every sync on the diagrams of docs/protocol.md, from the
 records."""
 
+import collections
 from collections.abc import Iterator
 
 from diloco_jax.protocol import actions, events, facts, messages
@@ -25,12 +26,20 @@ DRAWN: tuple[Move, ...] = tuple(
 INITIAL = {'sync': 'due', 'connection': 'away', 'training': 'waiting'}
 
 
+ENDS = ('published', 'cancelled')  # of a sync
+
+
 class Diagrams:
-  """All processes of a run."""
+  """All processes of a run that have not ended, with the syncs that they have in hand."""
 
   def __init__(self):
-    self._states: dict[tuple[int, str, int], str] = {}  # by process, diagram and sync (else 0)
-    self._sessions: dict[int, int] = {}  # of each learner's process, the newest
+    # By process, then by diagram and sync (else 0).
+    self._states: dict[int, dict[tuple[str, int], str]] = collections.defaultdict(dict)
+    self._newest: dict[int, int] = {}  # of a learner's process the session, of a syncer's the sync
+
+  def died(self, process: int) -> None:
+    self._states.pop(process, None)
+    self._newest.pop(process, None)
 
   def moves(
     self, life: observers.ObservedProcess, event: events.Event, out: observers.Actions
@@ -55,15 +64,16 @@ class Diagrams:
           yield self._move(process, 'sync', 'cancelled', sync)
 
   def _opened(self, process: int, sync: int) -> Iterator[Move]:
-    for (number, diagram, other), state in list(self._states.items()):
-      if (number, diagram, state) == (process, 'sync', 'announced') and other < sync:
+    for (_, other), state in list(self._states[process].items()):
+      if state == 'announced' and other < sync:
         yield self._move(process, 'sync', 'cancelled', other)
     if self._state(process, 'sync', sync) == 'due':
       yield self._move(process, 'sync', 'announced', sync)
     yield self._move(process, 'sync', 'gathering', sync)
+    self._newest[process] = sync
 
   def _learner(self, process: int, event: events.Event, out: observers.Actions) -> Iterator[Move]:
-    newest = self._sessions.get(process)
+    newest = self._newest.get(process)
     match event:
       case events.Disconnected(session=session) if session == newest:
         yield self._move(process, 'connection', 'away')
@@ -73,7 +83,7 @@ class Diagrams:
     for action in out:
       match action:
         case actions.Dial(session=session):
-          self._sessions[process] = session
+          self._newest[process] = session
           yield self._move(process, 'connection', 'dialing')
         case actions.Send(message=messages.Join()):
           yield self._move(process, 'connection', 'joining')
@@ -89,9 +99,12 @@ class Diagrams:
           yield self._move(process, 'training', 'ended')
 
   def _state(self, process: int, diagram: str, sync: int = 0) -> str:
-    return self._states.get((process, diagram, sync), INITIAL[diagram])
+    over = 0 < sync <= self._newest.get(process, 0)  # unless it is still in hand
+    return self._states[process].get((diagram, sync), 'over' if over else INITIAL[diagram])
 
   def _move(self, process: int, diagram: str, target: str, sync: int = 0) -> Move:
     source = self._state(process, diagram, sync)
-    self._states[process, diagram, sync] = target
+    self._states[process][diagram, sync] = target
+    if target in ENDS:
+      del self._states[process][diagram, sync]
     return diagram, source, target

@@ -47,7 +47,6 @@ def promises(book, now_ns: int, send: actions.Send, event: Any) -> None:
     book.promises[message.donation] = Promise(
       peer, message.clock, tuple(book.lineage.versions), now_ns
     )
-    book.waiting.add(message.donation)
 
 
 def asks(book, now_ns: int, send: actions.Send, event: Any) -> None:
@@ -55,6 +54,7 @@ def asks(book, now_ns: int, send: actions.Send, event: Any) -> None:
   if promise.donor is not None and promise.donor.member:
     promise.refused.add(promise.donor.join.learner)  # too slow
   promise.donor, promise.asked_ns = book.peers[send.session], now_ns
+  book.asked = {session: book.asked[session] for session in giving(book)}
   book.asked[send.session] = send.message.transfer
 
 
@@ -68,8 +68,8 @@ def answer(book, now_ns: int, what: Any, other: Any) -> None:
     book.payload_ids.add(what.payload_id)
   if book.asked.get(what.session) == message.transfer:
     del book.asked[what.session]
-    promise = book.promises[message.transfer]
-    if promise.donor is book.peer:
+    promise = book.promises.get(message.transfer)  # None: its joiner has gone
+    if promise is not None and promise.donor is book.peer:
       promise.donor = None
       promise.refused.add(book.peer.join.learner)  # its donation is relayed in this turn, or never
 
@@ -84,7 +84,8 @@ def recovered(book, now_ns: int, event: events.Received, out: Sequence) -> None:
     and transfer
   ):
     peer.awaited_transfer = 0
-    book.promises[transfer].open = False
+    if transfer in book.promises:
+      book.promises[transfer].open = False
 
 
 SYNCER_UPDATES: dict[type, Callable] = {

@@ -110,6 +110,9 @@ class Norms:
     most = max(2, NORMS_KEPT // len(self.last))
     self.last = {learner: pairs[-most:] for learner, pairs in self.last.items()}
 
+  def copy(self) -> 'Norms':
+    return dataclasses.replace(self, doubted=set(self.doubted), last=dict(self.last))
+
   def usual(self) -> tuple[Range, Range] | None:
     """What is usual for the least norm, and for the greatest."""
     votes = [medians(pairs) for pairs in self.last.values() if len(pairs) > 1]
@@ -147,7 +150,7 @@ class Lineage:
       holders={name: copy.copy(one) for name, one in self.holders.items()},
       accounts={key: one.copy() for key, one in self.accounts.items()},
       merged_upto=dict(self.merged_upto),
-      norms=copy.deepcopy(self.norms),
+      norms={p: one.copy() for p, one in self.norms.items()},
       batches=dict(self.batches),
     )
 

@@ -4,6 +4,7 @@ The model is updated after the checkers (proof/checks/checkers.py) have seen a r
 checker sees both sides of it.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,7 +44,10 @@ class Run:
   def __init__(self, config: config_lib.ProtocolConfig):
     self.config, self.schedule = config, schedule_lib.Schedule(config)
     self.learners: dict[int, learner_book.LearnerBook] = {}  # by nonce
-    self.books: dict[int, Book] = {}  # by the process's number
+    # Of learners' processes that were replaced: the tokens of each id, and the newest clock.
+    self.trained: collections.Counter[str] = collections.Counter()
+    self.clock = 0
+    self.books: dict[int, Book] = {}  # of processes that have not ended, by number
     self.syncer: syncer_book.SyncerBook | None = None
     self.saved: list[lineage_book.Saved] = []  # without those after a rollback
     self.records: list[lineage_book.Record | None] = []
@@ -51,8 +55,10 @@ class Run:
     self.durable: int | None = None
     self.repaired = False
     self.sent_versions = [0] * config.fragments
-    self.history: list[list[int]] = [[] for _ in range(config.fragments)]  # digests by version
-    self.bases: dict[tuple[int, int, int], int] = {}  # (fragment, version, digest): of its base
+    # Of the newest KEPT versions: by fragment, the digests by version; and by fragment, version
+    # and digest, the digest of its base.
+    self.history: list[dict[int, int]] = [{} for _ in range(config.fragments)]
+    self.bases: dict[tuple[int, int, int], int] = {}
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
   def born(self, life: observers.ObservedProcess) -> Book:
@@ -65,11 +71,18 @@ class Run:
     self.books[life.number] = book
     return book
 
-  def publish(self, p: int, digest: int) -> None:
+  def died(self, life: observers.ObservedProcess) -> Book:
+    """A process has ended."""
+    book = self.books.pop(life.number)
+    book.dead = True
+    return book
+
+  def publish(self, p: int, version: int, digest: int) -> None:
     """A fragment has its next version."""
-    history = self.history[p]
-    self.bases[p, len(history), digest] = history[-1]
-    history.append(digest)
+    history, old = self.history[p], version - KEPT
+    self.bases[p, version, digest] = history[version - 1]
+    history[version] = digest
+    self.bases.pop((p, old, history.pop(old, None)), None)
 
   def decided(self, record: lineage_book.Record) -> None:
     """An outer step is decided."""
@@ -85,9 +98,12 @@ class Run:
   def forget_dead(self, lineage: lineage_book.Lineage) -> None:
     """Processes that have ended and hold no id any more give nothing that could be merged."""
     holders = {holder.nonce for holder in lineage.holders.values()}
+    for book in [one for one in self.learners.values() if one.dead and one.nonce not in holders]:
+      self.trained[book.learner] += book.tokens
+      self.clock = max(self.clock, book.clock)
+      del self.learners[book.nonce]
     for key in [key for key in lineage.merged_upto if key[0] not in holders]:
-      book = self.learners.get(key[0])
-      if book is None or book.dead:
+      if key[0] not in self.learners:
         del lineage.merged_upto[key]
 
   def logged(self, note: observers.LogNote) -> None:
@@ -112,11 +128,12 @@ class Run:
       self.durable = min(self.durable, number)  # until the next fact about the log
     for p, history in enumerate(self.history):
       version = lineage.versions[p]
-      for lost in range(version + 1, len(history)):
-        self.lost.add((p, lost, history[lost]))
-      self.history[p] = history[: version + 1] or [lineage.digests[p]]
-      if len(self.history[p]) <= version:
-        self.publish(p, lineage.digests[p])  # it is durable, but no learner had been told
+      for lost in [one for one in history if one > version]:
+        self.lost.add((p, lost, history.pop(lost)))
+      if version not in history and version - 1 in history:
+        # It is durable, but no learner had been told.
+        self.publish(p, version, lineage.digests[p])
+      history.setdefault(version, lineage.digests[p])
     for holder in lineage.holders.values():
       holder.done = False
     return lineage

@@ -80,6 +80,11 @@ class Window:
   def begins_life(self, now_ns: int, nonce: int, steps: int) -> None:
     self._last[nonce] = now_ns, max(steps, self._last.get(nonce, (0, 0))[1])
 
+  def ends_life(self, nonce: int) -> None:
+    """Another process has its learner id."""
+    for times in (self._steps_ns, self._reports_ns, self._last):
+      times.pop(nonce, None)
+
   def step(self, now_ns: int, nonce: int, steps: int, step_ns: int) -> None:
     if step_ns:
       self._steps_ns[nonce].add(step_ns)
@@ -136,8 +141,7 @@ class SyncerBook:
     self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
     self.payload_ids: set[int] = set()
     self.reads: set[int] = set()  # fragments that are being read whole
-    self.promises: dict[int, Any] = {}  # by transfer (model/donation.py)
-    self.waiting: set[int] = set()  # transfers that may still be open
+    self.promises: dict[int, Any] = {}  # those in hand, by transfer (model/donation.py)
     self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
     self.peer: Peer | None = None  # the sender in this turn
     self.ended: Gather | None = None  # the sync whose merge ended last
@@ -145,7 +149,7 @@ class SyncerBook:
     self.usual_report_ns = 0
     self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
-    self.stopping = self.exiting = self.exited = False
+    self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
     self.end_is_durable = self.over  # the disk shows that the run is over
     for holder in lineage.holders.values():
@@ -224,8 +228,9 @@ class SyncerBook:
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
       self.lineage.fold(learner, holder.incarnation)
-      self.run.forget_dead(self.lineage)
+      self.window.ends_life(holder.nonce)
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
+      self.run.forget_dead(self.lineage)
     elif learner in self.members:  # the same process on a new session: release the old one first
       self._release(self.members[learner])
     if nonce_is_new:
@@ -347,7 +352,7 @@ class SyncerBook:
       self.window.refused(done.fragment)
     else:
       self.payload_ids.add(done.payload_id)
-      self.run.publish(done.fragment, done.digest)
+      self.run.publish(done.fragment, self.lineage.versions[done.fragment], done.digest)
 
   def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
     """The range of a contribution in the tokens of its process; None: that process has no tape."""
@@ -452,7 +457,8 @@ class SyncerBook:
       del self.pending[one.payload_id]
       self.payload_ids.discard(one.payload_id)
     gather.payloads.clear()
-    gather.record = record = lineage_book.Record(merge, self.lineage.copy(), ())
+    decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
+    gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
     record.undecided = self._undecided()
     record.batches = tuple(
       (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
