@@ -1,5 +1,6 @@
 """What benchmarks of this folder share: medians with their spread, and where they were taken."""
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -16,6 +17,21 @@ PACKAGES = ('jax', 'jaxlib', 'numpy', 'optax', 'grpcio')
 def spread(values: Sequence[float]) -> dict[str, float]:
   """Median, least and greatest of repeated measurements."""
   return {'median': statistics.median(values), 'least': min(values), 'greatest': max(values)}
+
+
+def text(one: dict[str, float]) -> str:
+  """A spread for people, three digits each."""
+  return f'{one["median"]:.3g} ({one["least"]:.3g} to {one["greatest"]:.3g})'
+
+
+def flags(doc: str) -> argparse.Namespace:
+  """The flags that every benchmark has."""
+  parser = argparse.ArgumentParser(
+    description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--short', action='store_true', help='small sizes and few rounds')
+  parser.add_argument('--json', default='', help='a file for the figures')
+  return parser.parse_args()
 
 
 def machine() -> dict[str, Any]:

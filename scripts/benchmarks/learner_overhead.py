@@ -1,0 +1,161 @@
+"""What the syncer costs a learner: its steps/s under the syncer, against the same learner alone.
+
+    python scripts/benchmarks/learner_overhead.py [--short] [--json=FILE]     # about 15 minutes
+
+A learner process on the first core, a syncer process on the second one, M = 1, quorum 1, a fragment
+every inner step; alone, the learner trains without the syncer, on the same core with the same
+compiled step. They take turns. Two configs:
+
+  25M     25 million parameters, P = H = 24, int8 both ways
+  demo    the demo's model and settings (stdlib_lm:cpu), one learner, no kill
+
+The figures, without the first two periods:
+
+  ratio           of steps/s, and of steps for a CPU second of the learner's process: the second one
+                  does not see other load on this host
+  gap             between the end of a step and the begin of the next one: encode, adopt, the turns
+                  of the machine, records
+  stalls          steps that begin more than 20 ms later than the median one, counted and longest;
+                  alone they are the host's
+  without_core    the time for which the step's own threads were ready and had no core
+  others_cpu      CPU time of the learner's other threads for each inner step, then each of them.
+                  Those of Python hold the GIL for at most that long
+"""
+
+import collections
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from scripts.benchmarks import measured, processes
+
+LEARNER_CORE, SYNCER_CORE = 0, 1
+STALL_S = 0.020
+QUIET = ('train.checkpoint_every_steps=0', 'train.eval_every=0', 'train.log_every=1000000')
+ONE = ('sync.learners=1', 'sync.quorum=1', 'sync.checkpoint_every_syncs=0', 'chaos.enabled=false')
+LARGE = (
+  *('model.num_layers=7', 'model.embed_dim=512', 'model.num_heads=8', 'model.num_kv_heads=2'),
+  *('model.head_dim=64', 'model.hidden_dim=2048', 'mesh.data=1'),
+  *('data.seq_len=32', 'data.batch_size=1', 'data.eval_batches=1', 'data.eval_batch_size=1'),
+  *('sync.fragments=24', 'sync.period=24'),
+)
+CONFIGS = {'25M': ('stdlib_lm:tiny', LARGE, 24, 1), 'demo': ('stdlib_lm:cpu', (), 12, 2)}
+
+
+def turn(which: str, alone: bool, steps: int) -> dict[str, Any]:
+  """The figures of one run of the learner."""
+  config, settings, period, devices = CONFIGS[which]
+  with tempfile.TemporaryDirectory() as workdir:
+    common = [
+      f'--config={config}',
+      f'--workdir={workdir}',
+      *(f'--config.{one}' for one in (*ONE, *QUIET, *settings, f'train.steps={steps}')),
+    ]
+    times = pathlib.Path(workdir) / 'times.json'
+    address = 'none' if alone else f'file:{workdir}/syncer/address'
+    syncer = None if alone else processes.start(SYNCER_CORE, ['syncer', *common])
+    learner = processes.start(
+      LEARNER_CORE,
+      ['learner', *common, '--learner_id=l0', f'--syncer={address}'],
+      devices,
+      times,
+    )
+    try:
+      samples = processes.watch(learner)
+    finally:
+      for process in filter(None, (syncer, learner)):
+        process.kill()
+        process.wait()
+    steps_of = processes.facts(workdir, 'l0', 'step')[2 * period :]
+    adopted = len(processes.facts(workdir, 'l0', 'adopted'))
+    exchanged = json.loads(times.read_text())
+  if not alone and adopted < 0.9 * (steps - period):
+    raise RuntimeError(f'{which}: {adopted} adoptions in {steps} steps: this is not the full rate')
+  return _figures(steps_of, samples, exchanged, 2 * period)
+
+
+def _figures(
+  steps: list[dict], samples: list[processes.Sample], exchanged: dict, skipped: int
+) -> dict[str, Any]:
+  ends = np.array([step['t_ns'] for step in steps])
+  begins = ends - np.array([step['seconds'] for step in steps]) * 1e9
+  between_s, gaps_s = np.diff(begins) / 1e9, (begins[1:] - ends[:-1]) / 1e9
+  late_s = between_s - np.median(between_s)
+  used = processes.between(samples, ends[0], ends[-1])
+  share = used.t_ns / (ends[-1] - ends[0])  # of the steps that lie between the two samples
+  counted, inner = share * len(between_s), (processes.STEP, processes.XLA)
+  return {
+    'steps_per_s': len(between_s) / between_s.sum(),
+    'steps_per_cpu_s': counted / (used.cpu_ns.total() / 1e9),
+    'step_ms': 1e3 * float(np.median([step['seconds'] for step in steps])),
+    'gap_ms': 1e3 * float(np.median(gaps_s)),
+    'gap_p99_ms': 1e3 * float(np.percentile(gaps_s, 99)),
+    'gap_longest_ms': 1e3 * float(gaps_s.max()),
+    'stalls_per_1000': 1e3 * float((late_s > STALL_S).mean()),
+    'stall_longest_ms': 1e3 * float(late_s.max()),
+    'without_core_ms': sum(used.waits_ns[name] for name in inner) / 1e6 / counted,
+    'others_cpu_ms': (used.cpu_ns.total() - sum(used.cpu_ns[name] for name in inner))
+    / 1e6
+    / counted,
+    **{
+      f'{name}_ms': 1e3 * statistics.median(seconds[skipped:])
+      for name, seconds in exchanged.items()
+      if seconds
+    },
+    'threads_ms': {name: ns / 1e6 / counted for name, ns in used.cpu_ns.most_common()},
+  }
+
+
+def main() -> None:
+  flags = measured.flags(__doc__)
+  turns, periods = (1, 6) if flags.short else (5, 8)
+  found = {}
+  for which, (_, _, period, _) in CONFIGS.items():
+    steps = period * periods * (1 if which == '25M' else 4)
+    taken = collections.defaultdict(list)
+    for _ in range(turns):
+      for way in ('alone', 'syncer'):
+        taken[way].append(turn(which, way == 'alone', steps))
+    found[which] = _report(which, taken)
+  measured.write(flags.json, found)
+
+
+def _report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
+  ratios = {
+    name: measured.spread(
+      [mine[name] / alone[name] for mine, alone in zip(taken['syncer'], taken['alone'])]
+    )
+    for name in ('steps_per_s', 'steps_per_cpu_s')
+  }
+  found = {'ratio': ratios}
+  for way, runs in taken.items():
+    found[way] = {
+      name: measured.spread([run[name] for run in runs]) for name in runs[0] if name != 'threads_ms'
+    }
+    names = {name: None for run in runs for name in run['threads_ms']}
+    found[way]['threads_ms'] = {
+      name: statistics.median(run['threads_ms'].get(name, 0.0) for run in runs) for name in names
+    }
+  print(f'{which}: ' + ', '.join(f'{name} {measured.text(one)}' for name, one in ratios.items()))
+  print(f'  {"":18}' + ''.join(f'{way:>28}' for way in taken))
+  for name in list(found['syncer']):
+    if name != 'threads_ms':
+      cells = [measured.text(one) if (one := found[way].get(name)) else '' for way in taken]
+      print(f'  {name:18}' + ''.join(f'{cell:>28}' for cell in cells))
+  for name, cpu_ms in found['syncer']['threads_ms'].items():
+    before = found['alone']['threads_ms'].get(name, 0.0)
+    if max(cpu_ms, before) >= 0.01:
+      print(f'  thread {name:18} {before:20.2f} {cpu_ms:27.2f} ms of CPU for an inner step')
+  sys.stdout.flush()
+  return found
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,151 @@
+"""Processes of the command `diloco` for benchmarks: each on its own core, its threads' CPU time.
+
+`processes.py CORE TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on one core, with threads
+that have their Python names in /proc. A learner writes to the file TIMES, if it is not '', how long
+each encoding and each adoption kept its step thread, in seconds.
+"""
+
+import atexit
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from diloco_jax.launch import local
+from diloco_jax.report import records as records_lib
+
+DEADLINE_S = 1200
+POLL_S = 0.25
+STEP, XLA = 'step thread', 'tf_XLAEigen'  # the threads of an inner step
+
+
+class Sample(NamedTuple):
+  """The threads of a process at a moment: CPU time and time without a core, in ns, by name."""
+
+  t_ns: int
+  cpu_ns: Counter[str]
+  waits_ns: Counter[str]
+
+
+def environment(devices: int = 1) -> dict[str, str]:
+  """The environment of a process on emulated devices."""
+  return local.environment(devices) | {'JAX_PLATFORMS': 'cpu'}
+
+
+def start(
+  core: int, words: Sequence[str], devices: int = 1, times: pathlib.Path | str = ''
+) -> subprocess.Popen:
+  """Starts `diloco *words` on one core; the number of emulated devices is that of a learner."""
+  return subprocess.Popen(
+    [sys.executable, __file__, str(core), str(times), *words],
+    cwd=ROOT,
+    env=environment(devices),
+    stdout=subprocess.DEVNULL,
+  )
+
+
+def sample(pid: int) -> Sample:
+  """Reads the CPU time of each thread from /proc."""
+  cpu_ns, waits_ns, own = Counter(), Counter(), ''
+  tasks = pathlib.Path(f'/proc/{pid}/task').iterdir()
+  for task in sorted(tasks, key=lambda task: int(task.name)):
+    try:
+      name = (task / 'comm').read_text().strip()
+      ran_ns, waited_ns, _ = map(int, (task / 'schedstat').read_text().split())
+    except OSError:
+      continue  # the thread has ended
+    if task.name == str(pid):
+      own, name = name, STEP
+    elif (
+      name == own
+    ):  # XLA runs an inner step on a thread of its own while an argument is not ready
+      name = STEP
+    cpu_ns[name] += ran_ns
+    waits_ns[name] += waited_ns
+  return Sample(time.monotonic_ns(), cpu_ns, waits_ns)
+
+
+def watch(process: subprocess.Popen) -> list[Sample]:
+  """Samples a process until it ends; raises RuntimeError if it fails."""
+  found, deadline_s = [], time.monotonic() + DEADLINE_S
+  while process.poll() is None:
+    try:
+      found.append(sample(process.pid))
+    except OSError:
+      pass  # it has just ended
+    if time.monotonic() > deadline_s:
+      raise RuntimeError(f'a process has not ended within {DEADLINE_S} s')
+    time.sleep(POLL_S)
+  if process.returncode:
+    raise RuntimeError(f'a process ended with {process.returncode}')
+  return found
+
+
+def between(samples: Sequence[Sample], begin_ns: int, end_ns: int) -> Sample:
+  """What the threads used between two moments; `t_ns` is the time between the two samples."""
+  inside = [one for one in samples if begin_ns <= one.t_ns <= end_ns]
+  first, last = inside[0], inside[-1]
+  return Sample(last.t_ns - first.t_ns, last.cpu_ns - first.cpu_ns, last.waits_ns - first.waits_ns)
+
+
+def facts(workdir: str | os.PathLike, process: str, name: str) -> list[dict]:
+  """The facts of one kind in the records of a process."""
+  path = pathlib.Path(workdir) / records_lib.RECORDS / f'{process}.jsonl'
+  return [fact for fact in records_lib.Tail(path).read() if fact['name'] == name]
+
+
+def _name_threads() -> None:
+  started = threading.Thread.start
+
+  def start_named(thread: threading.Thread) -> None:
+    started(thread)
+    try:
+      pathlib.Path(f'/proc/self/task/{thread.native_id}/comm').write_text(thread.name[:15])
+    except OSError:
+      pass  # it has already ended
+
+  threading.Thread.start = start_named
+
+
+def _time_exchange(path: str) -> None:
+  from diloco_jax.learner import work
+
+  taken = {'encode': [], 'adopt': []}
+  for name, seconds in taken.items():
+    setattr(work.Exchange, name, _timed(getattr(work.Exchange, name), seconds))
+  atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
+
+
+def _timed(call, seconds: list[float]):
+  def timed(*args, **named):
+    began_s = time.perf_counter()
+    result = call(*args, **named)
+    seconds.append(time.perf_counter() - began_s)
+    return result
+
+  return timed
+
+
+def main() -> None:
+  core, times, *words = sys.argv[1:]
+  os.sched_setaffinity(0, {int(core)})
+  _name_threads()
+  if times:
+    _time_exchange(times)
+  sys.argv = ['diloco', *words]
+  from diloco_jax import __main__ as program
+
+  program.main()
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,161 @@
+"""How long the demo takes to start, a learner to return, and the syncer to recover, by phases.
+
+    python scripts/benchmarks/start_up.py [--short] [--json=FILE]     # about 15 minutes
+
+Real processes under the supervisor, the demo's config. Seconds of wall time, median and longest,
+and CPU time of the process until then, since wall time depends on the other load of the host:
+
+  cold, warm      from the start of the first process, with an empty compile cache and a full one,
+                  of learner l0: the first step, and the first outer step with a payload of it
+  learner         from the death of learner l1 (SIGKILL)
+  syncer          from the death of the syncer, with a standby process (launch/standby.py), whose
+                  CPU time counts from its taking over
+  no standby      the same without one
+
+Kills come at random moments under load, when the process has lived long enough not to count as a
+short one, and a standby process is ready.
+"""
+
+import asyncio
+import collections
+import os
+import pathlib
+import random
+import signal
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import supervisor as supervisor_lib
+from diloco_jax.proof.faults import conductor
+from diloco_jax.report import records
+from scripts.benchmarks import measured
+
+VARIANT = 'decoupled'  # the demo, without its kill
+ENDLESS = ('--config.train.steps=1000000', '--config.train.log_every=1000')
+SYNCER, LEARNER, FIRST = 'syncer', 'l1', 'l0'
+PATIENCE_S = 120.0  # for a start or a kill
+
+
+class At(NamedTuple):
+  """When a phase was reached, and the CPU time of the process until then, where it is known."""
+
+  seconds: float
+  cpu_s: float | None = None
+
+
+Life = dict[str, At]  # by phase
+
+
+class Bench(conductor.Conductor):
+  """Starts a run, then kills one process of it again and again.
+
+  Attributes:
+    begun: the phases of learner l0 at the start; lives: those of each new process after a kill.
+  """
+
+  def __init__(
+    self, workdir: pathlib.Path, recorder: records.Recorder, victim: str, kills: int, standby: bool
+  ):
+    flags = (f'--config=stdlib_lm:{VARIANT}', *ENDLESS)
+    super().__init__(workdir, recorder, stdlib_lm.get_config(VARIANT), flags, standby=standby)
+    self._victim, self._kills, self._standby = victim, kills, standby
+    self.begun: Life = {}
+    self.lives: list[Life] = []
+
+  async def carry_out(self) -> None:
+    self.begun = await self._life(FIRST, 0)
+    for kill in range(1, self._kills + 1):
+      born_s = self.supervisor.child(self._victim).started_s
+      await self.until(lambda: time.monotonic() - born_s > supervisor_lib.SHORT_LIFE_S)
+      await self.until(lambda: not self._standby or self.stood_by() == kill)
+      await asyncio.sleep(random.random())
+      self.look()
+      seen = len(self.facts)
+      os.kill(self.supervisor.child(self._victim).pid, signal.SIGKILL)
+      self.lives.append(await self._life(self._victim, seen, self._standby))
+    self.supervisor.retire()
+
+  async def _life(self, child: str, seen: int, stood_by: bool = False) -> Life:
+    last = 'committed' if child == SYNCER else 'merged'
+    await self.until(lambda: last in phases(self.facts[seen:], child, stood_by))
+    return phases(self.facts[seen:], child, stood_by)
+
+
+def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
+  """The phases of a new process, from the death before it, or from the start of the run."""
+  began_ns, before_s, found = None, None if stood_by else 0.0, {}
+
+  def reached(phase: str, fact: dict, cpu_s: float | None = None) -> None:
+    found.setdefault(phase, At((fact['t_ns'] - began_ns) / 1e9, cpu_s))
+
+  for who, fact in facts:
+    match fact:
+      case {'name': 'exit', 'child': died} if died == child:
+        began_ns, found = fact['t_ns'], {}
+      case {'name': 'process', 'child': started, 'state': 'starting'}:
+        began_ns = began_ns or fact['t_ns']
+        if started == child:
+          reached('starting', fact, 0.0)
+      case _ if began_ns is None:
+        pass
+      case {'name': 'startup', 'phase': phase, 'cpu_s': cpu_s} if who == child:
+        before_s = cpu_s if before_s is None else before_s
+        reached(phase, fact, cpu_s - before_s)
+      case {'name': 'member', 'state': 'joined', 'learner': learner} if child in (SYNCER, learner):
+        reached('joined', fact)
+      case {'name': 'step'} if who == child:
+        reached('first step', fact)
+      case {'name': 'outer'} if who == child and 'ready' in found:
+        reached('committed', fact)
+      case {'name': 'synced', 'participants': merged} if child in merged and 'first step' in found:
+        reached('merged', fact)
+  return found
+
+
+def play(cache: str, victim: str = '', kills: int = 0, standby: bool = False) -> Bench:
+  os.environ['JAX_COMPILATION_CACHE_DIR'] = cache
+  with tempfile.TemporaryDirectory() as folder:
+    make = lambda *where: Bench(*where, victim, kills, standby)
+    bench, _ = conductor.play(pathlib.Path(folder), make, PATIENCE_S * (kills + 2))
+  return bench
+
+
+def main() -> None:
+  flags = measured.flags(__doc__)
+  starts, kills = (1, 1) if flags.short else (3, 5)
+  found: dict[str, list[Life]] = collections.defaultdict(list)
+  with tempfile.TemporaryDirectory() as caches:
+    for which in range(starts):
+      cache = f'{caches}/{which}'
+      found['cold'].append(play(cache).begun)
+      found['warm'].append(play(cache).begun)
+    for name, victim, standby in (
+      ('learner', LEARNER, False),
+      ('syncer', SYNCER, True),
+      ('no standby', SYNCER, False),
+    ):
+      found[name] = play(cache, victim, kills, standby).lives
+  measured.write(flags.json, {name: _report(name, lives) for name, lives in found.items()})
+
+
+def _report(name: str, lives: list[Life]) -> dict[str, Any]:
+  print(f'{name} ({len(lives)}): seconds of wall time, median and longest; CPU time, median')
+  rows = {}
+  for phase in lives[0]:
+    times = [life[phase] for life in lives if phase in life]
+    rows[phase] = {'seconds': measured.spread([one.seconds for one in times])}
+    wall, cpu = rows[phase]['seconds'], ''
+    if times[0].cpu_s is not None:
+      rows[phase]['cpu_s'] = measured.spread([one.cpu_s for one in times])
+      cpu = f'  cpu {rows[phase]["cpu_s"]["median"]:5.2f}'
+    print(f'  {phase:10} {wall["median"]:6.2f} {wall["greatest"]:6.2f}{cpu}', flush=True)
+  return rows
+
+
+if __name__ == '__main__':
+  main()
