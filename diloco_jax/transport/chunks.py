@@ -1,10 +1,11 @@
 """Payload chunks: the bytes of the Bulk stream. This docstring is the format.
 
 A *transfer* carries one payload of S bytes from one end of a session to the other. It is cut into
-N = max(1, ceil(S / 2^18)) chunks; chunk i begins at byte i * 2^18 and ends where the next begins,
-so all but the last have exactly 256 KiB and an empty payload is one empty chunk. Each chunk is one
-*frame* (one gRPC message): 40 bytes of header, then the chunk's raw bytes, nothing after. Numbers
-are little endian::
+N = max(1, ceil(S / C)) chunks, with C = 2^18 or, on a fast link, 2^20: a larger chunk costs less
+CPU time, and delays the messages behind it. Chunk i begins at byte i * C and ends where the next
+begins, so all but the last have exactly C bytes and an empty payload is one empty chunk. Each chunk
+is one *frame* (one gRPC message): 40 bytes of header, then the chunk's raw bytes, nothing after.
+Numbers are little endian::
 
   offset bytes field
        0     4 magic    "DLCB"
@@ -13,7 +14,7 @@ are little endian::
        8     8 transfer number of the transfer, > 0, growing within a session; 0: see below
       16     8 total    S, the size of the whole payload in bytes
       24     4 index    i, the number of this chunk
-      28     4 count    N, the number of chunks
+      28     4 count    N, the number of chunks; with S it says what C is
       32     4 crc32    CRC-32 (zlib) of the payload from its first byte to the end of this chunk
       36     4 check    CRC-32 (zlib) of the header bytes 0 to 35
       40       data
@@ -41,6 +42,7 @@ import numpy as np
 from diloco_jax.transport import wire
 
 CHUNK_BYTES = 1 << 18
+LARGE_CHUNK_BYTES = 1 << 20
 MAGIC = b'DLCB'
 VERSION = 2
 
@@ -48,20 +50,22 @@ _FIELDS = struct.Struct('<4sHHQQIII')
 _CHECK = struct.Struct('<I')
 HEADER_BYTES = _FIELDS.size + _CHECK.size
 _NO_TRANSFER = 0
-MAX_FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
+MAX_FRAME_BYTES = HEADER_BYTES + LARGE_CHUNK_BYTES
 
 
-def chunk_count(total_bytes: int) -> int:
-  return max(1, -(-total_bytes // CHUNK_BYTES))
+def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
+  return max(1, -(-total_bytes // chunk_bytes))
 
 
-def split(transfer: int, payload: memoryview | bytes) -> Iterator[bytes]:
-  """Yields the frames of a transfer, each made on demand (one copy of at most 256 KiB)."""
+def split(
+  transfer: int, payload: memoryview | bytes, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[bytes]:
+  """Yields the frames of a transfer, each made on demand (one copy of at most `chunk_bytes`)."""
   data = memoryview(payload).cast('B')
-  count = chunk_count(data.nbytes)
+  count = chunk_count(data.nbytes, chunk_bytes)
   crc32 = 0
   for index in range(count):
-    chunk = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    chunk = data[index * chunk_bytes : (index + 1) * chunk_bytes]
     crc32 = zlib.crc32(chunk, crc32)
     yield b''.join((_header(transfer, data.nbytes, index, count, crc32), chunk))
 
@@ -95,13 +99,22 @@ class Chunk:
   crc32: int
   data: memoryview
 
+  @property
+  def chunk_bytes(self) -> int | None:
+    """C; None: the number of chunks does not fit the total."""
+    for size in (CHUNK_BYTES, LARGE_CHUNK_BYTES):
+      if self.count == chunk_count(self.total, size):
+        return size
+    return None
+
 
 class _Partial:
   """An incomplete transfer."""
 
-  def __init__(self, total: int):
+  def __init__(self, total: int, count: int):
     # Not a bytearray: Python would zero all of it at once while it holds the GIL.
     self.buffer_S = np.empty(total, np.uint8)
+    self.count = count
     self.next_index = 0
     self.crc32 = 0
 
@@ -114,7 +127,7 @@ class _Partial:
         f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
       )
     # numpy copies without the GIL, as zlib computes its checksums.
-    start = chunk.index * CHUNK_BYTES
+    start = chunk.index * chunk.chunk_bytes
     self.buffer_S[start : start + chunk.data.nbytes] = np.frombuffer(chunk.data, np.uint8)
     self.crc32 = crc32
     self.next_index += 1
@@ -183,14 +196,14 @@ class Assembler:
         f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
       )
     self._begins(chunk.total)
-    return self._open.setdefault(chunk.transfer, _Partial(chunk.total))
+    return self._open.setdefault(chunk.transfer, _Partial(chunk.total, chunk.count))
 
   def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
-    if chunk.total != partial.buffer_S.nbytes:
+    if (chunk.total, chunk.count) != (partial.buffer_S.nbytes, partial.count):
       raise wire.WireError(
         'size',
-        f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes, its '
-        f'chunk {chunk.index} says {chunk.total}',
+        f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes in {partial.count} chunks, '
+        f'its chunk {chunk.index} says {chunk.total} in {chunk.count}',
       )
     if chunk.index < partial.next_index:
       raise wire.WireError(
@@ -251,14 +264,14 @@ def _check_header(frame: memoryview) -> None:
 def _check_sizes(chunk: Chunk) -> None:
   if chunk.transfer == _NO_TRANSFER:
     raise wire.WireError('transfer', 'transfer number 0 stands for no transfer')
-  if chunk.count != chunk_count(chunk.total):
+  if (chunk_bytes := chunk.chunk_bytes) is None:
+    counts = [chunk_count(chunk.total, size) for size in (CHUNK_BYTES, LARGE_CHUNK_BYTES)]
     raise wire.WireError(
-      'count',
-      f'{chunk.total} bytes in {chunk.count} chunks, not {chunk_count(chunk.total)}',
+      'count', f'{chunk.total} bytes in {chunk.count} chunks, not {counts[0]} or {counts[1]}'
     )
   if chunk.index >= chunk.count:
     raise wire.WireError('index', f'chunk {chunk.index} of {chunk.count}')
-  expected = min(CHUNK_BYTES, chunk.total - chunk.index * CHUNK_BYTES)
+  expected = min(chunk_bytes, chunk.total - chunk.index * chunk_bytes)
   if chunk.data.nbytes != expected:
     raise wire.WireError(
       'size',

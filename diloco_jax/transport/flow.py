@@ -12,6 +12,7 @@ import collections
 QUEUE_S = 1.0
 LEAST_BYTES = 1 << 18  # before the rate is known, and on a link of any rate
 ACK_EVERY_S = 0.05
+FAST_BYTES = 1 << 24  # in QUEUE_S: on such a link a large chunk delays other messages by 62 ms
 
 
 class Window:
@@ -21,6 +22,11 @@ class Window:
     self._bytes = LEAST_BYTES
     self._sent = self._acknowledged = 0
     self._under_way: collections.deque[tuple[int, int, float]] = collections.deque()
+
+  @property
+  def fast(self) -> bool:
+    """Whether the link is known to be fast."""
+    return self._bytes >= FAST_BYTES
 
   def takes(self, size: int) -> bool:
     """Whether a frame of so many bytes may leave; one always may."""

@@ -92,7 +92,7 @@ class Session:
     self._outgoing, self._incoming = directions if dialed else reversed(directions)
     self._dialed = dialed
     self._send_queue = link.SendQueue(
-      chunks.split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
+      self._split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
     self._rules = rules.OfSyncer(limits) if dialed else rules.OfLearner(limits)
@@ -250,6 +250,13 @@ class Session:
         return
       else:
         frames = found
+
+  def _split(self, transfer: int, payload: link.Buffer) -> Iterator[bytes]:
+    """The frames of a transfer, which begins now. A capped uplink sends small ones, evenly."""
+    large = self._window.fast and self._uplink is None
+    return chunks.split(
+      transfer, payload, chunks.LARGE_CHUNK_BYTES if large else chunks.CHUNK_BYTES
+    )
 
   def _wait_for_room(self, size: int) -> bytes | None:
     """Waits until a frame may leave; returns an acknowledgement that leaves before it."""

@@ -68,8 +68,8 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
     payload=announced,
   )
   began_cpu_s, began_s = cpu_s(), time.monotonic()
-  for sync in range(mib * MIB // len(PAYLOAD)):
-    server.send(session, messages.Pull(sync=sync, fragment=0))
+  for sync in range(1, mib * MIB // len(PAYLOAD) + 1):
+    server.send(session, messages.Pull(sync=sync, fragment=0, now=True))
     assert isinstance(connected.get(timeout=DEADLINE_S), events.Received)
     client.handled(1)
     client.send(1, contribution(sync), PAYLOAD)

@@ -59,10 +59,11 @@ def test_golden_bytes():
   assert (transfer.number, bytes(transfer.data), transfer.crc32) == (7, b'abc', 0x352441C2)
 
 
-@pytest.mark.parametrize('size', [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
-def test_a_payload_arrives_whole(size):
+@pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
+@pytest.mark.parametrize('size', [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 9 * CHUNK])
+def test_a_payload_arrives_whole(size, chunk):
   payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
-  frames = list(chunks.split(1, payload))
+  frames = list(chunks.split(1, payload, chunk))
   assert max(map(len, frames)) <= chunks.MAX_FRAME_BYTES
   receiver = assembler()
   *early, last = [receiver.add(each) for each in frames]
@@ -154,13 +155,20 @@ def test_the_chunks_of_a_transfer_agree_on_its_size():
   assert refused([first, other], assembler()) == 'size'
 
 
+def test_the_chunks_of_a_transfer_agree_on_their_number():
+  payload = bytes(5 * CHUNK)
+  first, *_ = chunks.split(1, payload)
+  _, other = chunks.split(1, payload, chunks.LARGE_CHUNK_BYTES)
+  assert refused([first, other], assembler()) == 'size'
+
+
 def test_chunks_of_different_payloads_do_not_mix():
   first, _ = chunks.split(1, bytes(CHUNK + 1))
   _, other = chunks.split(1, b'\1' * (CHUNK + 1))
   assert refused([first, other], assembler()) == 'checksum'
 
 
-@settings(max_examples=200)
+@settings(deadline=None, max_examples=200)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_frame_or_an_error(data):
   for receiver, bytes_in in ((assembler(), data), (assembler(), GOLDEN[:8] + data)):
