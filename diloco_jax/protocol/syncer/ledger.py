@@ -14,6 +14,7 @@ always, per incarnation::
 """
 
 import dataclasses
+from typing import Any
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.syncer import members as members_lib
@@ -78,6 +79,11 @@ class Account:
     self._discard(self.unsettled, reason)
     self.cursors = [self.trained] * len(self.cursors)
     self.closed = True
+
+  def state(self) -> dict[str, Any]:
+    """The fields, copied; dataclasses.asdict would copy each cursor by itself."""
+    fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+    return fields | {'cursors': list(self.cursors), 'discarded': dict(self.discarded)}
 
   def check(self) -> None:
     total = self.merged + sum(self.discarded.values()) + self.unsettled
@@ -179,7 +185,7 @@ class Ledger:
 
   def state(self) -> list:
     return [
-      [learner, incarnation, dataclasses.asdict(account)]
+      [learner, incarnation, account.state()]
       for (learner, incarnation), account in sorted(self.accounts.items())
     ]
 

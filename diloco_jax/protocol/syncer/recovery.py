@@ -16,7 +16,6 @@ their totals, and the syncer settles those tokens again.
 """
 
 import copy
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -65,7 +64,7 @@ def brought_back(
     if row[0] in left:
       account = ledger.Account(**row[2])
       account.close(messages.Reason.LEFT)
-      row[2] = dataclasses.asdict(account)
+      row[2] = account.state()
   holders = state['data']['holders']
   state['data']['holders'] = [row for row in holders if row[1] not in left]
   return {**state, BROUGHT_BACK: sorted(restored)}

@@ -67,15 +67,27 @@ class Usual:
   commits: int = 0
   doubted: set[str] = dataclasses.field(default_factory=set)
   pairs: dict[str, list[list[int]]] = dataclasses.field(default_factory=dict)
+  _state: list[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
   def merged(self, norms: dict[str, tuple[int, int]]) -> None:
     """An outer step merged these (norm, steps)."""
+    self._state = None
     self.commits += 1
     for learner, pair in norms.items():
       self.pairs.setdefault(learner, []).append(list(pair))
       self.doubted.discard(learner)
     kept = max(VOTES_AFTER, KEPT // len(self.pairs))
     self.pairs = {learner: pairs[-kept:] for learner, pairs in self.pairs.items()}
+
+  def doubt(self, learner: str) -> None:
+    """The last norm of a learner was refused."""
+    self._state = None
+    self.doubted.add(learner)
+
+  def forget(self, learner: str) -> None:
+    self._state = None
+    self.pairs.pop(learner, None)
+    self.doubted.discard(learner)
 
   def votes(self, lower: bool = False) -> list[list[int]]:
     """The median norm and steps of each learner that has a vote."""
@@ -98,8 +110,11 @@ class Usual:
     return least, config.norm_factor * norm * longer // usual_steps
 
   def state(self) -> list[Any]:
-    pairs = [[learner, [list(pair) for pair in kept]] for learner, kept in self.pairs.items()]
-    return [self.commits, sorted(self.doubted), sorted(pairs)]
+    """JSON types, not to be changed. Made once, since one outer step changes one fragment's."""
+    if self._state is None:
+      pairs = [[learner, [list(pair) for pair in kept]] for learner, kept in self.pairs.items()]
+      self._state = [self.commits, sorted(self.doubted), sorted(pairs)]
+    return self._state
 
   @classmethod
   def load(cls, state: list[Any]) -> 'Usual':
@@ -163,7 +178,7 @@ class Screening:
           )
         )
         if norm != NOT_FINITE:
-          usual.doubted.add(one.learner)
+            usual.doubt(one.learner)
         if present and self.strike(now_ns, member, done.fragment, what):
           quarantined.append(member)
       elif not done.failed:
@@ -223,8 +238,7 @@ class Screening:
   def forget(self, learner: str) -> None:
     """Forgets the norms of a learner id."""
     for usual in self.usual:
-      usual.pairs.pop(learner, None)
-      usual.doubted.discard(learner)
+      usual.forget(learner)
 
   def check(self) -> None:
     """Asserts that the norms are bounded in number and finite."""
