@@ -13,196 +13,21 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
-from typing import Any
 
 import jax
-import numpy as np
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import held, moments_work
+from diloco_jax.learner import held, moments_work, on_device
 from diloco_jax.node import ports
-from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.numerics import exchange
 from diloco_jax.protocol import actions, events
-from diloco_jax.protocol import config as protocol_config
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer
 from diloco_jax.transport import payloads as payloads_lib
-
-
-class Exchange:
-  """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
-
-  `compile_all` compiles the functions of every sync, in the order of the syncs. A caller whose
-  function is not compiled yet waits for that function only.
-  """
-
-  def __init__(
-    self,
-    assembled: build.Assembly,
-    island: held.Held,
-    compiled: dict[tuple, futures.Future] | None = None,
-  ):
-    """`compiled`: the functions of an equal model on the same devices, to share them."""
-    self._island = island
-    self._layout = assembled.layout
-    self._fragments = range(self._layout.num_fragments)
-    self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
-    self._rebases = assembled.protocol.rebases
-    blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
-    self._alpha = None if self._rebases else assembled.config.sync.alpha if blends else 0.0
-    # By fragment: the places of its tensors among the leaves of the parameters, by path.
-    order = {path: i for i, path in enumerate(fragments.by_path(island.params))}
-    self._places = [
-      {piece.path: order[piece.path] for piece in self._layout.fragments[p]}
-      for p in self._fragments
-    ]
-    # By fragment: its newest encoded pseudo-gradient, on the device.
-    self._captures: dict[int, jax.Array] = {}
-    self._compiled = {} if compiled is None else compiled
-    self._lock = threading.Lock()
-    self._flags = self._put((np.bool_(False), np.bool_(True)))
-    # By fragment: the value that follows from its base alone, adopted as it is.
-    self._no_delta = [
-      exchange.Published(None, zeros[0], zeros[1], *2 * self._flags[:1])
-      for zeros in map(self._zeros, self._fragments)
-    ]
-    self.anchors = self._get(self._lower_gather)(island.params)
-
-  def _zeros(self, p: int) -> list[jax.Array]:
-    """An encoded delta of zeros, and an encoded pseudo-gradient."""
-    sizes = (one.encoded_size(self._layout.size(p)) for one in (self._codec_down, self._codec_up))
-    return [self._put(np.zeros(size_bytes, np.uint8)) for size_bytes in sizes]
-
-  def _put(self, arrays: Any) -> Any:
-    return jax.device_put(arrays, self._island.replicated)
-
-  def compile_all(self) -> None:
-    for p in self._fragments:
-      self._get(self._lower_encode, p)
-      self._get(self._lower_adopt, p)
-      self._get(self._lower_apply, self._layout.size(p))
-
-  def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
-    """Returns a compiled function; the first caller compiles it and later callers wait."""
-    with self._lock:
-      known = self._compiled.get((lower.__name__, *key))
-      if known is None:
-        mine = self._compiled[lower.__name__, *key] = futures.Future()
-    if known is not None:
-      return known.result()
-    try:
-      mine.set_result(lower(*key).compile())
-    except BaseException as error:
-      mine.set_exception(error)
-      raise
-    return mine.result()
-
-  def _lower_gather(self) -> jax.stages.Lowered:
-    def gather(params):
-      fragments_N = [fragments.gather(self._layout, p, params) for p in self._fragments]
-      return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
-
-    abstract = jax.tree.map(_abstract, self._island.params, self._island.shardings.params)
-    return jax.jit(gather, out_shardings=self._island.replicated).lower(abstract)
-
-  def _lower_encode(self, p: int) -> jax.stages.Lowered:
-    encode = functools.partial(exchange.pseudo_gradient, self._layout, p, self._codec_up)
-    return jax.jit(encode, out_shardings=self._island.replicated).lower(
-      self._abstract_leaves(p), self._abstract_anchor(self._layout.size(p))
-    )
-
-  def _lower_adopt(self, p: int) -> jax.stages.Lowered:
-    adopt = functools.partial(
-      exchange.adopt, self._layout, p, self._codec_up, self._codec_down, self._alpha
-    )
-    anchor_N = self._abstract_anchor(self._layout.size(p))
-    leaves = self._abstract_leaves(p)
-    shardings = {path: leaf.sharding for path, leaf in leaves.items()}
-    return jax.jit(adopt, donate_argnums=0, out_shardings=shardings).lower(
-      leaves, anchor_N, self._no_delta[p]._replace(base_N=anchor_N)
-    )
-
-  def _lower_apply(self, size: int) -> jax.stages.Lowered:
-    apply = functools.partial(exchange.apply_delta, self._codec_down)
-    data = jax.ShapeDtypeStruct(
-      (self._codec_down.encoded_size(size),), np.uint8, sharding=self._island.replicated
-    )
-    return jax.jit(apply, donate_argnums=0, out_shardings=self._island.replicated).lower(
-      self._abstract_anchor(size), data
-    )
-
-  def _abstract_anchor(self, size: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((size,), np.float32, sharding=self._island.replicated)
-
-  def _abstract_leaves(self, p: int) -> dict[str, jax.ShapeDtypeStruct]:
-    is_none = lambda sharding: sharding is None
-    shardings = jax.tree.leaves(self._island.shardings.params, is_leaf=is_none)
-    leaves = self._leaves(p).items()
-    return {path: _abstract(leaf, shardings[self._places[p][path]]) for path, leaf in leaves}
-
-  def _leaves(self, p: int) -> exchange.Leaves:
-    """The parameters with rows in fragment p."""
-    leaves = jax.tree.leaves(self._island.params)
-    return {path: leaves[place] for path, place in self._places[p].items()}
-
-  def digests(self) -> tuple[int, ...]:
-    """Returns the digest of each anchor as it is now."""
-    compute = jax.jit(digest_lib.digest)
-    return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
-
-  def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
-    adoption of a version that contains them."""
-    data, ok = self._get(self._lower_encode, p)(self._leaves(p), self.anchors[p])
-    if self._rebases:
-      self._captures[p] = data
-    return data, ok
-
-  def adopt(
-    self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
-  ) -> jax.Array:
-    """Replaces the anchor of fragment p and adopts it; returns its digest.
-
-    Args:
-      p: the fragment.
-      data: the value: float32 if `whole`, else an encoded delta to the anchor.
-      whole: see `data`.
-      keep: carry the steps that are not in the value onto it (exchange.adopt).
-      merged: the value contains the newest capture of the fragment.
-    """
-    value = self._no_delta[p]._replace(keep=self._flags[keep or bool(self._alpha)])
-    if whole:
-      value = value._replace(base_N=self._put(np.frombuffer(data, np.float32)))
-    else:
-      value = value._replace(base_N=self.anchors[p], data=self._put(np.frombuffer(data, np.uint8)))
-    if merged:
-      value = value._replace(capture=self._captures.pop(p), merged=self._flags[True])
-    return self._adopt(p, value)
-
-  def rewind(self) -> None:
-    """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
-    self._captures.clear()
-    for p, anchor_N in enumerate(self.anchors):
-      self._adopt(p, self._no_delta[p]._replace(base_N=anchor_N))
-
-  def _adopt(self, p: int, value: exchange.Published) -> jax.Array:
-    adopted = self._get(self._lower_adopt, p)(self._leaves(p), self.anchors[p], value)
-    leaves, tree = jax.tree.flatten(self._island.params)
-    for path, leaf in adopted.items():
-      leaves[self._places[p][path]] = leaf
-    self._island.params = jax.tree.unflatten(tree, leaves)
-    apply = self._get(self._lower_apply, self._layout.size(p))
-    self.anchors[p], digest = apply(value.base_N, value.data)
-    return digest
-
-
-def _abstract(leaf: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 class LearnerWork:
@@ -215,14 +40,14 @@ class LearnerWork:
     post: ports.Post,
     payloads: ports.Payloads,
     records: records_lib.Recorder,
-    exchange: Exchange | None = None,
+    exchange: on_device.Exchange | None = None,
   ):
     self._config = assembled.config
     self._island = island
     self._post = post
     self._payloads = payloads
     self._records = records
-    self.exchange = exchange or Exchange(assembled, island)
+    self.exchange = exchange or on_device.Exchange(assembled, island)
     self._moments = moments_work.Moments(island, post, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -29,7 +29,7 @@ version gets A_{v+1} whole, as float32 values: that is lossless, as they are can
 The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
 their bits do not depend on n (syncer/pieces.py); a learner's take a whole fragment.
 
-Give `layout`, `p`, the codecs, `tx` and `alpha` to jax.jit as static arguments. Only bytes, flags,
+Give `pieces`, the codecs, `tx` and `alpha` to jax.jit as static arguments. Only bytes, flags,
 digests and sums of squares need to cross to the host.
 """
 
@@ -46,7 +46,8 @@ from diloco_jax.numerics import codecs, fragments
 from diloco_jax.numerics import digest as digest_lib
 
 PyTree = Any
-Leaves = dict[str, jax.Array]  # parameters by path: those with rows in the fragment, or all
+Pieces = tuple[fragments.Piece, ...]  # of one fragment
+Leaves = dict[str, jax.Array]  # parameters by the paths of its pieces
 
 
 class Values(NamedTuple):
@@ -75,16 +76,16 @@ class OuterResult(NamedTuple):
 
 
 def pseudo_gradient(
-  layout: fragments.Layout, p: int, codec: codecs.Codec, leaves: Leaves, anchor_N: jax.Array
+  pieces: Pieces, codec: codecs.Codec, leaves: Leaves, anchor_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Learner: (the encoded pseudo-gradient of fragment p, ok). Send it only if ok.
+  """Learner: (the encoded pseudo-gradient of a fragment, ok). Send it only if ok.
 
   Tensor by tensor: the flat fragment is never made.
   """
   return codec.encode(
     *(
       anchor_N[start:stop] - fragments.flat(piece, fragments.rows(leaves, piece))
-      for piece, start, stop in layout.places(p)
+      for piece, start, stop in fragments.places(pieces)
     )
   )
 
@@ -120,8 +121,7 @@ class Published(NamedTuple):
 
 
 def adopt(
-  layout: fragments.Layout,
-  p: int,
+  pieces: Pieces,
   codec_up: codecs.Codec,
   codec_down: codecs.Codec,
   alpha: float | None,
@@ -129,7 +129,7 @@ def adopt(
   anchor_N: jax.Array,
   published: Published,
 ) -> Leaves:
-  """Learner: the parameters with the published value of fragment p adopted, tensor by tensor.
+  """Learner: the parameters with the published value of a fragment adopted, tensor by tensor.
 
   Give `leaves` to jit as donated: each tensor is replaced in place.
 
@@ -141,11 +141,11 @@ def adopt(
     raise ValueError(f'exchange: alpha is {alpha}; it must be in [0, 1), and 0 overwrites')
   if anchor_N.shape != published.base_N.shape:
     raise ValueError(
-      f'exchange: fragment {p} was anchored at {anchor_N.shape} values and '
+      f'exchange: a fragment was anchored at {anchor_N.shape} values and '
       f'{published.base_N.shape} were published; learner and syncer have different layouts'
     )
   leaves, n = dict(leaves), anchor_N.shape[0]
-  for piece, start, stop in layout.places(p):
+  for piece, start, stop in fragments.places(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
     shaped = functools.partial(fragments.shaped, piece)
     theta = fragments.rows(leaves, piece).astype(jnp.float32)

@@ -35,7 +35,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,13 +90,6 @@ class Layout:
   def num_fragments(self) -> int:
     return len(self.fragments)
 
-  def places(self, p: int) -> Iterator[tuple[Piece, int, int]]:
-    """Each piece of fragment p, with the place [start, stop) of its padded values in the vector."""
-    start = 0
-    for piece in self.fragments[p]:
-      yield piece, start, start + piece.padded_size
-      start += piece.padded_size
-
   def size(self, p: int) -> int:
     """N_p: the length of fragment p as a flat vector, padding included."""
     return sum(piece.padded_size for piece in self.fragments[p])
@@ -147,6 +140,14 @@ def make_layout(kind: str, tree: PyTree, num_fragments: int, label: Callable[[st
   return Layout(tuple(tuple(sorted(f, key=tree_order)) for f in fragments), kind)
 
 
+def places(pieces: Sequence[Piece]) -> Iterator[tuple[Piece, int, int]]:
+  """Each piece of a fragment, with the place [start, stop) of its padded values in the vector."""
+  start = 0
+  for piece in pieces:
+    yield piece, start, start + piece.padded_size
+    start += piece.padded_size
+
+
 def gather(layout: Layout, p: int, tree: PyTree) -> jax.Array:
   """Fragment p of `tree` as one flat vector float32[N_p], zeros in the padding."""
   leaves = by_path(tree)
@@ -173,7 +174,8 @@ def split(layout: Layout, p: int, flat_N: jax.Array) -> dict[str, jax.Array]:
       'it was made with another layout (compare layout.digest())'
     )
   return {
-    piece.key: shaped(piece, flat_N[..., start:stop]) for piece, start, stop in layout.places(p)
+    piece.key: shaped(piece, flat_N[..., start:stop])
+    for piece, start, stop in places(layout.fragments[p])
   }
 
 

@@ -29,13 +29,13 @@ def _layout():
   return fragments.make_layout('balanced', _tree(), _P, _label)
 
 
-_jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1, 2))
-_jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2, 3, 4))
+_jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1))
+_jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2, 3))
 _apply_delta = jax.jit(exchange.apply_delta, static_argnums=0)
 
 
 def _pseudo_gradient(p, codec, params, anchor_N):
-  return _jit_pseudo_gradient(_layout(), p, codec, fragments.by_path(params), anchor_N)
+  return _jit_pseudo_gradient(_layout().fragments[p], codec, fragments.by_path(params), anchor_N)
 
 
 def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True, alpha=None):
@@ -44,7 +44,7 @@ def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=T
     published_N, jnp.zeros_like(capture), capture, jnp.bool_(merged), jnp.bool_(keep)
   )
   leaves = fragments.by_path(params)
-  adopted = _jit_adopt(_layout(), p, codec, codec, alpha, leaves, anchor_N, value)
+  adopted = _jit_adopt(_layout().fragments[p], codec, codec, alpha, leaves, anchor_N, value)
   return jax.tree.unflatten(jax.tree.structure(params), [adopted[path] for path in leaves])
 
 
@@ -98,8 +98,8 @@ def test_a_delta_is_adopted_as_the_value_that_it_makes():
     published_N, _ = _apply_delta(codec, anchor_N, data)
     value = exchange.Published(anchor_N, data, data, jnp.bool_(False), jnp.bool_(False))
     leaves = fragments.by_path(params)
-    new = _jit_adopt(_layout(), p, codec, codec, None, leaves, anchor_N, value)
-    for piece, start, stop in _layout().places(p):
+    new = _jit_adopt(_layout().fragments[p], codec, codec, None, leaves, anchor_N, value)
+    for piece, start, stop in fragments.places(_layout().fragments[p]):
       found = fragments.flat(piece, fragments.rows(new, piece))
       np.testing.assert_array_equal(found[: piece.size], published_N[start:stop][: piece.size])
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import moments_work
+from diloco_jax.learner import moments_work, on_device
 from diloco_jax.learner import work as learner_work
 from diloco_jax.proof.virtual import no_arrays, world
 from diloco_jax.protocol import actions, events
@@ -56,7 +56,7 @@ class Model:
   def learner(self, name: str, restored: bool, payloads: world.Contents) -> 'Learner':
     island = self._saved[name][1] if restored else None
     island = (island or self._template).twin()
-    exchange = learner_work.Exchange(self._assembled, island, self._compiled)
+    exchange = on_device.Exchange(self._assembled, island, self._compiled)
     save = functools.partial(self._save, name, island)
     return Learner(self._assembled, island, exchange, payloads, save)
 
@@ -92,7 +92,7 @@ class Learner(learner_work.LearnerWork):
     self,
     assembled: build.Assembly,
     island: island_lib.Island,
-    exchange: learner_work.Exchange,
+    exchange: on_device.Exchange,
     payloads: world.Contents,
     save: Callable[[dict[str, Any]], None],
   ):

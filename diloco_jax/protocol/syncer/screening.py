@@ -178,7 +178,7 @@ class Screening:
           )
         )
         if norm != NOT_FINITE:
-            usual.doubt(one.learner)
+          usual.doubt(one.learner)
         if present and self.strike(now_ns, member, done.fragment, what):
           quarantined.append(member)
       elif not done.failed:

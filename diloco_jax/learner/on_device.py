@@ -1,0 +1,224 @@
+"""The exchange of fragments on the devices of an island: its anchors, encodings, adoptions."""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco_jax.config import build
+from diloco_jax.learner import held
+from diloco_jax.numerics import codecs, exchange, fragments
+from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.protocol import config as protocol_config
+
+
+class _Kind(NamedTuple):
+  """The functions of a fragment depend on this alone: fragments of the same kind share them.
+
+  Attributes:
+    pieces: with the places of their leaves, '0', '1' ..., for paths.
+    leaves: like these leaves, in order.
+  """
+
+  pieces: exchange.Pieces
+  leaves: tuple[jax.ShapeDtypeStruct, ...]
+
+  @property
+  def size(self) -> int:
+    return sum(piece.padded_size for piece in self.pieces)
+
+
+class Exchange:
+  """The anchors of an island and the functions that exchange its fragments, compiled ahead of use.
+
+  `compile_all` compiles the functions of every sync, in the order of the syncs. A caller whose
+  function is not compiled yet waits for that function only.
+  """
+
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    island: held.Held,
+    compiled: dict[tuple, futures.Future] | None = None,
+  ):
+    """`compiled`: the functions of an equal model on the same devices, to share them."""
+    self._island = island
+    self._layout = assembled.layout
+    self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
+    self._rebases = assembled.protocol.rebases
+    blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
+    self._alpha = None if self._rebases else assembled.config.sync.alpha if blends else 0.0
+    # By fragment: where its leaves are among those of the parameters.
+    order = {path: i for i, path in enumerate(fragments.by_path(island.params))}
+    self._places = [
+      list(dict.fromkeys(order[piece.path] for piece in pieces))
+      for pieces in self._layout.fragments
+    ]
+    self._kinds = [
+      self._kind(pieces, places, list(order))
+      for pieces, places in zip(self._layout.fragments, self._places)
+    ]
+    # By fragment: its newest encoded pseudo-gradient, on the device.
+    self._captures: dict[int, jax.Array] = {}
+    self._compiled = {} if compiled is None else compiled
+    self._lock = threading.Lock()
+    self._flags = self._put((np.bool_(False), np.bool_(True)))
+    # By fragment: a value that is its base, adopted as it is.
+    self._no_delta = [
+      exchange.Published(None, *self._put(self._zeros(kind.size)), *2 * self._flags[:1])
+      for kind in self._kinds
+    ]
+    self.anchors = self._get(self._lower_gather)(island.params)
+
+  def _kind(self, pieces: exchange.Pieces, places: list[int], paths: list[str]) -> _Kind:
+    leaves, shardings = self._flat(self._island.params), self._flat(self._island.shardings.params)
+    like = lambda place: jax.ShapeDtypeStruct(
+      leaves[place].shape, leaves[place].dtype, sharding=shardings[place]
+    )
+    name = lambda piece: str(places.index(paths.index(piece.path)))
+    named = (dataclasses.replace(piece, path=name(piece), label='') for piece in pieces)
+    return _Kind(tuple(named), tuple(map(like, places)))
+
+  def _zeros(self, size: int) -> list[np.ndarray]:
+    """An encoded delta of zeros, and an encoded pseudo-gradient."""
+    codecs_both = self._codec_down, self._codec_up
+    return [np.zeros(codec.encoded_size(size), np.uint8) for codec in codecs_both]
+
+  def _put(self, arrays: Any) -> Any:
+    return jax.device_put(arrays, self._island.replicated)
+
+  def _flat(self, tree: Any) -> list[Any]:
+    """The leaves of a tree; None is one of shardings."""
+    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
+
+  def compile_all(self) -> None:
+    for kind in self._kinds:
+      self._get(self._lower_encode, kind)
+      self._get(self._lower_adopt, kind)
+      self._get(self._lower_apply, kind.size)
+
+  def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
+    """Returns a compiled function; the first caller compiles it and later callers wait."""
+    with self._lock:
+      known = self._compiled.get((lower.__name__, *key))
+      if known is None:
+        mine = self._compiled[lower.__name__, *key] = futures.Future()
+    if known is not None:
+      return known.result()
+    try:
+      mine.set_result(lower(*key).compile())
+    except BaseException as error:
+      mine.set_exception(error)
+      raise
+    return mine.result()
+
+  def _lower_gather(self) -> jax.stages.Lowered:
+    def gather(params):
+      fragments_N = [
+        fragments.gather(self._layout, p, params) for p in range(self._layout.num_fragments)
+      ]
+      return [codecs.canonical(fragment_N) for fragment_N in fragments_N]
+
+    leaves = {
+      place: leaf
+      for places, kind in zip(self._places, self._kinds)
+      for place, leaf in zip(places, kind.leaves)
+    }
+    tree = jax.tree.structure(self._island.params)
+    like = jax.tree.unflatten(tree, map(leaves.get, range(tree.num_leaves)))
+    return jax.jit(gather, out_shardings=self._island.replicated).lower(like)
+
+  def _lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
+    encode = functools.partial(exchange.pseudo_gradient, kind.pieces, self._codec_up)
+    return jax.jit(encode, out_shardings=self._island.replicated).lower(
+      _named(kind.leaves), self._like((kind.size,), np.float32)
+    )
+
+  def _lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
+    adopt = functools.partial(
+      exchange.adopt, kind.pieces, self._codec_up, self._codec_down, self._alpha
+    )
+    anchor_N, flag = self._like((kind.size,), np.float32), self._like((), np.bool_)
+    data, capture = (self._like(zeros.shape, np.uint8) for zeros in self._zeros(kind.size))
+    shardings = _named(leaf.sharding for leaf in kind.leaves)
+    return jax.jit(adopt, donate_argnums=0, out_shardings=shardings).lower(
+      _named(kind.leaves),
+      anchor_N,
+      exchange.Published(anchor_N, data, capture, flag, flag),
+    )
+
+  def _lower_apply(self, size: int) -> jax.stages.Lowered:
+    apply = functools.partial(exchange.apply_delta, self._codec_down)
+    data_bytes = self._codec_down.encoded_size(size)
+    return jax.jit(apply, donate_argnums=0, out_shardings=self._island.replicated).lower(
+      self._like((size,), np.float32), self._like((data_bytes,), np.uint8)
+    )
+
+  def _like(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=self._island.replicated)
+
+  def _leaves(self, p: int) -> exchange.Leaves:
+    """The parameters with rows in fragment p."""
+    leaves = jax.tree.leaves(self._island.params)
+    return _named(leaves[place] for place in self._places[p])
+
+  def digests(self) -> tuple[int, ...]:
+    """Returns the digest of each anchor as it is now."""
+    compute = jax.jit(digest_lib.digest)
+    return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
+
+  def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
+    adoption of a version that contains them."""
+    data, ok = self._get(self._lower_encode, self._kinds[p])(self._leaves(p), self.anchors[p])
+    if self._rebases:
+      self._captures[p] = data
+    return data, ok
+
+  def adopt(
+    self, p: int, data: memoryview | bytes, whole: bool, keep: bool, merged: bool
+  ) -> jax.Array:
+    """Replaces the anchor of fragment p and adopts it; returns its digest.
+
+    Args:
+      p: the fragment.
+      data: the value: float32 if `whole`, else an encoded delta to the anchor.
+      whole: see `data`.
+      keep: carry the steps that are not in the value onto it (exchange.adopt).
+      merged: the value contains the newest capture of the fragment.
+    """
+    value = self._no_delta[p]._replace(keep=self._flags[keep or bool(self._alpha)])
+    if whole:
+      value = value._replace(base_N=self._put(np.frombuffer(data, np.float32)))
+    else:
+      value = value._replace(base_N=self.anchors[p], data=self._put(np.frombuffer(data, np.uint8)))
+    if merged:
+      value = value._replace(capture=self._captures.pop(p), merged=self._flags[True])
+    return self._adopt(p, value)
+
+  def rewind(self) -> None:
+    """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
+    self._captures.clear()
+    for p, anchor_N in enumerate(self.anchors):
+      self._adopt(p, self._no_delta[p]._replace(base_N=anchor_N))
+
+  def _adopt(self, p: int, value: exchange.Published) -> jax.Array:
+    kind = self._kinds[p]
+    adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
+    leaves, tree = jax.tree.flatten(self._island.params)
+    for name, place in _named(self._places[p]).items():
+      leaves[place] = adopted[name]
+    self._island.params = jax.tree.unflatten(tree, leaves)
+    apply = self._get(self._lower_apply, kind.size)
+    self.anchors[p], digest = apply(value.base_N, value.data)
+    return digest
+
+
+def _named(leaves: Iterable[Any]) -> dict[str, Any]:
+  """The leaves of a fragment by the paths of its kind."""
+  return {str(place): leaf for place, leaf in enumerate(leaves)}
