@@ -20,6 +20,7 @@ from scripts.benchmarks import measured, processes
 NAMES = {
   'learner_overhead': 'steps/s of a learner under the syncer, against alone',
   'outer_round': 'an outer round, against an all-reduce and a bare gRPC star',
+  'encoding': 'encode, and decode and add, against memcpy',
   'wire': 'bytes on a link, against bfloat16 data-parallel',
   'scale': 'one syncer with more learners, parameters and fragments; memory',
   'start_up': 'first step, return of a learner, recovery of the syncer',
