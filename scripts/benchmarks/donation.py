@@ -5,14 +5,13 @@ process, on the last CPU. Rounds of steps with and without a donation alternate,
 on the host affects both. A step counts as disturbed if it overlaps a donation, from the copy of the
 moments between two steps until the last byte has arrived.
 
-    python scripts/benchmarks/donation.py [--rate_mib_s=16] [--rounds=10]
+    python scripts/benchmarks/donation.py [--short] [--json=FILE] [--rate_mib_s=16]
 
 prints medians in ms, their ratio (steps/s during donations over steps/s otherwise), the bytes, and
 the cost of a MiB for this process: CPU time during donations minus that of as many undisturbed
 steps. The same CPU emulates the device, which is the worst case.
 """
 
-import argparse
 import multiprocessing
 import os
 import pathlib
@@ -22,6 +21,8 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+from scripts.benchmarks import measured
 
 STEPS_BETWEEN = 12
 
@@ -87,9 +88,8 @@ class Donor:
 
     self._pipe = pipe
     self.island = island_lib.Island(
-      model=config.model,
+      task=assembled.task,
       optimizer=config.optimizer,
-      data=config.data,
       mesh=config.mesh,
       total_steps=100_000,
     )
@@ -173,19 +173,16 @@ def measure(donor: Donor, rounds: int) -> tuple[list[float], list[float], float]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = measured.parser(__doc__)
   parser.add_argument('--rate_mib_s', type=int, default=16)
-  parser.add_argument('--rounds', type=int, default=10)
-  parser.add_argument('--layers', type=int, default=4)
-  parser.add_argument('--width', type=int, default=128)
   flags = parser.parse_args()
+  rounds = 3 if flags.short else 10
   from diloco_jax.config import build  # pylint: disable=g-import-not-at-top
   from diloco_jax.configs import stdlib_lm
 
   config = stdlib_lm.get_config('tiny')
   config.mesh.data = 1
-  config.model.num_layers, config.model.embed_dim = flags.layers, flags.width
-  config.model.hidden_dim = 6 * flags.width
+  config.model.num_layers, config.model.embed_dim, config.model.hidden_dim = 4, 128, 768
   config.data.seq_len, config.data.batch_size = 128, 4
   assembled = build.assemble(config)
   ours, theirs = multiprocessing.get_context('spawn').Pipe()
@@ -195,7 +192,7 @@ def main() -> None:
   process.start()
   _run_on(min)
   donor = Donor(ours, ours.recv(), config, flags.rate_mib_s << 20, assembled)
-  calm, giving, cpu_s = measure(donor, flags.rounds)
+  calm, giving, cpu_s = measure(donor, rounds)
   donor.close()
   ours.send('end')
   process.join(5)
@@ -203,9 +200,21 @@ def main() -> None:
   size_mib = assembled.moments_bytes / 2**20
   print(
     f'moments {size_mib:.1f} MiB at {flags.rate_mib_s} MiB/s, '
-    f'{flags.rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), '
+    f'{rounds} donations: step {alone_ms:.1f} ms alone (n={len(calm)}), '
     f'{during_ms:.1f} ms while donating (n={len(giving)}), '
     f'steps/s ratio {alone_ms / during_ms:.3f}; CPU {1e3 * cpu_s / size_mib:.1f} ms per MiB'
+  )
+  measured.write(
+    flags.json,
+    {
+      'rate_mib_s': flags.rate_mib_s,
+      'step_ms': {
+        'alone': measured.spread([1e3 * one for one in calm]),
+        'donating': measured.spread([1e3 * one for one in giving]),
+      },
+      'ratio': alone_ms / during_ms,
+      'cpu_ms_per_mib': 1e3 * cpu_s / size_mib,
+    },
   )
 
 

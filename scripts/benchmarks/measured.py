@@ -24,14 +24,18 @@ def text(one: dict[str, float]) -> str:
   return f'{one["median"]:.3g} ({one["least"]:.3g} to {one["greatest"]:.3g})'
 
 
-def flags(doc: str) -> argparse.Namespace:
-  """The flags that every benchmark has."""
-  parser = argparse.ArgumentParser(
+def parser(doc: str) -> argparse.ArgumentParser:
+  """With the flags that every benchmark has."""
+  found = argparse.ArgumentParser(
     description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('--short', action='store_true', help='small sizes and few rounds')
-  parser.add_argument('--json', default='', help='a file for the figures')
-  return parser.parse_args()
+  found.add_argument('--short', action='store_true', help='small sizes and few rounds')
+  found.add_argument('--json', default='', help='a file for the figures')
+  return found
+
+
+def flags(doc: str) -> argparse.Namespace:
+  return parser(doc).parse_args()
 
 
 def machine() -> dict[str, Any]:

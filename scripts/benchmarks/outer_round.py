@@ -15,7 +15,6 @@ They take turns, on one machine, over loopback. torchft and gloo under torch are
 wheels are larger than what a benchmark should install.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -211,9 +210,7 @@ def _start(words: list[str]) -> subprocess.Popen:
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--short', action='store_true', help='one turn of few rounds: two minutes')
-  parser.add_argument('--json', default='', help='a file for the figures')
+  parser = measured.parser(__doc__)
   parser.add_argument('--way', default='', help='used by its own processes')
   parser.add_argument('--address', default='')
   parser.add_argument('--codec', default='')

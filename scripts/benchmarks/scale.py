@@ -83,9 +83,18 @@ class Rig:
     log.recover(theta, {})
     self._store = payloads_lib.PayloadStore()
     self._posted: list[events.Event] = []
-    records = records_lib.Recorder(folder, 'syncer')
+    self._records = records_lib.Recorder(folder, 'syncer')
     self._work = syncer_work.SyncerWork(
-      assembled, theta, self._posted.append, print, self._store, records, None, log, None, folder
+      assembled,
+      theta,
+      self._posted.append,
+      print,
+      self._store,
+      self._records,
+      None,
+      log,
+      None,
+      folder,
     )
     self._spent: Counter[str] = Counter()
     self._log = log
@@ -155,6 +164,9 @@ class Rig:
     total = 1e9 * cpu_s / self.parameters
     return {**found, 'rest': total - sum(found.values()), 'all': total, 'seconds': seconds}
 
+  def close(self) -> None:
+    self._records.close()
+
   def memcpy(self) -> float:
     """CPU-ns for each parameter of a copy between warm arrays."""
     source, target = np.ones(self.parameters, np.float32), np.ones(self.parameters, np.float32)
@@ -165,8 +177,9 @@ class Rig:
 
 @contextlib.contextmanager
 def rigs(sizes: set[int]) -> Iterator[dict[int, Rig]]:
-  with tempfile.TemporaryDirectory() as folder:
-    yield {size: Rig(size, pathlib.Path(folder) / str(size)) for size in sorted(sizes)}
+  with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+    make = lambda size: contextlib.closing(Rig(size, pathlib.Path(folder) / str(size)))
+    yield {size: stack.enter_context(make(size)) for size in sorted(sizes)}
 
 
 def growth(sizes: list[int], times: list[float]) -> dict[str, float]:

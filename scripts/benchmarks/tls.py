@@ -1,8 +1,8 @@
 """What mutual TLS costs: CPU time for a MiB of payload, and steps/s of a run, against plain TCP and
 a Unix socket.
 
-    python scripts/benchmarks/tls.py [--mib=256] [--rounds=5]     # half a minute
-    python scripts/benchmarks/tls.py --steps=600 [--rounds=3]     # some minutes, two idle cores
+    python scripts/benchmarks/tls.py [--short] [--json=FILE]     # half a minute
+    python scripts/benchmarks/tls.py --steps=600                 # some minutes, two idle cores
 
 A learner's transport sends contributions of 8 MiB over loopback to a syncer's, both in this
 process, so the CPU time is that of both ends: gRPC, checksums and TLS. Rounds of each way
@@ -11,12 +11,10 @@ the tiny config, two learners beside a syncer; the figure is that of learner l0,
 fifth, which compiles.
 """
 
-import argparse
 import json
 import pathlib
 import queue
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from diloco_jax.certs import authority, proofs
 from diloco_jax.launch import local
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from scripts.benchmarks import measured
 
 MIB = 1 << 20
 PAYLOAD = bytes(range(256)) * (8 * MIB // 256)
@@ -68,7 +67,7 @@ def measure(address: str, syncer: addresses.Access, learner: addresses.Access, m
     payload=announced,
   )
   began_cpu_s, began_s = cpu_s(), time.monotonic()
-  for sync in range(1, mib * MIB // len(PAYLOAD) + 1):
+  for sync in range(1, 1 + mib * MIB // len(PAYLOAD)):
     server.send(session, messages.Pull(sync=sync, fragment=0, now=True))
     assert isinstance(connected.get(timeout=DEADLINE_S), events.Received)
     client.handled(1)
@@ -118,11 +117,10 @@ def steps_per_s(
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--mib', type=int, default=256)
-  parser.add_argument('--rounds', type=int, default=5)
-  parser.add_argument('--steps', type=int, default=0)
+  parser = measured.parser(__doc__)
+  parser.add_argument('--steps', type=int, default=0, help='inner steps of a run of real processes')
   flags = parser.parse_args()
+  mib, rounds = (64, 3) if flags.short else (256, 5)
   with tempfile.TemporaryDirectory() as folder:
     owner = authority.init(pathlib.Path(folder) / 'certs', 'benchmark', proofs.utc_now())
     for name in ('l0', 'l1'):
@@ -141,28 +139,29 @@ def main() -> None:
         addresses.Access(owner.folder / 'l0'),
       ),
     }
-    taken = {way: [] for way in ways}
-    if flags.steps:
-      for _ in range(flags.rounds):
-        for way in ways:
-          taken[way].append(steps_per_s(*ways[way], flags.steps))
-      for way, rates in taken.items():
-        each = ', '.join(f'{rate:.1f}' for rate in rates)
-        print(f'{way:12} {statistics.median(rates):6.1f} steps/s ({each})')
-      return
     for way in ways:
       measure(*ways[way], 8)  # not counted
-    for _ in range(flags.rounds):
+    taken = {way: [] for way in ways}
+    for _ in range(rounds):
       for way in ways:
-        taken[way].append(measure(*ways[way], flags.mib))
-  plain_ms = statistics.median(1e3 * cpu / flags.mib for cpu, _ in taken['plain TCP'])
-  for way, rounds in taken.items():
-    cpu_ms = statistics.median(1e3 * cpu / flags.mib for cpu, _ in rounds)
-    rate = statistics.median(flags.mib / seconds for _, seconds in rounds)
-    print(
-      f'{way:12} {cpu_ms:5.2f} ms of CPU for a MiB, {cpu_ms / plain_ms:4.2f} times plain TCP; '
-      f'{rate:4.0f} MiB/s'
-    )
+        taken[way].append(
+          steps_per_s(*ways[way], flags.steps) if flags.steps else measure(*ways[way], mib)
+        )
+  if flags.steps:
+    found = {way: {'steps_per_s': measured.spread(rates)} for way, rates in taken.items()}
+  else:
+    found = {
+      way: {
+        'cpu_ms_per_mib': measured.spread([1e3 * cpu / mib for cpu, _ in runs]),
+        'mib_per_s': measured.spread([mib / seconds for _, seconds in runs]),
+      }
+      for way, runs in taken.items()
+    }
+  for way, one in found.items():
+    for name, value in one.items():
+      ratio = value['median'] / found['plain TCP'][name]['median']
+      print(f'{way:12} {name:15} {measured.text(value)}, {ratio:.2f} times plain TCP')
+  measured.write(flags.json, found)
 
 
 if __name__ == '__main__':

@@ -1,0 +1,87 @@
+"""The speed of the codecs on one core, against memcpy.
+
+    python scripts/benchmarks/encoding.py [--short] [--json=FILE]     # about a minute
+
+Compiled functions of numerics/codecs.py, as learner and syncer use them: `encode`, and decode with
+the sum added to a float32 array that is given away (donated). The figure is the CPU time of a copy
+of as many float32 values between warm arrays, over that of the function: 1 is the speed of memcpy.
+Medians over rounds in which all take turns, for fragments of two sizes.
+"""
+
+import collections
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before XLA counts the cores
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diloco_jax.numerics import codecs
+from scripts.benchmarks import measured
+
+MILLION = 1 << 20
+
+
+def works(values: int) -> dict[str, Callable[[], Any]]:
+  """Every function on `values` values, compiled."""
+  drawn = jax.random.normal(jax.random.key(0), (values,))
+  source, target = np.array(drawn), np.zeros(values, np.float32)
+  found: dict[str, Callable[[], Any]] = {'memcpy': lambda: np.copyto(target, source)}
+  for name in codecs.CODECS:
+    codec = codecs.get(name)
+    encode = jax.jit(codec.encode)
+    data = jax.block_until_ready(encode(drawn)[0])
+    found[f'{name} encode'] = lambda encode=encode: jax.block_until_ready(encode(drawn))
+    found[f'{name} accumulate'] = _accumulate(codec, data, values)
+  for work in found.values():
+    work()
+  return found
+
+
+def _accumulate(codec: codecs.Codec, data: jax.Array, values: int) -> Callable[[], Any]:
+  add = jax.jit(lambda total, data: total + codec.decode(data, values), donate_argnums=0)
+  total = jnp.zeros(values)
+
+  def work() -> None:
+    nonlocal total
+    total = jax.block_until_ready(add(total, data))
+
+  return work
+
+
+def main() -> None:
+  flags = measured.flags(__doc__)
+  rounds = 7 if flags.short else 25
+  sizes = {values: works(values * MILLION) for values in (1, 8)}
+  taken = collections.defaultdict(list)
+  for _ in range(rounds):
+    for millions, made in sizes.items():
+      for name, work in made.items():
+        began_ns = time.process_time_ns()
+        work()
+        taken[millions, name].append((time.process_time_ns() - began_ns) / 1e9)
+  found: dict[str, dict[str, dict[str, float]]] = {}
+  for (millions, name), seconds in taken.items():
+    row = found.setdefault(f'{millions} Mi', {})
+    if name == 'memcpy':
+      row['memcpy, GB/s'] = measured.spread([4e-9 * MILLION * millions / one for one in seconds])
+    else:
+      copies = taken[millions, 'memcpy']
+      row[name] = measured.spread([copy / one for copy, one in zip(copies, seconds)])
+  print('times the speed of memcpy, ' + ', '.join(f'{size} values' for size in found))
+  for name in next(iter(found.values())):
+    print(f'  {name:20}' + ''.join(f'{measured.text(row[name]):>26}' for row in found.values()))
+  measured.write(flags.json, found)
+
+
+if __name__ == '__main__':
+  main()
