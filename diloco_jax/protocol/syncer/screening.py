@@ -72,7 +72,6 @@ class Usual:
     """An outer step merged these (norm, steps)."""
     self.commits += 1
     for learner, pair in norms.items():
-      assert pair[0] >= 0 and pair[1] > 0, norms
       self.pairs.setdefault(learner, []).append(list(pair))
       self.doubted.discard(learner)
     kept = max(VOTES_AFTER, KEPT // len(self.pairs))
@@ -228,10 +227,11 @@ class Screening:
       usual.doubted.discard(learner)
 
   def check(self) -> None:
-    """Asserts that the norms are bounded in number; `merged` asserts that they are finite."""
+    """Asserts that the norms are bounded in number, and the newest of each learner finite."""
     for usual in self.usual:
-      kept = sum(map(len, usual.pairs.values()))
-      assert kept <= max(KEPT, VOTES_AFTER * len(usual.pairs)), usual
+      kept = usual.pairs.values()
+      assert sum(map(len, kept)) <= max(KEPT, VOTES_AFTER * len(kept)), usual
+      assert all(norm >= 0 and steps > 0 for *_, (norm, steps) in kept), usual
 
 
 def quarantine(member: members_lib.Member) -> messages.Refused:
