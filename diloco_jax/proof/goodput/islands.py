@@ -53,9 +53,20 @@ class Fleet:
 
   def uptime(self, quorum: int = 1) -> float:
     """The share of time in which at least `quorum` islands ran."""
+    times_ns = self._all_times_ns()
+    return sum(times_ns[quorum:]) / sum(times_ns)
+
+  @property
+  def paused(self) -> float:
+    """The share of time in which an island did not run, in the mean."""
+    times_ns = self._all_times_ns()
+    running = sum(count * time_ns for count, time_ns in enumerate(times_ns))
+    return 1 - running / len(self._islands) / sum(times_ns)
+
+  def _all_times_ns(self) -> list[int]:
     times_ns = list(self._times_ns)
     times_ns[self._running] += self._engine.now_ns - self._since_ns
-    return sum(times_ns[quorum:]) / sum(times_ns)
+    return times_ns
 
 
 def alone(

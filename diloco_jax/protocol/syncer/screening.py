@@ -241,11 +241,11 @@ class Screening:
       usual.forget(learner)
 
   def check(self) -> None:
-    """Asserts that the norms are bounded in number and finite."""
+    """Asserts that the norms are bounded in number, and the newest of each learner finite."""
     for usual in self.usual:
-      pairs = [pair for kept in usual.pairs.values() for pair in kept]
-      assert len(pairs) <= max(KEPT, VOTES_AFTER * len(usual.pairs)), usual
-      assert all(norm >= 0 and steps > 0 for norm, steps in pairs), usual
+      kept = usual.pairs.values()
+      assert sum(map(len, kept)) <= max(KEPT, VOTES_AFTER * len(kept)), usual
+      assert all(norm >= 0 and steps > 0 for *_, (norm, steps) in kept), usual
 
 
 def quarantine(member: members_lib.Member) -> messages.Refused:

@@ -6,6 +6,7 @@ import pytest
 
 from diloco_jax.proof.goodput import formulas, islands, machines, paper, tables, views
 from diloco_jax.proof.sim import hardware
+from diloco_jax.protocol import config as protocol_config
 
 
 def _by(figures, what, made=tables.MACHINES):
@@ -78,3 +79,19 @@ def test_a_report_has_every_figure_and_says_how_it_was_made(tmp_path):
   assert {row['made'] for row in rows} == {'islands', 'formula'} and len(rows) == 6
   views.plot(table, figures, tmp_path / 'table.png')
   assert (tmp_path / 'table.png').read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize(('delays', 'overlap', 'flight'), [('lan', 2, 1), ('wan', 3, 2)])
+def test_tokens_that_are_overwritten_follow_a_formula(delays, overlap, flight):
+  """Learners that give a fragment when it is due, and overwrite what they trained since, lose
+  `flight` steps of every H; and of a pause all steps since the fragments were given before it."""
+  adopt = protocol_config.ADOPT.index('overwrite')
+  config = machines.settings(4, adopt=adopt, ahead=0, overlap=overlap)
+  slices = hardware.of_chips(150_000)
+  result = machines.run(config, slices=slices, delays=delays, warm_up_s=60, measured_s=600)
+  paused = islands.alone(slices, 4, 600 / 3_600, warm_up_s=60).paused
+  period_s = config.period * machines.STEP_S
+  formula = result.goodput * (1 - flight / config.period) - paused * (
+    1 - slices.downscale_s / (2 * period_s)
+  )
+  assert paused > 0.05 and result.token_goodput == pytest.approx(formula, abs=0.015)
