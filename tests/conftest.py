@@ -2,7 +2,8 @@
 
 Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
 an implicit broadcast into an error. Asynchronous dispatch is off because free-running emulated
-devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache.
+devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache, and
+what need not be fast compiles with few optimizations (_QUICKLY_COMPILED).
 
 How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
 its fixtures do, and all files that start real runs share one worker, so that one run goes at a
@@ -33,6 +34,9 @@ jax.config.update('jax_cpu_enable_async_dispatch', False)
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
+# Of the processes that tests start: they compile more than they run. Here: _QUICKLY_COMPILED.
+os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
+
 flags.FLAGS.mark_as_parsed()  # grain reads absl flags
 
 
@@ -58,6 +62,16 @@ class Counts(NamedTuple):
 DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = ('tests/runs/',)
+# Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
+# as those of numerics, learner and syncer do. With --all all is compiled as in production.
+_QUICKLY_COMPILED = (
+  'tests/config/',
+  'tests/experiments/',
+  'tests/launch/',
+  'tests/proof/virtual/',
+  'tests/runs/',
+  'tests/train/',
+)
 _ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (
   *_REAL_RUNS,
@@ -115,3 +129,12 @@ def _place(item: pytest.Item) -> int:
 @pytest.fixture(scope='session')
 def counts(request: pytest.FixtureRequest) -> Counts:
   return _counts(request.config)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _compile(request: pytest.FixtureRequest, counts: Counts) -> None:
+  """How the functions of this file are compiled."""
+  quickly = not counts.full and request.node.nodeid.startswith(_QUICKLY_COMPILED)
+  if quickly != jax.config.values['jax_disable_most_optimizations']:
+    jax.config.update('jax_disable_most_optimizations', quickly)
+    jax.clear_caches()

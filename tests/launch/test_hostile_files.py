@@ -76,10 +76,11 @@ def _tree(base: pathlib.Path) -> dict[str, tuple]:
   """Everything below a folder, and when it changed: also of a folder, if a file in it came or
   went."""
   found = {}
-  for path in sorted(base.rglob('*')):
-    if path.name != files_lib.LOCK:
-      now = path.lstat()
-      found[str(path.relative_to(base))] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
+  for folder, folders, files in os.walk(base):
+    for name in {*folders, *files} - {files_lib.LOCK}:
+      path = os.path.join(folder, name)
+      now = os.lstat(path)
+      found[os.path.relpath(path, base)] = now.st_mode, now.st_ino, now.st_size, now.st_mtime_ns
   return found
 
 

@@ -10,7 +10,7 @@ from diloco_jax.proof.sim import seeds, tapes
 from tests import interpreters
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SEEDS, SEEDS_OF_ALL = 8, 20  # by default, with --all
+SEEDS, SEEDS_OF_ALL = 4, 20  # by default, with --all
 
 RUN = """
 import sys

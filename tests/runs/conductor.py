@@ -1,5 +1,10 @@
-"""The conductor of the tests: a run of `tiny`, or of another variant, with some fields changed."""
+"""The conductor of the tests: a run of `tiny`, or of another variant, with some fields changed.
 
+Its learners are paced (experiments/side_by_side/floor.py), so that they leave the CPU to processes
+that start: a run of kills consists of little else.
+"""
+
+import dataclasses
 import pathlib
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -9,9 +14,22 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
+from experiments.side_by_side import floor
 
 # For runs that the test ends, with as little other work as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
+
+# Instead of `diloco learner`: its steps take at least this time.
+PACED = (floor.__name__, '--floor_s=0.03')
+_LEARNER = ['diloco_jax', 'learner']
+
+
+def paced(program: supervisor_lib.Program) -> supervisor_lib.Program:
+  """A learner's program with a floor under the time of its steps; another one as it is."""
+  python, option, *words = program.command
+  if words[: len(_LEARNER)] != _LEARNER:
+    return program
+  return dataclasses.replace(program, command=[python, option, *PACED, *words[len(_LEARNER) :]])
 
 
 def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:
@@ -48,7 +66,7 @@ class Conductor(conductor.Conductor):
     workdir: pathlib.Path,
     recorder: records.Recorder,
     overrides: dict[str, Any],
-    change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = lambda program: program,
+    change: Callable[[supervisor_lib.Program], supervisor_lib.Program] = paced,
     variant: str = 'tiny',
     standby: bool = False,
   ):

@@ -11,13 +11,11 @@ import pathlib
 import random
 import time
 
-from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records
 from tests.runs import conductor
 
 DEADLINE_S = 280
 LEARNERS = ('l0', 'l1')
-QUICK = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # to compile, not to run
 OVERRIDES = {
   **conductor.ENDLESS,
   'sync.learners': 2,
@@ -47,7 +45,7 @@ class Conductor(conductor.Conductor):
   """Carries out the day; waits for facts only."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder):
-    super().__init__(workdir, recorder, OVERRIDES, change=_compile_quickly, standby=True)
+    super().__init__(workdir, recorder, OVERRIDES, standby=True)
     self._draw = random.Random(3)
     self.asked_ns: dict[str, int] = {}
     self.killed_ns = 0
@@ -92,10 +90,6 @@ class Conductor(conductor.Conductor):
     self.look()
     at = len(self.facts)
     await self.until(lambda: all(self.merges(name, at) >= more for name in LEARNERS))
-
-
-def _compile_quickly(program: supervisor_lib.Program) -> supervisor_lib.Program:
-  return dataclasses.replace(program, environment={**program.environment, **QUICK})
 
 
 def play(workdir: pathlib.Path) -> Day:

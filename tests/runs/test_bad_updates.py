@@ -105,7 +105,7 @@ class Conductor(conductor.Conductor):
 
 def _spoiled(program: supervisor_lib.Program) -> supervisor_lib.Program:
   if program.name not in SPOILED:
-    return program
+    return conductor.paced(program)
   return faulty_learner.instead(program, f'--spoil={SPOILED[program.name]}')
 
 

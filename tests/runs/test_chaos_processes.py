@@ -62,6 +62,7 @@ def _run(tmp_path_factory) -> Run:
       'chaos',
       f'--plan={",".join(PLAN)}',
       '--fault_s=3',
+      '--config.train.checkpoint_every_steps=1000',
       f'--workdir={workdir}',
     ],
     cwd=ROOT,
@@ -72,7 +73,6 @@ def _run(tmp_path_factory) -> Run:
     env={
       **os.environ,
       'JAX_PLATFORMS': 'cpu',
-      'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
       'PYTHONWARNINGS': '',
     },
   )

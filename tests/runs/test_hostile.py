@@ -95,7 +95,7 @@ class Conductor(conductor.Conductor):
   """Attacks the run, one attack after the other; `seconds` for each."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
-    super().__init__(workdir, recorder, OVERRIDES)
+    super().__init__(workdir, recorder, OVERRIDES, change=lambda program: program)  # busy ones
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}
     self.phases: list[Phase] = []

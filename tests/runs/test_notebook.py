@@ -26,7 +26,6 @@ def test_it_is_kept_without_outputs(notebook):
 def test_it_trains_a_run_and_a_loop_of_its_own_and_plots_them(notebook, tmp_path, monkeypatch):
   for name, value in {
     'PYTHONPATH': str(ROOT),
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     'PYTHONWARNINGS': '',
   }.items():
     monkeypatch.setenv(name, value)

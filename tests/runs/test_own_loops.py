@@ -82,7 +82,6 @@ def _start(tmp_path):
         env={
           **os.environ,
           'PYTHONPATH': str(ROOT),
-          'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
           'PYTHONWARNINGS': '',
         },
         text=True,

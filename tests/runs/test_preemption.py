@@ -111,7 +111,6 @@ def _environment() -> dict[str, str]:
     'JAX_PLATFORMS': 'cpu',
     'PYTHONPATH': str(ROOT),
     'PYTHONWARNINGS': '',
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     'PYTHONUNBUFFERED': '1',
   }
 

@@ -15,16 +15,16 @@ import time
 import psutil
 import pytest
 
+from tests.runs import conductor
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = '--config=stdlib_lm:tiny'
 DEADLINE_S = 150
 
 
 def _environment() -> dict[str, str]:
-  """Tests compile quickly rather than well."""
   return {
     **os.environ,
-    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
     'PYTHONUNBUFFERED': '1',
     'PYTHONWARNINGS': '',
   }
@@ -33,9 +33,9 @@ def _environment() -> dict[str, str]:
 class Program:
   """A process, and its output line by line."""
 
-  def __init__(self, command: str, *flags: str):
+  def __init__(self, *words: str):
     self.process = subprocess.Popen(
-      [sys.executable, '-m', 'diloco_jax', command, *flags],
+      [sys.executable, '-m', *words],
       cwd=ROOT,
       env=_environment(),
       text=True,
@@ -93,8 +93,9 @@ class Program:
 def _start():
   started = []
 
-  def start(command: str, *flags: str) -> Program:
-    started.append(Program(command, *flags))
+  def start(command: str, *flags: str, paced: bool = False) -> Program:
+    program = [*conductor.PACED, *flags] if paced else ['diloco_jax', command, *flags]
+    started.append(Program(*program))
     return started[-1]
 
   yield start
@@ -135,6 +136,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
     '--config.sync.learners=2',
     '--config.train.log_every=50',
     '--config.train.eval_every=0',
+    '--config.train.checkpoint_every_steps=50',
     f'--seal_key={tmp_path / "run.key"}',
   )
   first = start('train', *flags)
@@ -189,11 +191,13 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     '--config.sync.lease_s=3',
     '--config.sync.heartbeat_s=1',
     '--config.train.log_every=20',
+    '--config.train.eval_every=0',
+    '--config.train.checkpoint_every_steps=1000',
   )
   syncer = start('syncer', *run, f'--workdir={tmp_path}/s')
   address = syncer.wait_for('syncer listens on').split()[-1]
 
-  def learner(name: str, folder: str, *more: str) -> Program:
+  def learner(name: str, folder: str, *more: str, paced: bool = False) -> Program:
     return start(
       'learner',
       *run,
@@ -201,9 +205,10 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
       f'--learner_id={name}',
       f'--workdir={tmp_path}/{folder}',
       f'--syncer={address}',
+      paced=paced,
     )
 
-  first = learner('l0', 'first')
+  first = learner('l0', 'first', paced=True)
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')

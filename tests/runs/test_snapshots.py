@@ -62,7 +62,7 @@ class Story:
 def running(
   command: str, workdir: pathlib.Path, output: pathlib.Path, *flags: str
 ) -> Iterator[subprocess.Popen]:
-  environment = local.environment(1, {**os.environ, 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'})
+  environment = local.environment(1)
   with open(output, 'ab') as file:
     process = subprocess.Popen(
       [sys.executable, '-m', 'diloco_jax', command, *flags, f'--workdir={workdir}'],

@@ -150,7 +150,7 @@ class Conductor(conductor.Conductor):
 
   def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':
-      return program
+      return conductor.paced(program)
     return dataclasses.replace(
       program,
       command=[*program.command, '--allow_failpoints'],
