@@ -84,11 +84,16 @@ class Theta:
 
   def _version_0(self) -> list[list[exchange.Values]]:
     layout = self._assembled.layout
-    params = jax.tree.map(jnp.asarray, self._assembled.init())
-    return [
-      self._pieces.begin(p, codecs.canonical(fragments.gather(layout, p, params)))
-      for p in range(layout.num_fragments)
-    ]
+    leaves = fragments.by_path(self._assembled.init())
+    last = {piece.path: p for p, pieces in enumerate(layout.fragments) for piece in pieces}
+    values = []
+    for p, pieces in enumerate(layout.fragments):
+      rows = {piece.key: fragments.rows(leaves, piece) for piece in pieces}
+      values.append(self._pieces.begin(p, codecs.canonical(fragments.join(layout, p, rows))))
+      for path in {piece.path for piece in pieces}:
+        if last[path] == p:
+          del leaves[path]  # so the model is not held twice
+    return values
 
   def arrays(self) -> dict[str, Any]:
     """All arrays of a checkpoint, as a tree, in new buffers."""
