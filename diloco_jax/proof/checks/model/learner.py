@@ -256,7 +256,7 @@ class LearnerBook:
   def uses(self, now_ns: int, use: actions.UseShard, event: Any) -> None:
     self.at, self.next_position = (use.shard, use.cursor), None
     for anchor in self.anchors if use.rewind else ():
-      if anchor.tokens < self.tokens:
+      if self.reported(anchor) < self.reported_tokens:
         anchor.reason = messages.Reason.UNDONE
       anchor.tokens, anchor.steps = self.tokens, self.steps
       anchor.contributed = None

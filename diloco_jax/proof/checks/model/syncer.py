@@ -272,7 +272,8 @@ class SyncerBook:
     return peer.joined and peer.member and not self.exiting
 
   def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
-    """The payload is held unless the syncer drops it in this turn; Settled then has the verdict."""
+    """The payload is held unless the syncer drops it in this turn, with a verdict. One that was
+    late is held, too, if the sync for which it counts is cancelled in this turn."""
     payload_id, message, peer = event.payload_id, event.message, self.peer
     self.payload_ids.add(payload_id)
     if not self._counts(peer):
@@ -281,12 +282,14 @@ class SyncerBook:
     gather = self.gathers.get(message.sync)
     if gather is not None:
       gather.waiting.discard(peer.join.learner)
-    if any(type(a) is actions.Drop and a.payload_id == payload_id for a in out):
+    dropped = any(type(a) is actions.Drop and a.payload_id == payload_id for a in out)
+    later = self.next_of(message.fragment) if gather is None or gather.merging else None
+    told = [a.fact for a in out if type(a) is actions.Report]
+    cancelled = [fact.sync for fact in told if type(fact) is facts.Cancelled]
+    if dropped and (later is None or later.sync not in cancelled):
       return
     if gather is None or gather.merging:
-      gather = self.next_of(message.fragment) or self.next.setdefault(
-        message.fragment, Gather(0, message.fragment)
-      )
+      gather = later or self.next.setdefault(message.fragment, Gather(0, message.fragment))
     gather.waiting.discard(peer.join.learner)
     gather.payloads[payload_id] = peer, message
     self.pending[payload_id] = gather
