@@ -12,18 +12,22 @@ compiled step. They take turns. Two configs:
 The figures, without the first two periods:
 
   ratio           of steps/s, and of steps for a CPU second of the learner's process: the second one
-                  does not see other load on this host
+                  does not see other load on this host. `accounted`: the same from the run under the
+                  syncer alone, 1 - (exchange_cpu + others_cpu) / CPU of an inner step, which is
+                  steadier, but does not see what the exchange does to the caches
   gap             between the end of a step and the begin of the next one: encode, adopt, the turns
                   of the machine, records
   stalls          steps that begin more than 20 ms later than the median one, counted and longest;
                   alone they are the host's
   without_core    the time for which the step's own threads were ready and had no core
+  exchange_cpu    CPU time of an encoding and an adoption, on the step's own threads
   others_cpu      CPU time of the learner's other threads for each inner step, then each of them.
                   Those of Python hold the GIL for at most that long
 """
 
 import collections
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -36,7 +40,8 @@ import numpy as np
 
 from scripts.benchmarks import measured, processes
 
-LEARNER_CORE, SYNCER_CORE = 0, 1
+CORES = sorted(os.sched_getaffinity(0))
+LEARNER_CORE, SYNCER_CORE = CORES[0], CORES[-1]
 STALL_S = 0.020
 QUIET = ('train.checkpoint_every_steps=0', 'train.eval_every=0', 'train.log_every=1000000')
 ONE = ('sync.learners=1', 'sync.quorum=1', 'sync.checkpoint_every_syncs=0', 'chaos.enabled=false')
@@ -94,6 +99,7 @@ def _figures(
   return {
     'steps_per_s': len(between_s) / between_s.sum(),
     'steps_per_cpu_s': counted / (used.cpu_ns.total() / 1e9),
+    'cpu_ms': used.cpu_ns.total() / 1e6 / counted,
     'step_ms': 1e3 * float(np.median([step['seconds'] for step in steps])),
     'gap_ms': 1e3 * float(np.median(gaps_s)),
     'gap_p99_ms': 1e3 * float(np.percentile(gaps_s, 99)),
@@ -105,12 +111,17 @@ def _figures(
     / 1e6
     / counted,
     **{
-      f'{name}_ms': 1e3 * statistics.median(seconds[skipped:])
-      for name, seconds in exchanged.items()
-      if seconds
+      f'{name}_ms': 1e3 * statistics.median(seconds for seconds, _ in times[skipped:])
+      for name, times in exchanged.items()
+      if times
     },
+    'exchange_cpu_ms': 1e3 * sum(_mean_cpu_s(times[skipped:]) for times in exchanged.values()),
     'threads_ms': {name: ns / 1e6 / counted for name, ns in used.cpu_ns.most_common()},
   }
+
+
+def _mean_cpu_s(times: list[tuple[float, float]]) -> float:
+  return statistics.fmean(cpu_s for _, cpu_s in times) if times else 0.0
 
 
 def main() -> None:
@@ -134,6 +145,9 @@ def _report(which: str, taken: dict[str, list[dict]]) -> dict[str, Any]:
     )
     for name in ('steps_per_s', 'steps_per_cpu_s')
   }
+  ratios['accounted'] = measured.spread(
+    [1 - (run['exchange_cpu_ms'] + run['others_cpu_ms']) / run['cpu_ms'] for run in taken['syncer']]
+  )
   found = {'ratio': ratios}
   for way, runs in taken.items():
     found[way] = {

@@ -2,10 +2,11 @@
 
 `processes.py CORE TIMES COMMAND --flag ...`: `diloco COMMAND --flag ...` on one core, with threads
 that have their Python names in /proc. A learner writes to the file TIMES, if it is not '', how long
-each encoding and each adoption kept its step thread, in seconds.
+each encoding and each adoption kept its step thread, and the CPU time of that, in seconds.
 """
 
 import atexit
+import functools
 import json
 import os
 import pathlib
@@ -55,19 +56,16 @@ def start(
 
 def sample(pid: int) -> Sample:
   """Reads the CPU time of each thread from /proc."""
-  cpu_ns, waits_ns, own = Counter(), Counter(), ''
-  tasks = pathlib.Path(f'/proc/{pid}/task').iterdir()
-  for task in sorted(tasks, key=lambda task: int(task.name)):
+  cpu_ns, waits_ns = Counter(), Counter()
+  process = pathlib.Path(f'/proc/{pid}')
+  own = (process / 'comm').read_text().strip()
+  for task in (process / 'task').iterdir():
     try:
       name = (task / 'comm').read_text().strip()
       ran_ns, waited_ns, _ = map(int, (task / 'schedstat').read_text().split())
     except OSError:
       continue  # the thread has ended
-    if task.name == str(pid):
-      own, name = name, STEP
-    elif (
-      name == own
-    ):  # XLA runs an inner step on a thread of its own while an argument is not ready
+    if name == own:  # also one of XLA's, which runs a step whose arguments are not ready yet
       name = STEP
     cpu_ns[name] += ran_ns
     waits_ns[name] += waited_ns
@@ -120,19 +118,31 @@ def _time_exchange(path: str) -> None:
   from diloco_jax.learner import work
 
   taken = {'encode': [], 'adopt': []}
-  for name, seconds in taken.items():
-    setattr(work.Exchange, name, _timed(getattr(work.Exchange, name), seconds))
+  for name, times in taken.items():
+    setattr(work.Exchange, name, _timed(getattr(work.Exchange, name), times))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
 
 
-def _timed(call, seconds: list[float]):
+def _timed(call, times: list[tuple[float, float]]):
   def timed(*args, **named):
-    began_s = time.perf_counter()
+    began_s, cpu_s = time.perf_counter(), _inner_cpu_s()
     result = call(*args, **named)
-    seconds.append(time.perf_counter() - began_s)
+    times.append((time.perf_counter() - began_s, _inner_cpu_s() - cpu_s))
     return result
 
   return timed
+
+
+@functools.cache
+def _xla_threads() -> list[pathlib.Path]:
+  tasks = pathlib.Path('/proc/self/task').iterdir()
+  return [task / 'schedstat' for task in tasks if (task / 'comm').read_text().strip() == XLA]
+
+
+def _inner_cpu_s() -> float:
+  """CPU time of the calling thread and of those that compute for it."""
+  ran_ns = sum(int(path.read_text().split()[0]) for path in _xla_threads())
+  return time.thread_time() + ran_ns / 1e9
 
 
 def main() -> None:
