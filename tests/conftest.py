@@ -10,6 +10,7 @@ its fixtures do, and all files that start real runs share one worker, so that on
 time.
 """
 
+import gc
 import os
 import pathlib
 from typing import NamedTuple
@@ -103,6 +104,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
   ]
   config.hook.pytest_deselected(items=left_out)
   items[:] = sorted((item for item in items if item not in left_out), key=_place)
+
+
+def pytest_collection_finish() -> None:
+  """No later garbage collection looks through what the imports have made: it lives to the end."""
+  gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

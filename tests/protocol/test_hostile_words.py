@@ -247,7 +247,7 @@ mutant(
 mutant(
   'D2',
   'The clock of a report is believed.',
-  2,
+  11,
   (PLAUSIBILITY, '_progress', _believes),
   (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),
 )

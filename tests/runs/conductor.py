@@ -20,7 +20,7 @@ from experiments.side_by_side import floor
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
 
 # Instead of `diloco learner`: its steps take at least this time.
-PACED = (floor.__name__, '--floor_s=0.03')
+PACED = (floor.__name__, '--floor_s=0.06')
 _LEARNER = ['diloco_jax', 'learner']
 
 
