@@ -25,6 +25,7 @@ NAMES = {
   'scale': 'one syncer with more learners, parameters and fragments; memory',
   'start_up': 'first step, return of a learner, recovery of the syncer',
   'simulator': 'speed of virtual time',
+  'books': 'outer steps after many deaths, events after an hour',
   'own_loop': "peer.sync in a loop of one's own",
   'donation': 'what a donor of moments pays',
   'tls': 'what mutual TLS costs',

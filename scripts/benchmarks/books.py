@@ -1,7 +1,7 @@
 """What the books of a long run cost: an outer step after many deaths, an event after an hour.
 
-    python scripts/benchmarks/books.py                       # 10,000 deaths, 60 minutes
-    python scripts/benchmarks/books.py --deaths=100 --minutes=3
+    python scripts/benchmarks/books.py              # 10,000 deaths, 60 simulated minutes
+    python scripts/benchmarks/books.py --short      # 500 deaths, 3 minutes
 
 Both are ratios of CPU time in one process, in turns: of a world that has run for long and of young
 ones. The first is of the syncer's machine alone (eight learners, P = H = 24, a death every second);
@@ -15,8 +15,6 @@ import statistics
 import sys
 import time
 
-from absl import app, flags
-
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.proof.checks import checkers as checkers_lib
@@ -28,10 +26,7 @@ from diloco_jax.proof.virtual import world as virtual_world
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
-
-DEATHS = flags.DEFINE_integer('deaths', 10_000, 'deaths of learners before the outer steps.')
-MINUTES = flags.DEFINE_integer('minutes', 60, 'the simulated minute that is compared.')
-TURNS = flags.DEFINE_integer('turns', 10, 'how often the two take turns.')
+from scripts.benchmarks import measured
 
 LEARNERS = 8
 SECOND = engine.SECOND
@@ -105,28 +100,31 @@ class Long:
     return self._count.events - events, time.thread_time() - began
 
 
-def deaths() -> None:
+def deaths(count: int, turns: int) -> dict[str, float]:
+  """An outer step after so many deaths, times one after 10."""
   few, many = Deaths(), Deaths()
   few.die(10)
-  many.die(DEATHS.value)
-  pairs = [(few.outer_step_s(), many.outer_step_s()) for _ in range(TURNS.value)]
+  many.die(count)
+  pairs = [(few.outer_step_s(), many.outer_step_s()) for _ in range(turns)]
   young, old = (statistics.median(times) for times in zip(*pairs))
-  ratio = statistics.median(b / a for a, b in pairs)
+  ratio = measured.spread([b / a for a, b in pairs])
   print(
     f'an outer step of the machine: {1e6 * young:.0f} us after 10 deaths, {1e6 * old:.0f} us after '
-    f'{DEATHS.value:,}: {ratio:.2f} times',
+    f'{count:,}: {measured.text(ratio)} times',
     flush=True,
   )
+  return ratio
 
 
-def minutes() -> None:
+def minutes(last: int, turns: int) -> dict[str, float]:
+  """Events/s from minute `last` on, divided by those of the first minute."""
   old = Long()
-  for minute in range(1, MINUTES.value):
+  for minute in range(1, last):
     events, spent_s = old.run(60)
     if minute % 10 == 0 or minute == 1:
       print(f'  minute {minute}: {events / spent_s:,.0f} events/s', flush=True)
   pairs = []
-  for _ in range(TURNS.value):
+  for _ in range(turns):
     young = Long()
     totals = [[0, 0.0], [0, 0.0]]
     for _ in range(60 // SLICE_S):
@@ -135,19 +133,20 @@ def minutes() -> None:
         total[0] += events
         total[1] += spent_s
     pairs.append([events / spent_s for events, spent_s in totals])
-  first, last = (statistics.median(rates) for rates in zip(*pairs))
-  ratio = statistics.median(b / a for a, b in pairs)
+  rates = [statistics.median(one) for one in zip(*pairs)]
+  ratio = measured.spread([b / a for a, b in pairs])
   print(
-    f'the world with all checkers: {first:,.0f} events/s in the first minute, {last:,.0f} from '
-    f'minute {MINUTES.value} on: ratio {ratio:.2f}'
+    f'the world with all checkers: {rates[0]:,.0f} events/s in the first minute, {rates[1]:,.0f} '
+    f'from minute {last} on: {measured.text(ratio)}'
   )
+  return ratio
 
 
-def main(argv: list[str]) -> None:
-  del argv
-  deaths()
-  minutes()
+def main() -> None:
+  flags = measured.flags(__doc__)
+  count, last, turns = (500, 3, 3) if flags.short else (10_000, 60, 10)
+  measured.write(flags.json, {'deaths': deaths(count, turns), 'minutes': minutes(last, turns)})
 
 
 if __name__ == '__main__':
-  app.run(main)
+  main()
