@@ -19,17 +19,18 @@ from experiments.side_by_side import floor
 # For runs that the test ends, with as little other work as possible.
 ENDLESS = {'train.steps': 1_000_000, 'train.log_every': 1_000, 'train.eval_every': 0}
 
-# Instead of `diloco learner`: its steps take at least this time.
-PACED = (floor.__name__, '--floor_s=0.06')
+STEP_S = 0.06  # a step of a paced learner takes at least this time
+PACED = floor.__name__  # the module instead of `diloco_jax learner`
 _LEARNER = ['diloco_jax', 'learner']
 
 
-def paced(program: supervisor_lib.Program) -> supervisor_lib.Program:
+def paced(program: supervisor_lib.Program, step_s: float = STEP_S) -> supervisor_lib.Program:
   """A learner's program with a floor under the time of its steps; another one as it is."""
   python, option, *words = program.command
   if words[: len(_LEARNER)] != _LEARNER:
     return program
-  return dataclasses.replace(program, command=[python, option, *PACED, *words[len(_LEARNER) :]])
+  command = [python, option, PACED, *words[len(_LEARNER) :], f'--floor_s={step_s}']
+  return dataclasses.replace(program, command=command)
 
 
 def flags(overrides: dict[str, Any], variant: str = 'tiny') -> list[str]:

@@ -94,8 +94,8 @@ def _start():
   started = []
 
   def start(command: str, *flags: str, paced: bool = False) -> Program:
-    program = [*conductor.PACED, *flags] if paced else ['diloco_jax', command, *flags]
-    started.append(Program(*program))
+    learner = [conductor.PACED, f'--floor_s={conductor.STEP_S}']
+    started.append(Program(*(learner if paced else ['diloco_jax', command]), *flags))
     return started[-1]
 
   yield start

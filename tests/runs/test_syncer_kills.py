@@ -37,6 +37,7 @@ SEED = 7
 LEARNERS = ('l0', 'l1')
 ANY = ''  # killed by the test
 FREEZE_S = 2.5
+STEP_S = 0.03  # short, since a pause is told from the time between two steps
 AFTERWARDS_NS = 2_000_000_000  # a gap this long after a restart still counts for the death
 OVERRIDES = {
   **conductor.ENDLESS,
@@ -150,7 +151,7 @@ class Conductor(conductor.Conductor):
 
   def _with_failpoints(self, program: supervisor_lib.Program) -> supervisor_lib.Program:
     if program.name != 'syncer':
-      return conductor.paced(program)
+      return conductor.paced(program, STEP_S)
     return dataclasses.replace(
       program,
       command=[*program.command, '--allow_failpoints'],
