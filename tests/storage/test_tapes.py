@@ -277,7 +277,10 @@ def test_a_tape_ends_at_its_limit_and_what_is_on_it_replays(tmp_path):
       out.record(turn.now_ns, turn.event, turn.actions)
     assert 'train.tapes_mib' in out.ended
   assert len(said) == 1 and 'the tape ends here, the run continues: it has' in said[0]
-  assert sum(path.stat().st_size for path in (tmp_path / tapes.TAPES).iterdir()) <= 32_000
+  # A segment ends with the line that fills it; how many are packed by then is a matter of time.
+  longest = max(map(len, (GOLDEN / 'learner.jsonl').read_bytes().splitlines(keepends=True)))
+  size = sum(path.stat().st_size for path in (tmp_path / tapes.TAPES).iterdir())
+  assert size <= 32_000 + 2 * longest  # with the header of the segment
   [life] = tapes.find(tmp_path)
   result = tapes.replay(life)
   assert (result.identical, result.end, result.torn) == (True, 'open', False)
