@@ -115,11 +115,11 @@ def _name_threads() -> None:
 
 
 def _time_exchange(path: str) -> None:
-  from diloco_jax.learner import work
+  from diloco_jax.learner import on_device
 
   taken = {'encode': [], 'adopt': []}
   for name, times in taken.items():
-    setattr(work.Exchange, name, _timed(getattr(work.Exchange, name), times))
+    setattr(on_device.Exchange, name, _timed(getattr(on_device.Exchange, name), times))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
 
 
