@@ -96,11 +96,11 @@ def run(
   try:
     if own_process:
       with _compile_in_turn():
-        island.warm_up()
+        island.warm_up(work.exchange.anchors)
         work.compile_all()
     else:  # islands of one process have different devices and share no compiled functions
       threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
-      island.warm_up()
+      island.warm_up(work.exchange.anchors)
     records_lib.report_startup(records, 'compiled')
     state = None if restored is None else restored.protocol
     with running_node(

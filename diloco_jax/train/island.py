@@ -116,12 +116,15 @@ class Island:
   def tokens_per_step(self) -> int:
     return self._task.tokens_per_batch
 
-  def warm_up(self) -> float:
-    """Compiles the step without running it; returns seconds. Optional, before the first step."""
+  def warm_up(self, anchors: Sequence[jax.Array] = ()) -> float:
+    """Compiles the step without running it, and what a save with these anchors computes; returns
+    seconds. Optional, before the first step."""
     start_ns = time.monotonic_ns()
     batch = jax.eval_shape(lambda: self._shard[self._next_index])
     rate = jax.ShapeDtypeStruct((), np.float32)
     self._train_step = self._train_step.lower(self._state, batch, rate).compile()
+    if self._checkpoints is not None:
+      self._checkpoints.warm_up(self._state, anchors)
     return (time.monotonic_ns() - start_ns) / 1e9
 
   def step(self, clock: int) -> StepResult:

@@ -7,10 +7,12 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
+from diloco_jax.learner import on_device
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
+from diloco_jax.storage import leaves
 from diloco_jax.transport import payloads
 
 
@@ -52,4 +54,19 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   assert (island.shard, island.data_state) == (2, 5)
   assert _same(island.params, initial)  # the anchors
   assert _same(island.state.opt_state, moments)
+  island.close()
+
+
+def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
+  """Or all learners, which save at the same clock, would stop training for the first time."""
+  config = stdlib_lm.get_config('tiny')
+  assembled = build.assemble(config)
+  devices = jax.devices()[: config.mesh.num_devices]
+  island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
+  anchors = on_device.Exchange(assembled, island).anchors
+  island.warm_up(anchors)
+  island.step(0)
+  compiled = leaves._digest_leaves._cache_size()
+  island.save(1, anchors)()
+  assert leaves._digest_leaves._cache_size() == compiled
   island.close()
