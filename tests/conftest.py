@@ -2,8 +2,9 @@
 
 Strict dtype promotion and no rank promotion turn an accidental float64, a weak type that widened or
 an implicit broadcast into an error. Asynchronous dispatch is off because free-running emulated
-devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache, and
-what need not be fast compiles with few optimizations (_QUICKLY_COMPILED).
+devices can miss their rendezvous on a small machine. Compiled functions are kept in .cache. Models
+that need not be fast, and the processes that tests start, compile with few optimizations, but not
+with --all (_QUICKLY_COMPILED).
 
 How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
 its fixtures do, and all files that start real runs share one worker, so that one run goes at a
@@ -35,9 +36,6 @@ jax.config.update('jax_cpu_enable_async_dispatch', False)
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
-# Of the processes that tests start: they compile more than they run. Here: _QUICKLY_COMPILED.
-os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
-
 flags.FLAGS.mark_as_parsed()  # grain reads absl flags
 
 
@@ -64,7 +62,7 @@ DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = ('tests/runs/',)
 # Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
-# as those of numerics, learner and syncer do. With --all all is compiled as in production.
+# as those of numerics, learner and syncer do.
 _QUICKLY_COMPILED = (
   'tests/config/',
   'tests/experiments/',
@@ -86,6 +84,12 @@ _LONGEST_FIRST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
   parser.addoption('--all', action='store_true', help='everything, at full counts')
+
+
+def pytest_configure(config: pytest.Config) -> None:
+  """The processes that tests start compile more than they run."""
+  if not config.getoption('--all'):
+    os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
 
 
 def _counts(config: pytest.Config) -> Counts:

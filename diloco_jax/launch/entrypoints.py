@@ -22,7 +22,7 @@ from diloco_jax.launch import own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
-from diloco_jax.node import loop
+from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
@@ -185,13 +185,7 @@ def learner(
     ):
       return _end(baseline.run(config, island, records, stopped.is_set), records)
   event_queue = loop.EventQueue()
-
-  if note := uplink.note(assembled):
-    records.say(note)
-
-  def connect(post, payloads):
-    return transport_class(resolve, post, payloads, limits(assembled), access=access)
-
+  connect = dialer(assembled, resolve, access, records.say, transport_class)
   with (
     stops(
       lambda reason: event_queue.post(events.Stop(reason=reason)),
@@ -204,6 +198,21 @@ def learner(
       assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
     )
   return _end(result, records)
+
+
+def dialer(
+  assembled: build.Assembly,
+  resolve: Callable[[], str],
+  access: addresses.Access,
+  say: Callable[[str], None],
+  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
+) -> ports.MakeTransport:
+  """Makes a learner's transport; says which inner steps a capped uplink allows."""
+  if note := uplink.note(assembled):
+    say(note)
+  return lambda post, payloads: transport_class(
+    resolve, post, payloads, limits(assembled), access=access
+  )
 
 
 def limits(assembled: build.Assembly) -> link.Limits:

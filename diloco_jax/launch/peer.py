@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from diloco_jax.config import run_config, uplink
+from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -32,7 +32,6 @@ from diloco_jax.protocol.syncer import members
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import grpc_client
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -281,14 +280,7 @@ def join(
     )
     work = learner_work.LearnerWork(assembled, peer._arrays, event_queue.post, payloads, records)
     work.compile_all()
-    if note := uplink.note(assembled):
-      records.say(note)
-
-    def connect(post, store):
-      return grpc_client.GrpcLearnerTransport(
-        address, post, store, entrypoints.limits(assembled), access=access
-      )
-
+    connect = entrypoints.dialer(assembled, address, access, records.say)
     cleanup.enter_context(work.egress())
     ended = cleanup.enter_context(
       learner_process.running_node(

@@ -18,11 +18,11 @@ from diloco_jax.protocol import config as protocol_config
 
 
 class _Kind(NamedTuple):
-  """The functions of a fragment depend on this alone: fragments of the same kind share them.
+  """All that the functions of a fragment depend on: fragments of one kind share them.
 
   Attributes:
-    pieces: with the places of their leaves, '0', '1' ..., for paths.
-    leaves: like these leaves, in order.
+    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`.
+    leaves: shape, dtype and sharding of the parameters with rows in the fragment.
   """
 
   pieces: exchange.Pieces
@@ -53,16 +53,13 @@ class Exchange:
     self._rebases = assembled.protocol.rebases
     blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
     self._alpha = None if self._rebases else assembled.config.sync.alpha if blends else 0.0
-    # By fragment: where its leaves are among those of the parameters.
-    order = {path: i for i, path in enumerate(fragments.by_path(island.params))}
+    # By fragment: where its leaves are among those of the parameters, and its kind.
+    order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
     self._places = [
       list(dict.fromkeys(order[piece.path] for piece in pieces))
       for pieces in self._layout.fragments
     ]
-    self._kinds = [
-      self._kind(pieces, places, list(order))
-      for pieces, places in zip(self._layout.fragments, self._places)
-    ]
+    self._kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
@@ -75,26 +72,29 @@ class Exchange:
     ]
     self.anchors = self._get(self._lower_gather)(island.params)
 
-  def _kind(self, pieces: exchange.Pieces, places: list[int], paths: list[str]) -> _Kind:
-    leaves, shardings = self._flat(self._island.params), self._flat(self._island.shardings.params)
-    like = lambda place: jax.ShapeDtypeStruct(
-      leaves[place].shape, leaves[place].dtype, sharding=shardings[place]
-    )
-    name = lambda piece: str(places.index(paths.index(piece.path)))
-    named = (dataclasses.replace(piece, path=name(piece), label='') for piece in pieces)
-    return _Kind(tuple(named), tuple(map(like, places)))
+  def _make_kinds(self, order: dict[str, int]) -> list[_Kind]:
+    leaves, shardings = _flat(self._island.params), _flat(self._island.shardings.params)
+    like = [
+      jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+      for leaf, sharding in zip(leaves, shardings, strict=True)
+    ]
+    kinds = []
+    for pieces, places in zip(self._layout.fragments, self._places):
+      names = {place: name for name, place in _named(places).items()}
+      named = (
+        dataclasses.replace(piece, path=names[order[piece.path]], label='') for piece in pieces
+      )
+      kinds.append(_Kind(tuple(named), tuple(like[place] for place in places)))
+    return kinds
 
   def _zeros(self, size: int) -> list[np.ndarray]:
     """An encoded delta of zeros, and an encoded pseudo-gradient."""
-    codecs_both = self._codec_down, self._codec_up
-    return [np.zeros(codec.encoded_size(size), np.uint8) for codec in codecs_both]
+    return [
+      np.zeros(codec.encoded_size(size), np.uint8) for codec in (self._codec_down, self._codec_up)
+    ]
 
   def _put(self, arrays: Any) -> Any:
     return jax.device_put(arrays, self._island.replicated)
-
-  def _flat(self, tree: Any) -> list[Any]:
-    """The leaves of a tree; None is one of shardings."""
-    return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
   def compile_all(self) -> None:
     for kind in self._kinds:
@@ -217,6 +217,11 @@ class Exchange:
     apply = self._get(self._lower_apply, kind.size)
     self.anchors[p], digest = apply(value.base_N, value.data)
     return digest
+
+
+def _flat(tree: Any) -> list[Any]:
+  """The leaves of a tree; in one of shardings None is a leaf."""
+  return jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def _named(leaves: Iterable[Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Numbers are little endian::
 
   offset bytes field
        0     4 magic    "DLCB"
-       4     2 version  2
+       4     2 version  3
        6     2 header   40, the size of this header in bytes
        8     8 transfer number of the transfer, > 0, growing within a session; 0: see below
       16     8 total    S, the size of the whole payload in bytes
@@ -44,7 +44,7 @@ from diloco_jax.transport import wire
 CHUNK_BYTES = 1 << 18
 LARGE_CHUNK_BYTES = 1 << 20
 MAGIC = b'DLCB'
-VERSION = 2
+VERSION = 3
 
 _FIELDS = struct.Struct('<4sHHQQIII')
 _CHECK = struct.Struct('<I')

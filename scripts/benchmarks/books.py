@@ -1,4 +1,4 @@
-"""What the books of a long run cost: an outer step after many deaths, an event after an hour.
+"""The cost of the books of a long run: an outer step after many deaths, an event after an hour.
 
     python scripts/benchmarks/books.py              # 10,000 deaths, 60 simulated minutes
     python scripts/benchmarks/books.py --short      # 500 deaths, 3 minutes

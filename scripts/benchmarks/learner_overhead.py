@@ -1,4 +1,4 @@
-"""What the syncer costs a learner: its steps/s under the syncer, against the same learner alone.
+"""The cost of the syncer to a learner: steps/s under the syncer, against the same learner alone.
 
     python scripts/benchmarks/learner_overhead.py [--short] [--json=FILE]     # about 15 minutes
 

@@ -22,10 +22,12 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.launch import local
+from diloco_jax.learner import on_device
 from diloco_jax.report import records as records_lib
 
 DEADLINE_S = 1200
 POLL_S = 0.25
+TIMED = on_device.Exchange.encode, on_device.Exchange.adopt
 STEP, XLA = 'step thread', 'tf_XLAEigen'  # the threads of an inner step
 
 
@@ -89,7 +91,7 @@ def watch(process: subprocess.Popen) -> list[Sample]:
 
 
 def between(samples: Sequence[Sample], begin_ns: int, end_ns: int) -> Sample:
-  """What the threads used between two moments; `t_ns` is the time between the two samples."""
+  """The use of the threads between two moments; `t_ns` is the time between the two samples."""
   inside = [one for one in samples if begin_ns <= one.t_ns <= end_ns]
   first, last = inside[0], inside[-1]
   return Sample(last.t_ns - first.t_ns, last.cpu_ns - first.cpu_ns, last.waits_ns - first.waits_ns)
@@ -115,11 +117,9 @@ def _name_threads() -> None:
 
 
 def _time_exchange(path: str) -> None:
-  from diloco_jax.learner import on_device
-
-  taken = {'encode': [], 'adopt': []}
-  for name, times in taken.items():
-    setattr(on_device.Exchange, name, _timed(getattr(on_device.Exchange, name), times))
+  taken = {call.__name__: [] for call in TIMED}
+  for call in TIMED:
+    setattr(on_device.Exchange, call.__name__, _timed(call, taken[call.__name__]))
   atexit.register(lambda: pathlib.Path(path).write_text(json.dumps(taken)))
 
 

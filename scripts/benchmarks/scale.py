@@ -1,4 +1,4 @@
-"""What one syncer costs as learners, parameters and fragments grow.
+"""The costs of one syncer as learners, parameters and fragments grow.
 
     JAX_PLATFORMS=cpu python scripts/benchmarks/scale.py [--short] [--json=FILE]
 

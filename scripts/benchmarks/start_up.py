@@ -93,7 +93,7 @@ def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
   def reached(phase: str, fact: dict, cpu_s: float | None = None) -> None:
     found.setdefault(phase, At((fact['t_ns'] - began_ns) / 1e9, cpu_s))
 
-  for who, fact in facts:
+  for process, fact in facts:
     match fact:
       case {'name': 'exit', 'child': died} if died == child:
         began_ns, found = fact['t_ns'], {}
@@ -103,14 +103,14 @@ def phases(facts: list[tuple[str, dict]], child: str, stood_by: bool) -> Life:
           reached('starting', fact, 0.0)
       case _ if began_ns is None:
         pass
-      case {'name': 'startup', 'phase': phase, 'cpu_s': cpu_s} if who == child:
+      case {'name': 'startup', 'phase': phase, 'cpu_s': cpu_s} if process == child:
         before_s = cpu_s if before_s is None else before_s
         reached(phase, fact, cpu_s - before_s)
       case {'name': 'member', 'state': 'joined', 'learner': learner} if child in (SYNCER, learner):
         reached('joined', fact)
-      case {'name': 'step'} if who == child:
+      case {'name': 'step'} if process == child:
         reached('first step', fact)
-      case {'name': 'outer'} if who == child and 'ready' in found:
+      case {'name': 'outer'} if process == child and 'ready' in found:
         reached('committed', fact)
       case {'name': 'synced', 'participants': merged} if child in merged and 'first step' in found:
         reached('merged', fact)

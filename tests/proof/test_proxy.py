@@ -9,13 +9,13 @@ import contextlib
 import queue
 import threading
 import time
-import zlib
 
 import pytest
 
 from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from tests.transport import answers
 
 DEADLINE_S = 20.0
 MIB = 1 << 20
@@ -326,20 +326,6 @@ def _ends():
   behind.close()
 
 
-def _contribution(data: bytes) -> messages.Contribution:
-  return messages.Contribution(
-    sync=1,
-    fragment=0,
-    version=0,
-    steps=1,
-    tokens_from=0,
-    tokens_to=8,
-    shard=0,
-    cursor=1,
-    payload=messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data)),
-  )
-
-
 def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(ends):
   syncer_events, syncer, learner_events, learner, behind = ends
   data = bytes(range(256)) * 4096
@@ -353,7 +339,8 @@ def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(end
     assert isinstance(learner_events.get(timeout=DEADLINE_S), events.Received)
     if session == 1:
       behind.do(behind.proxy.up.flip, 16384)
-    learner.send(session, _contribution(data), data)
+    said = answers.contribution(answers.payload(data))
+    learner.send(session, said, data)
     event = syncer_events.get(timeout=DEADLINE_S)
     if session == 1:
       assert isinstance(event, events.Disconnected), event
@@ -361,7 +348,7 @@ def test_a_flipped_byte_of_a_payload_ends_the_session_and_is_never_delivered(end
       lost = learner_events.get(timeout=DEADLINE_S)
       assert isinstance(lost, events.Disconnected) and lost.session == 1
     else:
-      assert isinstance(event, events.Received) and event.message == _contribution(data)
+      assert isinstance(event, events.Received) and event.message == said
 
 
 def test_half_open_for_both_ends_and_then_healed(ends):
@@ -392,11 +379,11 @@ def test_a_heartbeat_does_not_wait_behind_a_payload_on_a_slow_link(ends):
   behind.do(behind.proxy.up.set, proxy_lib.Toxics(rate=MIB // 4))
   data = bytes(MIB)
   before = behind.proxy.up.came_bytes
-  learner.send(1, _contribution(data), data)
+  learner.send(1, answers.contribution(answers.payload(data)), data)
   began = time.monotonic()
   while behind.proxy.up.came_bytes < before + MIB // 8:
     assert time.monotonic() < began + DEADLINE_S
     time.sleep(0.001)
   learner.send(1, messages.Heartbeat())
   first, last = (syncer_events.get(timeout=DEADLINE_S).message for _ in range(2))
-  assert (first, last) == (messages.Heartbeat(), _contribution(data))
+  assert (first, last) == (messages.Heartbeat(), answers.contribution(answers.payload(data)))

@@ -14,14 +14,14 @@ CHUNK = chunks.CHUNK_BYTES
 # Transfer 7 of the payload b'abc'. If this test fails, the format has changed: raise VERSION.
 GOLDEN = bytes.fromhex(
   '444c4342'  # magic
-  '0200'  # version
+  '0300'  # version
   '2800'  # header of 40 bytes
   '0700000000000000'  # transfer 7
   '0300000000000000'  # total 3 bytes
   '00000000'  # index 0
   '01000000'  # count 1
   'c2412435'  # crc32 of 'abc'
-  'e80d150c'  # check of the header
+  '4208cffd'  # check of the header
   '616263'
 )
 

@@ -2,12 +2,12 @@
 
 import queue
 import time
-import zlib
 
 import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from tests.transport import answers
 
 DEADLINE_S = 60
 MIB = 1 << 20
@@ -65,24 +65,10 @@ def _ends():
   syncer.transport.shutdown(0.0)
 
 
-def announced(data):
-  return messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))
-
-
 DONATION = messages.Donation(
-  transfer=1, donor='l0', clock=7, versions=(1, 2), digest=3, payload=announced(MOMENTS)
+  transfer=1, donor='l0', clock=7, versions=(1, 2), digest=3, payload=answers.payload(MOMENTS)
 )
-CONTRIBUTION = messages.Contribution(
-  sync=2,
-  fragment=0,
-  version=1,
-  steps=1,
-  tokens_from=0,
-  tokens_to=1,
-  shard=0,
-  cursor=1,
-  payload=announced(FRAGMENT),
-)
+CONTRIBUTION = answers.contribution(answers.payload(FRAGMENT), sync=2, version=1)
 
 
 def test_a_contribution_overtakes_an_earlier_donation(ends):

@@ -29,6 +29,7 @@ from diloco_jax.transport import (
   translate,
   wire,
 )
+from tests.transport import answers
 
 DEADLINE_S = 20
 MIB = 1 << 20
@@ -149,19 +150,8 @@ def joined(syncer, learner, *asked):
 
 
 def contribution(data, **changes):
-  """Answers the first Pull; `changes` are of the announced payload."""
-  announced = {'size_bytes': len(data), 'crc32': zlib.crc32(data)} | changes
-  return messages.Contribution(
-    sync=1,
-    fragment=0,
-    version=0,
-    steps=1,
-    tokens_from=0,
-    tokens_to=1,
-    shard=0,
-    cursor=1,
-    payload=messages.Payload(**announced),
-  )
+  """`changes` are of the announced payload."""
+  return answers.contribution(answers.payload(data, **changes))
 
 
 def event_of(transport):

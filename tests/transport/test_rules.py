@@ -4,6 +4,7 @@ import pytest
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import link, rules
+from tests.transport import answers
 
 LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80), donation_bytes=7)
 JOIN = messages.Join(protocol=1, learner='l0', nonce=1, agreement='', host='', pid=1)
@@ -29,17 +30,7 @@ def announced(size):
 
 
 def contribution(sync, fragment=0, size=10):
-  return messages.Contribution(
-    sync=sync,
-    fragment=fragment,
-    version=0,
-    steps=1,
-    tokens_from=0,
-    tokens_to=1,
-    shard=0,
-    cursor=1,
-    payload=announced(size),
-  )
+  return answers.contribution(announced(size), sync=sync, fragment=fragment)
 
 
 def decline(sync, fragment=0):

@@ -7,12 +7,12 @@ session are Connected (or none), messages, one Disconnected, and no event after 
 import os
 import queue
 import threading
-import zlib
 
 import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, in_process, link, payloads
+from tests.transport import answers
 
 DEADLINE_S = 20
 MIB = 1 << 20
@@ -142,22 +142,8 @@ def pull(syncer, number, learner, *blobs):
     assert learner.message() == asked
 
 
-def describe(data):
-  return messages.Payload(size_bytes=len(data), crc32=zlib.crc32(data))
-
-
 def contribution(data):
-  return messages.Contribution(
-    sync=1,
-    fragment=SIZES.index(len(data)),
-    version=0,
-    steps=1,
-    tokens_from=0,
-    tokens_to=8,
-    shard=0,
-    cursor=1,
-    payload=describe(data),
-  )
+  return answers.contribution(answers.payload(data), fragment=SIZES.index(len(data)), tokens_to=8)
 
 
 def publish(data, fragment=0, version=1, base_version=0):
@@ -169,7 +155,7 @@ def publish(data, fragment=0, version=1, base_version=0):
     digest=3,
     settled_to=0,
     keep=True,
-    payload=describe(data),
+    payload=answers.payload(data),
   )
 
 

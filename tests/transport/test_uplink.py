@@ -3,13 +3,13 @@ them."""
 
 import queue
 import time
-import zlib
 
 import pytest
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, chunks, grpc_client, grpc_server, link
 from diloco_jax.transport import payloads as payloads_lib
+from tests.transport import answers
 
 DEADLINE_S = 60
 MIB = 1 << 20
@@ -49,20 +49,6 @@ def _ends():
   syncer.shutdown(0.0)
 
 
-def contribution(p: int) -> messages.Contribution:
-  return messages.Contribution(
-    sync=p + 1,
-    fragment=p,
-    version=0,
-    steps=1,
-    tokens_from=0,
-    tokens_to=1,
-    shard=0,
-    cursor=1,
-    payload=messages.Payload(size_bytes=MIB, crc32=zlib.crc32(PAYLOAD)),
-  )
-
-
 def test_payloads_that_are_due_at_once_leave_evenly_and_messages_between_them(ends, monkeypatch):
   _, learner, at_syncer, _ = ends
   left: list[tuple[float, int]] = []  # of each chunk, when and how many bytes
@@ -74,8 +60,9 @@ def test_payloads_that_are_due_at_once_leave_evenly_and_messages_between_them(en
     count(sent_bytes, received_bytes)
 
   monkeypatch.setattr(learner.traffic, 'add', add)
+  what = answers.payload(PAYLOAD)
   for p in range(FRAGMENTS):
-    learner.send(1, contribution(p), PAYLOAD)
+    learner.send(1, answers.contribution(what, sync=p + 1, fragment=p), PAYLOAD)
   learner.send(1, messages.Heartbeat())
   heard = [type(at_syncer.get(timeout=DEADLINE_S).message) for _ in range(FRAGMENTS + 1)]
   assert heard[-1] is messages.Contribution and heard.count(messages.Heartbeat) == 1

@@ -211,7 +211,7 @@ class PinsStay(invariant.Invariant):
   def __init__(self, run):
     super().__init__(run)
     self.written: dict[int, set[int]] = {}  # by the syncer's life
-    # By a learner's life: what is kept, by snapshot.
+    # By a learner's life: its kept parts, by snapshot.
     self.asked: dict[int, dict[int, tuple[int, ...]]] = collections.defaultdict(dict)
 
   def died(self, now_ns, book, killed):
