@@ -283,7 +283,8 @@ class Publish:
   """A new published value (payload): a delta to `base_version`, or whole if that is None.
 
   `settled_to`: the receiver's tokens before this count are settled, so those of its payload are in
-  this version if the payload ends there. `keep`: the receiver may carry its other steps onto it;
+  this version if the payload ends there. Those that an outer step in progress merges are not yet
+  counted: the next version contains them. `keep`: the receiver may carry its other steps onto it;
   False after a refused update or a repair.
   """
 

@@ -268,6 +268,16 @@ def keep_is_ignored(original):
   return adopt
 
 
+@mutant(
+  'A whole fragment counts the tokens of an outer step in progress as settled.',
+  gathering.Gathering,
+  'merging_from',
+  'I25',
+)
+def whole_counts_the_step_in_progress(original):
+  return lambda self, fragment: {}
+
+
 @mutant('A learner carries its steps on for ever.', anchor_lib.Anchor, 'adopt', 'I25')
 def misses_are_not_counted(original):
   def adopt(self, publish, steps, tokens, max_misses):

@@ -299,6 +299,16 @@ class Gathering:
     version = self._published.fragments[gather.fragment].version + 1
     self.grace.merge_began(gather.fragment, version, now_ns)
 
+  def merging_from(self, fragment: int) -> dict[tuple[str, int], int]:
+    """Of each (learner, incarnation) in an outer step of a fragment that is in progress: where the
+    tokens of its contribution begin."""
+    return {
+      (one.learner, one.incarnation): gather.payloads[one.learner][0].tokens_from
+      for gather in self.open.values()
+      if gather.merging and gather.fragment == fragment
+      for one in gather.participants
+    }
+
   def _participant(
     self, learner: str, message: messages.Contribution, payload_id: int
   ) -> actions.Participant:

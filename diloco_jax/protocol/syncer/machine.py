@@ -176,7 +176,7 @@ class SyncerMachine:
       case events.MergeDone():
         self._merged(now_ns, event)
       case events.FragmentRead():
-        self._published.send_whole(event)
+        self._published.send_whole(event, self._gathering.merging_from(event.fragment))
       case events.SaveDone():
         self._saved(now_ns, event)
       case events.ManifestWritten():

@@ -88,11 +88,17 @@ class Published:
     else:
       self._send(member, publish, payload_id)
 
-  def _send(self, member: members_lib.Member, publish: messages.Publish, payload_id: int) -> None:
+  def _send(
+    self,
+    member: members_lib.Member,
+    publish: messages.Publish,
+    payload_id: int,
+    merging_from: int | None = None,
+  ) -> None:
     p = publish.fragment
     publish = dataclasses.replace(
       publish,
-      settled_to=self._ledger.of(member).cursors[p],
+      settled_to=self._ledger.of(member).cursors[p] if merging_from is None else merging_from,
       keep=p not in member.spoiled,
     )
     self._out.send(member.session, publish, payload_id)
@@ -135,8 +141,15 @@ class Published:
       self._reads.add(fragment)
       self._out.do(actions.ReadFragment(fragment=fragment))
 
-  def send_whole(self, read: events.FragmentRead) -> None:
-    """A read is answered: sends the fragment to every learner that needs it."""
+  def send_whole(self, read: events.FragmentRead, merging_from: dict[tuple[str, int], int]) -> None:
+    """A read is answered: sends the fragment to every learner that needs it.
+
+    Args:
+      read: the whole fragment.
+      merging_from: of each (learner, incarnation) in an outer step of the fragment that is in
+        progress, where the tokens of its contribution begin. They are settled, but this version
+        does not contain them.
+    """
     self._reads.discard(read.fragment)
     fragment = self.fragments[read.fragment]
     assert (read.version, read.digest) == (fragment.version, fragment.digest), (read, fragment)
@@ -144,7 +157,8 @@ class Published:
     for member in self._members.live():
       wanted = member.held_versions and member.held_versions[read.fragment] is None
       if wanted and read.fragment not in member.lagging:
-        self._send(member, publish, read.payload_id)
+        start = merging_from.get((member.learner, member.incarnation))
+        self._send(member, publish, read.payload_id, start)
     self._out.drop(read.payload_id)
 
   def _announce(

@@ -180,7 +180,7 @@ class Rebased(invariant.Invariant):
   def publish(self, book, now_ns, send, event):
     said, peer = send.message, book.peers[send.session]
     holder = book.lineage.holders[peer.join.learner]
-    if said.settled_to != book.account(peer).cursors[said.fragment]:
+    if said.settled_to != book.contained(peer, said.fragment):
       self.fail(send, book.account(peer))
     must, may = said.fragment in holder.refused, said.fragment in holder.spoiled
     if said.keep and must or not (said.keep or must or may):

@@ -175,6 +175,15 @@ class SyncerBook:
   def account(self, peer: Peer) -> lineage_book.Account:
     return self.lineage.account(peer.join.learner, peer.incarnation)
 
+  def contained(self, peer: Peer, fragment: int) -> int:
+    """Up to where the tokens of a receiver are settled for the published version of a fragment: an
+    outer step in progress has settled its own, and makes the next version."""
+    for gather in self.gathers.values():
+      for other, said in gather.merged if gather.fragment == fragment else ():
+        if (other.join.learner, other.incarnation) == (peer.join.learner, peer.incarnation):
+          return said.tokens_from
+    return self.account(peer).cursors[fragment]
+
   @property
   def gap(self) -> str:
     """The reason for tokens of which a learner says nothing."""
