@@ -31,8 +31,8 @@ from diloco_jax.protocol import events, messages
 MS = engine_lib.MS
 RESEND_NS = 200 * MS  # delay of a lost packet
 ECHO_NS = 400 * MS  # longest time from a message to its duplicate
-CONTROL_BYTES = 100
 PAYLOAD_BYTES = 64  # of an encoded fragment here
+CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
 DONATION = 10  # moments are so many times as large
 
 Deliver = Callable[[], None]
