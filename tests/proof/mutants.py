@@ -603,8 +603,8 @@ def no_least(original):
 
 @mutant('The syncer applies limits before the warm-up is over.', screening.Usual, 'limits', 'I9b')
 def no_warm_up(original):
-  def limits(self, learner, steps, config):
-    return original(self, learner, steps, dataclasses.replace(config, norm_warmup=1))
+  def limits(self, steps, config):
+    return original(self, steps, dataclasses.replace(config, norm_warmup=1))
 
   return limits
 

@@ -18,6 +18,7 @@ DIAGRAMS = ('sync', 'connection', 'training')  # even a few seeds make each of t
 EVER_FAILED = (
   852,
   1066,
+  1131,
   1133,
   1165,
   1170,

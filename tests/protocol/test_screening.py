@@ -47,26 +47,27 @@ def usual(*norms: int, commits: int = 8, steps: int = 4) -> screening.Usual:
 
 def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
   norms = (3 * UNIT, UNIT, 2 * UNIT)
-  assert usual(*norms).limits('l0', 4, config())[1] == 20 * UNIT
-  assert usual(*norms, commits=7).limits('l0', 4, config()) == (0, None)  # not yet
-  assert usual(*norms, commits=2).limits('l0', 4, config(norm_warmup=2))[1] == 20 * UNIT
-  assert usual(*norms).limits('l0', 4, config(norm_factor=3))[1] == 6 * UNIT
-  assert usual(*norms).limits('l0', 4, config(norm_factor=0)) == (0, None)
+  assert usual(*norms).limits(4, config())[1] == 20 * UNIT
+  assert usual(*norms, commits=7).limits(4, config()) == (0, None)  # not yet
+  assert usual(*norms, commits=2).limits(4, config(norm_warmup=2))[1] == 20 * UNIT
+  assert usual(*norms).limits(4, config(norm_factor=3))[1] == 6 * UNIT
+  assert usual(*norms).limits(4, config(norm_factor=0)) == (0, None)
 
 
 def test_the_limit_grows_with_more_steps_up_to_a_bound_and_does_not_shrink_with_fewer():
-  limits = [usual(2 * UNIT).limits('l0', steps, config())[1] for steps in (1, 4, 8, 400, 10**6)]
+  limits = [usual(2 * UNIT).limits(steps, config())[1] for steps in (1, 4, 8, 400, 10**6)]
   assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 640 * UNIT, 640 * UNIT]
 
 
 def test_a_norm_that_has_all_but_vanished_is_refused_and_fewer_steps_may_be_shorter():
-  least = [usual(2 * UNIT).limits('l0', steps, config())[0] for steps in (400, 4, 1)]
+  made = usual(2 * UNIT, 2 * UNIT)
+  least = [made.limits(steps, config())[0] for steps in (400, 4, 1)]
   assert least == [UNIT >> 19, UNIT >> 19, UNIT >> 21]
 
 
 def test_while_usual_is_zero_any_other_norm_is_refused():
   # The syncer forgets a usual norm of zero once more than half of the learners move again.
-  assert usual(0).limits('l0', 4, config()) == (0, 0)
+  assert usual(0, 0).limits(4, config()) == (0, 0)
 
 
 def test_norms_that_are_not_finite_are_always_refused():
@@ -79,20 +80,19 @@ def test_one_learner_has_one_vote_however_often_it_is_merged():
   made = usual(2 * UNIT, 2 * UNIT)
   for _ in range(1000):
     made.merged({'liar': (0, 4)})
-  assert made.limits('l0', 4, config()) == (UNIT >> 19, 20 * UNIT)
+  assert made.limits(4, config()) == (UNIT >> 19, 20 * UNIT)
   assert sum(map(len, made.pairs.values())) <= screening.KEPT
 
 
 @pytest.mark.parametrize('other', [0, 2**40 * UNIT])
 def test_of_two_votes_none_makes_the_norms_of_the_other_wrong(other):
-  least, limit = usual(2 * UNIT, other).limits('l0', 4, config())
+  least, limit = usual(2 * UNIT, other).limits(4, config())
   assert not screening.refused(2 * UNIT, least, limit)
 
 
-def test_a_single_vote_makes_no_other_norms_too_small():
+def test_a_single_vote_makes_no_norm_too_small():
   made = usual(2 * UNIT)
-  assert made.limits('l0', 4, config()) == (UNIT >> 19, 20 * UNIT)
-  assert made.limits('l1', 4, config()) == (0, 20 * UNIT)
+  assert made.limits(4, config()) == (0, 20 * UNIT)
 
 
 def test_more_than_half_of_the_learners_are_not_wrong():

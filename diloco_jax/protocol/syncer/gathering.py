@@ -315,7 +315,7 @@ class Gathering:
     member = self._members.by_id[learner]
     settled = self._settle(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
-    least, limit = self._screening.limits(learner, message.fragment, message.steps)
+    least, limit = self._screening.limits(message.fragment, message.steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,

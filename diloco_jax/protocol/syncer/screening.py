@@ -11,9 +11,9 @@ What is usual follows from the last merged norms of each learner for this fragme
 that was merged VOTES_AFTER times or more the median, and of these the median. So each learner has
 one vote, however often it contributes, and no learner alone moves the limits far: of two in the
 middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
-vote makes no other learner's norms too small. There are no limits before `norm_warmup` commits. A
-pseudo-gradient of more steps than usual may be longer in proportion, because learners keep training
-while the syncer is down.
+vote makes no norm too small, not even the voter's: its first norms may have been the wrong ones.
+There are no limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be
+longer in proportion, because learners keep training while the syncer is down.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
@@ -93,19 +93,16 @@ class Usual:
     """The median norm and steps of each learner that has a vote."""
     return [medians(pairs, lower) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
-  def limits(
-    self, learner: str, steps: int, config: config_lib.ProtocolConfig
-  ) -> tuple[int, int | None]:
-    """The least and the greatest norm allowed to this learner's pseudo-gradient of `steps` steps;
-    None: any."""
+  def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
+    """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
     votes = self.votes()
     if not config.norm_factor or self.commits < config.norm_warmup or not votes:
       return 0, None
-    norm, usual_steps = medians(self.votes(lower=True), lower=True)
-    least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
+    least = 0
+    if len(votes) > 1:
+      norm, usual_steps = medians(self.votes(lower=True), lower=True)
+      least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
     norm, usual_steps = medians(votes)
-    if len(votes) == 1 and len(self.pairs.get(learner, ())) < VOTES_AFTER:
-      least = 0
     longer = min(max(steps, usual_steps), GROWTH * usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 
@@ -153,9 +150,9 @@ class Screening:
     self.usual = [Usual() for _ in range(config.fragments)]
     self.notices = notices.Notices(config.say_again_ns, out)
 
-  def limits(self, learner: str, fragment: int, steps: int) -> tuple[int, int | None]:
+  def limits(self, fragment: int, steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
-    return self.usual[fragment].limits(learner, steps, self._config)
+    return self.usual[fragment].limits(steps, self._config)
 
   def after_merge(
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone

@@ -32,7 +32,7 @@ class Screened(invariant.Invariant):
       return 0, None
     (small, few_steps), (norm, usual_steps) = usual
     least = small * min(steps, few_steps) // few_steps // 2**20
-    if len(voters) == 1 and one.learner not in voters:
+    if len(voters) == 1:
       least = 0
     growth = max(usual_steps, min(steps, 32 * usual_steps))
     return least, config.norm_factor * norm * growth // usual_steps
