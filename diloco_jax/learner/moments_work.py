@@ -35,7 +35,7 @@ class Moments:
 
   def compile(self) -> None:
     """Compiles ahead of use: a donor that compiled on request would stop training and be late."""
-    if jax.tree.leaves(self._island.moments):
+    if self._snapshot is moments_lib.snapshot and jax.tree.leaves(self._island.moments):
       self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
 
   def read(self, transfer: int) -> None:

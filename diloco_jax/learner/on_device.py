@@ -64,6 +64,7 @@ class Exchange:
     self._captures: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
+    self._digest = jax.jit(digest_lib.digest)
     self._flags = self._put((np.bool_(False), np.bool_(True)))
     # By fragment: a value that is its base, adopted as it is.
     self._no_delta = [
@@ -169,8 +170,7 @@ class Exchange:
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""
-    compute = jax.jit(digest_lib.digest)
-    return tuple(digest_lib.as_int(compute(anchor_N)) for anchor_N in self.anchors)
+    return tuple(digest_lib.as_int(self._digest(anchor_N)) for anchor_N in self.anchors)
 
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
@@ -192,7 +192,10 @@ class Exchange:
       keep: carry the steps that are not in the value onto it (exchange.adopt).
       merged: the value contains the newest capture of the fragment.
     """
-    value = self._no_delta[p]._replace(keep=self._flags[keep or bool(self._alpha)])
+    keep = keep or bool(self._alpha)
+    if whole and not keep:
+      return self._take_whole(p, np.frombuffer(data, np.float32))
+    value = self._no_delta[p]._replace(keep=self._flags[keep])
     if whole:
       value = value._replace(base_N=self._put(np.frombuffer(data, np.float32)))
     else:
@@ -200,6 +203,26 @@ class Exchange:
     if merged:
       value = value._replace(capture=self._captures.pop(p), merged=self._flags[True])
     return self._adopt(p, value)
+
+  def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
+    """Makes a value from the host the anchor of fragment p and its parameters; returns its digest.
+
+    A learner that comes back does this with every fragment before its first step, so all fragments
+    have one function, for the digest of a padded value.
+    """
+    kind = self._kinds[p]
+    leaves = self._leaves(p)
+    for piece, start, stop in fragments.places(kind.pieces):
+      leaf = leaves[piece.path]
+      rows = fragments.shaped(piece, value_N[start:stop]).astype(leaf.dtype)
+      whole = rows.shape == leaf.shape
+      leaves[piece.path] = (
+        rows if whole else jax.lax.dynamic_update_slice_in_dim(leaf, rows, piece.start, 0)
+      )
+    self._assign(p, jax.device_put(leaves, _named(leaf.sharding for leaf in kind.leaves)))
+    self.anchors[p] = self._put(value_N)
+    padding = max(kind.size for kind in self._kinds) - kind.size
+    return self._digest(self._put(np.pad(value_N, (0, padding))), count=np.uint32(kind.size))
 
   def rewind(self) -> None:
     """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
@@ -210,13 +233,17 @@ class Exchange:
   def _adopt(self, p: int, value: exchange.Published) -> jax.Array:
     kind = self._kinds[p]
     adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
-    leaves, tree = jax.tree.flatten(self._island.params)
-    for name, place in _named(self._places[p]).items():
-      leaves[place] = adopted[name]
-    self._island.params = jax.tree.unflatten(tree, leaves)
+    self._assign(p, adopted)
     apply = self._get(self._lower_apply, kind.size)
     self.anchors[p], digest = apply(value.base_N, value.data)
     return digest
+
+  def _assign(self, p: int, values: exchange.Leaves) -> None:
+    """Replaces the parameters with rows in fragment p."""
+    leaves, tree = jax.tree.flatten(self._island.params)
+    for name, place in _named(self._places[p]).items():
+      leaves[place] = values[name]
+    self._island.params = jax.tree.unflatten(tree, leaves)
 
 
 def _flat(tree: Any) -> list[Any]:

@@ -97,9 +97,9 @@ def run(
     if own_process:
       with _compile_in_turn():
         island.warm_up(work.exchange.anchors)
-        work.compile_all()
+        if restored is None:  # else the functions are in the cache, and training begins before
+          work.compile_all()
     else:  # islands of one process have different devices and share no compiled functions
-      threading.Thread(target=work.compile_all, name='compile', daemon=True).start()
       island.warm_up(work.exchange.anchors)
     records_lib.report_startup(records, 'compiled')
     state = None if restored is None else restored.protocol

@@ -57,7 +57,7 @@ class LearnerWork:
     self._saving_ns = self._idle_ns = 0  # since the last step
 
   def compile_all(self) -> None:
-    """Compiles the functions of every exchange, ahead of use."""
+    """Compiles the functions of every exchange, ahead of use; does nothing twice."""
     self.exchange.compile_all()
     self._moments.compile()
 
@@ -70,9 +70,25 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
+    stepped = threading.Event()
+    compiling = threading.Thread(
+      target=self._compile_meanwhile, args=(stepped,), name='compile', daemon=True
+    )
+    compiling.start()
     with self.egress():
       while (clock := self.next_step()) is not None:
         self._step(clock)
+        stepped.set()
+    stepped.set()
+    compiling.join()  # a process that ends while it compiles may crash
+
+  def _compile_meanwhile(self, stepped: threading.Event) -> None:
+    """Compiles what is not compiled yet. A joiner waits for a donor's moments and then for their
+    function; the others would only delay its first step before it, as tracing holds the GIL."""
+    self._moments.compile()
+    stepped.wait()
+    if self._steps:
+      self.compile_all()
 
   @contextlib.contextmanager
   def egress(self) -> Iterator[None]:

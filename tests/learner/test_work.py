@@ -10,6 +10,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import on_device
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
+from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
 from diloco_jax.storage import leaves
@@ -69,4 +70,40 @@ def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   compiled = leaves._digest_leaves._cache_size()
   island.save(1, anchors)()
   assert leaves._digest_leaves._cache_size() == compiled
+  island.close()
+
+
+def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
+  """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
+  needs later is compiled from its first step on."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = config.sync.period = 5  # the embedding is cut
+  assembled, posted, store = build.assemble(config), [], payloads.PayloadStore()
+  devices = jax.devices()[: config.mesh.num_devices]
+  island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
+  exchange = on_device.Exchange(assembled, island)
+  post = lambda event: posted.append((event, len(exchange._compiled)))
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    work = learner_work.LearnerWork(assembled, island, post, store, recorder, exchange)
+    before = len(exchange._compiled)
+    draw = np.random.default_rng(0)
+    published = jax.tree.map(
+      lambda leaf: draw.standard_normal(leaf.shape, np.float32), island.params
+    )
+    for p in range(config.sync.fragments):
+      value = np.asarray(fragments.gather(assembled.layout, p, published))
+      whole = {'whole': True, 'keep': False, 'merged': False}
+      work.submit(
+        actions.Adopt(fragment=p, version=3, payload_id=store.put(memoryview(value)), **whole)
+      )
+    work.stop()
+    work.run()
+    assert _same(island.params, published)
+    assert [event.digest for event, _ in posted] == list(exchange.digests())
+    assert {compiled for _, compiled in posted} == {len(exchange._compiled)} == {before}
+
+    work.submit(actions.Step(clock=0))
+    work.stop()
+    work.run()
+  assert len(exchange._compiled) > before
   island.close()
