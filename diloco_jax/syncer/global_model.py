@@ -184,9 +184,9 @@ class Theta:
     ]
     totals, sums_T = self._pieces.sums(p, rows)
     stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
-    made = self._pieces.gradient(p, totals, stretch_T)
+    made = self._pieces.merge(p, self._whole()[p], totals, stretch_T)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    return self._step(p, *made, length) if made else self._failed(p, NOT_FINITE)
+    return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
   def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
     """Repeats an outer step from its encoded outer gradient; an empty one was refused.
@@ -197,14 +197,12 @@ class Theta:
     data = np.frombuffer(gradient, np.uint8)
     if not len(data):
       return self._failed(p, ALL_REJECTED)
-    return self._step(p, data, self._pieces.decoded(p, data), 0.0)
+    stepped = self._pieces.redo(p, self._whole()[p], data)
+    return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
-  def _step(self, p: int, data: np.ndarray, decoded: list[jax.Array], length: float) -> Merged:
-    """Applies an outer gradient."""
+  def _next(self, p: int, data: np.ndarray, stepped: pieces_lib.Stepped, length: float) -> Merged:
+    """Makes the result of an outer step the next version."""
     values = self._whole()
-    stepped = self._pieces.outer_step(p, values[p], decoded)
-    if stepped is None:
-      return self._failed(p, NOT_FINITE)
     self._pieces.recycle(p, values[p])
     values[p] = stepped.pieces
     self.versions[p] += 1
@@ -221,8 +219,7 @@ class Theta:
         zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
         lengths_T = self._pieces.lengths(p, zeros)
         totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
-        _, gradient = self._pieces.gradient(p, totals, sums_T)
-        stepped = self._pieces.outer_step(p, values[p], gradient)
+        _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
         self._pieces.recycle(p, stepped.pieces)
       self._warm = True
 

@@ -43,6 +43,7 @@ from diloco_jax.transport import wire
 
 CHUNK_BYTES = 1 << 18
 LARGE_CHUNK_BYTES = 1 << 20
+ALIGNMENT = 64  # of payloads in memory, in bytes
 MAGIC = b'DLCB'
 VERSION = 3
 
@@ -108,12 +109,19 @@ class Chunk:
     return None
 
 
+def _aligned(size: int) -> np.ndarray:
+  """Memory for a payload, at an address at which XLA uses it as it is instead of a copy. Not a
+  bytearray: Python would zero all of it at once while it holds the GIL."""
+  memory = np.empty(size + ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % ALIGNMENT
+  return memory[start : start + size]
+
+
 class _Partial:
   """An incomplete transfer."""
 
   def __init__(self, total: int, count: int):
-    # Not a bytearray: Python would zero all of it at once while it holds the GIL.
-    self.buffer_S = np.empty(total, np.uint8)
+    self.buffer_S = _aligned(total)
     self.count = count
     self.next_index = 0
     self.crc32 = 0

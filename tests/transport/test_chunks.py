@@ -3,6 +3,7 @@
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,8 @@ def test_a_payload_arrives_whole(size, chunk):
   *early, last = [receiver.add(each) for each in frames]
   assert early == [None] * (len(frames) - 1)
   assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
+  if size:
+    assert np.frombuffer(last.data, np.uint8).ctypes.data % chunks.ALIGNMENT == 0
 
 
 def test_frames_are_made_on_demand():
