@@ -117,13 +117,8 @@ class SyncerWork:
     if merged.failed:
       self._post(done)
       return
-    self._post(
-      dataclasses.replace(
-        done,
-        payload_id=self._payloads.put(merged.delta),
-        payload=payloads_lib.announce(merged.delta),
-      )
-    )
+    payload_id, payload = payloads_lib.keep(self._payloads, merged.delta)
+    self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
     )
@@ -133,13 +128,13 @@ class SyncerWork:
       self._evaluation.submit(merge.sync)
 
   def _read(self, p: int) -> None:
-    data = memoryview(self._theta.published(p)).cast('B')
+    payload_id, payload = payloads_lib.keep(self._payloads, memoryview(self._theta.published(p)))
     self._post(
       events.FragmentRead(
         fragment=p,
         version=self._theta.versions[p],
-        payload_id=self._payloads.put(data),
-        payload=payloads_lib.announce(data),
+        payload_id=payload_id,
+        payload=payload,
         digest=self._theta.digest(p),
       )
     )
