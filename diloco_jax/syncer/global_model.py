@@ -40,14 +40,10 @@ class Merged(NamedTuple):
 
 
 class Screened(NamedTuple):
-  """The norms of the participants and the refused learners (protocol/syncer/screening.py).
-
-  `lengths_MxT`: the length of each tensor in each payload, float64, for the merge.
-  """
+  """The norms of the participants and the refused learners (protocol/syncer/screening.py)."""
 
   norms: tuple[int, ...]
   refused: tuple[str, ...]
-  lengths_MxT: np.ndarray
 
 
 class Theta:
@@ -124,26 +120,21 @@ class Theta:
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
 
+  def lengths(self, p: int, payload: memoryview | bytes) -> np.ndarray:
+    """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
+    return self._pieces.lengths(p, np.frombuffer(payload, np.uint8))
+
   def screen(
-    self,
-    participants: Sequence[actions.Participant],
-    payloads: Sequence[memoryview | bytes],
-    p: int,
+    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
   ) -> Screened:
-    """Judges each payload of fragment p alone, independently of the other participants."""
-    lengths_MxT = self._lengths(p, payloads)
+    """Judges the payload of each participant alone, by the lengths of its tensors."""
     norms = tuple(map(norm, lengths_MxT))
     refused = tuple(
       one.learner
       for one, its in zip(participants, norms, strict=True)
       if screening.refused(its, one.least, one.limit)
     )
-    return Screened(norms, refused, lengths_MxT)
-
-  def _lengths(self, p: int, payloads: Sequence[memoryview | bytes]) -> np.ndarray:
-    """Of each tensor in each payload, float64[M, T]."""
-    found = [self._pieces.lengths(p, np.frombuffer(one, np.uint8)) for one in payloads]
-    return np.stack(found) if found else np.zeros((0, 0))
+    return Screened(norms, refused)
 
   def merge(
     self,
@@ -160,10 +151,10 @@ class Theta:
       participants: in the order of learner ids.
       payloads: of the participants, in the same order.
       refused: participants that count as absent learners.
-      lengths_MxT: of `screen`, if it has measured these payloads.
+      lengths_MxT: of the payloads' tensors, if they are known.
     """
     if lengths_MxT is None:
-      lengths_MxT = self._lengths(p, payloads)
+      lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
@@ -217,7 +208,7 @@ class Theta:
       values = self._whole()
       for p in self._pieces.unlike:
         zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
-        lengths_T = self._pieces.lengths(p, zeros)
+        lengths_T = self.lengths(p, zeros)
         totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
         _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
         self._pieces.recycle(p, stepped.pieces)
