@@ -38,7 +38,7 @@ Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for ea
 
 
 @functools.cache
-def _threads() -> futures.ThreadPoolExecutor:
+def threads() -> futures.ThreadPoolExecutor:
   """One for each core of this process."""
   return futures.ThreadPoolExecutor(
     min(len(os.sched_getaffinity(0)), MOST_THREADS), thread_name_prefix='pieces'
@@ -266,7 +266,7 @@ class Pieces:
         return work(start)
 
     starts = self.starts(p)
-    return list((_threads().map if len(starts) > 1 else map)(on_cpu, starts))
+    return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
   def _on_cpu(self) -> Any:
     """Arrays of the host are used on the CPU, also where there is an accelerator."""
