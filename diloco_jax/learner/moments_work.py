@@ -49,12 +49,11 @@ class Moments:
     if not bool(copied.finite):
       self._post(events.MomentsRead(transfer=transfer, payload_id=None, payload=None, digest=0))
       return
-    view = moments_lib.to_bytes(copied.moments)
-    payload = payloads_lib.announce(view)
+    payload_id, payload = payloads_lib.keep(self._payloads, moments_lib.to_bytes(copied.moments))
     self._post(
       events.MomentsRead(
         transfer=transfer,
-        payload_id=self._payloads.put(view),
+        payload_id=payload_id,
         payload=payload,
         digest=moments_lib.digest(copied.digests),
       )

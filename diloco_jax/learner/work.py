@@ -185,13 +185,8 @@ class LearnerWork:
     if not bool(ok):
       self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=None, payload=None))
       return
-    view = exchange.host_bytes(data)
-    payload = payloads_lib.announce(view)
-    self._post(
-      events.Encoded(
-        sync=sync, fragment=fragment, payload_id=self._payloads.put(view), payload=payload
-      )
-    )
+    payload_id, payload = payloads_lib.keep(self._payloads, exchange.host_bytes(data))
+    self._post(events.Encoded(sync=sync, fragment=fragment, payload_id=payload_id, payload=payload))
 
   def _adopted(self, fragment: int, version: int, digest: jax.Array) -> None:
     self._post(

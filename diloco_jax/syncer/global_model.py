@@ -40,14 +40,10 @@ class Merged(NamedTuple):
 
 
 class Screened(NamedTuple):
-  """The norms of the participants and the refused learners (protocol/syncer/screening.py).
-
-  `lengths_MxT`: the length of each tensor in each payload, float64, for the merge.
-  """
+  """The norms of the participants and the refused learners (protocol/syncer/screening.py)."""
 
   norms: tuple[int, ...]
   refused: tuple[str, ...]
-  lengths_MxT: np.ndarray
 
 
 class Theta:
@@ -124,26 +120,21 @@ class Theta:
   def digest(self, p: int) -> int:
     return self._pieces.digest(p, self._whole()[p])
 
+  def lengths(self, p: int, payload: memoryview | bytes) -> np.ndarray:
+    """The length of each tensor of fragment p in a payload, float64[T]. Raises ValueError."""
+    return self._pieces.lengths(p, np.frombuffer(payload, np.uint8))
+
   def screen(
-    self,
-    participants: Sequence[actions.Participant],
-    payloads: Sequence[memoryview | bytes],
-    p: int,
+    self, participants: Sequence[actions.Participant], lengths_MxT: np.ndarray
   ) -> Screened:
-    """Judges each payload of fragment p alone, independently of the other participants."""
-    lengths_MxT = self._lengths(p, payloads)
+    """Judges the payload of each participant alone, by the lengths of its tensors."""
     norms = tuple(map(norm, lengths_MxT))
     refused = tuple(
       one.learner
       for one, its in zip(participants, norms, strict=True)
       if screening.refused(its, one.least, one.limit)
     )
-    return Screened(norms, refused, lengths_MxT)
-
-  def _lengths(self, p: int, payloads: Sequence[memoryview | bytes]) -> np.ndarray:
-    """Of each tensor in each payload, float64[M, T]."""
-    found = [self._pieces.lengths(p, np.frombuffer(one, np.uint8)) for one in payloads]
-    return np.stack(found) if found else np.zeros((0, 0))
+    return Screened(norms, refused)
 
   def merge(
     self,
@@ -160,10 +151,10 @@ class Theta:
       participants: in the order of learner ids.
       payloads: of the participants, in the same order.
       refused: participants that count as absent learners.
-      lengths_MxT: of `screen`, if it has measured these payloads.
+      lengths_MxT: of the payloads' tensors, if they are known.
     """
     if lengths_MxT is None:
-      lengths_MxT = self._lengths(p, payloads)
+      lengths_MxT = np.stack([self.lengths(p, one) for one in payloads])
     counts = [m for m, one in enumerate(participants) if one.learner not in refused]
     if not counts:
       return self._failed(p, ALL_REJECTED)
@@ -184,9 +175,9 @@ class Theta:
     ]
     totals, sums_T = self._pieces.sums(p, rows)
     stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
-    made = self._pieces.gradient(p, totals, stretch_T)
+    made = self._pieces.merge(p, self._whole()[p], totals, stretch_T)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
-    return self._step(p, *made, length) if made else self._failed(p, NOT_FINITE)
+    return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
 
   def redo(self, p: int, gradient: memoryview | bytes) -> Merged:
     """Repeats an outer step from its encoded outer gradient; an empty one was refused.
@@ -197,14 +188,12 @@ class Theta:
     data = np.frombuffer(gradient, np.uint8)
     if not len(data):
       return self._failed(p, ALL_REJECTED)
-    return self._step(p, data, self._pieces.decoded(p, data), 0.0)
+    stepped = self._pieces.redo(p, self._whole()[p], data)
+    return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
-  def _step(self, p: int, data: np.ndarray, decoded: list[jax.Array], length: float) -> Merged:
-    """Applies an outer gradient."""
+  def _next(self, p: int, data: np.ndarray, stepped: pieces_lib.Stepped, length: float) -> Merged:
+    """Makes the result of an outer step the next version."""
     values = self._whole()
-    stepped = self._pieces.outer_step(p, values[p], decoded)
-    if stepped is None:
-      return self._failed(p, NOT_FINITE)
     self._pieces.recycle(p, values[p])
     values[p] = stepped.pieces
     self.versions[p] += 1
@@ -219,10 +208,9 @@ class Theta:
       values = self._whole()
       for p in self._pieces.unlike:
         zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
-        lengths_T = self._pieces.lengths(p, zeros)
+        lengths_T = self.lengths(p, zeros)
         totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
-        _, gradient = self._pieces.gradient(p, totals, sums_T)
-        stepped = self._pieces.outer_step(p, values[p], gradient)
+        _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
         self._pieces.recycle(p, stepped.pieces)
       self._warm = True
 

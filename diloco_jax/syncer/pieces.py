@@ -7,17 +7,19 @@ once. The M float32 rows never exist, and new values go into the buffers of old 
 
   lengths      the length of each tensor of one payload
   sums         the sums u = sum_m factor_m v_m, and the lengths of their tensors
-  gradient     the outer gradient, encoded and as the optimizer gets it
-  outer_step   optimizer, delta, published value, digest
+  merge        the outer gradient, encoded; optimizer, delta, published value, digest
+  redo         the same from the encoded outer gradient alone
 
-`decoded` and `outer_step` repeat an outer step from the encoded gradient alone.
-
-The bits do not depend on the size of the pieces: what crosses the border of a block is summed on
-the host in float64, block after block. A transform that looks at whole tensors gets them: its
+Each works on as many pieces at a time as the process has cores. The bits depend neither on that nor
+on the size of the pieces: what crosses the border of a block is summed on the host in float64,
+block after block. A transform that looks at whole tensors gets them: its
 fragments are one piece each (numerics/outer.py).
 """
 
-from collections.abc import Iterable, Sequence
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -30,8 +32,17 @@ from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import outer as outer_lib
 
 PIECE = 1 << 19
+MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
+
+
+@functools.cache
+def threads() -> futures.ThreadPoolExecutor:
+  """One for each core of this process."""
+  return futures.ThreadPoolExecutor(
+    min(len(os.sched_getaffinity(0)), MOST_THREADS), thread_name_prefix='pieces'
+  )
 
 
 class Stepped(NamedTuple):
@@ -49,7 +60,7 @@ class Stepped(NamedTuple):
 
 
 class Pieces:
-  """Cuts fragments into pieces and computes with them. One thread at a time."""
+  """Cuts fragments into pieces and computes with them. One caller at a time."""
 
   def __init__(
     self,
@@ -148,83 +159,91 @@ class Pieces:
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
     self._require_size(self._up, p, payload)
     with self._on_cpu():
-      return self._lengths(
-        p,
-        (
-          self._squares(self._up, self._n[p], self._sections(self._up, p, payload, start))
-          for start in self.starts(p)
-        ),
-      )
+      squares = [
+        self._squares(self._up, self._n[p], self._sections(self._up, p, payload, start))
+        for start in self.starts(p)
+      ]
+    return self._lengths(p, squares)
 
   def sums(self, p: int, rows: Sequence[Row]) -> tuple[list[jax.Array], np.ndarray]:
     """(the sums u in pieces, the lengths of their tensors float64[T]) of at least one row."""
     factors = [np.repeat(factors_T.astype(np.float32), self._blocks[p]) for _, factors_T in rows]
-    totals = []
-    with self._on_cpu():
-      for start in self.starts(p):
-        total_n = self._buffer(p)
-        for m, (payload, _) in enumerate(rows):
-          total_n = self._add_row(
-            self._up,
-            np.bool_(m == 0),
-            total_n,
-            self._sections(self._up, p, payload, start),
-            self._of_blocks(p, factors[m], start),
-          )
-        totals.append(total_n)
-      return totals, self._lengths(p, map(self._squares_of, totals))
 
-  def gradient(
-    self, p: int, totals: Sequence[jax.Array], stretch_T: np.ndarray
-  ) -> tuple[np.ndarray, list[jax.Array]] | None:
-    """(the encoded outer gradient uint8[B], its decoded values in pieces); None: a value is not
-    finite. Consumes the sums."""
-    stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
-    with self._on_cpu():
-      made = [
-        self._gradient(
-          self._log,
+    def add(start: int) -> tuple[jax.Array, jax.Array]:
+      total_n = self._buffer(p)
+      for m, (payload, _) in enumerate(rows):
+        total_n = self._add_row(
+          self._up,
+          np.bool_(m == 0),
           total_n,
-          self._of_blocks(p, stretch_B, start),
-          self._of_blocks(p, self._counts[p], start),
+          self._sections(self._up, p, payload, start),
+          self._of_blocks(p, factors[m], start),
         )
-        for start, total_n in zip(self.starts(p), totals, strict=True)
-      ]
-      data, oks, values = zip(*made)
-      if not all(map(bool, oks)):
-        self._keep(p, values)
-        return None
-      return self._payload(self._log, p, data), list(values)
+      return total_n, self._squares_of(total_n)
 
-  def decoded(self, p: int, data: np.ndarray) -> list[jax.Array]:
-    """The values of an encoded outer gradient, in pieces. Raises ValueError for another size."""
+    totals, squares = zip(*self._each(p, add))
+    return list(totals), self._lengths(p, squares)
+
+  def merge(
+    self,
+    p: int,
+    pieces: Sequence[exchange.Values],
+    totals: Sequence[jax.Array],
+    stretch_T: np.ndarray,
+  ) -> tuple[np.ndarray, Stepped] | None:
+    """(the encoded outer gradient uint8[B], the outer step with it); None: a value is not finite.
+    Consumes the sums; `pieces` stay as they are."""
+    stretch_B = np.repeat(stretch_T.astype(np.float32), self._blocks[p])
+    encoded, at = self._empty(self._log, p), dict(zip(self.starts(p), totals, strict=True))
+
+    def gradient(start: int) -> tuple[jax.Array, bool]:
+      data, ok, merged_n = self._gradient(
+        self._log,
+        at[start],
+        self._of_blocks(p, stretch_B, start),
+        self._of_blocks(p, self._counts[p], start),
+      )
+      self._write(self._log, p, encoded, start, data)
+      return merged_n, bool(ok)
+
+    stepped = self._outer_step(p, pieces, gradient)
+    return stepped and (encoded, stepped)
+
+  def redo(self, p: int, pieces: Sequence[exchange.Values], data: np.ndarray) -> Stepped | None:
+    """The outer step with an encoded outer gradient, otherwise as `merge`. Raises ValueError for
+    another size."""
     self._require_size(self._log, p, data)
-    with self._on_cpu():
-      return [
-        self._decode(self._log, self._buffer(p), self._sections(self._log, p, data, start))
-        for start in self.starts(p)
-      ]
 
-  def outer_step(
-    self, p: int, pieces: Sequence[exchange.Values], gradient: Sequence[jax.Array]
+    def gradient(start: int) -> tuple[jax.Array, bool]:
+      sections = self._sections(self._log, p, data, start)
+      return self._decode(self._log, self._buffer(p), sections), True
+
+    return self._outer_step(p, pieces, gradient)
+
+  def _outer_step(
+    self,
+    p: int,
+    pieces: Sequence[exchange.Values],
+    gradient: Callable[[int], tuple[jax.Array, bool]],
   ) -> Stepped | None:
-    """Consumes the decoded outer gradient; None: a value is not finite. `pieces` stay as they
-    are."""
+    """Piece by piece: `gradient` gives the outer gradient where a piece starts, and whether it is
+    finite; then optimizer, delta and digest."""
     size, n = self._sizes[p], self._n[p]
-    spares = len(self._vectors(p, pieces[0])) - 1
-    results = []
-    with self._on_cpu():
-      for start, piece, merged_n in zip(self.starts(p), pieces, gradient, strict=True):
-        spare = [self._buffer(p) for _ in range(spares)]
-        place = np.uint32(start), np.uint32(min(n, size - start))
-        results.append(self._step(self._down, self._tx[p], spare, merged_n, piece, *place))
-    stepped = [result.piece for result in results]
-    if not all(bool(result.ok) for result in results):
+    delta, before = self._empty(self._down, p), dict(zip(self.starts(p), pieces, strict=True))
+
+    def step(start: int) -> tuple[exchange.Values, np.ndarray, bool]:
+      merged_n, finite = gradient(start)
+      spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
+      place = np.uint32(start), np.uint32(min(n, size - start))
+      result = self._step(self._down, self._tx[p], spare, merged_n, before[start], *place)
+      self._write(self._down, p, delta, start, result.delta_bytes)
+      return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
+
+    stepped, digests, oks = zip(*self._each(p, step))
+    if not all(oks):
       self.recycle(p, stepped)
       return None
-    delta = self._payload(self._down, p, [result.delta_bytes for result in results])
-    digest = sum(np.asarray(result.digest, np.uint64) for result in results)
-    return Stepped(stepped, delta, digest_lib.as_int(digest & 0xFFFFFFFF))
+    return Stepped(list(stepped), delta, digest_lib.as_int(sum(digests) & 0xFFFFFFFF))
 
   def recycle(self, p: int, pieces: Iterable[exchange.Values]) -> None:
     """Takes pieces that are not needed any more, for later results."""
@@ -238,6 +257,16 @@ class Pieces:
       count = np.uint32(min(self._n[p], self._sizes[p] - start))
       total += np.asarray(self._digest(piece.published_n, np.uint32(start), count))
     return digest_lib.as_int(total & 0xFFFFFFFF)
+
+  def _each(self, p: int, work: Callable[[int], Any]) -> list[Any]:
+    """The results of `work` where the pieces of fragment p start, in order, of several threads."""
+
+    def on_cpu(start: int) -> Any:
+      with self._on_cpu():
+        return work(start)
+
+    starts = self.starts(p)
+    return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
   def _on_cpu(self) -> Any:
     """Arrays of the host are used on the CPU, also where there is an accelerator."""
@@ -260,16 +289,18 @@ class Pieces:
     widths = (n // codecs.BLOCK * width for width in codec.sections)
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
 
-  def _payload(self, codec: codecs.Codec, p: int, encoded: Sequence[jax.Array]) -> np.ndarray:
-    """The payload of a fragment from those of its pieces, uint8[B]."""
-    size, n = self._sizes[p], self._n[p]
-    payload = np.empty(codec.encoded_size(size), np.uint8)
-    for start, data in zip(self.starts(p), map(np.asarray, encoded), strict=True):
-      stop = min(start + n, size)
-      places = codecs.ranges(codec, size, start, stop)
-      for to, at in zip(places, codecs.ranges(codec, n, 0, stop - start)):
-        payload[to] = data[at]
-    return payload
+  def _empty(self, codec: codecs.Codec, p: int) -> np.ndarray:
+    return np.empty(codec.encoded_size(self._sizes[p]), np.uint8)
+
+  def _write(
+    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, encoded: jax.Array
+  ) -> None:
+    """Writes an encoded piece to its places in the payload of its fragment."""
+    size, n, data = self._sizes[p], self._n[p], np.asarray(encoded)
+    stop = min(start + n, size)
+    places = codecs.ranges(codec, size, start, stop)
+    for to, at in zip(places, codecs.ranges(codec, n, 0, stop - start)):
+      payload[to] = data[at]
 
   def _of_blocks(self, p: int, values_B: np.ndarray, start: int) -> np.ndarray:
     """The values for the blocks of one piece, zeros behind the last."""
@@ -279,13 +310,15 @@ class Pieces:
 
   def _lengths(self, p: int, squares: Iterable[jax.Array]) -> np.ndarray:
     """From the sums of squares of the blocks, piece by piece."""
-    blocks_B = np.concatenate([np.asarray(one) for one in list(squares)])
+    blocks_B = np.concatenate([np.asarray(one) for one in squares])
     blocks_B = blocks_B[: self._sizes[p] // codecs.BLOCK].astype(np.float64)
     return np.sqrt(np.add.reduceat(blocks_B, self._first[p]))
 
   def _buffer(self, p: int) -> jax.Array:
-    spare = self._spare.get(self._n[p])
-    return spare.pop() if spare else jax.device_put(np.zeros(self._n[p], np.float32), self._place)
+    try:
+      return self._spare[self._n[p]].pop()
+    except LookupError:  # there is none
+      return jax.device_put(np.zeros(self._n[p], np.float32), self._place)
 
   def _keep(self, p: int, arrays: Iterable[jax.Array]) -> None:
     self._spare.setdefault(self._n[p], []).extend(arrays)

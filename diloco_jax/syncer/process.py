@@ -139,7 +139,14 @@ def run(
     )
     cleanup.callback(log.close)
     payloads = payloads_lib.PayloadStore()
-    transport = make_transport(event_queue.post, payloads)
+    work: syncer_work.SyncerWork | None = None
+
+    def post(event: events.Event) -> None:
+      if work is not None:
+        work.received(event)
+      event_queue.post(event)
+
+    transport = make_transport(post, payloads)
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)

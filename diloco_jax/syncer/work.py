@@ -1,27 +1,34 @@
 """The work of the syncer: outer steps, whole fragments, saves and held-out loss, on the CPU.
 
 One *work thread* changes Theta, first in first out, so a save or a whole fragment contains every
-merge before it. An outer step screens each payload, leaves refused ones out
-(protocol/syncer/screening.py), and is committed to the log before anything about it is posted. The
-*evaluation thread* works on copies, so no merge waits for it.
+merge before it. It measures each payload when it arrives, while others are on their way. An outer
+step screens the payloads, leaves refused ones out (protocol/syncer/screening.py), and is committed
+to the log before anything about it is posted. The *evaluation thread* works on copies, so no merge
+waits for it.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 import queue
 import threading
 from collections.abc import Callable
 
+import numpy as np
+
 from diloco_jax.config import build
 from diloco_jax.node import failpoints, ports
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log, seals
-from diloco_jax.syncer import commit, snapshot_work
+from diloco_jax.syncer import commit, pieces, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.transport import chunks
 from diloco_jax.transport import payloads as payloads_lib
+
+MEASURED = 1 << 10  # payloads whose lengths are kept: far more than may be in open syncs
 
 
 class SyncerWork:
@@ -55,7 +62,9 @@ class SyncerWork:
     self._workdir = workdir
     self._key = key
     self._evaluated = 0
-    self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
+    self._queue: queue.SimpleQueue[actions.Work | events.Received | None] = queue.SimpleQueue()
+    # By payload id: the length of each tensor, float64[T].
+    self._measured: dict[int, np.ndarray] = {}
     self._thread = threading.Thread(target=self._run, name='work', daemon=True)
 
   def start(self) -> None:
@@ -66,6 +75,11 @@ class SyncerWork:
 
   def submit(self, action: actions.Work) -> None:
     self._queue.put(action)
+
+  def received(self, event: events.Event) -> None:
+    """Takes notice of an event, from any thread, before the machine has it."""
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Contribution):
+      self._queue.put(event)
 
   def stop(self) -> None:
     """Ends the thread after all work submitted before."""
@@ -79,8 +93,11 @@ class SyncerWork:
     except BaseException as error:  # raised again where the node runs
       self._fail(error)
 
-  def _perform(self, action: actions.Work) -> None:
+  def _perform(self, action: actions.Work | events.Received) -> None:
     match action:
+      case events.Received(message=message, payload_id=payload_id):
+        with contextlib.suppress(LookupError, ValueError):  # dropped already, or not plausible
+          self._lengths(message.fragment, payload_id)
       case actions.Merge():
         self._merge(action)
       case actions.ReadFragment(fragment=fragment):
@@ -96,10 +113,9 @@ class SyncerWork:
     """Carries out an outer step, commits it, and only then posts anything about it."""
     p = merge.fragment
     payloads = [self._payloads.get(one.payload_id) for one in merge.participants]
-    screened = self._theta.screen(merge.participants, payloads, p)
-    merged = self._theta.merge(
-      p, merge.participants, payloads, screened.refused, screened.lengths_MxT
-    )
+    lengths_MxT = np.stack([self._lengths(p, one.payload_id) for one in merge.participants])
+    screened = self._theta.screen(merge.participants, lengths_MxT)
+    merged = self._theta.merge(p, merge.participants, payloads, screened.refused, lengths_MxT)
     done = events.MergeDone(
       sync=merge.sync,
       fragment=p,
@@ -111,19 +127,16 @@ class SyncerWork:
       refused=screened.refused,
     )
     kept = payloads if self._assembled.config.sync.keep_log else ()
+    summed = pieces.threads().submit(chunks.sum_up, merged.delta)
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient, kept))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
+      self._measured.pop(one.payload_id, None)
     if merged.failed:
       self._post(done)
       return
-    self._post(
-      dataclasses.replace(
-        done,
-        payload_id=self._payloads.put(merged.delta),
-        payload=payloads_lib.announce(merged.delta),
-      )
-    )
+    payload_id, payload = payloads_lib.keep(self._payloads, summed.result())
+    self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)
     )
@@ -132,14 +145,22 @@ class SyncerWork:
       self._evaluated = merge.sync
       self._evaluation.submit(merge.sync)
 
+  def _lengths(self, p: int, payload_id: int) -> np.ndarray:
+    """The length of each tensor in a payload, which is measured once."""
+    if payload_id not in self._measured:
+      self._measured[payload_id] = self._theta.lengths(p, self._payloads.get(payload_id))
+      if len(self._measured) > MEASURED:
+        del self._measured[next(iter(self._measured))]  # it was dropped without a merge
+    return self._measured[payload_id]
+
   def _read(self, p: int) -> None:
-    data = memoryview(self._theta.published(p)).cast('B')
+    payload_id, payload = payloads_lib.keep(self._payloads, memoryview(self._theta.published(p)))
     self._post(
       events.FragmentRead(
         fragment=p,
         version=self._theta.versions[p],
-        payload_id=self._payloads.put(data),
-        payload=payloads_lib.announce(data),
+        payload_id=payload_id,
+        payload=payload,
         digest=self._theta.digest(p),
       )
     )

@@ -43,6 +43,7 @@ from diloco_jax.transport import wire
 
 CHUNK_BYTES = 1 << 18
 LARGE_CHUNK_BYTES = 1 << 20
+ALIGNMENT = 64  # of payloads in memory, in bytes
 MAGIC = b'DLCB'
 VERSION = 3
 
@@ -57,16 +58,41 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
   return max(1, -(-total_bytes // chunk_bytes))
 
 
+class Summed(np.ndarray):
+  """A payload, uint8[S], with its checksums, so that they are made once however often it is sent.
+
+  Attributes:
+    crcs: the CRC-32 from its first byte to the end of each part of CHUNK_BYTES.
+  """
+
+  crcs: tuple[int, ...] = ()
+
+
+def sum_up(payload: memoryview | bytes | Summed) -> Summed:
+  """The same bytes, not copied; zlib computes without the GIL."""
+  if isinstance(payload, Summed):
+    return payload
+  data, crcs, crc32 = memoryview(payload).cast('B'), [], 0
+  for start in range(0, data.nbytes or 1, CHUNK_BYTES):
+    crc32 = zlib.crc32(data[start : start + CHUNK_BYTES], crc32)
+    crcs.append(crc32)
+  summed = np.frombuffer(data, np.uint8).view(Summed)
+  summed.crcs = tuple(crcs)
+  return summed
+
+
 def split(
-  transfer: int, payload: memoryview | bytes, chunk_bytes: int = CHUNK_BYTES
+  transfer: int, payload: memoryview | bytes | Summed, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[bytes]:
   """Yields the frames of a transfer, each made on demand (one copy of at most `chunk_bytes`)."""
   data = memoryview(payload).cast('B')
   count = chunk_count(data.nbytes, chunk_bytes)
+  known = payload.crcs if isinstance(payload, Summed) else ()
   crc32 = 0
   for index in range(count):
-    chunk = data[index * chunk_bytes : (index + 1) * chunk_bytes]
-    crc32 = zlib.crc32(chunk, crc32)
+    end = min((index + 1) * chunk_bytes, data.nbytes)
+    chunk = data[index * chunk_bytes : end]
+    crc32 = known[chunk_count(end) - 1] if known else zlib.crc32(chunk, crc32)
     yield b''.join((_header(transfer, data.nbytes, index, count, crc32), chunk))
 
 
@@ -108,12 +134,19 @@ class Chunk:
     return None
 
 
+def _aligned(size: int) -> np.ndarray:
+  """Memory for a payload, at an address at which XLA uses it as it is instead of a copy. Not a
+  bytearray: Python would zero all of it at once while it holds the GIL."""
+  memory = np.empty(size + ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % ALIGNMENT
+  return memory[start : start + size]
+
+
 class _Partial:
   """An incomplete transfer."""
 
   def __init__(self, total: int, count: int):
-    # Not a bytearray: Python would zero all of it at once while it holds the GIL.
-    self.buffer_S = np.empty(total, np.uint8)
+    self.buffer_S = _aligned(total)
     self.count = count
     self.next_index = 0
     self.crc32 = 0

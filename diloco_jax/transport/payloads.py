@@ -4,14 +4,12 @@ Machines see payload ids only. The store copies nothing: the owner must not chan
 """
 
 import threading
-import zlib
 
+from diloco_jax.node import ports
 from diloco_jax.protocol import messages
+from diloco_jax.transport import chunks
 
-Buffer = memoryview | bytes
-
-
-CRC_CHUNK_BYTES = 1 << 20
+Buffer = memoryview | bytes | chunks.Summed
 
 
 class PayloadStore:
@@ -52,9 +50,8 @@ class PayloadStore:
       )
 
 
-def announce(data: memoryview) -> messages.Payload:
-  """Size and CRC-32 of the bytes to send, in pieces so that the GIL is held only briefly."""
-  crc = 0
-  for start in range(0, len(data), CRC_CHUNK_BYTES):
-    crc = zlib.crc32(data[start : start + CRC_CHUNK_BYTES], crc)
-  return messages.Payload(size_bytes=len(data), crc32=crc)
+def keep(payloads: ports.Payloads, data: Buffer) -> tuple[int, messages.Payload]:
+  """Keeps bytes to send, with their checksums (chunks.Summed); returns their payload id and what
+  announces them."""
+  summed = chunks.sum_up(data)
+  return payloads.put(summed), messages.Payload(size_bytes=summed.nbytes, crc32=summed.crcs[-1])

@@ -99,7 +99,7 @@ class Rig:
     self._spent: Counter[str] = Counter()
     self._log = log
     for name, owner, method in (
-      ('screen', theta, 'screen'),
+      ('screen', theta, 'lengths'),
       ('merge', theta, 'merge'),
       ('log', log, 'write'),
     ):

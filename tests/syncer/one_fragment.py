@@ -47,18 +47,17 @@ class Fragment:
     rows = list(zip(payloads, self._rule.factors(shares_M, lengths_MxT), strict=True))
     totals, sums_T = self._lib.sums(self._p, rows)
     stretch_T = self._rule.stretch(shares_M, lengths_MxT, sums_T)
-    made = self._lib.gradient(self._p, totals, stretch_T)
+    made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
     if made is None:
       return None
-    self.gradient, decoded = made
-    return self._apply(decoded)
+    self.gradient, stepped = made
+    return self._take(stepped)
 
   def redo(self, payload: np.ndarray) -> pieces_lib.Stepped | None:
     """The outer step of an encoded outer gradient."""
-    return self._apply(self._lib.decoded(self._p, payload))
+    return self._take(self._lib.redo(self._p, self._pieces, payload))
 
-  def _apply(self, gradient: list[jax.Array]) -> pieces_lib.Stepped | None:
-    stepped = self._lib.outer_step(self._p, self._pieces, gradient)
+  def _take(self, stepped: pieces_lib.Stepped | None) -> pieces_lib.Stepped | None:
     if stepped is not None:
       self._lib.recycle(self._p, self._pieces)
       self._pieces = stepped.pieces

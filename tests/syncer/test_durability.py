@@ -21,7 +21,7 @@ from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program
 from diloco_jax.numerics import codecs
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import checkpoint, outer_log, wal_format
@@ -362,6 +362,33 @@ def drain_lines(rig: Rig) -> list[str]:
   while not rig.records.lines.empty():
     lines.append(rig.records.lines.get())
   return lines
+
+
+def test_a_payload_is_measured_once_when_it_arrives(rig, expected, assembled):
+  """Also one that is no payload of this fragment, or was dropped: it harms nothing."""
+  life, measured = rig(), []
+  lengths = life.theta.lengths
+  life.theta.lengths = lambda p, data: measured.append(data) or lengths(p, data)
+  merge, strange = merge_of(assembled, 1, life.payloads), life.payloads.put(b'of another size')
+  arrived = [one.payload_id for one in merge.participants]
+  message = messages.Contribution(
+    sync=1,
+    fragment=merge.fragment,
+    version=0,
+    steps=STEPS,
+    tokens_from=0,
+    tokens_to=TOKENS,
+    shard=0,
+    cursor=STEPS,
+    payload=messages.Payload(size_bytes=0, crc32=0),
+  )
+  for payload_id in [*reversed(arrived), strange, strange + 1]:
+    life.work.received(events.Received(session=1, message=message, payload_id=payload_id))
+  given = [life.payloads.get(payload_id) for payload_id in arrived]
+  life.work.submit(merge)
+  assert not life.posted.get(timeout=DEADLINE_S).failed
+  assert measured == [*reversed(given), b'of another size']
+  assert bits(life.theta) == expected[1]
 
 
 def test_a_save_never_replaces_another(rig):

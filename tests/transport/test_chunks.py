@@ -3,6 +3,7 @@
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -69,6 +70,8 @@ def test_a_payload_arrives_whole(size, chunk):
   *early, last = [receiver.add(each) for each in frames]
   assert early == [None] * (len(frames) - 1)
   assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
+  if size:
+    assert np.frombuffer(last.data, np.uint8).ctypes.data % chunks.ALIGNMENT == 0
 
 
 def test_frames_are_made_on_demand():
@@ -82,6 +85,15 @@ def test_frames_are_made_on_demand():
 def test_a_payload_may_be_any_contiguous_buffer():
   words = memoryview(struct.pack('<3f', 1.0, 2.0, 3.0)).cast('f')
   assert assembler().add(next(chunks.split(1, words))).data == words.cast('B')
+
+
+@pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
+@pytest.mark.parametrize('size', [0, 1, CHUNK, 5 * CHUNK + 1])
+def test_checksums_made_once_give_the_same_frames(size, chunk):
+  payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
+  summed = chunks.sum_up(payload)
+  assert summed.crcs[-1] == zlib.crc32(payload)
+  assert list(chunks.split(1, summed, chunk)) == list(chunks.split(1, payload, chunk))
 
 
 def test_transfers_may_interleave():

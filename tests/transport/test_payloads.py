@@ -1,9 +1,11 @@
 """The payload store."""
 
 import concurrent.futures
+import zlib
 
 import pytest
 
+from diloco_jax.protocol import messages
 from diloco_jax.transport import payloads
 
 
@@ -38,3 +40,10 @@ def test_threads_get_different_payload_ids():
     payload_ids = list(pool.map(lambda k: store.put(bytes([k])), range(200)))
   assert len(set(payload_ids)) == 200
   assert all(store.get(payload_id) == bytes([k]) for k, payload_id in enumerate(payload_ids))
+
+
+def test_bytes_to_send_are_kept_and_announced():
+  store = payloads.PayloadStore()
+  payload_id, payload = payloads.keep(store, memoryview(b'abc'))
+  assert bytes(store.get(payload_id)) == b'abc'
+  assert payload == messages.Payload(size_bytes=3, crc32=zlib.crc32(b'abc'))
