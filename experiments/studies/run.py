@@ -24,6 +24,7 @@ from experiments.studies.lib import study as study_lib
 
 STUDIES = (
   'schedule',
+  'headline',
   'parity',
   'batch',
   'learners',
