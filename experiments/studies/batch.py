@@ -5,36 +5,29 @@ from experiments.studies.lib import study as study_lib
 
 BATCH, STEPS = 64, 300
 RATES = {'adamw': (6e-3, 1.2e-2), 'muon': (6e-3, 1.2e-2)}
+METHODS = ('data-parallel', 'decoupled')
 
 
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """64 windows per learner and step, each arm at its best inner rate."""
+  """64 windows per learner and step, each method at its best inner rate, one seed."""
   planned = []
-  for optimizer, rates in RATES.items():
-    baseline = ''
-    for method in ('data-parallel', 'decoupled'):
+  for optimizer, rates in list(RATES.items())[: 1 if quick else None]:
 
-      def make(rate, method=method, optimizer=optimizer, against=baseline):
-        arm = arms.decoupled(
-          'batch',
-          f'{method}, {optimizer} {rate:g}',
-          False,
-          steps=30 if quick else STEPS,
-          batch=BATCH,
-          rate=rate,
-          optimizer=optimizer,
-          against=against,
-        )
-        return arms.data_parallel(arm, arm.name) if method == 'data-parallel' else arm
+    def make(method, rate, seed, against, optimizer=optimizer):
+      arm = arms.decoupled(
+        'batch',
+        f'{method}, {optimizer} {rate:g}',
+        False,
+        seed=seed,
+        steps=30 if quick else STEPS,
+        batch=BATCH,
+        rate=rate,
+        optimizer=optimizer,
+        against=against,
+      )
+      return arms.data_parallel(arm, arm.name) if method == METHODS[0] else arm
 
-      if quick:
-        found, best = [make(rates[-1])], rates[-1]
-      else:
-        found, best = study_lib.best_rate(make, rates, book)
-      planned += found
-      baseline = make(best).name if best else ''
-    if quick:
-      break
+    planned += study_lib.at_best_rates(make, METHODS, rates, quick, book)
   return planned
 
 

@@ -25,43 +25,23 @@ def config(method: str, optimizer: str, rate: float, seed: int, quick: bool) -> 
   return made
 
 
-def arm(method: str, optimizer: str, rate: float, seed: int, quick: bool, best: float) -> arms.Arm:
-  """`best`: the rate of the data-parallel arm to compare with; 0: none."""
-  return arms.Arm(
-    study='parity',
-    name=name(method, optimizer, rate),
-    config=config(method, optimizer, rate, seed, quick),
-    kind='alone' if method in ('data-parallel', 'lone') else 'train',
-    against=name('data-parallel', optimizer, best) if best else '',
-  )
-
-
-def name(method: str, optimizer: str, rate: float) -> str:
-  """
-  >>> name('decoupled', 'muon', 0.006)
-  'decoupled, muon 0.006'
-  """
-  return f'{method}, {optimizer} {rate:g}'
-
-
 def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
-  """Every method at its best inner rate: found with seed 0, then the other seeds."""
+  """Every method at its best inner rate."""
   planned = []
   for optimizer in ('muon',) if quick else RATES:
-    baseline = 0.0
-    for method in METHODS[:3] if quick else METHODS:
-      rates = RATES[optimizer]
-      make = lambda rate, m=method, o=optimizer, b=baseline: arm(m, o, rate, 0, quick, b)
-      if quick:
-        found, best = [make(rates[-1])], rates[-1]
-      else:
-        found, best = study_lib.best_rate(make, rates, book)
-      planned += found
-      if best and method == 'data-parallel':
-        baseline = best
-      if best:
-        others = study_lib.seeds(quick)[1:]
-        planned += [arm(method, optimizer, best, seed, quick, baseline) for seed in others]
+
+    def make(method, rate, seed, against, optimizer=optimizer):
+      return arms.Arm(
+        study='parity',
+        name=f'{method}, {optimizer} {rate:g}',
+        config=config(method, optimizer, rate, seed, quick),
+        kind='alone' if method in ('data-parallel', 'lone') else 'train',
+        against=against,
+      )
+
+    methods = METHODS[:3] if quick else METHODS
+    seeds = study_lib.seeds(quick)
+    planned += study_lib.at_best_rates(make, methods, RATES[optimizer], quick, book, seeds)
   return planned
 
 

@@ -60,9 +60,9 @@ def test_payloads_that_are_due_at_once_leave_evenly_and_messages_between_them(en
     count(sent_bytes, received_bytes)
 
   monkeypatch.setattr(learner.traffic, 'add', add)
-  what = answers.payload(PAYLOAD)
+  announced = answers.payload(PAYLOAD)
   for p in range(FRAGMENTS):
-    learner.send(1, answers.contribution(what, sync=p + 1, fragment=p), PAYLOAD)
+    learner.send(1, answers.contribution(announced, sync=p + 1, fragment=p), PAYLOAD)
   learner.send(1, messages.Heartbeat())
   heard = [type(at_syncer.get(timeout=DEADLINE_S).message) for _ in range(FRAGMENTS + 1)]
   assert heard[-1] is messages.Contribution and heard.count(messages.Heartbeat) == 1

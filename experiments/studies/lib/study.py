@@ -87,6 +87,37 @@ def best_rate(
       return found, rate
 
 
+def at_best_rates(
+  make: Callable[[str, float, int, str], arms.Arm],
+  methods: Sequence[str],
+  rates: Sequence[float],
+  quick: bool,
+  book: Book,
+  seeds: Sequence[int] = (0,),
+) -> list[arms.Arm]:
+  """Each method at its best inner rate, found with the first seed, and then with the others; quick:
+  at the last rate. `make(method, rate, seed, against)`; the others are compared with the first
+  method at its best rate."""
+  planned, baseline = [], ''
+  for method in methods:
+
+    def one(
+      rate: float, seed: int = seeds[0], method: str = method, against: str = baseline
+    ) -> arms.Arm:
+      return make(method, rate, seed, against)
+
+    if quick:
+      found, best = [one(rates[-1])], rates[-1]
+    else:
+      found, best = best_rate(one, rates, book)
+    planned += found
+    if best is not None:
+      planned += [one(best, seed) for seed in seeds[1:]]
+      if method == methods[0]:
+        baseline = one(best).name
+  return planned
+
+
 def seeds(quick: bool) -> Sequence[int]:
   """Those of a study."""
   return (0,) if quick else (0, 1, 2)
