@@ -31,17 +31,11 @@ class Turns(observers.Observer):
       elif kind is actions.Step:
         self.book.trains(name, now_ns)
 
-  def crashed(self, life: Life, now_ns: int, event: events.Event, error: Exception) -> None:
-    pass
-
   def died(self, now_ns: int, life: Life, killed: bool) -> None:
     if life.start.role == 'learner':
       self.book.died(life.start.node, now_ns, killed)
     else:
       self.book.syncer_died(now_ns)
-
-  def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    pass
 
 
 class Told:

@@ -37,7 +37,6 @@ class SingleController:
     workdir: the folder of checkpoints; a run in it is continued.
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
-    devices: the devices that the islands share; default all.
     key: of the seals of its files; None: they have none.
 
   Raises:
@@ -49,7 +48,6 @@ class SingleController:
     config: run_config.Config,
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
-    devices: list[jax.Device] | None = None,
     key: seals.Key | None = None,
   ):
     self._assembled = build.assemble(config)
@@ -61,7 +59,7 @@ class SingleController:
     self._hub = in_process.InProcessHub()
     names = run_config.learner_ids(config.sync.learners)
     needed = config.mesh.num_devices * len(names)
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices()
     if len(devices) < needed:
       raise ValueError(
         f'{len(names)} learners with meshes of {config.mesh.num_devices} devices need {needed} '
@@ -144,17 +142,12 @@ class SingleController:
     return self._exits
 
 
-def run(
-  config: run_config.Config,
-  workdir: str | pathlib.Path,
-  make_recorder: MakeRecorder | None = None,
-) -> dict[str, actions.Exit]:
+def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
 
   Args:
     config: of the run.
     workdir: its folder; if it holds this run already, the run is continued.
-    make_recorder: as for SingleController.
 
   Returns:
     The exit of each node by its name.
@@ -168,6 +161,6 @@ def run(
   entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
   folder = pathlib.Path(workdir)
   folder = run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
-  controller = SingleController(config, folder, make_recorder)
+  controller = SingleController(config, folder)
   controller.start()
   return controller.join()

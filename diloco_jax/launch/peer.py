@@ -65,13 +65,12 @@ class _Arrays:
   def save(
     self,
     clock: int,
-    anchors: Sequence[jax.Array],
     protocol: dict[str, Any],
     snapshot: int | None,
     keep: Sequence[int],
   ) -> Callable[[], checkpoint.Saved]:
     """The user's program keeps the checkpoints, so there is nothing to write."""
-    del anchors, protocol, keep
+    del protocol, keep
     if snapshot is not None:
       raise checkpoint.CheckpointError('the checkpoints of this learner belong to its own program')
     return lambda: checkpoint.Saved(clock, '')

@@ -30,7 +30,6 @@ class Held(Protocol):
   def save(
     self,
     clock: int,
-    anchors: Sequence[jax.Array],
     protocol: dict[str, Any],
     snapshot: int | None,
     keep: Sequence[int],

@@ -96,11 +96,11 @@ def run(
   try:
     if own_process:
       with _compile_in_turn():
-        island.warm_up(work.exchange.anchors)
+        island.warm_up()
         if restored is None:  # else the functions are in the cache, and training begins before
           work.compile_all()
     else:  # islands of one process have different devices and share no compiled functions
-      island.warm_up(work.exchange.anchors)
+      island.warm_up()
     records_lib.report_startup(records, 'compiled')
     state = None if restored is None else restored.protocol
     with running_node(

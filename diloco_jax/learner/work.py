@@ -197,9 +197,7 @@ class LearnerWork:
     """Starts an asynchronous save; a separate thread waits for its end."""
     begun_ns = time.monotonic_ns()
     try:
-      wait = self._island.save(
-        save.clock, self.exchange.anchors, save.machine_state, save.snapshot, save.keep
-      )
+      wait = self._island.save(save.clock, save.machine_state, save.snapshot, save.keep)
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))
       return

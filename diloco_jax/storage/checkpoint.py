@@ -6,11 +6,12 @@ arrays lie their shapes (a restore into another model is refused in one line) an
 bit: a checkpoint that does not read back as it was written is moved aside, with a warning, and the
 previous one is used.
 
-  <root>/<number>/state    parameters and optimizer state
-  <root>/<number>/anchors  one float32 array per fragment; absent if the learner has no syncer
-  <root>/<number>/record   JSON: clock, data cursor, the machine's state, shapes, digests, the run
-                           snapshot that pins it, and the SHA-256 of all these
-  <root>/<number>/seal     with a key (seals.py): it proves the record, and every byte of every file
+  <root>/<number>/state   parameters and optimizer state
+  <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
+                          snapshot that pins it, and the SHA-256 of all these
+  <root>/<number>/seal    with a key (seals.py): it proves the record, and every byte of every file
+
+A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
 another. The newest two are kept, and those that a run snapshot pins. A save returns the number and
@@ -35,7 +36,6 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.storage import json_files, leaves, manifests, seals
@@ -62,7 +62,6 @@ class Restored(NamedTuple):
   step: int  # the clock at which it was saved
   state: Any  # on the shardings asked for
   data_state: int
-  anchors: list[jax.Array]  # float32, flat, one per fragment
   protocol: dict[str, Any]
 
 
@@ -119,16 +118,15 @@ class Checkpoints:
         f'{self._root / str(number)} does not read back: {_one_line(error)}'
       ) from error
 
-  def warm_up(self, state: Any, anchors: Sequence[jax.Array] = ()) -> None:
+  def warm_up(self, state: Any) -> None:
     """Compiles what a save computes, so that the first one takes no longer than later ones."""
-    leaves.digests(_arrays(state, anchors))
+    leaves.digests({'state': state})
 
   def save(
     self,
     step: int,
     state: Any,
     data_state: int,
-    anchors: Sequence[jax.Array] = (),
     protocol: dict[str, Any] | None = None,
     snapshot: int | None = None,
     keep: Collection[int] = (),
@@ -147,7 +145,7 @@ class Checkpoints:
       CheckpointError: this save cannot start.
       TypeError: `protocol` is not JSON.
     """
-    arrays = _arrays(state, anchors)
+    arrays = {'state': state}
     record = {
       'data_state': int(data_state),
       'step': int(step),
@@ -182,14 +180,11 @@ class Checkpoints:
     ).start()
     return done.result
 
-  def restore(
-    self, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
-  ) -> Restored | None:
+  def restore(self, shardings: Any, like: Any) -> Restored | None:
     """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint.
 
     Args:
       shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
-      anchor_sharding: of each anchor.
       like: tree of arrays or ShapeDtypeStructs, the state of this model and optimizer.
 
     Raises:
@@ -204,7 +199,7 @@ class Checkpoints:
     for number in reversed(numbers):
       try:
         with _ONE_OPERATION:
-          return self._read(number, shardings, anchor_sharding, like)
+          return self._read(number, shardings, like)
       except leaves.Mismatch as mismatch:
         raise ValueError(
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
@@ -260,34 +255,17 @@ class Checkpoints:
     except CheckpointError as error:
       _LOG.warning('%s', error)
 
-  def _read(
-    self, number: int, shardings: Any, anchor_sharding: jax.sharding.Sharding, like: Any
-  ) -> Restored:
+  def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
     json_files.files_in(folder)  # no links, before anything is opened
     if self._key:
       _require_seal(folder, self._key)
     record = _record(folder, None)
-    load = self._checkpointer.load_checkpointables
-    anchor_shapes = [
-      shape for path, (shape, _) in record['shapes'].items() if path.startswith('anchors/')
-    ]
     arrays = {'state': jax.tree.map(_abstract, like, shardings)}
-    if anchor_shapes:
-      arrays['anchors'] = [
-        jax.ShapeDtypeStruct(tuple(shape), jnp.float32, sharding=anchor_sharding)
-        for shape in anchor_shapes
-      ]
     leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
-    arrays = load(number, arrays)
+    arrays = self._checkpointer.load_checkpointables(number, arrays)
     leaves.require_same_digests(record['digests'], leaves.digests(arrays))
-    return Restored(
-      record['step'],
-      arrays['state'],
-      record['data_state'],
-      arrays.get('anchors', []),
-      record['protocol'],
-    )
+    return Restored(record['step'], arrays['state'], record['data_state'], record['protocol'])
 
   def _snapshot_of(self, number: int) -> int | None:
     """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
@@ -498,11 +476,6 @@ def _require_writable(root: pathlib.Path) -> None:
 
 def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _arrays(state: Any, anchors: Sequence[jax.Array]) -> dict[str, Any]:
-  """The tree of a checkpoint."""
-  return {'state': state} | ({'anchors': list(anchors)} if anchors else {})
 
 
 def _one_line(error: Exception) -> str:

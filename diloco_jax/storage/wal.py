@@ -48,8 +48,6 @@ class Record(NamedTuple):
 class Recovered:
   """The findings and changes of a recovery."""
 
-  first: int  # the oldest record
-  last: int  # the newest; first - 1 if there is none
   cut_bytes: int  # of the torn tail
   words: tuple[str, ...]  # console lines; empty if recovery changed nothing
 
@@ -92,7 +90,7 @@ def open_log(
     words = _recover(files, found)
   except OSError as error:
     raise _recovery_failed(files, error) from error
-  recovered = Recovered(found.first, found.last, found.torn_bytes, tuple(words))
+  recovered = Recovered(found.torn_bytes, tuple(words))
   log = Wal(files, run, found.segments, found.last, found.chain, segment_bytes, recovered, key)
   if found.proven < found.last:
     log._mark()
@@ -109,7 +107,7 @@ def read_log(files: files_port_lib.Files, run: str, key: bytes = b'') -> 'Wal':
   found = wal_recovery.scan(files, run, key)
   if found.damage:
     raise found.damaged(files, found.damage)
-  recovered = Recovered(found.first, found.last, found.torn_bytes, ())
+  recovered = Recovered(found.torn_bytes, ())
   log = Wal(files, run, found.segments, found.last, found.chain, SEGMENT_BYTES, recovered, key)
   log._broken = 'The log is open for reading only.'
   return log
@@ -130,7 +128,7 @@ def begin(
   if wal_recovery.segment_names(files):
     raise ValueError(f'there is a log in {files.place} already; use open_log')
   chain = chain or fmt.first_chain(run, key)
-  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(after + 1, after, 0, ()), key)
+  log = Wal(files, run, [], after, chain, segment_bytes, Recovered(0, ()), key)
   log._begin_segment()
   return log
 
@@ -153,14 +151,10 @@ def _misfit(
   files: files_port_lib.Files, found: wal_recovery.Found, why: str, after: int
 ) -> fmt.WalDamaged:
   """The error for a whole log that does not fit the checkpoint."""
-  last = found.segments[-1] if found.segments else wal_recovery.Segment('', 1, 0)
   return fmt.WalDamaged(
     f'The checkpoint holds all records up to {after}, but {why}, in {files.place}. Not started, '
     'nothing changed. Restore the missing files of the log, or a checkpoint that fits, or set the '
-    f'log aside and continue from the newest checkpoint: {wal_recovery.RESTORE}',
-    last.name,
-    last.size,
-    found.last,
+    f'log aside and continue from the newest checkpoint: {wal_recovery.RESTORE}'
   )
 
 
@@ -314,13 +308,13 @@ class Wal:
         for offset, entry in wal_recovery.entries(self._files, segment):
           if due <= entry.number <= last:
             if entry.number > due:
-              raise self._changed(segment, offset, due)
+              raise self._changed(segment, due)
             yield self._record(segment, offset, entry)
             due += 1
     except OSError as error:
       raise self._fail('Reading back', error) from error
     if due <= last:
-      raise self._changed(self._segments[-1], 0, due)
+      raise self._changed(self._segments[-1], due)
 
   def roll(self) -> None:
     """Begins a new segment, so that the previous one can be dropped. Commit all records first."""
@@ -346,11 +340,6 @@ class Wal:
       self._do('fsync of the directory after removing', self._fsync_names, name)
       dropped.append(self._segments.pop(0).name)
     return dropped
-
-  def close(self) -> None:
-    """Makes the last mark durable, too, which no guarantee needs. The files stay open."""
-    self._require_whole()
-    self._do('fsync of', self._files.fsync, self._segments[-1].name)
 
   def _write(self, entry: fmt.Entry, views: list[memoryview]) -> None:
     """Writes a whole entry at the end, or, if the disk allows it, nothing."""
@@ -410,23 +399,20 @@ class Wal:
       payload[done : done + len(data)] = data
       done += len(data)
     if fmt.crc_of(payload) != entry.crc:
-      raise self._changed(segment, offset, entry.number)
+      raise self._changed(segment, entry.number)
     return Record(entry.number, entry.kind, entry.chain, payload.toreadonly())
 
-  def _changed(self, segment: wal_recovery.Segment, offset: int, number: int) -> fmt.WalDamaged:
+  def _changed(self, segment: wal_recovery.Segment, number: int) -> fmt.WalDamaged:
     return fmt.WalDamaged(
       f'WAL {self._files.place}/{segment.name} has changed since it was opened: record {number} '
-      'differs. Check the disk and the memory of this host, then start again.',
-      segment.name,
-      offset,
-      number - 1,
+      'differs. Check the disk and the memory of this host, then start again.'
     )
 
   # --- Failures -----------------------------------------------------------------------------------
 
   def _require_whole(self) -> None:
     if self._broken:
-      raise fmt.WalBroken(self._broken, self.committed)
+      raise fmt.WalBroken(self._broken)
 
   def _do(
     self, doing: str, call: Callable[..., Any], name: str, *args: Any, needed: int = 0
@@ -455,4 +441,4 @@ class Wal:
       f'outer step that is not durable. Safe up to record {self.committed}, hash '
       f'{fmt.short(self._committed_chain)}. Check the disk, then start again.'
     )
-    return fmt.WalBroken(self._broken, self.committed)
+    return fmt.WalBroken(self._broken)

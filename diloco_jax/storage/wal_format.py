@@ -74,29 +74,11 @@ class WalFull(WalError):
 
 
 class WalDamaged(WalError):
-  """The log differs from the committed one. Nothing was changed.
-
-  Attributes:
-    name: the damaged segment.
-    offset: the byte in it where the damage begins.
-    last_good: the last record before it.
-  """
-
-  def __init__(self, text: str, name: str, offset: int, last_good: int):
-    super().__init__(text)
-    self.name, self.offset, self.last_good = name, offset, last_good
+  """The log differs from the committed one. Nothing was changed."""
 
 
 class WalBroken(WalError):
-  """The disk failed. The log writes nothing more: end the process (exit code 74).
-
-  Attributes:
-    committed: the newest durable record; None: the log was not open yet.
-  """
-
-  def __init__(self, text: str, committed: int | None = None):
-    super().__init__(text)
-    self.committed = committed
+  """The disk failed. The log writes nothing more: end the process (exit code 74)."""
 
 
 class WalUnsupported(WalError):

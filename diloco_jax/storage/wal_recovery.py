@@ -70,10 +70,7 @@ class Found:
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
       f'{damage.why}. The syncer did not start and nothing was changed; {whole}. Put the file '
       f'back, or go back to the newest checkpoint with {RESTORE}: it moves the log aside, and the '
-      f'run repeats the outer steps behind record {after}.',
-      damage.name,
-      damage.offset,
-      self.last,
+      f'run repeats the outer steps behind record {after}.'
     )
 
 

@@ -260,7 +260,7 @@ def recover(
   `brought_back`: the last restore's message to the syncer (restore.py).
   """
   like = theta.like
-  restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), theta.place, like)
+  restored = checkpoints.restore(jax.tree.map(lambda _: theta.place, like), like)
   records_lib.report_startup(records, 'restored')
   start = tape_lib.Start(
     role='syncer',

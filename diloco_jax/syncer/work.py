@@ -170,7 +170,7 @@ class SyncerWork:
     record = {**save.machine_state, **self._log.position}
     try:
       saved = self._checkpoints.save(
-        save.clock, self._theta.arrays(), 0, (), record, save.snapshot, save.keep
+        save.clock, self._theta.arrays(), 0, record, save.snapshot, save.keep
       )()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=save.clock, error=str(error)))

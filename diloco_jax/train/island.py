@@ -116,16 +116,14 @@ class Island:
   def tokens_per_step(self) -> int:
     return self._task.tokens_per_batch
 
-  def warm_up(self, anchors: Sequence[jax.Array] = ()) -> float:
-    """Compiles the step without running it, and what a save with these anchors computes; returns
-    seconds. Optional, before the first step."""
-    start_ns = time.monotonic_ns()
+  def warm_up(self) -> None:
+    """Compiles the step without running it, and what a save computes. Optional, before the first
+    step."""
     batch = jax.eval_shape(lambda: self._shard[self._next_index])
     rate = jax.ShapeDtypeStruct((), np.float32)
     self._train_step = self._train_step.lower(self._state, batch, rate).compile()
     if self._checkpoints is not None:
-      self._checkpoints.warm_up(self._state, anchors)
-    return (time.monotonic_ns() - start_ns) / 1e9
+      self._checkpoints.warm_up(self._state)
 
   def step(self, clock: int) -> StepResult:
     """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
@@ -221,7 +219,6 @@ class Island:
   def save(
     self,
     clock: int,
-    anchors: Sequence[jax.Array] = (),
     protocol: dict[str, Any] | None = None,
     snapshot: int | None = None,
     keep: Sequence[int] = (),
@@ -230,21 +227,17 @@ class Island:
     `snapshot` and `keep`: the run snapshots that pin checkpoints (storage/checkpoint.py)."""
     record = {'shard': self._shard_index, 'protocol': protocol or {}}
     return self._require_checkpoints().save(
-      clock, self._state, self._next_index, anchors, record, snapshot, keep
+      clock, self._state, self._next_index, record, snapshot, keep
     )
 
   def restore(self) -> checkpoint.Restored | None:
     """Loads the newest verified checkpoint; returns None, without a change, if there is none."""
-    restored = self._require_checkpoints().restore(self.shardings, self.replicated, self._state)
+    restored = self._require_checkpoints().restore(self.shardings, self._state)
     if restored is None:
       return None
     self._state = restored.state
     self.read_from(restored.protocol['shard'], restored.data_state)
     return restored._replace(protocol=restored.protocol['protocol'])
-
-  def wait(self) -> None:
-    """Blocks until the current checkpoint is complete."""
-    self._require_checkpoints().wait()
 
   def close(self) -> None:
     if self._checkpoints:

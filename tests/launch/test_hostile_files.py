@@ -550,10 +550,10 @@ def test_a_wrong_key_sets_no_checkpoint_aside(sealed, keys):
   for key, is_ours in ((keys[1], False), (keys[0], True)):
     checkpoints = checkpoint.Checkpoints(str(root), key)
     if is_ours:
-      assert checkpoints.restore(jax.tree.map(lambda _: place, like), place, like).step == 105
+      assert checkpoints.restore(jax.tree.map(lambda _: place, like), like).step == 105
     else:
       with pytest.raises(seals.Unproved, match='no checkpoint can be proved.*--trust'):
-        checkpoints.restore(jax.tree.map(lambda _: place, like), place, like)
+        checkpoints.restore(jax.tree.map(lambda _: place, like), like)
     checkpoints.close()
   assert [path.name for path in root.iterdir()] == ['105']
 

@@ -69,7 +69,7 @@ def _pin(
 ) -> checkpoint.Saved:
   """Saves for a snapshot."""
   checkpoints = checkpoint.Checkpoints(str(_ckpt(node)), key)
-  saved = checkpoints.save(step, _state(seed), seed, (), protocol, snapshot, range(snapshot))()
+  saved = checkpoints.save(step, _state(seed), seed, protocol, snapshot, range(snapshot))()
   checkpoints.close()
   return saved
 
@@ -113,7 +113,7 @@ def _workdir(config, agreement, tmp_path) -> pathlib.Path:
     _take(workdir, number, agreement)
   for node in (manifests.syncer_folder(workdir), manifests.island_folder(workdir, 'l0')):
     checkpoints = checkpoint.Checkpoints(str(_ckpt(node)))
-    checkpoints.save(999, _state(99), 99, (), _books(3))
+    checkpoints.save(999, _state(99), 99, _books(3))
     checkpoints.close()
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   wal.begin(files, 'the run', 20, CHAIN).append(1, b'an outer step')
@@ -160,7 +160,7 @@ def _held(folder: pathlib.Path) -> checkpoint.Restored:
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   checkpoints = checkpoint.Checkpoints(str(folder))
   try:
-    return checkpoints.restore(jax.tree.map(lambda _: place, _state(0)), place, _state(0))
+    return checkpoints.restore(jax.tree.map(lambda _: place, _state(0)), _state(0))
   finally:
     checkpoints.close()
 

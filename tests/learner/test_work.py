@@ -64,11 +64,10 @@ def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   assembled = build.assemble(config)
   devices = jax.devices()[: config.mesh.num_devices]
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
-  anchors = on_device.Exchange(assembled, island).anchors
-  island.warm_up(anchors)
+  island.warm_up()
   island.step(0)
   compiled = leaves._digest_leaves._cache_size()
-  island.save(1, anchors)()
+  island.save(1)()
   assert leaves._digest_leaves._cache_size() == compiled
   island.close()
 

@@ -27,14 +27,14 @@ def _state(value: float):
 
 def _shardings(mesh_config: config_lib.MeshConfig, like):
   mesh = mesh_lib.make_mesh(mesh_config, jax.devices()[: mesh_config.num_devices])
-  return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION), mesh_lib.replicated(mesh)
+  return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION)
 
 
 def _restore(root: pathlib.Path, like=None):
   like = _state(0) if like is None else like
   checkpoints = checkpoint.Checkpoints(str(root))
   try:
-    return checkpoints.restore(*_shardings(config_lib.MeshConfig(), like), like)
+    return checkpoints.restore(_shardings(config_lib.MeshConfig(), like), like)
   finally:
     checkpoints.close()
 
@@ -53,13 +53,10 @@ def _assert_holds(restored: checkpoint.Restored, step: int) -> None:
 
 def test_reads_back_the_saved_state(tmp_path):
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  anchors = [jnp.arange(32, dtype=jnp.float32), jnp.full(64, -0.0)]
-  checkpoints.save(7, _state(7), 70, anchors, {'versions': [3, 4], 'steps': {'0': 1}})
-  restored = checkpoints.restore(*_shardings(config_lib.MeshConfig(), _state(0)), _state(0))
+  checkpoints.save(7, _state(7), 70, {'versions': [3, 4], 'steps': {'0': 1}})
+  restored = checkpoints.restore(_shardings(config_lib.MeshConfig(), _state(0)), _state(0))
   _assert_holds(restored, 7)
   assert restored.protocol == {'versions': [3, 4], 'steps': {'0': 1}}
-  for one, other in zip(restored.anchors, anchors, strict=True):
-    assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
   checkpoints.close()
 
 
@@ -115,15 +112,12 @@ def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path):
 
 def test_restores_onto_another_mesh(tmp_path):
   like = {'embedding': jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
-  saved_on, anchor_sharding = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
+  saved_on = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  checkpoints.save(
-    1, jax.device_put(like, saved_on), 0, [jax.device_put(jnp.ones(32), anchor_sharding)]
-  )
-  wanted, anchor_sharding = _shardings(config_lib.MeshConfig(tensor=4), like)
-  restored = checkpoints.restore(wanted, anchor_sharding, like)
+  checkpoints.save(1, jax.device_put(like, saved_on), 0)
+  wanted = _shardings(config_lib.MeshConfig(tensor=4), like)
+  restored = checkpoints.restore(wanted, like)
   assert restored.state['embedding'].sharding == wanted['embedding']
-  assert restored.anchors[0].sharding == anchor_sharding
   np.testing.assert_array_equal(restored.state['embedding'], like['embedding'])
   checkpoints.close()
 

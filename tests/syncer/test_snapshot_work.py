@@ -17,7 +17,7 @@ BOOKS = {'log': 3, 'chain': '00' * 32, 'members': []}
 
 def _save(node: pathlib.Path) -> checkpoint.Saved:
   checkpoints = checkpoint.Checkpoints(str(node / manifests.CHECKPOINTS))
-  saved = checkpoints.save(7, {'w': jnp.ones(4)}, 0, (), BOOKS, snapshot=1)()
+  saved = checkpoints.save(7, {'w': jnp.ones(4)}, 0, BOOKS, snapshot=1)()
   checkpoints.close()
   return saved
 

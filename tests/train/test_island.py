@@ -18,7 +18,7 @@ def _assert_same(one, other):
 
 def test_learns_alone(make_island):
   island = make_island(config_lib.MeshConfig(fsdp=2))
-  assert island.warm_up() > 0
+  island.warm_up()
   start = island.evaluate()
   results = [island.step(clock) for clock in range(40)]
   assert results[0].tokens == island.tokens_per_step == 4 * 16
@@ -32,15 +32,13 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_pat
   island = make_island(checkpoint_dir=str(tmp_path), shard=1)
   for clock in range(3):
     island.step(clock)
-  anchors = [jax.device_put(np.arange(64, dtype=np.float32), island.replicated)]
-  island.save(3, anchors, {'versions': [1, 2]})
+  island.save(3, {'versions': [1, 2]})
   expected = [island.step(clock) for clock in range(3, 6)]
   island.close()
 
   other = make_island(checkpoint_dir=str(tmp_path), seed=9)
   restored = other.restore()
   assert (restored.step, restored.data_state, restored.protocol) == (3, 3, {'versions': [1, 2]})
-  _assert_same(restored.anchors, anchors)
   assert (other.shard, other.data_state) == (1, 3)
   again = [other.step(clock) for clock in range(3, 6)]
   assert [r[:3] for r in again] == [r[:3] for r in expected]

@@ -73,17 +73,14 @@ def data_parallel_bits(
   step_s: float,
   utilisation: float,
   learners: int,
-  bits: int = 16,
-  layers: float = math.inf,
 ) -> float:
   """Bits per second between sites for data-parallel training at a compute utilisation.
 
-  Assumes an all-reduce of all gradients in every step by a ring. It overlaps the backward pass (two
-  thirds of a step) but for the last layer's part, so `1/3 + 2/(3 * layers)` of a step hides none.
+  Assumes a ring all-reduce of all gradients, in bfloat16, in every step. The backward pass, two
+  thirds of a step, hides it.
   """
-  exposed = 1 / 3 + 2 / 3 / layers
-  hidden_s = step_s * (1 / utilisation - exposed)
-  return ring(learners) * bits * parameters / hidden_s
+  hidden_s = step_s * (1 / utilisation - 1 / 3)
+  return ring(learners) * 16 * parameters / hidden_s
 
 
 def decoupled_bits(

@@ -9,10 +9,10 @@ import dataclasses
 from typing import Any
 
 from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.goodput import islands
+from diloco_jax.proof.goodput import islands, on_time
 from diloco_jax.proof.sim import engine as engine_lib
 from diloco_jax.proof.sim import hardware
-from diloco_jax.proof.virtual import conditions, no_arrays, on_time, world
+from diloco_jax.proof.virtual import conditions, no_arrays, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
@@ -38,7 +38,6 @@ class Result:
     merged: the same as a share of the tokens trained, and `merged_of` by learner.
     on_time: the share merged in the sync for which they were due.
     participants: mean number of learners in an outer step.
-    turns: of machines, with the warm-up.
   """
 
   goodput: float
@@ -50,14 +49,12 @@ class Result:
   merged_of: dict[str, float]
   on_time: float
   participants: float
-  turns: int
 
 
 class _Counts(observers.Observer):
   """What a run does after its warm-up."""
 
   def __init__(self):
-    self.turns = 0
     self.begin(0)
 
   def begin(self, now_ns: int) -> None:
@@ -67,13 +64,9 @@ class _Counts(observers.Observer):
     self.on_time = on_time.OnTime()
     self._merged_ns = now_ns
 
-  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
-    pass
-
   def saw(
     self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:
-    self.turns += 1
     if type(event) is events.StepDone:
       self.trained[life.start.node] += event.tokens
     if life.start.role == 'syncer':
@@ -167,5 +160,4 @@ def _result(
     },
     on_time=counts.on_time.tokens / config.fragments / trained,
     participants=counts.participants / max(1, counts.merges),
-    turns=counts.turns,
   )

@@ -136,9 +136,6 @@ class Story(observers.Observer):
     else:
       self._nodes[life.start.identity.nonce] = life.start.node
 
-  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
-    pass
-
   def saw(
     self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
   ) -> None:

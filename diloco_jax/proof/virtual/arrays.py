@@ -197,7 +197,7 @@ def fresh_island(assembled: build.Assembly) -> island_lib.Island:
 def fresh_theta(assembled: build.Assembly) -> global_model.Theta:
   """A global model at version 0."""
   sync = assembled.config.sync
-  outer = sync.merge, sync.embedding_merge, sync.outer
+  outer = sync.merge, sync.embedding_merge, sync.router_merge, sync.outer
   return _theta(repr((_exchange_key(assembled), outer)), _Unkeyed(assembled)).twin(assembled)
 
 

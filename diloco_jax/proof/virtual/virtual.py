@@ -27,7 +27,7 @@ from absl import flags
 
 from diloco_jax.config import build, run_config
 from diloco_jax.proof.sim import faults as faults_lib
-from diloco_jax.proof.virtual import arrays, conditions, no_arrays, on_time
+from diloco_jax.proof.virtual import arrays, conditions, no_arrays
 from diloco_jax.proof.virtual import world as world_lib
 from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
@@ -67,14 +67,11 @@ class Result:
 
   Attributes:
     config: as it ran: `train.steps` is the T that was found.
-    seed: of the conditions.
     tokens: trained by all learners.
     steps: inner steps of each learner, over all its lives.
     curve: held-out loss of the global model; () without arrays or held-out batches.
     merges: every outer step in order.
     ledger: the last one (protocol/facts.py), in fragment-tokens.
-    on_time_share: fragment-tokens merged in the sync for which they were due, as a share of the
-      trained ones. Of a learner that missed k syncs of a fragment, 1 in k + 1 is on time.
     up_bytes, down_bytes: payloads on the wire.
     deaths: of learners.
     time: of the whole run.
@@ -84,13 +81,11 @@ class Result:
   """
 
   config: run_config.Config
-  seed: int
   tokens: int
   steps: dict[str, int]
   curve: tuple[Point, ...]
   merges: tuple[Merge, ...] = ()
   ledger: facts.Ledger | None = None
-  on_time_share: float = 0.0
   up_bytes: int = 0
   down_bytes: int = 0
   deaths: int = 0
@@ -208,7 +203,6 @@ def alone(config: run_config.Config, progress: Progress | None = None) -> Result
         progress((clock + 1) * per_step, total * per_step)
   return Result(
     config=config,
-    seed=0,
     tokens=total * per_step,
     steps={'l0': total},
     curve=tuple(curve),
@@ -247,25 +241,13 @@ class _Book(observers.Observer):
     self.tokens = self.deaths = self.up_bytes = self.down_bytes = 0
     self.steps: collections.Counter[str] = collections.Counter()
     self.merges: list[Merge] = []
-    self.on_time = on_time.OnTime()
 
   @property
   def time(self) -> float:
     return self.world.now_ns / self._step_ns if self.world else 0.0
 
-  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
-    pass
-
   def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
     self.deaths += killed
-    if life.start.role == 'learner':
-      self.on_time.gone(life.start.identity.learner)
-
-  def crashed(self, life: Any, now_ns: int, event: events.Event, error: Exception) -> None:
-    pass
-
-  def logged(self, now_ns: int, note: observers.LogNote) -> None:
-    pass
 
   def saw(
     self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
@@ -276,9 +258,6 @@ class _Book(observers.Observer):
       self.tokens += event.tokens
       if self._progress is not None:
         self._progress(self.tokens, self._target)
-    if syncer:
-      processes = self.world.learners.values()
-      self.on_time.turn(out, [one.learner for one in processes if one.steps])
     for action in out:
       if isinstance(action, actions.Send):
         if action.payload_id is not None:
@@ -334,13 +313,11 @@ def _run(
   world.run_to_the_end(limit_ns)
   return Result(
     config=config,
-    seed=where.seed,
     tokens=book.tokens,
     steps=dict(sorted(book.steps.items())),
     curve=(),
     merges=tuple(book.merges),
     ledger=world.ledger(),
-    on_time_share=book.on_time.tokens / (config.sync.fragments * book.tokens),
     up_bytes=book.up_bytes,
     down_bytes=book.down_bytes,
     deaths=book.deaths,

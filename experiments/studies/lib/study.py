@@ -1,7 +1,6 @@
 """A study: its arms, and the book of those that have run."""
 
 import dataclasses
-import functools
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -121,8 +120,3 @@ def at_best_rates(
 def seeds(quick: bool) -> Sequence[int]:
   """Those of a study."""
   return (0,) if quick else (0, 1, 2)
-
-
-def with_names(study: str) -> Callable[..., arms.Arm]:
-  """Makes arms of a study."""
-  return functools.partial(arms.Arm, study=study)

@@ -38,8 +38,3 @@ class OnTime:
     for learner in training:
       if learner not in present:
         self._missed[learner, p] += 1
-
-  def gone(self, learner: str) -> None:
-    """The process of a learner has ended, and its tokens with it."""
-    for key in [key for key in self._missed if key[0] == learner]:
-      del self._missed[key]
