@@ -13,7 +13,8 @@ about 45 s on two cores.
 
 With --like the times of everything come from the tapes of a real run (proof/goodput/calibration.py)
 and the machines run as in that run, or in the one of --against, with its kills of learners. The
-program prints the measured figures and those of the simulation, in seconds.
+program prints, in percent, the figures of the simulation and, without --kill_every_s, the measured
+ones.
 """
 
 import pathlib

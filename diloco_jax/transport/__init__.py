@@ -1,5 +1,4 @@
-"""Messages and payloads between nodes: frames, the protobuf schema, gRPC streams, in-process
-links, and who may open one."""
+"""Messages and payloads between nodes: frames, protobuf, gRPC or in-process links, doors."""
 
 import os
 

@@ -1,1 +1,1 @@
-"""Faults for real processes, and the plans that simulated and real runs share."""
+"""Faults for real processes: by signals and a faulty proxy, and the report of such a run."""

@@ -2,11 +2,11 @@
 
 Everything that takes time is read from the tapes of a run (tape_times.py): steps and what comes
 before them, encodings, adoptions, transfers, outer steps, starts of processes. The simulated world
-then draws *moments* of that run, some seconds long, and whatever happens in it takes the time that
-it took at the same moment of the run. So what happened together stays together: where learners
-share cores, slow steps, slow encodings and slow transfers come at the same time. A moment is drawn
-among those with as many learners that train, and that start, as there are now, since a start takes
-cores from others.
+then draws *stretches* of that run, some seconds long, and whatever happens in one takes the time
+that it took in the same stretch of the run. So what happened together stays together: where
+learners share cores, slow steps, slow encodings and slow transfers come at the same time. A stretch
+is drawn among those with as many learners that train, and that start, as there are now, since a
+start takes cores from others.
 """
 
 import collections
@@ -27,7 +27,7 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
 
-MOMENT_NS = 3 * engine_lib.SECOND  # how long the world stays at a moment of the run, at most
+STRETCH_NS = 3 * engine_lib.SECOND  # how long the world stays at a stretch of the run, at most
 _PATIENCE_NS = 3_600 * engine_lib.SECOND
 _SIZE = 64  # of all payloads: their time is that of the run
 
@@ -47,8 +47,8 @@ def drawn_kills(
   return found
 
 
-class Moments:
-  """Draws moments of a run."""
+class Stretches:
+  """Draws stretches of a run."""
 
   def __init__(self, source: tape_times.Source, draw: random.Random):
     self._source, self._draw = source, draw
@@ -68,13 +68,13 @@ class Moments:
 
   def took(self, now_ns: int, state: tuple[int, int], kind: str, learner: str = '') -> Any:
     """How long this takes now; `state`: how many learners start, and train. That of another learner
-    if this one was down at the moment; 0 if it never occurred in the run."""
+    if this one was down then; 0 if it never occurred in the run."""
     if state != self._state or now_ns >= self._until_ns:
       self._move(now_ns, state)
     if kind not in self._known:
       return 0
     found = self._next(now_ns, kind, learner) if learner in self._known[kind] else None
-    if found is None or found[0] >= MOMENT_NS:
+    if found is None or found[0] >= STRETCH_NS:
       nearby = (self._next(now_ns, kind, name) for name in self._known[kind])
       found = min(nearby, key=lambda one: one[0])
     _, place, took, key = found
@@ -82,13 +82,13 @@ class Moments:
     return took
 
   def _next(self, now_ns: int, kind: str, learner: str) -> tuple[int, int, Any, tuple[str, str]]:
-    """How far it is from this moment, its number, how long it took, and its kind and learner."""
+    """How far it is from here, its number, how long it took, and its kind and learner."""
     key = kind, learner
     at_ns = now_ns + self._offset_ns
-    return *self._source.times[key].next(at_ns, self._last.get(key, -1), MOMENT_NS), key
+    return *self._source.times[key].next(at_ns, self._last.get(key, -1), STRETCH_NS), key
 
   def _move(self, now_ns: int, state: tuple[int, int]) -> None:
-    """Goes to another moment of the run, in this state or the nearest to it."""
+    """Goes to another stretch of the run, in this state or the nearest to it."""
 
     def distance(other: tuple[int, int]) -> tuple[int, int]:
       return abs(other[0] - state[0]), abs(other[1] - state[1])
@@ -97,12 +97,12 @@ class Moments:
     begin_ns, end_ns = self._draw.choices(spans, [end - begin for begin, end in spans])[0]
     at_ns = self._draw.randrange(begin_ns, end_ns)
     self._state, self._offset_ns = state, at_ns - now_ns
-    self._until_ns = now_ns + min(MOMENT_NS, end_ns - at_ns)
+    self._until_ns = now_ns + min(STRETCH_NS, end_ns - at_ns)
     self._last.clear()
 
 
 class _Learner(world.Learner):
-  """A learner whose work takes the time of a moment."""
+  """A learner whose work takes the time of a stretch."""
 
   def work(self, action: actions.Work) -> None:
     match action:
@@ -132,7 +132,7 @@ class _Learner(world.Learner):
 
 
 class _Syncer(world.Syncer):
-  """A syncer whose work takes the time of a moment."""
+  """A syncer whose work takes the time of a stretch."""
 
   def takes_ns(self, action: actions.Work) -> int:
     kinds = {actions.Merge: 'merge', actions.ReadFragment: 'read', actions.Save: 'save'}
@@ -140,7 +140,7 @@ class _Syncer(world.Syncer):
 
 
 class _Link(network.Link):
-  """A link on which messages take the time of a moment."""
+  """A link on which messages take the time of a stretch."""
 
   def __init__(self, world: 'World', name: str, draw: random.Random):
     super().__init__(draw)
@@ -157,7 +157,7 @@ class _Link(network.Link):
 
 
 class World(world.World):
-  """A world in which everything takes the time of a moment of a run.
+  """A world in which everything takes the time of a stretch of a run.
 
   Attributes:
     source: the run.
@@ -167,7 +167,7 @@ class World(world.World):
   def __init__(self, source: tape_times.Source, config: config_lib.ProtocolConfig, seed: int):
     self.source = source
     self.book = book_lib.Book(config.quorum, config.period / config.fragments)
-    self._moments = Moments(source, random_streams.random_stream(seed, 'moments'))
+    self._stretches = Stretches(source, random_streams.random_stream(seed, 'moments'))
     self._draw = random_streams.random_stream(seed, 'starts')
     self._starting: set[str] = set()
     sizes = (_SIZE,) * config.fragments
@@ -190,7 +190,7 @@ class World(world.World):
     """How long this takes now."""
     training = sum(bool(one.steps) for one in self.learners.values())
     starting = len(self._starting) + len(self.learners) - training
-    return self._moments.took(self.now_ns, (starting, training), kind, learner)
+    return self._stretches.took(self.now_ns, (starting, training), kind, learner)
 
   def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
     return _Learner(self, key, life)
