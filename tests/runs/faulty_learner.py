@@ -91,6 +91,8 @@ class _MortalSession(grpc_session.Session):
     super()._on_frame(frame)
 
   def _kill_at_percent(self, name: str, frame: bytes) -> None:
+    if chunks.acknowledged(frame) is not None:
+      return
     chunk = chunks.parse(frame)
     for percent in PERCENTS if chunk.count >= 10 else ():  # no fragment of these runs has as many
       if 100 * (chunk.index + 1) >= percent * chunk.count:

@@ -130,7 +130,8 @@ class Conductor(conductor.Conductor):
     phase = Phase(name, time.monotonic_ns())
     starts, bytes_before, said = self._starts(), self._syncer_bytes(), len(self.said)
     await doing
-    await self.until(lambda: False, 0.3)
+    lasted_s = (time.monotonic_ns() - phase.began_ns) / 1e9
+    await self.until(lambda: False, max(0.3, self._seconds / 5 - lasted_s))
     phase.ended_ns = time.monotonic_ns()
     phase.starts = self._starts() - starts
     phase.more_bytes = self._syncer_bytes() - bytes_before
