@@ -277,7 +277,9 @@ def join(
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
     )
-    work = learner_work.LearnerWork(assembled, peer._arrays, event_queue.post, payloads, records)
+    work = learner_work.LearnerWork(
+      assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
+    )
     work.compile_all()
     connect = entrypoints.dialer(assembled, address, access, records.say)
     cleanup.enter_context(work.egress())

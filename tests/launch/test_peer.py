@@ -1,6 +1,7 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.launch import own_model
-from diloco_jax.transport import addresses
+from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
 
 _WIDTH, _WORDS = 16, 32
@@ -284,6 +285,27 @@ def test_the_error_of_a_syncer_reaches_its_program():
     with diloco_jax.run_syncer(total_steps=100, sync=sync) as server:
       model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
       own_model.bring(model, lambda: server.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+
+
+def test_a_loop_ends_with_its_egress_thread(monkeypatch):
+  """Or it would train on, and none of its work would reach the model."""
+  keep = payloads.keep
+
+  def keep_unless_it_leaves_a_learner(store, data):
+    if threading.current_thread().name == 'egress':
+      raise MemoryError('no room for the contribution')
+    return keep(store, data)
+
+  monkeypatch.setattr(payloads, 'keep', keep_unless_it_leaves_a_learner)
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  kwargs = {'total_steps': 1_000_000, 'sync': sync}
+  with diloco_jax.run_syncer(**kwargs) as server:
+    with pytest.raises(MemoryError, match='no room for the contribution'):
+      with diloco_jax.join(_params(), learner='l0', syncer=server.address, **kwargs) as peer:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        for _ in peer.steps():
+          assert time.monotonic() < deadline_s, 'the loop trains on'
+          peer.sync(peer.params, tokens=1)
 
 
 def test_loops_over_mutual_tls(tmp_path):
