@@ -176,20 +176,30 @@ def bring(
   """Sends the model to the syncer, if it has none; waits until one listens.
 
   Raises:
-    TimeoutError: no syncer has listened within `wait_s`.
-    ValueError: the syncer refused the model.
+    TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
+      syncer listens.
+    ValueError: the syncer refused the model, or would refuse it.
   """
+  header = model.header().encode()
+  if len(header) > _MAX_HEADER_BYTES:
+    raise ValueError(
+      f'names and shapes of the model have {len(header)} bytes, a syncer takes '
+      f'{_MAX_HEADER_BYTES}; nothing was sent: use fewer or shorter names'
+    )
+  limit_s = wait_s + _size_bytes(model) / _UPLOAD_BYTES_PER_S
   deadline_s = time.monotonic() + wait_s
   while True:
     try:
       with doors.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
-        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(model), timeout=wait_s)
+        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(header, model), timeout=limit_s)
       return
     except grpc.RpcError as error:
       if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return  # the syncer has a model; Join compares ours with it
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
+      if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
+        deadline_s = time.monotonic() + wait_s
       reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
     except OSError as error:  # no address yet
       reason = str(error)
@@ -198,8 +208,13 @@ def bring(
     threading.Event().wait(_DIAL_S)
 
 
-def _pieces(model: Model) -> Iterator[bytes]:
-  yield model.header().encode()
+def _size_bytes(model: Model) -> int:
+  """Of the values on their way: float32."""
+  return sum(4 * leaf.size for leaf in model.shapes.values())
+
+
+def _pieces(header: bytes, model: Model) -> Iterator[bytes]:
+  yield header
   values = model.values()
   for name in model.shapes:
     data = memoryview(np.ascontiguousarray(values[name])).cast('B')
@@ -309,7 +324,7 @@ def _read_pieces(
     raise ValueError(f'the header has {len(header)} bytes, at most {_MAX_HEADER_BYTES}')
   values: dict[str, np.ndarray] = {}
   model = from_header(header.decode(errors='replace'), lambda: values)
-  total = sum(4 * leaf.size for leaf in model.shapes.values())
+  total = _size_bytes(model)
   if total > max_bytes:
     raise ValueError(f'the model has {total} bytes, this syncer has memory for {max_bytes}')
   announced(total)

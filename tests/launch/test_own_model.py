@@ -1,5 +1,6 @@
 """The call that brings a model to a syncer, before peers that are not what they should be."""
 
+import dataclasses
 import json
 import queue
 import threading
@@ -114,3 +115,51 @@ def test_one_learner_at_a_time_brings_the_model_and_has_limited_time(waiting):
   never.set()
   own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+
+
+def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
+  shape, wait_s = (1 << 10, 1 << 9), 0.2  # 2 MiB, for which the syncer grants 2 s
+
+  def values():
+    threading.Event().wait(2 * wait_s)
+    return {'w': np.ones(shape, np.float32)}
+
+  syncer = waiting()
+  model = dataclasses.replace(
+    own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body'), values=values
+  )
+  own_model.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
+  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == shape
+
+
+def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
+  syncer, wait_s = waiting(), 0.2
+  began, never, patient = threading.Event(), threading.Event(), threading.Event()
+
+  def slowly():
+    yield header()
+    began.set()
+    never.wait()
+
+  slow = syncer.bring(slowly())
+  assert began.wait(_DEADLINE_S)
+  began_s = time.monotonic()
+
+  def address():
+    if time.monotonic() > began_s + 3 * wait_s:
+      patient.set()
+    return syncer.address
+
+  with futures.ThreadPoolExecutor(1) as pool:
+    brought = pool.submit(own_model.bring, _MODEL, address, addresses.LOCAL, wait_s)
+    assert patient.wait(_DEADLINE_S)
+    slow.cancel()
+    never.set()
+    brought.result(_DEADLINE_S)
+  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+
+
+def test_a_header_that_no_syncer_takes_is_not_sent():
+  model = own_model.describe({'w' * (5 << 20): jnp.ones(1)}, lambda name: 'body')
+  with pytest.raises(ValueError, match='nothing was sent: use fewer or shorter names'):
+    own_model.bring(model, lambda: 'unix:/nowhere', addresses.LOCAL, wait_s=0.0)
