@@ -102,9 +102,9 @@ def own_loop_syncer(
     addresses.check(address, access)
     if init and own_model.read(folder) is None:
       tree = arrays.load(pathlib.Path(init))
-      own_model.write(folder, own_model.describe(tree, task_lib.embeddings))
+      own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
     try:
-      model = own_model.obtain(folder, address, access, listening, stopped, records.say)
+      model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
     except InterruptedError as error:
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)

@@ -29,6 +29,7 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.protocol import safe_json
+from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, json_files
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
@@ -78,8 +79,9 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
       for name, (shape, dtype) in given['shapes'].items()
     }
     moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
-    if any(size < 0 for leaf in shapes.values() for size in leaf.shape):
-      raise ValueError('a size is negative')
+    sizes = [size for leaf in (*shapes.values(), *moments) for size in leaf.shape]
+    if not all(type(size) is int and size >= 0 for size in sizes):
+      raise ValueError('a size is no whole number, or negative')
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
@@ -120,6 +122,11 @@ def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) ->
 def complete(model: Model, config: run_config.Config) -> build.Assembly:
   """The objects of a config without a task, and a model. Without `moments` nothing is donated.
   Raises ValueError."""
+  for name in model.shapes:
+    if repr(name) != f"'{name}'":
+      raise ValueError(
+        f'the parameter name {name!r} has quotes or unprintable characters: rename it'
+      )
   donates = bool(model.moments)
   config = dataclasses.replace(
     config,
@@ -127,9 +134,13 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
     sync=config.sync if donates else dataclasses.replace(config.sync, donor_wait_s=0.0),
   )
   config.validate()
-  return build.assemble_own_loop(
+  assembled = build.assemble_own_loop(
     config, model.values, dict(model.shapes), model.labels, model.moments
   )
+  unknown = sorted(set(model.labels.values()) - set(assembled.rules))
+  if unknown:
+    raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(assembled.rules)}')
+  return assembled
 
 
 # --- On disk --------------------------------------------------------------------------------------
@@ -137,6 +148,7 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 
 def obtain(
   workdir: pathlib.Path,
+  config: run_config.Config,
   address: str,
   access: addresses.Access,
   listening: Callable[[str], None],
@@ -146,13 +158,16 @@ def obtain(
   """The model in the run's folder, or else what the first learner brings (`receive`)."""
   model = read(workdir)
   if model is None:
-    model = receive(address, access, listening, stopped, say)
-    write(workdir, model)
+    check = lambda model: complete(model, config)
+    model = receive(address, access, listening, stopped, say, check)
+    write(workdir, model, config)
   return model
 
 
-def write(workdir: pathlib.Path, model: Model) -> None:
-  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError."""
+def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
+  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError; ValueError, and
+  writes nothing, if no syncer of this config could use it."""
+  complete(model, config)
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
   json_files.replace(folder / 'model.json', model.header().encode())
@@ -228,6 +243,7 @@ def receive(
   listening: Callable[[str], None],
   stopped: threading.Event,
   say: credentials.Say,
+  check: Callable[[Model], object],
   max_bytes: int | None = None,
   upload_s: float = _UPLOAD_S,
 ) -> Model:
@@ -238,6 +254,7 @@ def receive(
     listening: called with the address; a port 0 is replaced.
     stopped: gives up when it is set.
     say: takes lines about certificates.
+    check: raises ValueError for a model that the syncer cannot use; it then waits for another one.
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
@@ -261,9 +278,12 @@ def receive(
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
     limit = _TimeLimit(context, upload_s)
     try:
-      arrived.put(_read_pieces(requests, max_bytes, limit.extend))
+      model = _read_pieces(requests, max_bytes, limit.extend)
+      check(model)
+      arrived.put(model)
     except ValueError as error:
-      context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+      text = said_lib.said(str(error), grpc_session.REASON_CHARS)
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     finally:
       limit.cancel()
       busy.release()

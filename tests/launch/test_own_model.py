@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.transport import addresses, doors
 
 _DEADLINE_S = 20
+_CONFIG = own_model.config(
+  20, run_config.SyncConfig(learners=1, fragments=1, period=2, overlap=0), shards=1
+)
 _MODEL = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
 
 
@@ -32,6 +36,7 @@ class Waiting:
       listening.put,
       self._stopped,
       print,
+      lambda model: own_model.complete(model, _CONFIG),
       **limits,
     )
     self.address = listening.get(timeout=_DEADLINE_S)
@@ -80,6 +85,14 @@ def header(shape=(8, 8), **changes):
     ([header(shape=(1 << 40, 8))], 'this syncer has memory for'),
     ([header(shape=(-1, 8))], 'not the header of a model'),
     ([header(shape=('8',))], 'not the header of a model'),
+    ([header(shape=(8.0,))], 'not the header of a model'),
+    ([header(moments=[[[-8], 'float32']])], 'not the header of a model'),
+    ([header(shapes={'w': [(8,), 'int32']}), bytes(32)], 'parameters must be floats'),
+    ([header(labels={'w': 'kernel'}), bytes(256)], "the labels ['kernel'] have no merge rule"),
+    (
+      [header(shapes={"'w'": [(8,), 'float32']}, labels={"'w'": 'body'}), bytes(32)],
+      'rename it',
+    ),
     ([header(), b'x' * 255], 'w has 255 bytes'),
     ([header(), b'x' * 257], 'w has 257 bytes'),
     ([header(), np.full(64, np.nan, np.float32).tobytes()], 'not finite'),

@@ -209,7 +209,8 @@ def served(world, came):
       listening, stopped = queue.Queue(), threading.Event()
       pool = stack.enter_context(futures.ThreadPoolExecutor(1))
       access = addresses.Access(tls, plaintext_loopback=tls is None)
-      pool.submit(own_model.receive, '127.0.0.1:0', access, listening.put, stopped, print)
+      where = '127.0.0.1:0', access, listening.put, stopped, print
+      pool.submit(own_model.receive, *where, check=lambda model: None)
       stack.callback(stopped.set)
       found[door] = end, end.transport.address, listening.get(timeout=DEADLINE_S)
     yield found
