@@ -481,6 +481,23 @@ def test_a_clock_set_back_revives_no_certificate(world):
     judge.require(proof)
 
 
+def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monkeypatch):
+  world, read = World(tmp_path), allowlist.read
+
+  def read_just_before(folder):
+    found = read(folder)
+    monkeypatch.undo()
+    world.owner.revoke('l1')
+    return found
+
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  monkeypatch.setattr(allowlist, 'read', read_just_before)
+  judge = credentials.SyncerCredentials(world.syncer, print)
+  judge.refresh([])
+  with pytest.raises(proofs.Unproved, match='learner l1 is not on the allowlist'):
+    judge.require(proof)
+
+
 def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
   clock, said = [proofs.utc_now()], []
   judge = credentials.SyncerCredentials(world.syncer, said.append, lambda: clock[0])
