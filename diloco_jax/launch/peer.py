@@ -257,7 +257,8 @@ def join(
     plaintext_loopback: plain TCP on a loopback address, for debugging.
 
   Raises:
-    ValueError: settings or arrays cannot work; nothing was sent.
+    ValueError: settings or arrays cannot work, and nothing was sent; or the syncer, which has other
+      settings, refused the model.
     TimeoutError: no syncer listens.
     Ended: the syncer refused this learner.
   """
