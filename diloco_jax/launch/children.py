@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import BinaryIO
 
 import psutil
 
@@ -28,15 +29,13 @@ Listen = Callable[[str, str], None]
 class Child:
   """A running or ended process. Made by `start`."""
 
-  def __init__(
-    self, name: str, process: asyncio.subprocess.Process, log: pathlib.Path, listen: Listen
-  ):
+  def __init__(self, name: str, process: asyncio.subprocess.Process, log: BinaryIO, listen: Listen):
     self.name = name
     self.started_s = time.monotonic()
     self.last_error = ''
     self._process = process
     self._listen = listen
-    self._log = open(log, 'ab', buffering=0)
+    self._log = log
     self._relay = asyncio.create_task(self._relay_output())
 
   @property
@@ -127,21 +126,26 @@ async def start(
   """Starts a child, restricted to `cpus` if any are given. With `stands_by` the child waits for
   `begin`. Raises OSError if the start fails."""
   log.parent.mkdir(parents=True, exist_ok=True)
-  process = await asyncio.create_subprocess_exec(
-    sys.executable,
-    '-I',
-    '-S',
-    str(_TETHER),
-    str(os.getpid()),
-    ','.join(map(str, cpus)) or 'all',
-    *command,
-    env=dict(environment),
-    start_new_session=True,
-    stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
-    stdout=asyncio.subprocess.PIPE,
-    stderr=asyncio.subprocess.STDOUT,
-  )
-  return Child(name, process, log, listen)
+  output = open(log, 'ab', buffering=0)  # first, so that no process runs that nothing can end
+  try:
+    process = await asyncio.create_subprocess_exec(
+      sys.executable,
+      '-I',
+      '-S',
+      str(_TETHER),
+      str(os.getpid()),
+      ','.join(map(str, cpus)) or 'all',
+      *command,
+      env=dict(environment),
+      start_new_session=True,
+      stdin=asyncio.subprocess.PIPE if stands_by else asyncio.subprocess.DEVNULL,
+      stdout=asyncio.subprocess.PIPE,
+      stderr=asyncio.subprocess.STDOUT,
+    )
+  except BaseException:
+    output.close()
+    raise
+  return Child(name, process, output, listen)
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -102,9 +102,9 @@ def own_loop_syncer(
     addresses.check(address, access)
     if init and own_model.read(folder) is None:
       tree = arrays.load(pathlib.Path(init))
-      own_model.write(folder, own_model.describe(tree, task_lib.embeddings))
+      own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
     try:
-      model = own_model.obtain(folder, address, access, listening, stopped, records.say)
+      model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
     except InterruptedError as error:
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)
@@ -224,6 +224,7 @@ def limits(assembled: build.Assembly) -> link.Limits:
     contribution_bytes=assembled.payload_bytes,
     publish_bytes=assembled.publish_bytes,
     donation_bytes=assembled.moments_bytes,
+    max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
     max_announced=2 * sync.fragments + SPARE_SESSIONS,
     donation_bytes_per_s=sync.donor_rate_mib_s << 20,
     uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,

@@ -29,6 +29,7 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.protocol import safe_json
+from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, json_files
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
@@ -78,8 +79,9 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
       for name, (shape, dtype) in given['shapes'].items()
     }
     moments = tuple(jax.ShapeDtypeStruct(tuple(shape), kind) for shape, kind in given['moments'])
-    if any(size < 0 for leaf in shapes.values() for size in leaf.shape):
-      raise ValueError('a size is negative')
+    sizes = [size for leaf in (*shapes.values(), *moments) for size in leaf.shape]
+    if not all(type(size) is int and size >= 0 for size in sizes):
+      raise ValueError('a size is no whole number, or negative')
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
@@ -120,6 +122,11 @@ def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) ->
 def complete(model: Model, config: run_config.Config) -> build.Assembly:
   """The objects of a config without a task, and a model. Without `moments` nothing is donated.
   Raises ValueError."""
+  for name in model.shapes:
+    if repr(name) != f"'{name}'":
+      raise ValueError(
+        f'the parameter name {name!r} has quotes or unprintable characters: rename it'
+      )
   donates = bool(model.moments)
   config = dataclasses.replace(
     config,
@@ -127,9 +134,13 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
     sync=config.sync if donates else dataclasses.replace(config.sync, donor_wait_s=0.0),
   )
   config.validate()
-  return build.assemble_own_loop(
+  assembled = build.assemble_own_loop(
     config, model.values, dict(model.shapes), model.labels, model.moments
   )
+  unknown = sorted(set(model.labels.values()) - set(assembled.rules))
+  if unknown:
+    raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(assembled.rules)}')
+  return assembled
 
 
 # --- On disk --------------------------------------------------------------------------------------
@@ -137,6 +148,7 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
 
 def obtain(
   workdir: pathlib.Path,
+  config: run_config.Config,
   address: str,
   access: addresses.Access,
   listening: Callable[[str], None],
@@ -146,13 +158,16 @@ def obtain(
   """The model in the run's folder, or else what the first learner brings (`receive`)."""
   model = read(workdir)
   if model is None:
-    model = receive(address, access, listening, stopped, say)
-    write(workdir, model)
+    check = lambda model: complete(model, config)
+    model = receive(address, access, listening, stopped, say, check)
+    write(workdir, model, config)
   return model
 
 
-def write(workdir: pathlib.Path, model: Model) -> None:
-  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError."""
+def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
+  """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError; ValueError, and
+  writes nothing, if no syncer of this config could use it."""
+  complete(model, config)
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
   json_files.replace(folder / 'model.json', model.header().encode())
@@ -176,20 +191,30 @@ def bring(
   """Sends the model to the syncer, if it has none; waits until one listens.
 
   Raises:
-    TimeoutError: no syncer has listened within `wait_s`.
-    ValueError: the syncer refused the model.
+    TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
+      syncer listens.
+    ValueError: the syncer refused the model, or would refuse it.
   """
+  header = model.header().encode()
+  if len(header) > _MAX_HEADER_BYTES:
+    raise ValueError(
+      f'names and shapes of the model have {len(header)} bytes, a syncer takes '
+      f'{_MAX_HEADER_BYTES}; nothing was sent: use fewer or shorter names'
+    )
+  limit_s = wait_s + _size_bytes(model) / _UPLOAD_BYTES_PER_S
   deadline_s = time.monotonic() + wait_s
   while True:
     try:
       with doors.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
-        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(model), timeout=wait_s)
+        channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(header, model), timeout=limit_s)
       return
     except grpc.RpcError as error:
       if error.code() == grpc.StatusCode.UNIMPLEMENTED:
         return  # the syncer has a model; Join compares ours with it
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
+      if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
+        deadline_s = time.monotonic() + wait_s
       reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
     except OSError as error:  # no address yet
       reason = str(error)
@@ -198,8 +223,13 @@ def bring(
     threading.Event().wait(_DIAL_S)
 
 
-def _pieces(model: Model) -> Iterator[bytes]:
-  yield model.header().encode()
+def _size_bytes(model: Model) -> int:
+  """Of the values on their way: float32."""
+  return sum(4 * leaf.size for leaf in model.shapes.values())
+
+
+def _pieces(header: bytes, model: Model) -> Iterator[bytes]:
+  yield header
   values = model.values()
   for name in model.shapes:
     data = memoryview(np.ascontiguousarray(values[name])).cast('B')
@@ -213,6 +243,7 @@ def receive(
   listening: Callable[[str], None],
   stopped: threading.Event,
   say: credentials.Say,
+  check: Callable[[Model], object],
   max_bytes: int | None = None,
   upload_s: float = _UPLOAD_S,
 ) -> Model:
@@ -223,6 +254,7 @@ def receive(
     listening: called with the address; a port 0 is replaced.
     stopped: gives up when it is set.
     say: takes lines about certificates.
+    check: raises ValueError for a model that the syncer cannot use; it then waits for another one.
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
@@ -246,9 +278,12 @@ def receive(
       context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, 'another learner brings the model')
     limit = _TimeLimit(context, upload_s)
     try:
-      arrived.put(_read_pieces(requests, max_bytes, limit.extend))
+      model = _read_pieces(requests, max_bytes, limit.extend)
+      check(model)
+      arrived.put(model)
     except ValueError as error:
-      context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+      text = said_lib.said(str(error), grpc_session.REASON_CHARS)
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     finally:
       limit.cancel()
       busy.release()
@@ -309,7 +344,7 @@ def _read_pieces(
     raise ValueError(f'the header has {len(header)} bytes, at most {_MAX_HEADER_BYTES}')
   values: dict[str, np.ndarray] = {}
   model = from_header(header.decode(errors='replace'), lambda: values)
-  total = sum(4 * leaf.size for leaf in model.shapes.values())
+  total = _size_bytes(model)
   if total > max_bytes:
     raise ValueError(f'the model has {total} bytes, this syncer has memory for {max_bytes}')
   announced(total)

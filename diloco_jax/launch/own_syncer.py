@@ -79,11 +79,13 @@ class Server:
   ) -> None:
     try:
       if model is None:
-        model = own_model.obtain(workdir, address, access, self._found, self._stopped, records.say)
+        model = own_model.obtain(
+          workdir, config, address, access, self._found, self._stopped, records.say
+        )
       elif known := own_model.read(workdir):  # a run that continues keeps its version 0
         model = known
       else:
-        own_model.write(workdir, model)
+        own_model.write(workdir, model, config)
       assembled = own_model.complete(model, config)
 
       def listen(post, payloads):

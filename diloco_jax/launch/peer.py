@@ -257,7 +257,8 @@ def join(
     plaintext_loopback: plain TCP on a loopback address, for debugging.
 
   Raises:
-    ValueError: settings or arrays cannot work; nothing was sent.
+    ValueError: settings or arrays cannot work, and nothing was sent; or the syncer, which has other
+      settings, refused the model.
     TimeoutError: no syncer listens.
     Ended: the syncer refused this learner.
   """
@@ -277,7 +278,9 @@ def join(
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
     )
-    work = learner_work.LearnerWork(assembled, peer._arrays, event_queue.post, payloads, records)
+    work = learner_work.LearnerWork(
+      assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
+    )
     work.compile_all()
     connect = entrypoints.dialer(assembled, address, access, records.say)
     cleanup.enter_context(work.egress())

@@ -10,6 +10,8 @@ The states of a program::
     running --bring_down--> down --the requested pause--> running
     down --MAX_SHORT_LIVES short processes in a row--> failed
 
+A process that cannot be started, for want of memory, say, counts as a short one.
+
 Once its active process has made an outer step, a program may have a standby process (standby.py). A
 ready standby process takes over when the active one fails, without a pause after a first failure.
 
@@ -182,31 +184,37 @@ class Supervisor:
     """Runs the processes of a program, one after the other, until it has ended or the run stops."""
     failures = 0
     while not self._ending(program.name).is_set():
-      code, lived_s = await self._live(program)
+      code, why, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
       ended = code == program_lib.NEVER_RETRY or (code == 0 and pause_s is None)
       if ended or self._ending(program.name).is_set():
-        self._note_end(program.name, code)
+        self._note_end(program.name, code, why)
         return
       failures = failures + 1 if lived_s < SHORT_LIFE_S else 1
       if pause_s is None:
         if failures >= MAX_SHORT_LIVES:
-          self._note(program.name, 'failed', f'failed after {failures} short processes in a row')
+          self._note(
+            program.name, 'failed', f'{why}; failed after {failures} short processes in a row'
+          )
           return
         relieved = failures == 1 and self._standbys.ready(program.name)
         pause_s = 0.0 if relieved else backoff_s(failures, self._draw)
-        self._note(program.name, 'down', f'{_describe_exit(code)}; restart in {pause_s:.1f} s')
+        self._note(program.name, 'down', f'{why}; restart in {pause_s:.1f} s')
       else:
         failures = 0
       await self._pause(program.name, pause_s)
 
-  async def _live(self, program: Program) -> tuple[int, float]:
-    """Runs one process; returns its exit code and its running time in seconds."""
+  async def _live(self, program: Program) -> tuple[int | None, str, float]:
+    """Runs one process; returns its exit code, how it ended, and its running time in seconds. The
+    code is None if the process could not be started."""
     name, status = program.name, self.statuses[program.name]
     child = await self._standbys.take_over(name)
     again = 'restarted' if child is None else 'standby takes over'
     if child is None:
-      child = await self._start(program, self._listen)
+      try:
+        child = await self._start(program, self._listen)
+      except OSError as error:  # no memory, processes, descriptors or disk: maybe only for now
+        return None, f'could not be started: {error}', 0.0
     self._look()  # reads the last records of the previous process before the new one writes
     self._running[name] = child
     status.starts += 1
@@ -224,7 +232,7 @@ class Supervisor:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
     self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code))
-    return code, time.monotonic() - child.started_s
+    return code, _describe_exit(code), time.monotonic() - child.started_s
 
   async def _start(
     self, program: Program, listen: children.Listen, stands_by: bool = False
@@ -243,11 +251,11 @@ class Supervisor:
     """The event that forbids another process of this program."""
     return self._stopping if name == SYNCER else self._retiring
 
-  def _note_end(self, name: str, code: int) -> None:
+  def _note_end(self, name: str, code: int | None, why: str) -> None:
     if code == program_lib.NEVER_RETRY:
-      self._note(name, 'refused', self.statuses[name].last_error or _describe_exit(code))
+      self._note(name, 'refused', self.statuses[name].last_error or why)
     else:
-      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else _describe_exit(code))
+      self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else why)
 
   def _note(self, name: str, state: str, text: str, pid: int | None = None) -> None:
     """Writes a new state of a program to the records and the console."""

@@ -6,6 +6,7 @@ egress thread stays free for contributions, which are more urgent.
 """
 
 import threading
+from collections.abc import Callable
 
 import jax
 
@@ -24,11 +25,14 @@ class Moments:
     self,
     island: held.Held,
     post: ports.Post,
+    fail: Callable[[BaseException], None],
     payloads: ports.Payloads,
     records: records_lib.Recorder,
   ):
+    """`fail` ends the node if a copy does not reach the host."""
     self._island = island
     self._post = post
+    self._fail = fail
     self._payloads = payloads
     self._records = records
     self._snapshot = moments_lib.snapshot
@@ -42,8 +46,14 @@ class Moments:
     """Copies the state as it is now; posts MomentsRead once the copy is on the host."""
     copied = self._snapshot(self._island.moments)
     threading.Thread(
-      target=self._post_read, args=(transfer, copied), name='donation', daemon=True
+      target=self._await_read, args=(transfer, copied), name='donation', daemon=True
     ).start()
+
+  def _await_read(self, transfer: int, copied: moments_lib.Snapshot) -> None:
+    try:
+      self._post_read(transfer, copied)
+    except BaseException as error:  # raised again where the node runs
+      self._fail(error)
 
   def _post_read(self, transfer: int, copied: moments_lib.Snapshot) -> None:
     if not bool(copied.finite):

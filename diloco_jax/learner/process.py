@@ -90,7 +90,7 @@ def run(
   restored = island.restore()
   records_lib.report_startup(records, 'restored')
   payloads = payloads_lib.PayloadStore()
-  work = work_class(assembled, island, event_queue.post, payloads, records)
+  work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
   if restored is not None:
     records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
   try:

@@ -38,17 +38,21 @@ class LearnerWork:
     assembled: build.Assembly,
     island: held.Held,
     post: ports.Post,
+    fail: Callable[[BaseException], None],
     payloads: ports.Payloads,
     records: records_lib.Recorder,
     exchange: on_device.Exchange | None = None,
   ):
+    """`fail` ends the node after an exception on a thread of this work: without its egress thread a
+    learner would train on and contribute nothing."""
     self._config = assembled.config
     self._island = island
     self._post = post
+    self._fail = fail
     self._payloads = payloads
     self._records = records
     self.exchange = exchange or on_device.Exchange(assembled, island)
-    self._moments = moments_work.Moments(island, post, payloads, records)
+    self._moments = moments_work.Moments(island, post, fail, payloads, records)
     self._queue: queue.SimpleQueue[actions.Work | None] = queue.SimpleQueue()
     self._egress: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._steps = 0
@@ -117,8 +121,11 @@ class LearnerWork:
     return action
 
   def _drain(self) -> None:
-    while (task := self._egress.get()) is not None:
-      task()
+    try:
+      while (task := self._egress.get()) is not None:
+        task()
+    except BaseException as error:  # raised again where the node runs
+      self._fail(error)
 
   def _perform(self, action: actions.Work) -> None:
     match action:
@@ -210,6 +217,8 @@ class LearnerWork:
       saved = wait()
     except checkpoint.CheckpointError as error:
       self._post(events.SaveDone(clock=step, error=str(error)))
+    except BaseException as error:
+      self._fail(error)
     else:
       self._post(
         events.SaveDone(clock=step, checkpoint=saved.number, record_sha256=saved.record_sha256)

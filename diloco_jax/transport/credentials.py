@@ -38,9 +38,10 @@ class SyncerCredentials:
     self._folder, self._say, self._now = folder, say, now
     self._lock = threading.Lock()
     self._latest = now()
+    # Before the files are read: one that changes meanwhile is read again.
+    self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
     self._own = check.read(folder, names.SYNCER, self._latest)
     self._listed = allowlist.read(folder)
-    self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
     self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
     if self._listed.run != self.run:
       raise ValueError(

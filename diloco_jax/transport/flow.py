@@ -39,18 +39,18 @@ class Window:
     self._under_way.append((self._sent, self._sent - self._acknowledged, now_s))
 
   def acknowledge(self, received: int, now_s: float) -> bool:
-    """The peer has received so many bytes in all; False: it cannot have."""
-    if not self._acknowledged <= received <= self._sent:
+    """The peer has received so many bytes in all; False: no peer says that. It must be the end of a
+    frame that is not acknowledged yet, so there are no more acknowledgements than frames."""
+    if not self._acknowledged < received <= self._sent:
       return False
-    self._acknowledged = received
     while self._under_way and self._under_way[0][0] <= received:
-      _, under_way, sent_s = self._under_way.popleft()
+      self._acknowledged, under_way, sent_s = self._under_way.popleft()
       took_s = max(now_s - sent_s, 1e-6)
       carried = int(under_way * QUEUE_S / took_s)
       # Few bytes on their way do not show what the link can carry, unless they take long.
       if took_s > QUEUE_S or carried > self._bytes:
         self._bytes = max(LEAST_BYTES, carried)
-    return True
+    return self._acknowledged == received
 
 
 class Receipts:

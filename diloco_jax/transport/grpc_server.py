@@ -42,6 +42,7 @@ from diloco_jax.transport import (
 )
 
 _LINE = 128  # newcomers that wait for a place
+_CHECKS = 8  # calls that ask for the syncer's health, at the same time
 _SPARE_CALLS = 16  # calls that are about to be refused, or to end
 _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
@@ -96,7 +97,8 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self._unclaimed: dict[str, grpc_session.Session] = {}  # by token, until Bulk has come
     self._proofs: dict[int, proofs.Proof] = {}  # by session, of those that have one
     self._closing = False
-    threads = 2 * places + _LINE + _SPARE_CALLS
+    self._checks = threading.BoundedSemaphore(_CHECKS)
+    threads = 2 * places + _LINE + _CHECKS + _SPARE_CALLS
     self._pool = futures.ThreadPoolExecutor(threads, thread_name_prefix='syncer-grpc')
     self._server = grpc.server(
       self._pool, options=_OPTIONS, maximum_concurrent_rpcs=threads + _WAITING_CALLS
@@ -141,8 +143,8 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     self._server.add_generic_rpc_handlers((generic,))
     servicer = health.HealthServicer()
     # Only the call that ends at once: a Watch would stay open as long as its caller likes.
-    check = grpc.unary_unary_rpc_method_handler(
-      servicer.Check,
+    check = grpc.stream_unary_rpc_method_handler(
+      self._check,
       health_pb2.HealthCheckRequest.FromString,
       health_pb2.HealthCheckResponse.SerializeToString,
     )
@@ -151,6 +153,24 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     for service in ('', grpc_session.SERVICE):
       servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
     return servicer
+
+  def _check(
+    self, requests: Iterator[health_pb2.HealthCheckRequest], context: grpc.ServicerContext
+  ) -> health_pb2.HealthCheckResponse:
+    """Takes one request, for which gRPC by itself would wait without a limit, on one of the threads
+    that sessions need."""
+    if not self._checks.acquire(blocking=False):
+      context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f'{_CHECKS} other checks wait. Ask again')
+    limit = threading.Timer(self._limits.handshake_s, context.cancel)
+    limit.daemon = True
+    limit.start()
+    try:
+      for request in requests:
+        return self._health.Check(request, context)
+      context.abort(grpc.StatusCode.INVALID_ARGUMENT, 'a check without a request')
+    finally:
+      limit.cancel()
+      self._checks.release()
 
   # --- The two calls of a session, each on its own thread -----------------------------------------
 

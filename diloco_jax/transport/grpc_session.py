@@ -411,7 +411,9 @@ class Session:
 
   def _acknowledged(self, received: int) -> None:
     if not self._window.acknowledge(received, time.monotonic()):
-      raise link.LinkError(f'the peer has {received} bytes of payloads, more than were sent')
+      raise link.LinkError(
+        f'the peer acknowledges {received} bytes, where no frame ends that it has not acknowledged'
+      )
     self._changed.notify_all()
 
   def _deliver(self, delivery: link.Delivery | None) -> None:

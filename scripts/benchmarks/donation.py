@@ -95,7 +95,7 @@ class Donor:
     )
     self.island.warm_up()
     self._payloads = payloads.PayloadStore()
-    self._moments = moments_work.Moments(self.island, self._post, self._payloads, None)
+    self._moments = moments_work.Moments(self.island, self._post, None, self._payloads, None)
     self._moments.compile()
     self._connected = threading.Event()
     limits = link.Limits(

@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 
+import jax
+import numpy as np
 import pytest
 
-from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import entrypoints, program
+from diloco_jax.configs import own_loop, stdlib_lm
+from diloco_jax.launch import entrypoints, own_model, program
+from diloco_jax.protocol import messages
 from diloco_jax.storage import files
+from diloco_jax.transport import chunks, link
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
@@ -44,3 +48,27 @@ def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
     )
   assert ended.returncode == program.NEVER_RETRY
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
+
+
+def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
+  names = [f'layers/{number}' for number in range(48)]
+  shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 14), np.float32))
+  model = own_model.Model(shapes, dict.fromkeys(names, 'body'), (), values=dict)
+  assembled = own_model.complete(model, own_loop.get_config())
+  assert assembled.parameters > 1 << 31
+  limits = entrypoints.limits(assembled)
+  waiting = link.SendQueue(chunks.split, limits.max_queued_bytes, limits.max_queued_messages)
+  value = memoryview(np.zeros(max(assembled.publish_bytes), np.uint8))  # no page is touched
+  for p, size in enumerate(assembled.publish_bytes):
+    publish = messages.Publish(
+      sync=1,
+      fragment=p,
+      version=1,
+      base_version=None,
+      digest=0,
+      settled_to=0,
+      keep=True,
+      payload=messages.Payload(size_bytes=size, crc32=0),
+    )
+    waiting.push(publish, value[:size])
+  assert waiting.queued_bytes == sum(assembled.publish_bytes)

@@ -1,5 +1,6 @@
 """The call that brings a model to a syncer, before peers that are not what they should be."""
 
+import dataclasses
 import json
 import queue
 import threading
@@ -11,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.config import run_config
 from diloco_jax.launch import own_model
 from diloco_jax.transport import addresses, doors
 
 _DEADLINE_S = 20
+_CONFIG = own_model.config(
+  20, run_config.SyncConfig(learners=1, fragments=1, period=2, overlap=0), shards=1
+)
 _MODEL = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
 
 
@@ -31,6 +36,7 @@ class Waiting:
       listening.put,
       self._stopped,
       print,
+      lambda model: own_model.complete(model, _CONFIG),
       **limits,
     )
     self.address = listening.get(timeout=_DEADLINE_S)
@@ -79,6 +85,14 @@ def header(shape=(8, 8), **changes):
     ([header(shape=(1 << 40, 8))], 'this syncer has memory for'),
     ([header(shape=(-1, 8))], 'not the header of a model'),
     ([header(shape=('8',))], 'not the header of a model'),
+    ([header(shape=(8.0,))], 'not the header of a model'),
+    ([header(moments=[[[-8], 'float32']])], 'not the header of a model'),
+    ([header(shapes={'w': [(8,), 'int32']}), bytes(32)], 'parameters must be floats'),
+    ([header(labels={'w': 'kernel'}), bytes(256)], "the labels ['kernel'] have no merge rule"),
+    (
+      [header(shapes={"'w'": [(8,), 'float32']}, labels={"'w'": 'body'}), bytes(32)],
+      'rename it',
+    ),
     ([header(), b'x' * 255], 'w has 255 bytes'),
     ([header(), b'x' * 257], 'w has 257 bytes'),
     ([header(), np.full(64, np.nan, np.float32).tobytes()], 'not finite'),
@@ -114,3 +128,51 @@ def test_one_learner_at_a_time_brings_the_model_and_has_limited_time(waiting):
   never.set()
   own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+
+
+def test_an_upload_may_take_longer_than_the_wait_for_a_syncer(waiting):
+  shape, wait_s = (1 << 10, 1 << 9), 0.2  # 2 MiB, for which the syncer grants 2 s
+
+  def values():
+    threading.Event().wait(2 * wait_s)
+    return {'w': np.ones(shape, np.float32)}
+
+  syncer = waiting()
+  model = dataclasses.replace(
+    own_model.describe({'w': jnp.ones(shape)}, lambda name: 'body'), values=values
+  )
+  own_model.bring(model, lambda: syncer.address, addresses.LOCAL, wait_s)
+  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == shape
+
+
+def test_a_learner_waits_for_as_long_as_another_one_brings_the_model(waiting):
+  syncer, wait_s = waiting(), 0.2
+  began, never, patient = threading.Event(), threading.Event(), threading.Event()
+
+  def slowly():
+    yield header()
+    began.set()
+    never.wait()
+
+  slow = syncer.bring(slowly())
+  assert began.wait(_DEADLINE_S)
+  began_s = time.monotonic()
+
+  def address():
+    if time.monotonic() > began_s + 3 * wait_s:
+      patient.set()
+    return syncer.address
+
+  with futures.ThreadPoolExecutor(1) as pool:
+    brought = pool.submit(own_model.bring, _MODEL, address, addresses.LOCAL, wait_s)
+    assert patient.wait(_DEADLINE_S)
+    slow.cancel()
+    never.set()
+    brought.result(_DEADLINE_S)
+  assert syncer.model.result(_DEADLINE_S).shapes['w'].shape == (8, 8)
+
+
+def test_a_header_that_no_syncer_takes_is_not_sent():
+  model = own_model.describe({'w' * (5 << 20): jnp.ones(1)}, lambda name: 'body')
+  with pytest.raises(ValueError, match='nothing was sent: use fewer or shorter names'):
+    own_model.bring(model, lambda: 'unix:/nowhere', addresses.LOCAL, wait_s=0.0)

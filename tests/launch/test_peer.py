@@ -1,6 +1,7 @@
 """Loops of the user's own as learners: two plain loops learn together over a real syncer."""
 
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax.launch import own_model
-from diloco_jax.transport import addresses
+from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
 
 _WIDTH, _WORDS = 16, 32
@@ -277,13 +278,53 @@ def test_a_run_that_continues_keeps_its_version_0(tmp_path):
     np.testing.assert_array_equal(peer.params['w'], init['w'])
 
 
-def test_the_error_of_a_syncer_reaches_its_program():
-  """Here the first learner brings a model that has too few arrays for the syncer's fragments."""
+def test_the_error_of_a_syncer_reaches_its_program(tmp_path):
   sync = diloco_jax.SyncConfig(learners=1, fragments=64, period=64)
+  kwargs = {'total_steps': 100, 'sync': sync, 'workdir': tmp_path}
   with pytest.raises(ValueError, match='64 balanced fragments'):
-    with diloco_jax.run_syncer(total_steps=100, sync=sync) as server:
-      model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
-      own_model.bring(model, lambda: server.address, addresses.LOCAL, wait_s=_DEADLINE_S)
+    with diloco_jax.run_syncer({'w': jnp.ones((8, 8))}, **kwargs):
+      pass
+  assert own_model.read(tmp_path) is None
+  with diloco_jax.run_syncer({'w': jnp.ones((64, 64))}, **kwargs):  # the mistake is mended
+    pass
+
+
+def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):
+  """It has too few arrays for the syncer's fragments; the next learner brings another one."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=64, period=64)
+  with diloco_jax.run_syncer(total_steps=100, sync=sync, workdir=tmp_path) as server:
+    bring = lambda rows: own_model.bring(
+      own_model.describe({'w': jnp.ones((rows, 8))}, lambda name: 'body'),
+      lambda: server.address,
+      addresses.LOCAL,
+      wait_s=_DEADLINE_S,
+    )
+    with pytest.raises(ValueError, match='the syncer refused the model: .*64 balanced fragments'):
+      bring(8)
+    assert own_model.read(tmp_path) is None
+    bring(64)
+  assert own_model.read(tmp_path).shapes['w'].shape == (64, 8)
+
+
+def test_a_loop_ends_with_its_egress_thread(monkeypatch):
+  """Or it would train on, and none of its work would reach the model."""
+  keep = payloads.keep
+
+  def keep_unless_it_leaves_a_learner(store, data):
+    if threading.current_thread().name == 'egress':
+      raise MemoryError('no room for the contribution')
+    return keep(store, data)
+
+  monkeypatch.setattr(payloads, 'keep', keep_unless_it_leaves_a_learner)
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  kwargs = {'total_steps': 1_000_000, 'sync': sync}
+  with diloco_jax.run_syncer(**kwargs) as server:
+    with pytest.raises(MemoryError, match='no room for the contribution'):
+      with diloco_jax.join(_params(), learner='l0', syncer=server.address, **kwargs) as peer:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        for _ in peer.steps():
+          assert time.monotonic() < deadline_s, 'the loop trains on'
+          peer.sync(peer.params, tokens=1)
 
 
 def test_loops_over_mutual_tls(tmp_path):

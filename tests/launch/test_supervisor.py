@@ -124,6 +124,29 @@ def test_a_learner_that_always_fails_is_not_restarted_for_ever(tmp_path, monkeyp
   assert outcome.statuses['l0'].starts == supervisor_lib.MAX_SHORT_LIVES
 
 
+def test_a_learner_whose_restart_fails_is_started_again(tmp_path):
+  """Its log cannot be opened for a while, as on a full disk or without descriptors."""
+  log = tmp_path / 'logs' / 'l0.log'
+  script = (
+    'import os, pathlib, sys\n'
+    'log, lives = map(pathlib.Path, sys.argv[1:])\n'
+    'again = lives.exists()\n'
+    'with open(lives, "a") as file: file.write("x")\n'
+    'if again: sys.exit(0)\n'
+    'log.unlink(); log.mkdir(); sys.exit(3)'
+  )
+  run = Run(tmp_path, [program('l0', script, str(log), str(tmp_path / 'lives'))])
+
+  def tick(run):
+    if log.is_dir() and 'could not be started' in ' '.join(run.said('local')):
+      log.rmdir()
+
+  outcome = run.run(tick)
+  assert (outcome.code, outcome.statuses['l0'].starts) == (0, 2)
+  assert (tmp_path / 'lives').read_text() == 'xx'
+  assert 'l0: could not be started: [Errno 21]' in ' '.join(run.said('local'))
+
+
 def test_exit_42_of_the_syncer_ends_the_run_with_its_error_line(tmp_path):
   syncer = 'import sys; print("error: port 7 is taken", file=sys.stderr); sys.exit(42)'
   run = Run(tmp_path, [program('syncer', syncer), program('l0', _FOREVER), program('l1', _FOREVER)])

@@ -24,7 +24,8 @@ class Side:
       assembled, folder, name, jax.devices()[: assembled.config.mesh.num_devices]
     )
     self.posted, self.kept = queue.SimpleQueue(), payloads.PayloadStore()
-    self.work = moments_work.Moments(self.island, self.posted.put, self.kept, None)
+    self.failed = queue.SimpleQueue()
+    self.work = moments_work.Moments(self.island, self.posted.put, self.failed.put, self.kept, None)
     self.work.compile()
 
   def moments(self):
@@ -61,3 +62,15 @@ def test_a_donation_whose_digest_differs_is_noticed_and_not_taken(sides):
   assert _same(joiner.moments(), own) and not _same(own, donor.moments())
   assert joiner.takes(bytes(donor.kept.get(read.payload_id)), read.digest)
   assert _same(joiner.moments(), donor.moments())
+
+
+def test_a_copy_that_does_not_reach_the_host_ends_the_node(sides, monkeypatch):
+  donor, _ = sides
+  error = MemoryError('no room for the moments')
+
+  def put(data):
+    raise error
+
+  monkeypatch.setattr(donor.kept, 'put', put)
+  donor.work.read(2)
+  assert donor.failed.get(timeout=DEADLINE_S) is error

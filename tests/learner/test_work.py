@@ -33,7 +33,7 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   )
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(
-      assembled, island, posted.append, payloads.PayloadStore(), recorder
+      assembled, island, posted.append, None, payloads.PayloadStore(), recorder
     )
     initial = _host(island.params)
     for action in (
@@ -83,7 +83,7 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
   exchange = on_device.Exchange(assembled, island)
   post = lambda event: posted.append((event, len(exchange._compiled)))
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    work = learner_work.LearnerWork(assembled, island, post, store, recorder, exchange)
+    work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
     before = len(exchange._compiled)
     draw = np.random.default_rng(0)
     published = jax.tree.map(

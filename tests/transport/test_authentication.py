@@ -209,7 +209,8 @@ def served(world, came):
       listening, stopped = queue.Queue(), threading.Event()
       pool = stack.enter_context(futures.ThreadPoolExecutor(1))
       access = addresses.Access(tls, plaintext_loopback=tls is None)
-      pool.submit(own_model.receive, '127.0.0.1:0', access, listening.put, stopped, print)
+      where = '127.0.0.1:0', access, listening.put, stopped, print
+      pool.submit(own_model.receive, *where, check=lambda model: None)
       stack.callback(stopped.set)
       found[door] = end, end.transport.address, listening.get(timeout=DEADLINE_S)
     yield found
@@ -477,6 +478,23 @@ def test_a_clock_set_back_revives_no_certificate(world):
     judge.require(proof)
   clock[0] = proof.not_before
   with pytest.raises(proofs.Unproved, match='has ended'):
+    judge.require(proof)
+
+
+def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monkeypatch):
+  world, read = World(tmp_path), allowlist.read
+
+  def read_just_before(folder):
+    found = read(folder)
+    monkeypatch.undo()
+    world.owner.revoke('l1')
+    return found
+
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  monkeypatch.setattr(allowlist, 'read', read_just_before)
+  judge = credentials.SyncerCredentials(world.syncer, print)
+  judge.refresh([])
+  with pytest.raises(proofs.Unproved, match='learner l1 is not on the allowlist'):
     judge.require(proof)
 
 

@@ -64,6 +64,17 @@ def test_one_frame_may_always_leave_and_no_more_is_acknowledged_than_was_sent():
   assert window.acknowledge(FRAME, 1.0) and window.takes(1 << 40)
 
 
+def test_each_frame_is_acknowledged_once():
+  window = flow.Window()
+  assert not window.acknowledge(0, 0.0)
+  for _ in range(3):
+    window.add(FRAME, 0.0)
+  assert window.acknowledge(2 * FRAME, 1.0)
+  assert not window.acknowledge(2 * FRAME, 1.0) and not window.acknowledge(FRAME, 1.0)
+  assert not window.acknowledge(2 * FRAME + 1, 1.0)
+  assert window.acknowledge(3 * FRAME, 1.0)
+
+
 def test_receipts_are_told_at_most_so_often():
   receipts = flow.Receipts()
   assert receipts.due(0.0) is None and receipts.wait_s(0.0) is None

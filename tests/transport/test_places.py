@@ -15,10 +15,12 @@ import time
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
   addresses,
+  chunks,
   grpc_client,
   grpc_server,
   grpc_session,
@@ -207,6 +209,29 @@ def test_a_member_has_all_the_time_that_it_wants(made):
   assert learner.hears().message == messages.Heartbeat()
 
 
+def test_checks_whose_request_never_comes_keep_no_learner_out(made, monkeypatch):
+  monkeypatch.setattr(grpc_server, '_LINE', 4)  # a small pool of threads
+  monkeypatch.setattr(grpc_server, '_SPARE_CALLS', 4)
+  syncer = made.syncer(HASTY)
+  target = f'127.0.0.1:{syncer.transport.port}'
+  over, ended = threading.Event(), queue.Queue()
+  with contextlib.ExitStack() as cleanup:
+    cleanup.callback(over.set)
+    for number in range(12):
+      options = (('grpc.use_local_subchannel_pool', 1), ('number', number))
+      channel = cleanup.enter_context(grpc.insecure_channel(target, options))
+      for _ in range(4):
+        silent = iter(over.wait, True)  # sends nothing until the end of the test
+        check = channel.stream_unary(f'/{health.SERVICE_NAME}/Check')
+        check.future(_ for _ in silent).add_done_callback(lambda call: ended.put(call.code()))
+    member(syncer, made.learner(syncer))
+    codes = {ended.get(timeout=DEADLINE_S) for _ in range(48)}
+    assert codes == {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED}
+    stub = health_pb2_grpc.HealthStub(channel)
+    answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
 def test_a_line_of_a_kind_is_said_once_a_minute_with_its_count():
   lines, clock = [], iter([0.0, 0.0, 1.0, 59.0, 61.0, 61.0]).__next__
   troubles = grpc_server.Troubles(lines.append, clock)
@@ -232,18 +257,19 @@ def test_too_few_descriptors_for_the_places_are_one_clear_line():
 
 
 @contextlib.contextmanager
-def hostile(syncer, controls):
-  """A peer that opens a session and sends these messages as fast as the syncer reads them."""
+def hostile(syncer, controls, frames=()):
+  """A peer that opens a session and sends these messages, and these frames of payloads, as fast as
+  the syncer reads them."""
   seal = wire.Seal()
-  frames = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
+  sealed = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
   address = f'127.0.0.1:{syncer.transport.port}'
   with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
-    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(frames)
+    control = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(sealed)
     token = dict(control.initial_metadata())[grpc_session.TOKEN]
     over = threading.Event()
     held = iter(over.wait, True)  # sends nothing until the end of the test
     bulk = channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(
-      (b'' for _ in held), metadata=((grpc_session.TOKEN, token),)
+      itertools.chain(frames, (b'' for _ in held)), metadata=((grpc_session.TOKEN, token),)
     )
     bulk.initial_metadata()
     event = syncer.hears()
@@ -273,6 +299,15 @@ def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
     rate, took_s = LIMITS.messages_per_s, time.monotonic() - start_s
     assert rate < count <= rate * (took_s + 2) + 10, (count, took_s)
     assert sorted(waits_s)[len(waits_s) // 2] < 0.1, waits_s
+
+
+def test_a_flood_of_acknowledgements_ends_its_session(made):
+  syncer = made.syncer()
+  flood = itertools.repeat(chunks.acknowledgement(0))
+  with hostile(syncer, [join('l9')], flood) as flooder:
+    while not isinstance(event := syncer.hears(), events.Disconnected):
+      assert event.session == flooder
+    assert 'acknowledges 0 bytes' in event.reason
 
 
 def test_a_session_waits_for_the_machine(made):

@@ -97,8 +97,8 @@ class Learner(learner_work.LearnerWork):
     save: Callable[[dict[str, Any]], None],
   ):
     self._posted: list[events.Event] = []
-    super().__init__(assembled, island, self._posted.append, payloads, _Silence(), exchange)
-    self._moments = _Moments(island, self._posted.append, payloads, _Silence())
+    super().__init__(assembled, island, self._posted.append, None, payloads, _Silence(), exchange)
+    self._moments = _Moments(island, self._posted.append, None, payloads, _Silence())
     self._keep = save
 
   def step(self, clock: int) -> None:
