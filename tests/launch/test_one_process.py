@@ -6,7 +6,6 @@ import pathlib
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
-from diloco_jax.report import records
 
 STEPS, MORE = 8, 24
 
@@ -30,8 +29,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
-    make = lambda name: records.Recorder(tmp_path, name, tensorboard=False)
-    exits = one_process.run(_config(steps), tmp_path, make)
+    exits = one_process.run(_config(steps), tmp_path)
     assert {one.code for one in exits.values()} == {0}, exits
     return _facts(tmp_path, 'syncer', 'ledger')[-1]
 

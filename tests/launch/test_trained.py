@@ -15,7 +15,6 @@ import diloco_jax
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, trained
-from diloco_jax.report import records
 from diloco_jax.train import decoder
 
 
@@ -28,8 +27,7 @@ def _run(tmp_path_factory) -> pathlib.Path:
   config.sync.overlap = 1
   config.train.steps = 12
   folder = tmp_path_factory.mktemp('trained') / 'run'
-  make = lambda name: records.Recorder(folder, name, tensorboard=False)
-  exits = diloco_jax.run(config, folder, make)
+  exits = diloco_jax.run(config, folder)
   assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
   return folder
 

@@ -31,10 +31,6 @@ def _config():
   return config
 
 
-def _recorder(folder):
-  return lambda name: records.Recorder(folder, name, tensorboard=False)
-
-
 def _saved_params(folder, config):
   """The parameters of l0's last checkpoint."""
   assembled = build.assemble(config)
@@ -57,12 +53,12 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
   config.sync.period, config.sync.fragments = period, fragments
   together, by_itself = tmp_path / 'together', tmp_path / 'alone'
 
-  one_process.run(config, together, _recorder(together))
+  one_process.run(config, together)
   assembled = build.assemble(config)
   island = learner_process.make_island(
     assembled, by_itself, 'l0', jax.devices()[: config.mesh.num_devices]
   )
-  with contextlib.closing(_recorder(by_itself)('l0')) as recorder:
+  with contextlib.closing(records.Recorder(by_itself, 'l0', tensorboard=False)) as recorder:
     baseline.run(config, island, recorder)
 
   ours, theirs = _saved_params(together, config), _saved_params(by_itself, config)

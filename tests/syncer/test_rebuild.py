@@ -9,7 +9,6 @@ from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.protocol import actions, events
-from diloco_jax.report import records
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal, wal_format
 from diloco_jax.syncer import rebuild
@@ -29,7 +28,7 @@ def _config(keep_log: bool) -> run_config.Config:
 
 
 def _run(config: run_config.Config, folder) -> None:
-  one_process.run(config, folder, lambda name: records.Recorder(folder, name, tensorboard=False))
+  one_process.run(config, folder)
   load.write(folder, config)
 
 
