@@ -1,5 +1,6 @@
 """A checkpoint reads back bit for bit, or it is refused and the one before it is used."""
 
+import errno
 import gc
 import logging
 import pathlib
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import checkpoint, leaves
+from diloco_jax.storage import checkpoint, leaves, seals
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -30,17 +31,17 @@ def _shardings(mesh_config: config_lib.MeshConfig, like):
   return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION)
 
 
-def _restore(root: pathlib.Path, like=None):
+def _restore(root: pathlib.Path, like=None, key=None):
   like = _state(0) if like is None else like
-  checkpoints = checkpoint.Checkpoints(str(root))
+  checkpoints = checkpoint.Checkpoints(str(root), key)
   try:
     return checkpoints.restore(_shardings(config_lib.MeshConfig(), like), like)
   finally:
     checkpoints.close()
 
 
-def _save(root: pathlib.Path, *steps: int) -> None:
-  checkpoints = checkpoint.Checkpoints(str(root))
+def _save(root: pathlib.Path, *steps: int, key=None) -> None:
+  checkpoints = checkpoint.Checkpoints(str(root), key)
   for step in steps:
     checkpoints.save(step, _state(step), 10 * step)
   checkpoints.close()
@@ -250,3 +251,57 @@ def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
   checkpoints.close()
   assert _restore(tmp_path) is None
+
+
+# --- Seals ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name='key')
+def _key(tmp_path) -> seals.Key:
+  return seals.load(tmp_path / 'run.key', tmp_path / 'run', make=True)
+
+
+@pytest.mark.parametrize('steps', [(1,), (1, 2)])
+def test_a_save_cut_short_before_its_seal_is_set_aside(tmp_path, key, steps):
+  """At a first save there is then no checkpoint, which is no error; else there is the one before.
+  A process without the key refuses it, and so is a restore by hand."""
+  root = tmp_path / 'ckpt'
+  _save(root, *steps, key=key)
+  (root / str(steps[-1]) / checkpoint.SEAL).unlink()
+  with pytest.raises(checkpoint.CheckpointError, match='its save was cut short'):
+    checkpoint.verify(root / str(steps[-1]), key=key)
+  with pytest.raises(seals.Unproved, match='no --seal_key'):
+    checkpoint.verify(root / str(steps[-1]))
+  restored = _restore(root, key=key)
+  assert restored.step == 1 if steps == (1, 2) else restored is None
+  assert (root / f'unreadable-{steps[-1]}').is_dir()
+  _save(root, 3, key=key)
+  _assert_holds(_restore(root, key=key), 3)
+
+
+def test_a_first_checkpoint_without_any_proof_is_refused(tmp_path, key):
+  root = tmp_path / 'ckpt'
+  _save(root, 1)
+  with pytest.raises(seals.Unproved, match='no checkpoint can be proved'):
+    _restore(root, key=key)
+  assert (root / '1').is_dir()
+
+
+def test_a_save_whose_seal_cannot_be_written_leaves_no_checkpoint(tmp_path, key, monkeypatch):
+  """Such a checkpoint would count among the two that the log relies on."""
+  root = tmp_path / 'ckpt'
+
+  def full(path: pathlib.Path, value: object) -> None:
+    raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+
+  checkpoints = checkpoint.Checkpoints(str(root), key)
+  checkpoints.save(1, _state(1), 10)()
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.json_files, 'write', full)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed: .*No space'):
+      checkpoints.save(2, _state(2), 20)()
+  assert checkpoints.numbers == [1]
+  checkpoints.save(2, _state(2), 20)()
+  assert checkpoints.numbers == [1, 2]
+  checkpoints.close()
+  _assert_holds(_restore(root, key=key), 2)
