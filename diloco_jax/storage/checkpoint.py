@@ -253,6 +253,7 @@ class Checkpoints:
     """Runs in a separate thread, so that the next save can start even if no caller waits."""
     try:
       response.result()
+      json_files.fsync_tree(self._root / str(saved.number))
       if self._key:
         seal(self._root / str(saved.number), self._key)
       done.set_result(saved)

@@ -66,13 +66,21 @@ def replace(path: pathlib.Path, data: bytes) -> None:
   fsync(path.parent)
 
 
-def fsync(folder: pathlib.Path) -> None:
-  """On return, the names in a folder are durable. Raises OSError."""
-  descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: pathlib.Path) -> None:
+  """On return, a file, or the names in a folder, are durable. Raises OSError."""
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+def fsync_tree(folder: pathlib.Path) -> None:
+  """On return, everything in a folder is durable, and its name. Raises OSError."""
+  for parent, _, names in os.walk(folder, topdown=False):
+    for path in (*(pathlib.Path(parent, name) for name in names), pathlib.Path(parent)):
+      fsync(path)
+  fsync(folder.parent)
 
 
 def number(name: str) -> int | None:

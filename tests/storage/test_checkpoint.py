@@ -3,6 +3,7 @@
 import errno
 import gc
 import logging
+import os
 import pathlib
 import resource
 import signal
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import checkpoint, leaves, seals
+from diloco_jax.storage import arrays, checkpoint, leaves, seals
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -109,6 +110,26 @@ def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path):
     state = add_one(state)
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 2)
+
+
+@pytest.mark.parametrize('what', ['checkpoint', 'arrays'])
+def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
+  """The log drops its records on the strength of a checkpoint, and a model is written but once."""
+  durable, fsync = set(), os.fsync
+
+  def spy(descriptor: int) -> None:
+    fsync(descriptor)
+    durable.add(pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')))
+
+  monkeypatch.setattr(os, 'fsync', spy)
+  if what == 'checkpoint':
+    checkpoints = checkpoint.Checkpoints(str(tmp_path))
+    checkpoints.save(7, _state(7), 70)()
+  else:
+    arrays.save(tmp_path / '7', _state(7))
+  assert {tmp_path, tmp_path / '7', *(tmp_path / '7').rglob('*')} <= durable
+  if what == 'checkpoint':
+    checkpoints.close()
 
 
 def test_restores_onto_another_mesh(tmp_path):
