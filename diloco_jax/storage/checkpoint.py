@@ -147,7 +147,8 @@ class Checkpoints:
 
     Returns:
       A function that blocks until this save is complete, and raises CheckpointError if it failed.
-      It may be called from another thread, or not at all: `wait` and `close` wait as well.
+      It may be called from another thread, or not at all: `wait` and `close` wait as well, and
+      `close` only warns.
 
     Raises:
       CheckpointError: this save cannot start.
@@ -243,11 +244,9 @@ class Checkpoints:
       raise
 
   def close(self) -> None:
-    """Waits like `wait`, and closes the folder."""
-    try:
-      self.wait()
-    finally:
-      self._checkpointer.close()
+    """Waits for the running save, with a warning if it failed, and closes the folder."""
+    self._wait_or_warn()
+    self._checkpointer.close()
 
   def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
     """Runs in a separate thread, so that the next save can start even if no caller waits."""

@@ -1,5 +1,6 @@
 """A checkpoint reads back bit for bit, or it is refused and the one before it is used."""
 
+import contextlib
 import errno
 import gc
 import logging
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from concurrent import futures
 
 import jax
@@ -193,19 +195,28 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
   _assert_holds(_restore(tmp_path), 2)
 
 
-def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
+def _noise():
+  return {'noise': jnp.asarray(np.random.default_rng(0).standard_normal(2**20, np.float32))}
+
+
+@contextlib.contextmanager
+def _small_files() -> Iterator[None]:
   """The limit on file sizes gives the same kind of error as a full disk."""
-  _save(tmp_path, 1)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  noise = np.random.default_rng(0).standard_normal(2**20, np.float32)
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
   try:
-    wait = checkpoints.save(2, {'noise': jnp.asarray(noise)}, 20)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
-      wait()
+    yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
+  _save(tmp_path, 1)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with _small_files():
+    wait = checkpoints.save(2, _noise(), 20)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
+      wait()
   assert not [one.name for one in tmp_path.iterdir() if one.name.startswith('2')]
   with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
     checkpoints.wait()
@@ -214,6 +225,18 @@ def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(
   checkpoints.save(2, _state(2), 20)()
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 2)
+
+
+def test_a_last_save_that_failed_and_was_reported_is_no_error_at_the_end(tmp_path, caplog):
+  """A process with an orderly end keeps its exit code."""
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with _small_files():
+    wait = checkpoints.save(2, _noise(), 20)
+    with pytest.raises(checkpoint.CheckpointError):
+      wait()
+  with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
+    checkpoints.close()
+  assert 'saving' in caplog.text and 'Traceback' not in caplog.text
 
 
 def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):

@@ -161,8 +161,7 @@ def _rig(assembled, tmp_path):
   yield make
   for rig in rigs:
     rig.crash()
-    with contextlib.suppress(checkpoint.CheckpointError):
-      rig.checkpoints.close()
+    rig.checkpoints.close()
 
 
 def merge_of(
