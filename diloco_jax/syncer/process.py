@@ -28,7 +28,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, manifests, outer_log, seals, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -235,9 +235,7 @@ def run_name(workdir: pathlib.Path) -> str:
   learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
   path = workdir / 'syncer' / 'run'
   if not path.exists():
-    partial = path.with_suffix('.new')
-    partial.write_text(secrets.token_hex(8))
-    partial.replace(path)
+    json_files.replace(path, secrets.token_hex(8).encode())
   name = path.read_text()
   if not re.fullmatch('[0-9a-f]{16}', name):
     raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')

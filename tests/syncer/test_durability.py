@@ -465,6 +465,22 @@ def _content(folder: pathlib.Path) -> dict[str, bytes]:
   return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'lock'}
 
 
+def test_the_name_of_a_run_is_durable(tmp_path, monkeypatch):
+  """After a loss of power an empty file would be refused for good."""
+  durable, fsync = set(), os.fsync
+
+  def spy(descriptor: int) -> None:
+    fsync(descriptor)
+    durable.add(os.fstat(descriptor).st_ino)
+
+  monkeypatch.setattr(os, 'fsync', spy)
+  folder = tmp_path / 'syncer'
+  folder.mkdir()
+  name = syncer_process.run_name(tmp_path)
+  assert durable == {(folder / 'run').stat().st_ino, folder.stat().st_ino}
+  assert syncer_process.run_name(tmp_path) == name
+
+
 # --- Disks ----------------------------------------------------------------------------------------
 
 
