@@ -248,9 +248,9 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
     run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
-    raise program.NeverRetry(
-      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a '
-      'folder that this user may write to.'
+    raise program.refusal(error)(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
+      'choose a folder that this user may write to.'
     ) from error
 
 

@@ -49,8 +49,8 @@ def open_workdir(
     load.write(workdir, config)
   except OSError as error:
     raise ValueError(
-      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
-    ) from None
+      f'cannot write {workdir} ({error.strerror}); make space, or choose another --workdir'
+    ) from error
   return workdir
 
 

@@ -9,6 +9,7 @@ between processes of one host, and between two hosts only on a shared file syste
 (NFS 4 does).
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -106,10 +107,6 @@ class Files:
       raise self._unwritable(error) from error
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._lock = descriptor
-      os.ftruncate(descriptor, 0)
-      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
-      os.pwrite(descriptor, json.dumps(holder).encode(), 0)
     except BlockingIOError as error:
       holder = _holder(descriptor)
       os.close(descriptor)
@@ -118,9 +115,13 @@ class Files:
         'or choose another folder or learner id.'
       ) from error
     except OSError as error:
-      if self._lock < 0:
-        os.close(descriptor)
+      os.close(descriptor)
       raise self._unwritable(error) from error
+    self._lock = descriptor
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the holder's name
+      os.ftruncate(descriptor, 0)
+      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
+      os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
   def probe(self) -> None:
     """Writes, fsyncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
