@@ -150,6 +150,7 @@ def run(
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
+    cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
       theta,
@@ -173,6 +174,7 @@ def run(
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
+    cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
@@ -189,6 +191,8 @@ def run(
       key,
     )
     work.start()
+    cleanup.callback(work.stop)
+    cleanup.callback(log.stop)  # if the node fails, the work waits for no space
     records_lib.report_startup(records, 'ready')
     node = loop.Node(
       machine,
@@ -206,8 +210,7 @@ def run(
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
       _wait_or_stop(evaluation, event_queue)
-    evaluation.stop()
-    checkpoints.close()
+    evaluation.require_well()
     return result
 
 
