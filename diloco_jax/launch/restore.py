@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from diloco_jax.config import build, load, run_config
+from diloco_jax.launch import own_model
 from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol.syncer import members
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
@@ -85,8 +86,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   """Brings the run in `workdir` back to what is asked for.
 
   Raises:
-    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, or a
-      seal cannot be proved; nothing was changed.
+    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
+      seal cannot be proved, or the config cannot work; nothing was changed.
     DirectoryError: a syncer runs there, or the folder cannot be written.
     OSError: the disk failed; repeat the restore.
   """
@@ -96,11 +97,14 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
     log_files.lock('restore')
+    model = own_model.read(workdir)
+    assembled = None if model is None else own_model.complete(model, config)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)
     else:
-      goal = choose(config, workdir, asked, say)
-    _go_back(config, workdir, goal, log_files, asked, say)
+      goal = choose(assembled.config if assembled else config, workdir, asked, say)
+    assembled = assembled or build.assemble(config)  # it may refuse: before anything moves
+    _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
   finally:
     log_files.close()
 
@@ -312,6 +316,7 @@ def _there_are(known: list[int]) -> str:
 
 def _go_back(
   config: run_config.Config,
+  agreement_of_run: str,
   workdir: pathlib.Path,
   goal: Goal,
   log_files: files_lib.Files,
@@ -327,7 +332,7 @@ def _go_back(
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
   if goal.machine_state is not None:
-    outer_log.begin(log_files, build.assemble(config).agreement, goal.machine_state, asked.key)
+    outer_log.begin(log_files, agreement_of_run, goal.machine_state, asked.key)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
     gone = sorted(members - set(learners))
     parts = goal.manifest.learners if goal.manifest else {}
