@@ -219,7 +219,7 @@ def newest_checkpoint(
   of the run. Raises ValueError; only reads."""
   if asked.without:
     raise ValueError('--without is for snapshots; with --to=checkpoint learners keep their own')
-  if (workdir / load.FILE).is_file():  # absent if the processes were started one by one
+  if (workdir / load.FILE).is_file():  # else the operator has given one
     _require_same_run(config, load.read(workdir).agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
   found = _numbers(syncer)
