@@ -222,7 +222,7 @@ def newest_checkpoint(
   if (workdir / load.FILE).is_file():  # else the operator has given one
     _require_same_run(config, load.read(workdir).agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
-  found = _numbers(syncer)
+  found = manifests.checkpoints(syncer)
   for number in reversed(found):
     try:
       machine_state = _verify(workdir, syncer, number, asked)
@@ -288,12 +288,6 @@ def shown(text: str) -> str:
   return (text if text.isprintable() else repr(text))[:_SHOWN_CHARS]
 
 
-def _numbers(node: pathlib.Path) -> list[int]:
-  """The numbers of a node's checkpoints, whole or damaged, ascending."""
-  found = (json_files.number(path.name) for path in (node / manifests.CHECKPOINTS).glob('*'))
-  return sorted(number for number in found if number is not None)
-
-
 def _require_same_run(config: run_config.Config, before: dict[str, Any], what: str) -> None:
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
@@ -340,7 +334,6 @@ def _go_back(
       log=goal.machine_state[outer_log.POSITION],
       gone=tuple(gone),
       back=tuple(sorted(parts.keys() & set(learners))),
-      aside=aside.name,
     )
     manifests.write_restored(workdir, note, asked.key)
   load.write(workdir, config)
@@ -362,7 +355,7 @@ def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
   """Seals the checkpoints from which processes now start: the operator trusts them."""
   newest = goal.newest
   if goal.manifest is None:  # learners keep theirs
-    found = {node: _numbers(node) for node in _islands(workdir)}
+    found = {node: manifests.checkpoints(node) for node in _islands(workdir)}
     newest = {node: numbers[-1] for node, numbers in found.items() if numbers} | newest
   for node, number in newest.items():
     with contextlib.suppress(ValueError):  # damaged: its learner sets it aside
@@ -371,8 +364,7 @@ def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
 
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   """Moves everything later than the goal to a new folder, which it returns."""
-  names = (path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
-  taken = [json_files.number(name) or 0 for name in names]
+  taken = json_files.numbers(path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
   aside = workdir / f'aside-{max(taken, default=0) + 1}'
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
@@ -386,7 +378,7 @@ def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   for node in (syncer, *_islands(workdir)):
     moved += [
       node / manifests.CHECKPOINTS / str(number)
-      for number in _numbers(node)
+      for number in manifests.checkpoints(node)
       if goal.is_later(node, number)
     ]
   for path in filter(os.path.lexists, moved):

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import stat
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.protocol import safe_json
@@ -90,6 +91,11 @@ def number(name: str) -> int | None:
   (12, None, None)
   """
   return int(name) if _NUMBER.fullmatch(name) else None
+
+
+def numbers(names: Iterable[str]) -> list[int]:
+  """The numbers among the names of files, ascending; other names are left out."""
+  return sorted(one for one in map(number, names) if one is not None)
 
 
 def require_plain(root: pathlib.Path, path: pathlib.Path) -> None:

@@ -252,7 +252,7 @@ def test_a_part_that_is_missing_is_named_and_left_out_only_if_asked(config, work
   assert any('continues from snapshot 2, sync 200' in line for line in said), said
   assert any(re.search('l1 starts from the fragments.*left out', line) for line in said), said
   assert manifests.read_restored(workdir).back == ('l0',)
-  assert not restore._numbers(manifests.island_folder(workdir, 'l1'))
+  assert not manifests.checkpoints(manifests.island_folder(workdir, 'l1'))
   assert _held(workdir / 'islands' / 'l0' / 'ckpt').data_state == 20
   gc.collect()
 
