@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import jax
 import pytest
 
 import diloco_jax
@@ -35,6 +36,7 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     write(folder, address)
     signal.raise_signal(signal.SIGTERM)
 
+  jax.devices()  # before the syncer asks for one
   write = entrypoints._write_address
   monkeypatch.setattr(entrypoints, '_write_address', stop_once_it_listens)
   config = stdlib_lm.get_config('tiny')
