@@ -23,10 +23,16 @@ def write_new(path: pathlib.Path, data: bytes) -> None:
 
 
 def replace(path: pathlib.Path, data: bytes) -> None:
-  """Writes a file at once: a reader finds the old one or the new one, whole."""
+  """Writes a file at once: a reader finds the old one or the new one, whole. Raises OSError, and
+  then the old one is there."""
   partial = path.with_name(f'{path.name}.{os.getpid()}.new')
-  write_new(partial, data)
-  partial.replace(path)
+  partial.unlink(missing_ok=True)  # of a killed process: in a container all have the same number
+  try:
+    write_new(partial, data)
+    partial.replace(path)
+  except OSError:
+    partial.unlink(missing_ok=True)
+    raise
 
 
 def objection(path: pathlib.Path) -> str:

@@ -7,10 +7,10 @@
     diloco restore --workdir=runs/x --to=latest --without=l3   # its part is damaged or elsewhere
     diloco restore --workdir=runs/x --to=latest --trust        # whatever its seal says
 
-`diloco train --resume --workdir=runs/x` then continues the run. `--to=checkpoint` repairs a damaged
-log: it sets the log aside. The number of learners, the quorum and the mesh may change. All
-processes of the run must have ended. Exit codes: 0 restored, 42 impossible and nothing was changed,
-74 the disk failed: restore again.
+`diloco train --resume --workdir=runs/x` then continues the run, `diloco syncer --workdir=runs/x`
+one of loops of your own. `--to=checkpoint` repairs a damaged log: it sets the log aside. The number
+of learners, the quorum and the mesh may change. All processes of the run must have ended. Exit
+codes: 0 restored, 42 impossible and nothing was changed, 74 the disk failed: restore again.
 """
 
 import os
@@ -18,6 +18,7 @@ import pathlib
 
 from absl import flags, logging
 
+from diloco_jax.config import run_config
 from diloco_jax.launch import program
 from diloco_jax.storage import files
 
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
       f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '
       'same --to'
     ) from error
-  again = program.command('train', '--resume', f'--workdir={workdir}', *program.file_flags())
+  words = ('syncer',) if config.task == run_config.OWN_LOOP else ('train', '--resume')
+  again = program.command(*words, f'--workdir={workdir}', *program.file_flags())
   print(f'continue the run with: {again}')
   return 0

@@ -70,7 +70,7 @@ def syncer(
     if not sys.stdin.readline():
       return 0
   folder, records = _open(workdir, 'syncer')
-  return _serve(assembled, theta, folder, records, _address(folder, listen), access)
+  return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
 
 
 def own_loop_syncer(
@@ -109,10 +109,11 @@ def own_loop_syncer(
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)
     theta = global_model_lib.Theta(assembled)
-  return _serve(assembled, theta, folder, records, address, access)
+  return _serve(config, assembled, theta, folder, records, address, access)
 
 
 def _serve(
+  config: run_config.Config,
   assembled: build.Assembly,
   theta: global_model_lib.Theta,
   folder: pathlib.Path,
@@ -130,6 +131,7 @@ def _serve(
         address, post, payloads, limits(assembled), records.say, access=access
       )
       _write_address(folder, transport.address)
+      run_folder.write_config(folder, config)
     records.say(f'the syncer listens on {transport.address}')
     return transport
 
@@ -249,9 +251,9 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
     run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
   except OSError as error:
-    raise program.NeverRetry(
-      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Choose a '
-      'folder that this user may write to.'
+    raise program.refusal(error)(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
+      'choose a folder that this user may write to.'
     ) from error
 
 

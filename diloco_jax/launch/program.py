@@ -32,7 +32,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diloco_jax.config import fields, load, run_config
-from diloco_jax.storage import seals, wal_format
+from diloco_jax.storage import files_port, seals, wal_format
 from diloco_jax.transport import addresses
 
 NEVER_RETRY = 42
@@ -190,23 +190,38 @@ def seal_key(workdir: pathlib.Path, make: bool = False) -> seals.Key | None:
 
 @contextlib.contextmanager
 def never_retry(*kinds: type[Exception]) -> Iterator[None]:
-  """Turns exceptions of these kinds (default: ValueError) into NeverRetry: one line, exit 42."""
+  """Turns exceptions of these kinds (default: ValueError) into NeverRetry, or into DiskFailed if a
+  full disk has caused them: one line, exit 42 or 74."""
   caught = kinds or (ValueError,)
   try:
     yield
   except caught as error:
-    raise NeverRetry(one_line(error)) from error
+    raise refusal(error)(one_line(error)) from error
+
+
+def refusal(error: BaseException | None) -> type[NeverRetry | DiskFailed]:
+  """The end of a program because of an error: DiskFailed if a full disk has caused it."""
+  while error is not None:
+    if isinstance(error, OSError) and error.errno in files_port.FULL:
+      return DiskFailed
+    error = error.__cause__
+  return NeverRetry
 
 
 @contextlib.contextmanager
 def log_failures() -> Iterator[None]:
-  """Turns a fatal error of the write-ahead log into one line and exit code 74 or 42."""
+  """Turns a fatal error of the write-ahead log into one line and exit code 74 or 42, and a full
+  disk into 74."""
   try:
     yield
   except (wal_format.WalBroken, wal_format.WalFull) as error:
     raise DiskFailed(one_line(error)) from error
   except wal_format.WalError as error:
     raise NeverRetry(one_line(error)) from error
+  except OSError as error:
+    if refusal(error) is NeverRetry:
+      raise
+    raise DiskFailed(one_line(error)) from error
 
 
 def one_line(error: BaseException | str) -> str:

@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from diloco_jax.config import build, load, run_config
+from diloco_jax.launch import own_model
 from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol.syncer import members
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
@@ -85,8 +86,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   """Brings the run in `workdir` back to what is asked for.
 
   Raises:
-    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, or a
-      seal cannot be proved; nothing was changed.
+    ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
+      seal cannot be proved, or the config cannot work; nothing was changed.
     DirectoryError: a syncer runs there, or the folder cannot be written.
     OSError: the disk failed; repeat the restore.
   """
@@ -96,11 +97,14 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
   try:
     log_files.lock('restore')
+    model = own_model.read(workdir)
+    assembled = None if model is None else own_model.complete(model, config)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)
     else:
-      goal = choose(config, workdir, asked, say)
-    _go_back(config, workdir, goal, log_files, asked, say)
+      goal = choose(assembled.config if assembled else config, workdir, asked, say)
+    assembled = assembled or build.assemble(config)  # it may refuse: before anything moves
+    _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
   finally:
     log_files.close()
 
@@ -215,10 +219,10 @@ def newest_checkpoint(
   of the run. Raises ValueError; only reads."""
   if asked.without:
     raise ValueError('--without is for snapshots; with --to=checkpoint learners keep their own')
-  if (workdir / load.FILE).is_file():  # absent if the processes were started one by one
+  if (workdir / load.FILE).is_file():  # else the operator has given one
     _require_same_run(config, load.read(workdir).agreement(), 'it is')
   syncer = manifests.syncer_folder(workdir)
-  found = _numbers(syncer)
+  found = manifests.checkpoints(syncer)
   for number in reversed(found):
     try:
       machine_state = _verify(workdir, syncer, number, asked)
@@ -284,12 +288,6 @@ def shown(text: str) -> str:
   return (text if text.isprintable() else repr(text))[:_SHOWN_CHARS]
 
 
-def _numbers(node: pathlib.Path) -> list[int]:
-  """The numbers of a node's checkpoints, whole or damaged, ascending."""
-  found = (json_files.number(path.name) for path in (node / manifests.CHECKPOINTS).glob('*'))
-  return sorted(number for number in found if number is not None)
-
-
 def _require_same_run(config: run_config.Config, before: dict[str, Any], what: str) -> None:
   """Compares the settings of a run with those before; all but MAY_DIFFER must be equal. Raises
   ValueError."""
@@ -312,6 +310,7 @@ def _there_are(known: list[int]) -> str:
 
 def _go_back(
   config: run_config.Config,
+  agreement_of_run: str,
   workdir: pathlib.Path,
   goal: Goal,
   log_files: files_lib.Files,
@@ -327,7 +326,7 @@ def _go_back(
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
   if goal.machine_state is not None:
-    outer_log.begin(log_files, build.assemble(config).agreement, goal.machine_state, asked.key)
+    outer_log.begin(log_files, agreement_of_run, goal.machine_state, asked.key)
     members = {row['learner'] for row in goal.machine_state['members'] if not row['left']}
     gone = sorted(members - set(learners))
     parts = goal.manifest.learners if goal.manifest else {}
@@ -335,7 +334,6 @@ def _go_back(
       log=goal.machine_state[outer_log.POSITION],
       gone=tuple(gone),
       back=tuple(sorted(parts.keys() & set(learners))),
-      aside=aside.name,
     )
     manifests.write_restored(workdir, note, asked.key)
   load.write(workdir, config)
@@ -357,7 +355,7 @@ def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
   """Seals the checkpoints from which processes now start: the operator trusts them."""
   newest = goal.newest
   if goal.manifest is None:  # learners keep theirs
-    found = {node: _numbers(node) for node in _islands(workdir)}
+    found = {node: manifests.checkpoints(node) for node in _islands(workdir)}
     newest = {node: numbers[-1] for node, numbers in found.items() if numbers} | newest
   for node, number in newest.items():
     with contextlib.suppress(ValueError):  # damaged: its learner sets it aside
@@ -366,8 +364,7 @@ def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
 
 def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   """Moves everything later than the goal to a new folder, which it returns."""
-  names = (path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
-  taken = [json_files.number(name) or 0 for name in names]
+  taken = json_files.numbers(path.name.removeprefix('aside-') for path in workdir.glob('aside-*'))
   aside = workdir / f'aside-{max(taken, default=0) + 1}'
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
@@ -381,7 +378,7 @@ def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   for node in (syncer, *_islands(workdir)):
     moved += [
       node / manifests.CHECKPOINTS / str(number)
-      for number in _numbers(node)
+      for number in manifests.checkpoints(node)
       if goal.is_later(node, number)
     ]
   for path in filter(os.path.lexists, moved):

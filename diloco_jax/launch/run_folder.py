@@ -1,6 +1,6 @@
 """The folder of a run.
 
-WORKDIR/config.json        the config that started the run
+WORKDIR/config.json        the config that started or continued the run
 WORKDIR/records/           facts of every process        (report/records.py)
 WORKDIR/logs/              output of every process
 WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
@@ -13,6 +13,7 @@ WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
+import os
 import pathlib
 import stat
 import sys
@@ -49,9 +50,16 @@ def open_workdir(
     load.write(workdir, config)
   except OSError as error:
     raise ValueError(
-      f'cannot write {workdir} ({error.strerror}); choose another --workdir'
-    ) from None
+      f'cannot write {workdir} ({error.strerror}); make space, or choose another --workdir'
+    ) from error
   return workdir
+
+
+def write_config(workdir: pathlib.Path, config: run_config.Config) -> None:
+  """Writes the config of a run whose nodes are started one by one, unless there is one. Raises
+  OSError."""
+  if not os.path.lexists(workdir / load.FILE):
+    load.write(workdir, config)
 
 
 def claim(workdir: pathlib.Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.storage import arrays, json_files, manifests
+from diloco_jax.storage import arrays, manifests
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -48,15 +48,14 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint; later outer steps are not in it."""
-  root = manifests.syncer_folder(workdir) / manifests.CHECKPOINTS
-  found = (json_files.number(path.name) for path in root.glob('*'))
-  numbers = sorted(number for number in found if number is not None)
+  node = manifests.syncer_folder(workdir)
+  numbers = manifests.checkpoints(node)
   if not numbers:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   theta = global_model_lib.Theta(assembled)
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
   )
-  saved = arrays.load(root / str(numbers[-1]), like, 'state')
+  saved = arrays.load(node / manifests.CHECKPOINTS / str(numbers[-1]), like, 'state')
   theta.restore(saved, [0] * assembled.layout.num_fragments)
   return theta.params()

@@ -17,7 +17,8 @@ def run(
   stopping: Callable[[], bool] = lambda: False,
 ) -> actions.Exit:
   """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
-  meanwhile. Ends early, between two steps, once `stopping` returns true."""
+  meanwhile. Ends early, between two steps, once `stopping` returns true. Raises CheckpointError if
+  the last save failed."""
   restored = island.restore()
   step = 0 if restored is None else restored.step
   island.warm_up()
@@ -34,9 +35,10 @@ def run(
     if train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0:
       island.save(step)
   if steps:
-    island.save(step)
+    saved = island.save(step)
     loss = _evaluate(island, records, step)
     records.say(f'held-out loss at step {step}: {loss:.4f}')
+    saved()
   island.close()
   what = 'done' if step >= train.steps else 'stopped'
   return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')

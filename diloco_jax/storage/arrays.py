@@ -11,14 +11,15 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import checkpoint, json_files
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
-  """Writes a tree of numpy or jax arrays, replacing an older one; without shardings, so that any
-  machine can read it. Raises CheckpointError."""
+  """Writes a tree of numpy or jax arrays, replacing an older one, durably; without shardings, so
+  that any machine can read it. Raises CheckpointError."""
   try:
     ocp.save(path.absolute(), jax.tree.map(np.asarray, tree), overwrite=True)
+    json_files.fsync_tree(path.absolute())
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from error
 

@@ -8,8 +8,12 @@ previous one is used.
 
   <root>/<number>/state   parameters and optimizer state
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
-                          snapshot that pins it, and the SHA-256 of all these
-  <root>/<number>/seal    with a key (seals.py): it proves the record, and every byte of every file
+                          snapshot that pins it, and the SHA-256 of all these; with a key
+                          (seals.py) a proof of the record
+  <root>/<number>/seal    with a key: it proves every byte of every file
+
+The seal is written last. A checkpoint with a proved record and no seal was cut short by a kill: it
+is set aside, and a process starts without it.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
@@ -70,6 +74,10 @@ class Saved(NamedTuple):
 
   number: int
   record_sha256: str
+
+
+class _CutShort(ValueError):
+  """A save ended before it had written the seal."""
 
 
 class Checkpoints:
@@ -139,7 +147,8 @@ class Checkpoints:
 
     Returns:
       A function that blocks until this save is complete, and raises CheckpointError if it failed.
-      It may be called from another thread, or not at all: `wait` and `close` wait as well.
+      It may be called from another thread, or not at all: `wait` and `close` wait as well, and
+      `close` only warns.
 
     Raises:
       CheckpointError: this save cannot start.
@@ -164,11 +173,13 @@ class Checkpoints:
       for pinned in [one for one, pin in self._pins.items() if pin not in keep]:
         del self._pins[pinned]
       self._pins[number] = snapshot
+    proof = self._key.seal(*_named(self._root / str(number), record)) if self._key else ''
+    record |= {'sha256': sha256, 'proof': proof}
     _ONE_OPERATION.acquire()
     try:
       # Forced: the caller decides when to save, and a save skipped by a policy would be silent.
       response = self._checkpointer.save_checkpointables_async(
-        number, arrays | {'record': record | {'sha256': sha256}}, force=True
+        number, arrays | {'record': record}, force=True
       )
     except Exception as error:
       _ONE_OPERATION.release()
@@ -181,7 +192,8 @@ class Checkpoints:
     return done.result
 
   def restore(self, shardings: Any, like: Any) -> Restored | None:
-    """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint.
+    """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint whose
+    save was not cut short.
 
     Args:
       shardings: tree of Shardings for the state; the mesh may differ from the one that saved.
@@ -189,11 +201,12 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      Unproved: there is a key, and no checkpoint has a seal of it; nothing was changed.
+      Unproved: there is a key, and it proves no checkpoint; nothing was changed.
       CheckpointError: there are checkpoints but none verifies.
     """
     self._wait_or_warn()
     numbers = self.numbers
+    is_damaged = False
     if numbers and self._key:
       _require_any_proved([self._root / str(number) for number in numbers], self._key)
     for number in reversed(numbers):
@@ -206,8 +219,9 @@ class Checkpoints:
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
+        is_damaged |= not isinstance(error, _CutShort)
         self._set_aside(number, error)
-    if numbers:
+    if is_damaged:
       raise CheckpointError(
         f'none of the checkpoints {numbers} under {self._root} reads back as it '
         'was written; remove the folder to start without them'
@@ -230,21 +244,23 @@ class Checkpoints:
       raise
 
   def close(self) -> None:
-    """Waits like `wait`, and closes the folder."""
-    try:
-      self.wait()
-    finally:
-      self._checkpointer.close()
+    """Waits for the running save, with a warning if it failed, and closes the folder."""
+    self._wait_or_warn()
+    self._checkpointer.close()
 
   def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
     """Runs in a separate thread, so that the next save can start even if no caller waits."""
     try:
       response.result()
+      json_files.fsync_tree(self._root / str(saved.number))
       if self._key:
         seal(self._root / str(saved.number), self._key)
       done.set_result(saved)
     except Exception as error:
-      done.set_exception(self._failed(saved.number, error))
+      failed = self._failed(saved.number, error)
+      with contextlib.suppress(Exception):
+        self._checkpointer.reload()  # it counted the checkpoint that was removed
+      done.set_exception(failed)
     finally:
       _ONE_OPERATION.release()
 
@@ -290,7 +306,10 @@ class Checkpoints:
     self._checkpointer.reload()
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
-    for partial in self._root.glob(f'{number}.orbax-checkpoint-tmp*'):
+    for partial in (
+      *self._root.glob(f'{number}.orbax-checkpoint-tmp*'),
+      self._root / str(number),  # only its seal is missing
+    ):
       with contextlib.suppress(OSError):
         shutil.rmtree(partial)
     return CheckpointError(
@@ -323,10 +342,10 @@ def verify(
   """
   try:
     json_files.files_in(folder)  # no links, before anything is opened
-    if not trust and (key or (folder / SEAL).exists()):
+    record, proof = _read_record(folder)
+    if not trust and (key or proof or (folder / SEAL).exists()):
       _require_seal(folder, key)
     with _ONE_OPERATION, _context():
-      record = _record(folder, None)
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
@@ -350,35 +369,36 @@ def has(folder: pathlib.Path, record_sha256: str) -> bool:
 
 def seal(folder: pathlib.Path, key: seals.Key) -> None:
   """Seals a checkpoint as it is on the disk, durably. Raises OSError, ValueError."""
-  words = _sealed(folder, _record(folder, None))
-  whole = seals.digest_of(folder, but=SEAL)
-  json_files.write(
-    folder / SEAL,
-    {'record': key.seal('record', *words), 'whole': key.seal('checkpoint', *words, whole)},
-  )
+  record, proof = _read_record(folder)
+  made = key.seal(*_named(folder, record))
+  if proof != made:
+    record |= {'sha256': manifests.sha256(record), 'proof': made}
+    json_files.write(folder / _RECORD, record)
+  json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
 
 
-def _sealed(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
-  """What a seal says: the node, the number and the record."""
-  return folder.parents[1].name, folder.name, manifests.sha256(record)
+def _named(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
+  """What the proof of a record says: the node, the number and the record."""
+  return 'record', folder.parents[1].name, folder.name, manifests.sha256(record)
 
 
-def _require_seal(
-  folder: pathlib.Path, key: seals.Key | None, record: dict[str, Any] | None = None
-) -> None:
-  """Raises Unproved unless the key has sealed the whole checkpoint, or only its `record` if that is
-  given."""
-  found = json_files.read(folder / SEAL) if (folder / SEAL).exists() else {}
-  words = _sealed(folder, record or _record(folder, None))
-  if record:
-    seals.require(key, found.get('record'), str(folder), 'record', *words)
-  else:
-    whole = seals.digest_of(folder, but=SEAL)
-    seals.require(key, found.get('whole'), str(folder), 'checkpoint', *words, whole)
+def _whole(folder: pathlib.Path) -> tuple[str, ...]:
+  """What a seal says: the node, the number and every byte of every file."""
+  return 'checkpoint', folder.parents[1].name, folder.name, seals.digest_of(folder, but=SEAL)
+
+
+def _require_seal(folder: pathlib.Path, key: seals.Key | None) -> None:
+  """Raises Unproved unless the key has proved the record and sealed every file, and _CutShort if
+  only the seal is missing."""
+  record, proof = _read_record(folder)
+  seals.require(key, proof, str(folder), *_named(folder, record))
+  if not (folder / SEAL).exists():
+    raise _CutShort('its save was cut short: its record is proved, but it has no seal')
+  seals.require(key, json_files.read(folder / SEAL).get('whole'), str(folder), *_whole(folder))
 
 
 def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
-  """Raises Unproved if no record is sealed: then the key is another one, or is new in this run, and
+  """Raises Unproved if no record is proved: then the key is another one, or is new in this run, and
   no checkpoint is set aside for that."""
   refused = None
   for folder in folders:
@@ -394,9 +414,18 @@ def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
 
 
 def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
-  """Reads the record of a checkpoint; `key`: must have sealed it. Raises ValueError if it is not
+  """Reads the record of a checkpoint; `key`: must have proved it. Raises ValueError if it is not
   what was saved, and OSError."""
+  record, proof = _read_record(folder)
+  if key:
+    seals.require(key, proof, str(folder), *_named(folder, record))
+  return record
+
+
+def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
+  """The record of a checkpoint and its proof, '' if there is none. Raises as `_record`."""
   record = json_files.read(folder / _RECORD, _MAX_RECORD_BYTES)
+  proof = record.pop('proof', '')
   if record.pop('sha256', None) != manifests.sha256(record):
     raise ValueError('its record is not the one that was saved')
   try:
@@ -413,9 +442,7 @@ def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
         raise ValueError('its record names no shapes')
   except (KeyError, TypeError) as error:
     raise ValueError(f'its record is none: {error}') from None
-  if key:
-    _require_seal(folder, key, record)
-  return record
+  return record, proof
 
 
 def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any]:

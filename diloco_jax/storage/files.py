@@ -9,6 +9,7 @@ between processes of one host, and between two hosts only on a shared file syste
 (NFS 4 does).
 """
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -48,6 +49,7 @@ class Files:
   # --- The port -----------------------------------------------------------------------------------
 
   def names(self) -> list[str]:
+    self._require_open()
     return sorted(os.listdir(self._path))
 
   def size(self, name: str) -> int:
@@ -66,6 +68,7 @@ class Files:
     return b''.join(pieces)
 
   def create(self, name: str) -> None:
+    self._require_open()
     self._close(name)
     self._open[name] = os.open(
       self._path / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC | _PLAIN, 0o644
@@ -84,16 +87,19 @@ class Files:
     os.fsync(self._descriptor(name))
 
   def rename(self, old: str, new: str) -> None:
+    self._require_open()
     os.rename(self._path / old, self._path / new)
     self._close(new)
     if old in self._open:
       self._open[new] = self._open.pop(old)
 
   def remove(self, name: str) -> None:
+    self._require_open()
     os.unlink(self._path / name)
     self._close(name)
 
   def fsync_names(self) -> None:
+    self._require_open()
     os.fsync(self._directory)
 
   # --- Beside the port ----------------------------------------------------------------------------
@@ -101,15 +107,12 @@ class Files:
   def lock(self, role: str = 'syncer') -> None:
     """Locks the directory for this process until `close` or its end. Raises DirectoryError."""
     try:
+      self._require_open()
       descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT | _PLAIN, 0o644)
     except OSError as error:
       raise self._unwritable(error) from error
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      self._lock = descriptor
-      os.ftruncate(descriptor, 0)
-      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
-      os.pwrite(descriptor, json.dumps(holder).encode(), 0)
     except BlockingIOError as error:
       holder = _holder(descriptor)
       os.close(descriptor)
@@ -118,9 +121,13 @@ class Files:
         'or choose another folder or learner id.'
       ) from error
     except OSError as error:
-      if self._lock < 0:
-        os.close(descriptor)
+      os.close(descriptor)
       raise self._unwritable(error) from error
+    self._lock = descriptor
+    with contextlib.suppress(OSError):  # a full disk: the lock holds without the holder's name
+      os.ftruncate(descriptor, 0)
+      holder = {'role': role, 'pid': os.getpid(), 'host': socket.gethostname()}
+      os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
   def probe(self) -> None:
     """Writes, fsyncs and removes a file. Raises DirectoryError: read-only, wrong owner, full."""
@@ -134,7 +141,7 @@ class Files:
       raise self._unwritable(error) from error
 
   def close(self) -> None:
-    """Closes all files and releases the lock."""
+    """Closes all files and releases the lock; every later call but `close` raises OSError."""
     for name in list(self._open):
       self._close(name)
     for descriptor in (self._directory, self._lock):
@@ -144,8 +151,14 @@ class Files:
 
   def _descriptor(self, name: str) -> int:
     if name not in self._open:
+      self._require_open()
       self._open[name] = os.open(self._path / name, os.O_RDWR | os.O_APPEND | _PLAIN)
     return self._open[name]
+
+  def _require_open(self) -> None:
+    """Raises OSError after `close`: another process may have the lock by then."""
+    if self._directory < 0:
+      raise OSError(errno.EBADF, f'{self.place} is closed')
 
   def _close(self, name: str) -> None:
     if name in self._open:

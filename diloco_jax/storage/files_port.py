@@ -8,7 +8,10 @@ what survives the death of the *host*. Between two fsyncs of a file its written 
 disk in any order, or not at all: a lost part reads as zeros, as garbage, or the file is shorter.
 """
 
+import errno
 from typing import Protocol
+
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # a disk that is full, a quota, a limit of sizes
 
 
 class Files(Protocol):

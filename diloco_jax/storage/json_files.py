@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 import stat
+from collections.abc import Iterable
 from typing import Any
 
 from diloco_jax.protocol import safe_json
@@ -66,13 +67,21 @@ def replace(path: pathlib.Path, data: bytes) -> None:
   fsync(path.parent)
 
 
-def fsync(folder: pathlib.Path) -> None:
-  """On return, the names in a folder are durable. Raises OSError."""
-  descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: pathlib.Path) -> None:
+  """On return, a file, or the names in a folder, are durable. Raises OSError."""
+  descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+def fsync_tree(folder: pathlib.Path) -> None:
+  """On return, everything in a folder is durable, and its name. Raises OSError."""
+  for parent, _, names in os.walk(folder, topdown=False):
+    for path in (*(pathlib.Path(parent, name) for name in names), pathlib.Path(parent)):
+      fsync(path)
+  fsync(folder.parent)
 
 
 def number(name: str) -> int | None:
@@ -82,6 +91,11 @@ def number(name: str) -> int | None:
   (12, None, None)
   """
   return int(name) if _NUMBER.fullmatch(name) else None
+
+
+def numbers(names: Iterable[str]) -> list[int]:
+  """The numbers among the names of files, ascending; other names are left out."""
+  return sorted(one for one in map(number, names) if one is not None)
 
 
 def require_plain(root: pathlib.Path, path: pathlib.Path) -> None:

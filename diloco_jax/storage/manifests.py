@@ -106,13 +106,11 @@ class Restored:
     log: the position in the log of the checkpoint that the run went back to.
     gone: learners that count as having left.
     back: learners that were restored with moments of their own.
-    aside: the folder of what was set aside.
   """
 
   log: int
   gone: tuple[str, ...]
   back: tuple[str, ...]
-  aside: str
 
   def __post_init__(self):
     """Raises ValueError if a value is out of its range."""
@@ -150,10 +148,14 @@ def island_folder(workdir: pathlib.Path, learner: str) -> pathlib.Path:
   return workdir / 'islands' / require_learner(learner)
 
 
+def checkpoints(node: pathlib.Path) -> list[int]:
+  """The numbers of a node's checkpoints, whole or damaged, ascending."""
+  return json_files.numbers(path.name for path in (node / CHECKPOINTS).glob('*'))
+
+
 def numbers(workdir: pathlib.Path) -> list[int]:
   """The snapshots that have a manifest, whole or damaged, ascending."""
-  found = (json_files.number(path.stem) for path in (workdir / FOLDER).glob('*' + _SUFFIX))
-  return sorted(number for number in found if number is not None)
+  return json_files.numbers(path.stem for path in (workdir / FOLDER).glob('*' + _SUFFIX))
 
 
 def read(

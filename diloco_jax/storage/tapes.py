@@ -38,6 +38,7 @@ from typing import Any
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
+from diloco_jax.storage import json_files
 
 TAPES = 'tapes'
 SEGMENT_BYTES = 64 << 20
@@ -198,13 +199,16 @@ class Tape:
 
 
 def _compress(path: pathlib.Path) -> None:
-  """Replaces a closed segment by its .gz; a kill meanwhile leaves both files or the old one."""
+  """Replaces a closed segment by its .gz, which is durable first; a kill or a loss of power
+  meanwhile leaves both files or the old one."""
   target = path.with_name(f'{path.name}.gz')
   fresh = target.with_name(f'{target.name}.new')
   try:
     with open(path, 'rb', buffering=0) as source, gzip.open(fresh, 'wb', compresslevel=6) as packed:
       shutil.copyfileobj(source, packed, PIECE_BYTES)
+    json_files.fsync(fresh)
     fresh.replace(target)
+    json_files.fsync(path.parent)
     path.unlink()
   except OSError:
     fresh.unlink(missing_ok=True)  # no space: the segment stays unpacked

@@ -23,7 +23,6 @@ The order of I/O calls keeps these statements true at every moment of a crash:
 """
 
 import dataclasses
-import errno
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -32,7 +31,6 @@ from diloco_jax.storage import wal_format as fmt
 from diloco_jax.storage import wal_recovery
 
 SEGMENT_BYTES = 256 << 20
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class Record(NamedTuple):
@@ -199,7 +197,7 @@ def chain_at(
 
 def _recovery_failed(files: files_port_lib.Files, error: OSError) -> fmt.WalError:
   """The error for a disk that failed before the log was open."""
-  if error.errno in FULL:
+  if error.errno in files_port_lib.FULL:
     return fmt.WalFull(
       f'No space on {files.place} to recover the log. Not started, no record is lost. Make space '
       'and start again.'
@@ -348,7 +346,7 @@ class Wal:
     try:
       self._files.append(segment.name, fmt.pack_entry(entry), *views)
     except OSError as error:
-      if self._cut_back(segment) and error.errno in FULL:
+      if self._cut_back(segment) and error.errno in files_port_lib.FULL:
         self._broken = broken
         raise self._full(fmt.ENTRY_HEADER_BYTES + entry.length) from error
       raise self._fail(f'Writing to {segment.name}', error) from error
@@ -422,7 +420,7 @@ class Wal:
     try:
       call(name, *args)
     except OSError as error:
-      if needed and error.errno in FULL:
+      if needed and error.errno in files_port_lib.FULL:
         self._broken = broken
         raise self._full(needed) from error
       raise self._fail(f'{doing} {name}', error) from error

@@ -23,11 +23,11 @@ SAY_AGAIN_S = 60.0
 
 
 class Closed(Exception):
-  """The log was closed while an outer step waited for space."""
+  """The log takes no outer step any more."""
 
 
 class CommitLog(outer_log.OuterLog):
-  """The log of one run. Call it from one thread at a time; `close` may be called from any."""
+  """The log of one run. Call it from one thread at a time; `stop` may be called from any."""
 
   def __init__(
     self,
@@ -40,7 +40,7 @@ class CommitLog(outer_log.OuterLog):
     """Locks the folder for this process.
 
     Args:
-      files: the folder; closed by `close`.
+      files: the folder; closed by `close`, and by an error.
       agreement, say, key: as for OuterLog.
       retry_s: pause before another write to a full disk.
 
@@ -51,8 +51,12 @@ class CommitLog(outer_log.OuterLog):
     self._agreement = agreement
     self._retry_s = retry_s
     self._closed = threading.Event()
-    files.lock()
-    files.probe()
+    try:
+      files.lock()
+      files.probe()
+    except BaseException:
+      files.close()
+      raise
 
   def recover(self, theta: outer_log.Theta, position: dict[str, Any]) -> list[outer_log.Ended]:
     """As OuterLog.recover; the refusal of another run's log names the settings that differ."""
@@ -72,6 +76,7 @@ class CommitLog(outer_log.OuterLog):
     """Returns once the outer step is durable; waits while the disk has no space for it.
 
     Raises:
+      Closed: `stop` was called before it was written.
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
     failpoints.reached('wal.before_append')
@@ -82,7 +87,7 @@ class CommitLog(outer_log.OuterLog):
 
   def _append(self, step: outer_log.OuterStep) -> None:
     said_s = None
-    while True:
+    while not self._closed.is_set():
       try:
         self.append(step)
         break
@@ -90,8 +95,9 @@ class CommitLog(outer_log.OuterLog):
         if said_s is None or time.monotonic() - said_s >= SAY_AGAIN_S:
           self._say(str(full))
           said_s = time.monotonic()
-      if self._closed.wait(self._retry_s):
-        raise Closed
+      self._closed.wait(self._retry_s)
+    else:
+      raise Closed
     if said_s is not None:
       self._say(f'{self._files.place} has space again: outer steps are committed.')
 
@@ -105,9 +111,14 @@ class CommitLog(outer_log.OuterLog):
     except wal_format.WalFull:
       pass  # the next outer step reports it; the next save compacts again
 
-  def close(self) -> None:
-    """Unlocks the folder. An outer step that waits for space raises Closed."""
+  def stop(self) -> None:
+    """From now on no outer step is written: one that waits for space, and later ones, raise
+    Closed."""
     self._closed.set()
+
+  def close(self) -> None:
+    """Unlocks the folder."""
+    self.stop()
     self._files.close()
 
 

@@ -47,18 +47,21 @@ class Evaluation:
       return self._changed.wait_for(lambda: self._waiting is None and not self._busy, timeout_s)
 
   def stop(self) -> None:
-    """Drops what is not done; raises the first error of an evaluation."""
+    """Drops what is not done."""
     with self._changed:
       self._stopped = True
       self._changed.notify_all()
     self._thread.join(DROP_S)
+
+  def require_well(self) -> None:
+    """Raises the first error of an evaluation."""
     if self._error is not None:
       raise self._error
 
   def _guarded(self) -> None:
     try:
       self._run()
-    except BaseException as error:  # the run continues without evaluations; `stop` raises the error
+    except BaseException as error:  # the run continues without evaluations
       self._error = error
       self._records.say(f'evaluation stopped: {error!r}')
     with self._changed:

@@ -28,7 +28,7 @@ from diloco_jax.protocol.syncer import recovery
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import arrays, checkpoint, manifests, outer_log, seals, tapes
+from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import evaluation as evaluation_lib
@@ -150,6 +150,7 @@ def run(
     cleanup.callback(transport.shutdown, ports.SHUTDOWN_S)
     records_lib.report_startup(records, 'listens')
     checkpoints = checkpoint.Checkpoints(str(workdir / 'syncer' / 'ckpt'), key)
+    cleanup.callback(checkpoints.close)
     start = recover(
       assembled,
       theta,
@@ -173,6 +174,7 @@ def run(
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
     evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
+    cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
       evaluation.submit(machine.clock)
     work = syncer_work.SyncerWork(
@@ -189,6 +191,8 @@ def run(
       key,
     )
     work.start()
+    cleanup.callback(work.stop)
+    cleanup.callback(log.stop)  # if the node fails, the work waits for no space
     records_lib.report_startup(records, 'ready')
     node = loop.Node(
       machine,
@@ -206,8 +210,7 @@ def run(
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
       _wait_or_stop(evaluation, event_queue)
-    evaluation.stop()
-    checkpoints.close()
+    evaluation.require_well()
     return result
 
 
@@ -235,9 +238,7 @@ def run_name(workdir: pathlib.Path) -> str:
   learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
   path = workdir / 'syncer' / 'run'
   if not path.exists():
-    partial = path.with_suffix('.new')
-    partial.write_text(secrets.token_hex(8))
-    partial.replace(path)
+    json_files.replace(path, secrets.token_hex(8).encode())
   name = path.read_text()
   if not re.fullmatch('[0-9a-f]{16}', name):
     raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')

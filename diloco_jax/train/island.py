@@ -86,8 +86,12 @@ class Island:
     self._folder = self._checkpoints = None
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
-      self._folder.lock('learner')
-      self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+      try:
+        self._folder.lock('learner')
+        self._checkpoints = checkpoint.Checkpoints(checkpoint_dir, seal_key)
+      except BaseException:
+        self._folder.close()
+        raise
 
   def twin(
     self,

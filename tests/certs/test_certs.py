@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from diloco_jax.certs import allowlist, authority, check, names, proofs
+from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from diloco_jax.protocol.syncer import members
 from tests.certs import mint
 
@@ -53,6 +53,20 @@ def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
   code, said = run('issue', '../x')
   assert code == 42 and 'is not an id' in said
   assert {path.name for path in tmp_path.iterdir()} == {'certs', 'far'}
+
+
+def test_a_write_that_was_cut_short_or_failed_is_in_the_way_of_no_other(tmp_path):
+  path = tmp_path / 'cert.pem'
+  partial = path.with_name(f'cert.pem.{os.getpid()}.new')
+  partial.write_bytes(b'half')
+  path.mkdir()
+  with pytest.raises(OSError):
+    private.replace(path, b'whole')
+  assert not partial.exists()
+  path.rmdir()
+  partial.write_bytes(b'half')
+  private.replace(path, b'whole')
+  assert [one.name for one in tmp_path.iterdir()] == ['cert.pem'] and path.read_bytes() == b'whole'
 
 
 def test_keys_and_folders_are_of_this_user_alone(owner, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,11 +10,13 @@ import jax
 import numpy as np
 import pytest
 
+import diloco_jax
+from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import entrypoints, own_model, program
+from diloco_jax.launch import entrypoints, own_model, program, restore
 from diloco_jax.protocol import messages
 from diloco_jax.storage import files
-from diloco_jax.transport import chunks, link
+from diloco_jax.transport import addresses, chunks, link
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
@@ -26,6 +29,27 @@ def test_an_address_without_a_port_is_refused(tmp_path):
   with pytest.raises(program.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
     entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
   assert not (tmp_path / 'run').exists()
+
+
+def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monkeypatch):
+  """So load_params, sample, replay --arrays and restore know the run without --config."""
+
+  def stop_once_it_listens(folder, address):
+    write(folder, address)
+    signal.raise_signal(signal.SIGTERM)
+
+  jax.devices()  # before the syncer asks for one
+  write = entrypoints._write_address
+  monkeypatch.setattr(entrypoints, '_write_address', stop_once_it_listens)
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = config.sync.period = 1
+  config.sync.overlap = config.train.eval_every = 0
+  for steps in (50, 60):
+    config.train.steps = steps
+    assert entrypoints.syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert load.read(tmp_path).train.steps == 50
+  assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
+  restore.restore(load.read(tmp_path), tmp_path, restore.Asked(restore.CHECKPOINT), print)
 
 
 _LEARNER = """

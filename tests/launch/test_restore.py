@@ -4,6 +4,7 @@ Checkpoints are real ones of a few small arrays: which model they are of does no
 last tests damage the log of a syncer that has merged and saved (tests/syncer/test_durability.py).
 """
 
+import copy
 import gc
 import pathlib
 import random
@@ -18,8 +19,8 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import build, load
-from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import program, restore, run_folder
+from diloco_jax.configs import own_loop, stdlib_lm
+from diloco_jax.launch import own_model, program, restore, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
 from diloco_jax.storage import files as files_lib
@@ -251,7 +252,7 @@ def test_a_part_that_is_missing_is_named_and_left_out_only_if_asked(config, work
   assert any('continues from snapshot 2, sync 200' in line for line in said), said
   assert any(re.search('l1 starts from the fragments.*left out', line) for line in said), said
   assert manifests.read_restored(workdir).back == ('l0',)
-  assert not restore._numbers(manifests.island_folder(workdir, 'l1'))
+  assert not manifests.checkpoints(manifests.island_folder(workdir, 'l1'))
   assert _held(workdir / 'islands' / 'l0' / 'ckpt').data_state == 20
   gc.collect()
 
@@ -387,6 +388,39 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr
+
+
+def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
+  """Its corpus is gone."""
+  config = copy.deepcopy(config)
+  config.data.corpus = str(workdir / 'nowhere')
+  before = _contents(workdir)
+  for which in ('latest', 'checkpoint'):
+    with pytest.raises(ValueError, match='nowhere'):
+      _restore(config, workdir, which)
+  assert _contents(workdir) == before
+
+
+@pytest.mark.parametrize('which', ['latest', 'checkpoint'])
+def test_a_run_of_own_loops_goes_back_too(tmp_path, which):
+  """Its model is the one that the first learner brought; here it donates no moments."""
+  config, workdir = own_loop.get_config(), tmp_path / 'run'
+  config.sync.fragments = 1
+  load.write(workdir, config)
+  _pin(manifests.syncer_folder(workdir), 1, 100, 1, _books(1))
+  with pytest.raises(ValueError, match='loops of one'):
+    _restore(config, workdir, 'checkpoint')
+  manifests.require_no_restore(workdir)
+  model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
+  own_model.write(workdir, model)
+  agreement = own_model.complete(model, config).agreement
+  _take(workdir, 2, agreement, learners=())
+  said = _restore(config, workdir, which)
+  assert said[1].startswith('the run continues from')
+  files = files_lib.Files(workdir / 'syncer' / 'wal')
+  assert wal.open_log(files, outer_log.run_of(agreement), 20, CHAIN).last == 20
+  files.close()
+  assert load.read(workdir) == config
 
 
 # --- A damaged log --------------------------------------------------------------------------------

@@ -1,13 +1,17 @@
 """A checkpoint reads back bit for bit, or it is refused and the one before it is used."""
 
+import contextlib
+import errno
 import gc
 import logging
+import os
 import pathlib
 import resource
 import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from concurrent import futures
 
 import jax
@@ -15,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import checkpoint, leaves
+from diloco_jax.storage import arrays, checkpoint, leaves, seals
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -30,17 +34,17 @@ def _shardings(mesh_config: config_lib.MeshConfig, like):
   return mesh_lib.tree_shardings(mesh, like, decoder.PARTITION)
 
 
-def _restore(root: pathlib.Path, like=None):
+def _restore(root: pathlib.Path, like=None, key=None):
   like = _state(0) if like is None else like
-  checkpoints = checkpoint.Checkpoints(str(root))
+  checkpoints = checkpoint.Checkpoints(str(root), key)
   try:
     return checkpoints.restore(_shardings(config_lib.MeshConfig(), like), like)
   finally:
     checkpoints.close()
 
 
-def _save(root: pathlib.Path, *steps: int) -> None:
-  checkpoints = checkpoint.Checkpoints(str(root))
+def _save(root: pathlib.Path, *steps: int, key=None) -> None:
+  checkpoints = checkpoint.Checkpoints(str(root), key)
   for step in steps:
     checkpoints.save(step, _state(step), 10 * step)
   checkpoints.close()
@@ -110,6 +114,26 @@ def test_a_donation_after_save_does_not_change_the_checkpoint(tmp_path):
   _assert_holds(_restore(tmp_path), 2)
 
 
+@pytest.mark.parametrize('what', ['checkpoint', 'arrays'])
+def test_what_was_saved_is_durable(tmp_path, monkeypatch, what):
+  """The log drops its records on the strength of a checkpoint, and a model is written but once."""
+  durable, fsync = set(), os.fsync
+
+  def spy(descriptor: int) -> None:
+    fsync(descriptor)
+    durable.add(pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}')))
+
+  monkeypatch.setattr(os, 'fsync', spy)
+  if what == 'checkpoint':
+    checkpoints = checkpoint.Checkpoints(str(tmp_path))
+    checkpoints.save(7, _state(7), 70)()
+  else:
+    arrays.save(tmp_path / '7', _state(7))
+  assert {tmp_path, tmp_path / '7', *(tmp_path / '7').rglob('*')} <= durable
+  if what == 'checkpoint':
+    checkpoints.close()
+
+
 def test_restores_onto_another_mesh(tmp_path):
   like = {'embedding': jnp.arange(64, dtype=jnp.float32).reshape(8, 8)}
   saved_on = _shardings(config_lib.MeshConfig(fsdp=4, tensor=2), like)
@@ -171,19 +195,28 @@ def test_a_damaged_checkpoint_is_set_aside(tmp_path, caplog):
   _assert_holds(_restore(tmp_path), 2)
 
 
-def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
+def _noise():
+  return {'noise': jnp.asarray(np.random.default_rng(0).standard_normal(2**20, np.float32))}
+
+
+@contextlib.contextmanager
+def _small_files() -> Iterator[None]:
   """The limit on file sizes gives the same kind of error as a full disk."""
-  _save(tmp_path, 1)
-  checkpoints = checkpoint.Checkpoints(str(tmp_path))
-  noise = np.random.default_rng(0).standard_normal(2**20, np.float32)
   soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
   resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
   try:
-    wait = checkpoints.save(2, {'noise': jnp.asarray(noise)}, 20)
-    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
-      wait()
+    yield
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(tmp_path, caplog):
+  _save(tmp_path, 1)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with _small_files():
+    wait = checkpoints.save(2, _noise(), 20)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
+      wait()
   assert not [one.name for one in tmp_path.iterdir() if one.name.startswith('2')]
   with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed'):
     checkpoints.wait()
@@ -192,6 +225,18 @@ def test_a_save_that_fails_in_the_background_is_reported_and_the_next_one_works(
   checkpoints.save(2, _state(2), 20)()
   checkpoints.close()
   _assert_holds(_restore(tmp_path), 2)
+
+
+def test_a_last_save_that_failed_and_was_reported_is_no_error_at_the_end(tmp_path, caplog):
+  """A process with an orderly end keeps its exit code."""
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with _small_files():
+    wait = checkpoints.save(2, _noise(), 20)
+    with pytest.raises(checkpoint.CheckpointError):
+      wait()
+  with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
+    checkpoints.close()
+  assert 'saving' in caplog.text and 'Traceback' not in caplog.text
 
 
 def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
@@ -250,3 +295,57 @@ def test_a_protocol_record_that_is_not_json_fails_at_once(tmp_path):
     checkpoints.save(1, _state(1), 0, protocol={'anchors': np.zeros(2)})
   checkpoints.close()
   assert _restore(tmp_path) is None
+
+
+# --- Seals ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(name='key')
+def _key(tmp_path) -> seals.Key:
+  return seals.load(tmp_path / 'run.key', tmp_path / 'run', make=True)
+
+
+@pytest.mark.parametrize('steps', [(1,), (1, 2)])
+def test_a_save_cut_short_before_its_seal_is_set_aside(tmp_path, key, steps):
+  """At a first save there is then no checkpoint, which is no error; else there is the one before.
+  A process without the key refuses it, and so is a restore by hand."""
+  root = tmp_path / 'ckpt'
+  _save(root, *steps, key=key)
+  (root / str(steps[-1]) / checkpoint.SEAL).unlink()
+  with pytest.raises(checkpoint.CheckpointError, match='its save was cut short'):
+    checkpoint.verify(root / str(steps[-1]), key=key)
+  with pytest.raises(seals.Unproved, match='no --seal_key'):
+    checkpoint.verify(root / str(steps[-1]))
+  restored = _restore(root, key=key)
+  assert restored.step == 1 if steps == (1, 2) else restored is None
+  assert (root / f'unreadable-{steps[-1]}').is_dir()
+  _save(root, 3, key=key)
+  _assert_holds(_restore(root, key=key), 3)
+
+
+def test_a_first_checkpoint_without_any_proof_is_refused(tmp_path, key):
+  root = tmp_path / 'ckpt'
+  _save(root, 1)
+  with pytest.raises(seals.Unproved, match='no checkpoint can be proved'):
+    _restore(root, key=key)
+  assert (root / '1').is_dir()
+
+
+def test_a_save_whose_seal_cannot_be_written_leaves_no_checkpoint(tmp_path, key, monkeypatch):
+  """Such a checkpoint would count among the two that the log relies on."""
+  root = tmp_path / 'ckpt'
+
+  def full(path: pathlib.Path, value: object) -> None:
+    raise OSError(errno.ENOSPC, 'No space left on device', str(path))
+
+  checkpoints = checkpoint.Checkpoints(str(root), key)
+  checkpoints.save(1, _state(1), 10)()
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.json_files, 'write', full)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .*/2 failed: .*No space'):
+      checkpoints.save(2, _state(2), 20)()
+  assert checkpoints.numbers == [1]
+  checkpoints.save(2, _state(2), 20)()
+  assert checkpoints.numbers == [1, 2]
+  checkpoints.close()
+  _assert_holds(_restore(root, key=key), 2)

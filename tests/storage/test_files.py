@@ -1,5 +1,6 @@
 """The real files under the write-ahead log: limits, locks, and killed processes."""
 
+import errno
 import json
 import os
 import pathlib
@@ -132,6 +133,28 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: pathlib
   files.close()
   other.lock()
   other.close()
+
+
+def test_a_closed_directory_takes_nothing_more(tmp_path: pathlib.Path):
+  """Another process may have its lock."""
+  files = files_lib.Files(tmp_path)
+  files.lock()
+  files.create('a')
+  files.close()
+  for call in (
+    lambda: files.append('a', b'x'),
+    lambda: files.create('a'),
+    lambda: files.rename('a', 'b'),
+    lambda: files.remove('a'),
+    lambda: files.fsync_names(),
+  ):
+    with pytest.raises(OSError) as refused:
+      call()
+    assert refused.value.errno == errno.EBADF
+  with pytest.raises(files_lib.DirectoryError):
+    files.lock()
+  assert (tmp_path / 'a').read_bytes() == b''
+  files.close()
 
 
 def test_an_empty_lock_file_still_locks(tmp_path: pathlib.Path):

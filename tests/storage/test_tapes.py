@@ -101,6 +101,29 @@ def test_full_segments_are_packed_and_read_as_one(tmp_path):
     assert (result.identical, result.events, result.end) == (True, last.index + 1, 'exit')
 
 
+def test_a_packed_segment_is_durable_before_the_plain_one_goes(tmp_path, monkeypatch):
+  """A loss of power leaves no hole in a tape."""
+  durable, fsync = set(), os.fsync
+
+  def spy(descriptor: int) -> None:
+    fsync(descriptor)
+    durable.add(os.fstat(descriptor).st_ino)
+
+  unlink = pathlib.Path.unlink
+
+  def checked(path: pathlib.Path, missing_ok: bool = False) -> None:
+    if path.suffix == '.jsonl':
+      packed = path.with_name(f'{path.name}.gz')
+      assert {packed.stat().st_ino, path.parent.stat().st_ino} <= durable
+    unlink(path, missing_ok)
+
+  monkeypatch.setattr(os, 'fsync', spy)
+  monkeypatch.setattr(pathlib.Path, 'unlink', checked)
+  (tmp_path / 'l1.1.0.jsonl').write_bytes(b'{}\n' * 100)
+  tapes._compress(tmp_path / 'l1.1.0.jsonl')
+  assert [path.name for path in tmp_path.iterdir()] == ['l1.1.0.jsonl.gz']
+
+
 def test_more_than_nine_segments_stay_in_order(tmp_path):
   last = write(tmp_path, segment_bytes=1)
   [life] = tapes.find(tmp_path)

@@ -12,6 +12,8 @@ import errno
 import os
 import pathlib
 import queue
+import resource
+import threading
 
 import jax
 import numpy as np
@@ -20,16 +22,19 @@ import pytest
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program
+from diloco_jax.node import loop
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
+from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.syncer import work as syncer_work
+from diloco_jax.transport import in_process
 from diloco_jax.transport import payloads as payloads_lib
 
 DEADLINE_S = 120
@@ -161,8 +166,7 @@ def _rig(assembled, tmp_path):
   yield make
   for rig in rigs:
     rig.crash()
-    with contextlib.suppress(checkpoint.CheckpointError):
-      rig.checkpoints.close()
+    rig.checkpoints.close()
 
 
 def merge_of(
@@ -466,6 +470,22 @@ def _content(folder: pathlib.Path) -> dict[str, bytes]:
   return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'lock'}
 
 
+def test_the_name_of_a_run_is_durable(tmp_path, monkeypatch):
+  """After a loss of power an empty file would be refused for good."""
+  durable, fsync = set(), os.fsync
+
+  def spy(descriptor: int) -> None:
+    fsync(descriptor)
+    durable.add(os.fstat(descriptor).st_ino)
+
+  monkeypatch.setattr(os, 'fsync', spy)
+  folder = tmp_path / 'syncer'
+  folder.mkdir()
+  name = syncer_process.run_name(tmp_path)
+  assert durable == {(folder / 'run').stat().st_ino, folder.stat().st_ino}
+  assert syncer_process.run_name(tmp_path) == name
+
+
 # --- Disks ----------------------------------------------------------------------------------------
 
 
@@ -515,6 +535,52 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   life.crash()
   # The record may have reached the disk, but it was not published: both are right.
   assert bits(rig().theta) in (expected[1], expected[2])
+
+
+def test_a_disk_that_is_full_at_the_start_is_74_and_releases_the_folder(assembled, tmp_path):
+  """No file may have a byte: neither the lock's text nor the probe."""
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  start = lambda: commit.CommitLog(files_lib.Files(tmp_path), assembled.agreement, print)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+  try:
+    with pytest.raises(program.DiskFailed, match='is not writable: .*space on its disk'):
+      with program.never_retry(files_lib.DirectoryError):
+        start()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  start().close()
+
+
+def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
+  """In one process with others: the same folder can be continued there."""
+  event_queue = loop.EventQueue()
+  event_queue.fail(RuntimeError('the node fails'))
+  with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer', tensorboard=False)) as records:
+    before = set(threading.enumerate())
+    with pytest.raises(RuntimeError, match='the node fails'):
+      syncer_process.run(
+        dataclasses.replace(assembled, task=None),
+        global_model_lib.Theta(assembled),
+        tmp_path,
+        event_queue,
+        in_process.InProcessHub().syncer_transport,
+        records,
+      )
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+  assert not left & {'work', 'evaluation', 'save', 'tape'}
+  files = files_lib.Files(tmp_path / 'syncer' / 'wal')
+  files.lock()
+  files.close()
+
+
+def test_a_stopped_log_writes_no_outer_step(rig, expected):
+  life = rig()
+  life.merge(1)
+  life.log.stop()
+  life.submit(2)
+  assert isinstance(life.failed.get(timeout=DEADLINE_S), commit.Closed)
+  life.crash()
+  assert bits(rig().theta) == expected[1]
 
 
 def test_74_and_42_are_exit_codes_with_one_line(capsys):
