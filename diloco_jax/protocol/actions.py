@@ -76,7 +76,7 @@ class Adopt:
   answered by AdoptDone. The shell drops the id afterwards.
 
   `keep`: carry local - anchor onto the new value, less the newest capture of the fragment if it is
-  `merged`; else the parameters become the new value (or blend with it).
+  `merged`, or blend with it (adopt=blend); else the parameters become the new value.
   """
 
   fragment: int

@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 import numpy as np
+import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
@@ -105,4 +106,39 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
     work.stop()
     work.run()
   assert len(exchange._compiled) > before
+  island.close()
+
+
+@pytest.mark.parametrize('adopt, share', [('overwrite', 0.0), ('blend', 0.25)])
+def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, share):
+  """So a NaN, or a step that was refused, does not survive the adoption after it."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = 1
+  config.sync.adopt, config.sync.alpha = adopt, 0.25
+  assembled = build.assemble(config)
+  island = learner_process.make_island(
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
+  )
+  exchange = on_device.Exchange(assembled, island)
+  like = jax.tree.map(np.zeros_like, _host(island.params))
+  value = np.asarray(fragments.gather(assembled.layout, 0, like))
+
+  def local(number: float) -> None:
+    filled = jax.tree.map(lambda leaf: np.full_like(leaf, number), like)
+    island.params = jax.device_put(filled, island.shardings.params)
+
+  def holds(number: float) -> bool:
+    return all(np.all(leaf == number) for leaf in jax.tree.leaves(_host(island.params)))
+
+  no_delta = bytes(assembled.codec_down.encoded_size(value.size))
+  local(np.nan)
+  exchange.adopt(0, memoryview(value), whole=True, keep=False, merged=False)
+  assert holds(0)
+  for bad in (np.nan, 1e30):
+    local(bad)
+    exchange.adopt(0, no_delta, whole=False, keep=False, merged=False)
+    assert holds(0)
+  local(4.0)
+  exchange.adopt(0, no_delta, whole=False, keep=bool(share), merged=False)
+  assert holds(4 * share)
   island.close()
