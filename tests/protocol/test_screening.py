@@ -11,8 +11,9 @@ import pytest
 
 from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import recovery, screening
 from tests.protocol import single, transcript
 
@@ -244,6 +245,42 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
   # The other learner continues alone if the quorum allows it; no sync waits for this one.
   assert [member.learner for member in duo.machine._members.live()] == ['l0']
+
+
+@pytest.mark.parametrize('fragments', [2, 4])
+def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
+  """Else it may be the usual norm that is wrong, of each of the fragments."""
+  out = action_list.ActionList()
+  setting = config(learners=4, fragments=fragments, period=fragments)
+  members = members_lib.Members(setting)
+  for m in range(8):
+    members.bind(f'l{m}', m, 1, m, 0)
+  screen = screening.Screening(setting, members, out)
+
+  def merge(sync: int, norms: dict[str, int], refused: tuple[str, ...]) -> list[str]:
+    participants = tuple(
+      actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
+      for name in norms
+    )
+    fragment = sync % fragments
+    done = single.merge_done(sync)
+    done = dataclasses.replace(
+      done,
+      fragment=fragment,
+      norms=tuple(norms.values()),
+      refused=refused,
+      failed='every payload' if len(refused) == len(norms) else '',
+    )
+    return [one.learner for one in screen.after_merge(0, participants, done)]
+
+  large = 60 * UNIT
+  for sync in range(3 * fragments - 1):  # the norms of all have grown, half of them are there
+    assert not merge(sync, {'l0': large, 'l1': large}, ('l0', 'l1'))
+  merge(3 * fragments, {'l2': UNIT}, ())
+  assert merge(3 * fragments + 1, {'l0': large, 'l2': UNIT}, ('l0',)) == ['l0']
+  assert merge(3 * fragments + 2, {'l1': BAD}, ('l1',)) == ['l1']
+  for sync, found in ((0, []), (1, []), (2, ['l3'])):
+    assert merge(sync, {'l2': UNIT, 'l3': large}, ('l3',)) == found, 'as of any other strike'
 
 
 def quarantined() -> Duo:

@@ -21,6 +21,10 @@ is in *quarantine*: the syncer closes its session and refuses its process for go
 under the same id begins without strikes. If the norms of more than half of the live learners are
 refused, then not they but the usual norms are wrong: the syncer forgets these and the strikes.
 
+Until it knows that, a norm alone leads to quarantine only if a payload of another learner was
+merged since the first of the strikes, or after `strikes` for each of the P fragments: where the
+norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
+
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
 """
@@ -158,7 +162,12 @@ class Screening:
     self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
-    usual, quarantined, merged = self.usual[done.fragment], [], {}
+    usual, quarantined = self.usual[done.fragment], []
+    merged = {
+      one.learner: (norm, one.steps)
+      for one, norm in zip(participants, done.norms)
+      if not done.failed and one.learner not in done.refused
+    }
     for one, norm in zip(participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
@@ -176,12 +185,16 @@ class Screening:
         )
         if norm != NOT_FINITE:
           usual.doubt(one.learner)
-        if present and self.strike(now_ns, member, done.fragment, what):
+        if not present:
+          continue
+        member.others_merged |= bool(merged)
+        sure = norm == NOT_FINITE or member.others_merged
+        if self.strike(now_ns, member, done.fragment, what, sure):
           quarantined.append(member)
-      elif not done.failed:
-        merged[one.learner] = norm, one.steps
-        if present:
-          member.strikes = 0
+      elif one.learner in merged and present:
+        member.strikes, member.others_merged = 0, False
+    for member in self._members.by_id.values():
+      member.others_merged |= member.strikes > 0 and bool(merged.keys() - {member.learner})
     if merged:
       usual.merged(merged)
       self._say_if_zero(now_ns, done, merged)
@@ -205,6 +218,7 @@ class Screening:
       return
     for member in doubted:
       member.strikes = member.max_strikes = 0
+      member.others_merged = False
     self.usual[fragment] = Usual()
     names = ', '.join(member.learner for member in doubted)
     self._out.say(
@@ -213,9 +227,11 @@ class Screening:
       'steps of the fragment have no limit. The refused updates are lost, earlier ones are safe.'
     )
 
-  def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
+  def strike(
+    self, now_ns: int, member: members_lib.Member, fragment: int, what: str, sure: bool = True
+  ) -> bool:
     """Adds a strike for an update; returns whether that puts the learner into quarantine."""
-    quarantined = self.add_strike(member)
+    quarantined = self.add_strike(member, sure)
     self.notices.say(
       now_ns,
       f'update {member.learner}',
@@ -225,11 +241,13 @@ class Screening:
     )
     return quarantined
 
-  def add_strike(self, member: members_lib.Member) -> bool:
-    """Adds a strike to a learner; returns whether that puts it into quarantine."""
+  def add_strike(self, member: members_lib.Member, sure: bool = True) -> bool:
+    """Adds a strike to a learner; returns whether that puts it into quarantine. One that is not
+    `sure` may be of a wrong usual norm."""
     before = self._members.quarantined(member)
     member.strikes += 1
-    member.max_strikes = max(member.max_strikes, member.strikes)
+    if sure or member.strikes >= self._config.strikes * self._config.fragments:
+      member.max_strikes = max(member.max_strikes, member.strikes)
     return self._members.quarantined(member) and not before
 
   def forget(self, learner: str) -> None:

@@ -472,6 +472,7 @@ class SyncerBook:
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
     gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
     record.undecided = self._undecided()
+    record.norm_strikes = self.config.strikes * self.config.fragments
     record.batches = tuple(
       (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
     )
