@@ -143,7 +143,8 @@ class Merge:
 
   Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
   step again, with `machine_state`, the machine state with this merge in progress (recovery.py). The
-  shell sends no result before. It drops the participants' ids afterwards.
+  shell sends no result before. It drops the participants' ids afterwards. `live`: the learners that
+  are live at the decision.
   """
 
   sync: int
@@ -151,6 +152,7 @@ class Merge:
   version: int
   participants: tuple[Participant, ...]
   machine_state: dict[str, Any]
+  live: tuple[str, ...] = ()
 
 
 @_action

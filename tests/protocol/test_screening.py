@@ -12,9 +12,9 @@ import pytest
 from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol.syncer import gather, recovery, screening
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
-from diloco_jax.protocol.syncer import recovery, screening
 from tests.protocol import single, transcript
 
 UNIT, BAD = screening.UNIT, screening.NOT_FINITE
@@ -271,7 +271,10 @@ def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
       refused=refused,
       failed='every payload' if len(refused) == len(norms) else '',
     )
-    return [one.learner for one in screen.after_merge(0, participants, done)]
+    made = gather.Gather(
+      sync, fragment, participants=participants, live=tuple(sorted(members.by_id))
+    )
+    return [one.learner for one in screen.after_merge(0, made, done)]
 
   large = 60 * UNIT
   for sync in range(3 * fragments - 1):  # the norms of all have grown, half of them are there
@@ -360,16 +363,25 @@ def test_repeats_are_said_after_a_pause_with_their_number(pause_s):
   assert 'NaN or Inf for fragment 0' in line and '(5 more since the last such line)' in line
 
 
-@pytest.mark.parametrize('norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD)])
-def test_recovery_of_a_record_agrees_with_the_machine(norms):
+@pytest.mark.parametrize('lost', [False, True])
+@pytest.mark.parametrize(
+  'norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD), (60 * UNIT, 60 * UNIT), (UNIT, 60 * UNIT)]
+)
+def test_recovery_of_a_record_agrees_with_the_machine(norms, lost):
   """Strikes, norms and tokens: the state at the decision plus its end equal the machine
   afterwards."""
-  duo = Duo()
-  duo.round(UNIT, BAD)
+  duo = warm()
+  duo.round(UNIT, 60 * UNIT)
   before = json.loads(json.dumps(duo.machine.state()))
   merge = duo.contribute()
+  if lost:  # between the decision and the end
+    duo.machine.handle(duo.now_ns, events.Disconnected(session=2, reason='cut'))
   duo.ends(*norms)
-  refused = tuple(one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
+  refused = tuple(
+    one.learner
+    for one, norm in zip(merge.participants, norms)
+    if screening.refused(norm, one.least, one.limit)
+  )
   done = events.MergeDone(
     sync=merge.sync,
     fragment=0,

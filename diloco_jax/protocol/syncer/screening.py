@@ -33,8 +33,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages, notices
+from diloco_jax.protocol import action_list, events, facts, messages, notices
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 UNIT = 1 << 64  # the integer norm of 1.0
@@ -159,16 +160,16 @@ class Screening:
     return self.usual[fragment].limits(steps, self._config)
 
   def after_merge(
-    self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
+    self, now_ns: int, gather: gather_lib.Gather, done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
     usual, quarantined = self.usual[done.fragment], []
     merged = {
       one.learner: (norm, one.steps)
-      for one, norm in zip(participants, done.norms)
+      for one, norm in zip(gather.participants, done.norms)
       if not done.failed and one.learner not in done.refused
     }
-    for one, norm in zip(participants, done.norms):
+    for one, norm in zip(gather.participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.learner in done.refused:
@@ -198,7 +199,7 @@ class Screening:
     if merged:
       usual.merged(merged)
       self._say_if_zero(now_ns, done, merged)
-    self._forget_if_wrong(done.fragment)
+    self._forget_if_wrong(done.fragment, gather.live)
     return [member for member in quarantined if self._members.quarantined(member)]
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
@@ -210,17 +211,17 @@ class Screening:
         'Check learning rate, gradients and data.',
       )
 
-  def _forget_if_wrong(self, fragment: int) -> None:
-    """Forgets the usual norms of a fragment, and the strikes, if they are wrong."""
-    live = self._members.live()
-    doubted = [one for one in live if one.learner in self.usual[fragment].doubted]
+  def _forget_if_wrong(self, fragment: int, live: Sequence[str]) -> None:
+    """Forgets the usual norms of a fragment, and the strikes, if they are wrong. `live`: the
+    learners at the decision, so that a syncer that recovers comes to the same."""
+    doubted = [learner for learner in live if learner in self.usual[fragment].doubted]
     if 2 * len(doubted) <= len(live):
       return
-    for member in doubted:
+    for member in map(self._members.by_id.__getitem__, doubted):
       member.strikes = member.max_strikes = 0
       member.others_merged = False
     self.usual[fragment] = Usual()
-    names = ', '.join(member.learner for member in doubted)
+    names = ', '.join(doubted)
     self._out.say(
       f'The norms of {names}, more than half of the live learners, are far from the usual ones of '
       f'fragment {fragment}: these are forgotten, and the next {self._config.norm_warmup} outer '

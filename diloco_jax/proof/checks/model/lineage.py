@@ -241,7 +241,7 @@ class Record:
   refused: tuple[str, ...] = ()
   number: int = 0  # outer steps end in this order
   norm_strikes: int = 0  # so many count if they are of norms
-  live: set[str] = dataclasses.field(default_factory=set)  # learners when it ended
+  live: set[str] = dataclasses.field(default_factory=set)  # learners when it was decided
 
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""

@@ -357,7 +357,7 @@ class SyncerBook:
     self.ended, self.merges = gather, self.merges - 1
     record = gather.record
     record.digest, record.failed = done.digest, done.failed
-    record.norms, record.refused, record.live = done.norms, done.refused, set(self.members)
+    record.norms, record.refused = done.norms, done.refused
     record.end(self.lineage)
     self.run.ended += 1
     if done.failed:
@@ -471,7 +471,7 @@ class SyncerBook:
     gather.payloads.clear()
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
     gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
-    record.undecided = self._undecided()
+    record.undecided, record.live = self._undecided(), set(self.members)
     record.norm_strikes = self.config.strikes * self.config.fragments
     record.batches = tuple(
       (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
