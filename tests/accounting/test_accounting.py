@@ -1,5 +1,7 @@
 """The time of every learner has one category, and tapes, records and syncer agree about it."""
 
+import dataclasses
+
 import pytest
 
 from diloco_jax.accounting import book as book_lib
@@ -9,7 +11,7 @@ from diloco_jax.proof.sim import engine, faults
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import facts
 from diloco_jax.protocol.tape import observers
-from tests.protocol import transcript
+from tests.protocol import single, transcript
 
 MS, SECOND = engine.MS, engine.SECOND
 
@@ -86,6 +88,25 @@ def test_in_lock_step_learners_wait_for_what_is_missing():
   assert 1 < found[book_lib.SYNCER_DOWN] / SECOND < 4
   figures = book.figures(world.now_ns)
   assert figures.uptime < 1 - 2 / 20 and figures.system_uptime < 1 - 4 / 20
+
+
+def test_a_process_on_a_new_session_counts_its_steps_once():
+  """Also if the syncer has not noticed the end of the old session."""
+  machine, book = single.new_machine(), book_lib.Book()
+  told = _Hears(book).told
+
+  def hear(now_ms, session, message):
+    event = single.received(session, message)
+    told.record(now_ms * MS, event, machine.handle(now_ms * MS, event))
+
+  hear(0, 1, single.join())
+  hear(1, 1, single.confirm())
+  for step in (1, 2):
+    hear(10 * step, 1, single.progress(step))
+  hear(30, 2, single.join())
+  hear(31, 2, dataclasses.replace(single.confirm(), clock=2, steps=2, tokens=20))
+  hear(40, 2, single.progress(3))
+  assert book.learners['l0'].tokens == 30 and book.learners['l0'].times.count == 3
 
 
 def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
