@@ -83,6 +83,7 @@ class Told:
       case facts.Member(state='joined'):
         self._book.joined(fact.learner, now_ns)
       case facts.Ledger():
+        self._book.begins(fact)
         self._book.forget(fact.learners.keys())
       case facts.Member(state='lost'):
         self._totals.pop(fact.learner, None)

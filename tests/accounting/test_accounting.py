@@ -109,6 +109,59 @@ def test_a_process_on_a_new_session_counts_its_steps_once():
   assert book.learners['l0'].tokens == 30 and book.learners['l0'].times.count == 3
 
 
+def test_the_account_of_a_restarted_syncer_begins_with_its_process():
+  """The ledger goes on, so what the process before it merged is none of its token goodput."""
+  books = []
+
+  class Restarts(observers.Observer):
+    def born(self, now_ns, life):
+      if life.start.role == 'syncer':
+        books.append(book_lib.Book())
+        self.hears = _Hears(books[-1])
+
+    def saw(self, life, now_ns, event, out):
+      self.hears.saw(life, now_ns, event, out)
+
+  config = transcript.protocol_config(total_steps=10_000, learners=2)
+  world = world_lib.World(config, watchers=[Restarts()])
+  kill = plans.Fault(at_ns=16_050 * MS, kind='kill', node='syncer', for_ns=500 * MS)
+  faults.Nemesis(world, [kill], odds=faults.Odds(0, 0, 0))
+  for name in ('l0', 'l1'):
+    world.start(name)
+  world.run(22 * SECOND)
+  assert len(books) == 2
+  figures = books[1].figures(world.now_ns)
+  assert 0.8 < figures.token < 1.2
+
+
+def test_a_wait_that_has_not_ended_is_booked_by_what_was_awaited():
+  book = book_lib.Book(quorum=1)
+  book.waits('l0', 0)
+  book.take('', 60, facts.Member(learner='l1', state='joined', incarnation=1))
+  found = book.partition('l0', 100)
+  assert (found[book_lib.QUORUM], found[book_lib.STRAGGLER]) == (60, 40)
+  assert book.partition('l0', 100) == found, 'to ask changes nothing'
+
+
+def test_outer_steps_at_one_moment_have_no_gaps():
+  book = book_lib.Book()
+  synced = facts.Synced(
+    sync=2,
+    fragment=0,
+    version=1,
+    participants=('l0',),
+    late=(),
+    waited_ns=0,
+    grace_ns=0,
+    tokens=20,
+    why='',
+    staleness=0,
+  )
+  for _ in range(3):
+    book.take('', 5, synced)
+  assert book.figures(10).system_uptime == 1
+
+
 def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
   book = book_lib.Book()
   book.starts('l0', 0)
