@@ -59,6 +59,31 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   island.close()
 
 
+def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
+  """The time before it is booked already, as that of joining."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.overlap = 0
+  assembled = build.assemble(config)
+  assert assembled.protocol.lag == 0
+  island = learner_process.make_island(
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
+  )
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    work = learner_work.LearnerWork(
+      assembled, island, lambda event: None, None, payloads.PayloadStore(), recorder
+    )
+    work.submit(actions.UseShard(shard=0, cursor=0, rewind=False))
+    for clock in (0, 1):
+      work.submit(actions.Step(clock=clock))
+    work.stop()
+    work.run()
+  waited_s = [
+    fact['waited_s'] for _, fact in records.TailAll(tmp_path).read() if 'waited_s' in fact
+  ]
+  assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
+  island.close()
+
+
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   """Or all learners, which save at the same clock, would stop training for the first time."""
   config = stdlib_lm.get_config('tiny')
