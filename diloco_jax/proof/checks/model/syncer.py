@@ -112,6 +112,9 @@ class Window:
   def refused(self, fragment: int) -> None:
     self._merging.pop(fragment, None)
 
+  def all_lost(self) -> None:
+    self._merging.clear()
+
   def adopted(self, now_ns: int, fragment: int, version: int) -> None:
     expected, since_ns = self._merging.get(fragment, (None, 0))
     if version == expected:
@@ -213,6 +216,8 @@ class SyncerBook:
       del self.members[learner]
       for gather in self.gathers.values():
         gather.waiting.discard(learner)
+      if not self.members:
+        self.window.all_lost()
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
