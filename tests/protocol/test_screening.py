@@ -327,6 +327,9 @@ def test_quarantine_outlives_the_syncer():
   )
   (refused,) = answers(again, 5, 1, nonce=8)
   assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
+  (refused,) = answers(again, duo.now_ns, 2, nonce=9)  # its id rests, counted from the restart
+  assert refused.code == 'ID_IN_QUARANTINE'
+  assert refused.retry_ns == 3 * duo.machine._config.lease_ns - (duo.now_ns - 5)
   free = syncer_machine.SyncerMachine.restore(
     dataclasses.replace(duo.machine._config, strikes=0),
     world_lib.AGREEMENT,

@@ -135,6 +135,8 @@ class SyncerMachine:
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
+    if self._members.began_ns is None:
+      self._members.began_ns = now_ns
     self._dispatch(now_ns, event)
     if now_ns >= self._sweep_ns and not self._exited:
       self._sweep(now_ns)

@@ -96,6 +96,7 @@ class Members:
     self._config = config
     self.by_id: dict[str, Member] = {}
     self.by_session: dict[int, Member] = {}
+    self.began_ns: int | None = None  # the first event of this process of the syncer
 
   def live(self) -> list[Member]:
     """Live members in the order of their ids."""
