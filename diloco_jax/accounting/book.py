@@ -122,6 +122,7 @@ class Book:
     self._quorum, self._steps_per_sync = quorum, steps_per_sync
     self.learners: dict[str, Learner] = {}
     self.ledger: facts.Ledger | None = None
+    self._base: facts.Ledger | None = None
     self._members: set[str] = set()
     self._syncer_died = False
     # What a learner waits for, by time; the number of learners that train, by time.
@@ -261,6 +262,11 @@ class Book:
       case facts.Ledger():
         self.ledger = fact
 
+  def begins(self, ledger: facts.Ledger) -> None:
+    """The account begins in the middle of a run; what the ledger has by then is none of it. The
+    first call counts."""
+    self._base = self._base or ledger
+
   def forget(self, but: Collection[str]) -> None:
     """Drops the accounts of all learners but these and the members."""
     for name in self.learners.keys() - self._members - set(but):
@@ -298,9 +304,11 @@ class Book:
   def partition(self, name: str, at_ns: int) -> dict[str, float]:
     """A learner's wall time in ns until now, by category; it adds up to the whole."""
     learner = self.learners[name]
-    spent = collections.Counter(learner.spent_ns)
-    present = {_WAITS: self._awaited[-1][1], _TRAINS: WASTED, _GONE: AFTER_END}
-    spent[present.get(learner.doing, learner.doing)] += at_ns - learner.at_ns
+    now = dataclasses.replace(learner, spent_ns=collections.Counter(learner.spent_ns))
+    if now.doing == _GONE:
+      now.doing = AFTER_END
+    self._pass(now, at_ns)
+    spent = now.spent_ns
     steps_ns = learner.times.total_ns - spent[DATA]
     ideal_ns = min(steps_ns, max(0.0, learner.ideal_ns - spent[DATA]))
     merged_ns = ideal_ns * min(1.0, self._merged(name) * _inverse(learner.tokens))
@@ -313,7 +321,11 @@ class Book:
     """Tokens of a learner that were merged."""
     if self.ledger is None:
       return 0.0
-    return self.ledger.learners.get(name, {}).get('merged', 0) / self.ledger.fragments
+    now, before = (
+      ledger.learners.get(name, {}).get('merged', 0) if ledger else 0
+      for ledger in (self.ledger, self._base)
+    )
+    return max(0, now - before) / self.ledger.fragments
 
   def summary(self, at_ns: int) -> dict[str, Any]:
     """The figures, and of each learner `wall_s` and `shares` by category, as JSON types."""
@@ -352,7 +364,7 @@ class Book:
       return float(self._merged_ns is not None)
     ideal_ns = [one.times.ideal_ns for one in self.learners.values() if one.times.count]
     usual_ns = max(self._gaps.ideal_ns, self._steps_per_sync * min(ideal_ns, default=0))
-    return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) / self._gaps.total_ns
+    return 1 - self._gaps.beyond_ns(LONG_GAP * usual_ns) * _inverse(self._gaps.total_ns)
 
 
 def shares(ledger: facts.Ledger | None) -> dict[str, Any]:

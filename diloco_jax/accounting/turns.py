@@ -49,15 +49,16 @@ class Told:
     self._totals: dict[str, tuple[int, int]] = {}  # steps and tokens of a learner's incarnation
 
   def record(self, now_ns: int, event: events.Event, out: observers.Actions) -> None:
-    """Takes a turn of the syncer."""
+    """Takes a turn of the syncer. Its reports first: a Confirm ends the session before it, of the
+    same process."""
+    for action in out:
+      if type(action) is actions.Report:
+        self._reported(now_ns, action.fact)
     if type(event) is events.Received:
       if not any(type(one) is actions.Close and one.session == event.session for one in out):
         self._received(now_ns, event.session, event.message)
     elif type(event) is events.Disconnected:
       self._learners.pop(event.session, None)
-    for action in out:
-      if type(action) is actions.Report:
-        self._reported(now_ns, action.fact)
     self._tape.record(now_ns, event, out)
 
   def _received(self, now_ns: int, session: int, message: messages.Message) -> None:
@@ -82,6 +83,7 @@ class Told:
       case facts.Member(state='joined'):
         self._book.joined(fact.learner, now_ns)
       case facts.Ledger():
+        self._book.begins(fact)
         self._book.forget(fact.learners.keys())
       case facts.Member(state='lost'):
         self._totals.pop(fact.learner, None)

@@ -101,7 +101,7 @@ class SyncConfig(_Sync):
   def validate(self) -> None:
     _one_of('sync.fragmentation', self.fragmentation, FRAGMENTATIONS)
     _within('sync.age_decay', self.age_decay, 0.01, 1.0, '1 are the weights of the paper')
-    _within('sync.alpha', self.alpha, 0.0, 1.0, '0 overwrites, 1 would ignore the syncer')
+    _within('sync.alpha', self.alpha, 0.0, 0.999, '0 overwrites, 1 would ignore the syncer')
     _within('sync.places', self.places, 0, 10**4, 'each has four threads; 0 follows the learners')
     _within('sync.uplink_mbit_s', self.uplink_mbit_s, 0, 10**6, '0 is no limit')
     _within('sync.donor_rate_mib_s', self.donor_rate_mib_s, 1, 10**6, 'usual values are 64 to 1024')

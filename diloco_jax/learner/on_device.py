@@ -14,7 +14,6 @@ from diloco_jax.config import build
 from diloco_jax.learner import held
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.protocol import config as protocol_config
 
 
 class _Kind(NamedTuple):
@@ -51,8 +50,8 @@ class Exchange:
     self._layout = assembled.layout
     self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
-    blends = assembled.protocol.adopt == protocol_config.ADOPT.index('blend')
-    self._alpha = None if self._rebases else assembled.config.sync.alpha if blends else 0.0
+    share = assembled.config.sync.alpha if assembled.protocol.blends else 0.0
+    self._alpha = None if self._rebases else share
     # By fragment: where its leaves are among those of the parameters, and its kind.
     order = {path: place for place, path in enumerate(fragments.by_path(island.params))}
     self._places = [
@@ -189,10 +188,10 @@ class Exchange:
       p: the fragment.
       data: the value: float32 if `whole`, else an encoded delta to the anchor.
       whole: see `data`.
-      keep: carry the steps that are not in the value onto it (exchange.adopt).
+      keep: carry the steps that are not in the value, or a share of them, onto it
+        (exchange.adopt); without it nothing of the local value survives.
       merged: the value contains the newest capture of the fragment.
     """
-    keep = keep or bool(self._alpha)
     if whole and not keep:
       return self._take_whole(p, np.frombuffer(data, np.float32))
     value = self._no_delta[p]._replace(keep=self._flags[keep])

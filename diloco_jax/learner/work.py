@@ -179,7 +179,8 @@ class LearnerWork:
       self._tokens,
       result,
       saving_s=saving_ns / 1e9,
-      waited_s=idle_ns / 1e9 if self._lock_step else 0.0,
+      # Before its first step a process joins: no wait for others.
+      waited_s=idle_ns / 1e9 if self._lock_step and self._steps > 1 else 0.0,
     )
 
   def take_between(self) -> tuple[int, int]:

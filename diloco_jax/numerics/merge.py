@@ -71,9 +71,15 @@ def rda(floor: float = 0.01) -> MergeRule:
   Args:
     floor: the least length of a mean direction u that the rule stretches to full length.
 
+  Raises:
+    ValueError: the floor is not above 0, so that a tensor of zeros would become NaN.
+
   >>> rda().stretch(np.float64([0.5, 0.5]), np.full((2, 1), 3.0), np.float64([0.5])).tolist()
   [6.0]
   """
+
+  if not 0 < floor <= 1:
+    raise ValueError('floor must be above 0 and at most 1, usually 0.01')
 
   def factors(shares_M: np.ndarray, lengths_MxT: np.ndarray) -> np.ndarray:
     there = lengths_MxT > 0

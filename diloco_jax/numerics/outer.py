@@ -87,10 +87,16 @@ OUTERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 
 
 def make(text: str) -> optax.GradientTransformation:
-  """The transform of a spec. Raises ValueError, also if it needs more than gradients."""
-  tensor = jax.ShapeDtypeStruct((2,), jnp.float32)
-  step = lambda tx: lambda x: tx.update(x, tx.init(x), x)
-  return spec.make(text, _of_optax() | OUTERS, use=lambda tx: jax.eval_shape(step(tx), tensor))
+  """The transform of a spec. Raises ValueError, also if it needs more than gradients, or makes of
+  zeros, as in the padding of a fragment, what is not finite."""
+  return spec.make(text, _of_optax() | OUTERS, use=_try)
+
+
+def _try(tx: optax.GradientTransformation) -> None:
+  step = jax.jit(lambda zeros: tx.update(zeros, tx.init(zeros), zeros))
+  for leaf in jax.tree.leaves(step(jnp.zeros(2))):
+    if not bool(jnp.all(jnp.isfinite(leaf))):
+      raise ValueError('its step on a gradient of zeros is not finite; an eps must be above 0')
 
 
 def _of_optax() -> dict[str, Callable[..., optax.GradientTransformation]]:

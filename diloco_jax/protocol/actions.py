@@ -76,7 +76,7 @@ class Adopt:
   answered by AdoptDone. The shell drops the id afterwards.
 
   `keep`: carry local - anchor onto the new value, less the newest capture of the fragment if it is
-  `merged`; else the parameters become the new value (or blend with it).
+  `merged`, or blend with it (adopt=blend); else the parameters become the new value.
   """
 
   fragment: int
@@ -143,7 +143,8 @@ class Merge:
 
   Answered by MergeDone once it is committed: the shell has logged what it needs to run the outer
   step again, with `machine_state`, the machine state with this merge in progress (recovery.py). The
-  shell sends no result before. It drops the participants' ids afterwards.
+  shell sends no result before. It drops the participants' ids afterwards. `live`: the learners that
+  are live at the decision.
   """
 
   sync: int
@@ -151,6 +152,7 @@ class Merge:
   version: int
   participants: tuple[Participant, ...]
   machine_state: dict[str, Any]
+  live: tuple[str, ...] = ()
 
 
 @_action

@@ -324,6 +324,11 @@ class ProtocolConfig:
     return ADOPT[self.adopt] == 'rebase'
 
   @property
+  def blends(self) -> bool:
+    """Whether a share of a learner's own value survives an adoption."""
+    return ADOPT[self.adopt] == 'blend'
+
+  @property
   def waits_for_live(self) -> bool:
     """Whether every sync waits for all live learners."""
     return WAIT_FOR[self.wait_for] == 'live'

@@ -44,20 +44,17 @@ def write(
 ) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary. A full disk costs the report, not
   the run: an error line names each file that is missing."""
-  run = run_facts.RunFacts(
-    _learners(config, workdir),
-    config.train.steps,
-    longest_pause_s=LONGEST_PAUSE_S,
-    **pace(config),
-  )
-  run.take(records_lib.TailAll(workdir).read())
+  rows, names = records_lib.TailAll(workdir).read(), _learners(config, workdir)
+  run = run_facts.RunFacts(names, config.train.steps, **pace(config)).take(rows)
   summary = summarize(config, run, statuses, wall_seconds)
   folder = workdir / REPORT
   _write(folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=2) + '\n'))
   if plot and any(learner.steps for learner in run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
-    _write(folder / TIMELINE, lambda path: picture.draw(run, path, title=f'{config.name}'))
+    shown = run_facts.RunFacts(names, config.train.steps, longest_pause_s=LONGEST_PAUSE_S)
+    shown.take(rows)
+    _write(folder / TIMELINE, lambda path: picture.draw(shown, path, title=f'{config.name}'))
   return summary
 
 

@@ -1,5 +1,7 @@
 """The time of every learner has one category, and tapes, records and syncer agree about it."""
 
+import dataclasses
+
 import pytest
 
 from diloco_jax.accounting import book as book_lib
@@ -9,7 +11,7 @@ from diloco_jax.proof.sim import engine, faults
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import facts
 from diloco_jax.protocol.tape import observers
-from tests.protocol import transcript
+from tests.protocol import single, transcript
 
 MS, SECOND = engine.MS, engine.SECOND
 
@@ -86,6 +88,78 @@ def test_in_lock_step_learners_wait_for_what_is_missing():
   assert 1 < found[book_lib.SYNCER_DOWN] / SECOND < 4
   figures = book.figures(world.now_ns)
   assert figures.uptime < 1 - 2 / 20 and figures.system_uptime < 1 - 4 / 20
+
+
+def test_a_process_on_a_new_session_counts_its_steps_once():
+  """Also if the syncer has not noticed the end of the old session."""
+  machine, book = single.new_machine(), book_lib.Book()
+  told = _Hears(book).told
+
+  def hear(now_ms, session, message):
+    event = single.received(session, message)
+    told.record(now_ms * MS, event, machine.handle(now_ms * MS, event))
+
+  hear(0, 1, single.join())
+  hear(1, 1, single.confirm())
+  for step in (1, 2):
+    hear(10 * step, 1, single.progress(step))
+  hear(30, 2, single.join())
+  hear(31, 2, dataclasses.replace(single.confirm(), clock=2, steps=2, tokens=20))
+  hear(40, 2, single.progress(3))
+  assert book.learners['l0'].tokens == 30 and book.learners['l0'].times.count == 3
+
+
+def test_the_account_of_a_restarted_syncer_begins_with_its_process():
+  """The ledger goes on, so what the process before it merged is none of its token goodput."""
+  books = []
+
+  class Restarts(observers.Observer):
+    def born(self, now_ns, life):
+      if life.start.role == 'syncer':
+        books.append(book_lib.Book())
+        self.hears = _Hears(books[-1])
+
+    def saw(self, life, now_ns, event, out):
+      self.hears.saw(life, now_ns, event, out)
+
+  config = transcript.protocol_config(total_steps=10_000, learners=2)
+  world = world_lib.World(config, watchers=[Restarts()])
+  kill = plans.Fault(at_ns=16_050 * MS, kind='kill', node='syncer', for_ns=500 * MS)
+  faults.Nemesis(world, [kill], odds=faults.Odds(0, 0, 0))
+  for name in ('l0', 'l1'):
+    world.start(name)
+  world.run(22 * SECOND)
+  assert len(books) == 2
+  figures = books[1].figures(world.now_ns)
+  assert 0.8 < figures.token < 1.2
+
+
+def test_a_wait_that_has_not_ended_is_booked_by_what_was_awaited():
+  book = book_lib.Book(quorum=1)
+  book.waits('l0', 0)
+  book.take('', 60, facts.Member(learner='l1', state='joined', incarnation=1))
+  found = book.partition('l0', 100)
+  assert (found[book_lib.QUORUM], found[book_lib.STRAGGLER]) == (60, 40)
+  assert book.partition('l0', 100) == found, 'to ask changes nothing'
+
+
+def test_outer_steps_at_one_moment_have_no_gaps():
+  book = book_lib.Book()
+  synced = facts.Synced(
+    sync=2,
+    fragment=0,
+    version=1,
+    participants=('l0',),
+    late=(),
+    waited_ns=0,
+    grace_ns=0,
+    tokens=20,
+    why='',
+    staleness=0,
+  )
+  for _ in range(3):
+    book.take('', 5, synced)
+  assert book.figures(10).system_uptime == 1
 
 
 def test_a_start_a_save_and_a_wait_for_data_have_their_categories():

@@ -94,6 +94,7 @@ def test_variants_share_nothing():
     ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
     ('sync.alpha', -0.1, 'sync.alpha is -0.1'),
+    ('sync.alpha', 1.0, 'sync.alpha is 1.0, it must be between 0.0 and 0.999'),
     ('sync.lease_s', 1.0, 'sync.lease_s is 1.0, it must be between 4.0 and 7200.0: a lease must'),
     (
       'sync.strikes',

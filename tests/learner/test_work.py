@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 import numpy as np
+import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
@@ -58,6 +59,31 @@ def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   island.close()
 
 
+def test_in_lock_step_the_first_step_of_a_process_reports_no_wait(tmp_path):
+  """The time before it is booked already, as that of joining."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.overlap = 0
+  assembled = build.assemble(config)
+  assert assembled.protocol.lag == 0
+  island = learner_process.make_island(
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
+  )
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    work = learner_work.LearnerWork(
+      assembled, island, lambda event: None, None, payloads.PayloadStore(), recorder
+    )
+    work.submit(actions.UseShard(shard=0, cursor=0, rewind=False))
+    for clock in (0, 1):
+      work.submit(actions.Step(clock=clock))
+    work.stop()
+    work.run()
+  waited_s = [
+    fact['waited_s'] for _, fact in records.TailAll(tmp_path).read() if 'waited_s' in fact
+  ]
+  assert len(waited_s) == 2 and waited_s[0] == 0 < waited_s[1]
+  island.close()
+
+
 def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   """Or all learners, which save at the same clock, would stop training for the first time."""
   config = stdlib_lm.get_config('tiny')
@@ -105,4 +131,39 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
     work.stop()
     work.run()
   assert len(exchange._compiled) > before
+  island.close()
+
+
+@pytest.mark.parametrize('adopt, share', [('overwrite', 0.0), ('blend', 0.25)])
+def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, share):
+  """So a NaN, or a step that was refused, does not survive the adoption after it."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments = 1
+  config.sync.adopt, config.sync.alpha = adopt, 0.25
+  assembled = build.assemble(config)
+  island = learner_process.make_island(
+    assembled, tmp_path, 'l0', jax.devices()[: config.mesh.num_devices]
+  )
+  exchange = on_device.Exchange(assembled, island)
+  like = jax.tree.map(np.zeros_like, _host(island.params))
+  value = np.asarray(fragments.gather(assembled.layout, 0, like))
+
+  def local(number: float) -> None:
+    filled = jax.tree.map(lambda leaf: np.full_like(leaf, number), like)
+    island.params = jax.device_put(filled, island.shardings.params)
+
+  def holds(number: float) -> bool:
+    return all(np.all(leaf == number) for leaf in jax.tree.leaves(_host(island.params)))
+
+  no_delta = bytes(assembled.codec_down.encoded_size(value.size))
+  local(np.nan)
+  exchange.adopt(0, memoryview(value), whole=True, keep=False, merged=False)
+  assert holds(0)
+  for bad in (np.nan, 1e30):
+    local(bad)
+    exchange.adopt(0, no_delta, whole=False, keep=False, merged=False)
+    assert holds(0)
+  local(4.0)
+  exchange.adopt(0, no_delta, whole=False, keep=bool(share), merged=False)
+  assert holds(4 * share)
   island.close()

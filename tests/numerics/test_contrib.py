@@ -158,7 +158,9 @@ def test_without_a_delay_it_is_nesterov(spread):
   )
 
 
-@pytest.mark.parametrize('text', ['every=0', 'spread=1.5', 'momentum=1.0', 'learning_rate=0.0'])
+@pytest.mark.parametrize(
+  'text', ['every=0', 'every=2.5', 'spread=1.5', 'momentum=1.0', 'learning_rate=0.0']
+)
 def test_arguments_outside_their_range_are_refused(text):
   with pytest.raises(ValueError, match='every at least 1'):
     outer.make(f'delayed_nesterov({text})')

@@ -36,13 +36,16 @@ def test_anything_else_is_refused(text):
       'rda(flor=1)',
       "unexpected keyword argument 'flor'; it is rda(floor: float = 0.01)",
     ),
-    (merge.make, "rda(floor='x')", "'maximum' did not contain a loop"),
+    (merge.make, "rda(floor='x')", 'not supported between'),
+    (merge.make, 'rda(floor=0.0)', 'floor must be above 0'),
+    (merge.make, 'rda(floor=-0.1)', 'floor must be above 0'),
     (outer.make, 'sdg', 'use one of: adabelief'),
     (outer.make, 'clip(max_delta=1.0)', "'clip' is unknown"),  # of optax, but it does not descend
     (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),
     (outer.make, 'lbfgs', "missing 3 required keyword-only arguments: 'value'"),
     (outer.make, 'nesterov(learning_rate=-1)', 'learning_rate must be in (0, 10]'),
     (outer.make, "nesterov(momentum='x')", 'not supported between'),
+    (outer.make, 'rmsprop(learning_rate=0.1, eps=0.0)', 'a gradient of zeros is not finite'),
   ],
 )
 def test_a_wrong_spec_is_refused_in_one_line_with_the_choices(make, text, words):

@@ -631,11 +631,11 @@ def first_norm_votes(original):
 
 @mutant('Refused norms become usual.', screening.Screening, 'after_merge', 'I9b I10 I16')
 def refused_norms_are_kept(original):
-  def after_merge(self, now_ns, participants, done):
-    for one, norm in zip(participants, done.norms):
+  def after_merge(self, now_ns, gather, done):
+    for one, norm in zip(gather.participants, done.norms):
       if one.learner in done.refused and norm != screening.NOT_FINITE:
         self.usual[done.fragment].pairs.setdefault(one.learner, []).append([norm, one.steps])
-    return original(self, now_ns, participants, done)
+    return original(self, now_ns, gather, done)
 
   return after_merge
 
@@ -647,7 +647,7 @@ def refused_norms_are_kept(original):
   'I13b I9b I10 I16',
 )
 def wrong_norms_stay(original):
-  return lambda self, fragment: None
+  return lambda self, fragment, live: None
 
 
 @mutant('The syncer merges a payload with NaN.', screening, 'refused', 'I9b')
@@ -687,9 +687,10 @@ def all_participants_are_refused(original):
   'I16 I13 I13b I10',
 )
 def strikes_stay(original):
-  def ended(self, now_ns, participants, done):
-    before = {one.learner: self._members.by_id[one.learner].strikes for one in participants}
-    out = original(self, now_ns, participants, done)
+  def ended(self, now_ns, gather, done):
+    names = [one.learner for one in gather.participants]
+    before = {name: self._members.by_id[name].strikes for name in names}
+    out = original(self, now_ns, gather, done)
     for name, strikes in before.items():
       member = self._members.by_id[name]
       member.strikes = max(member.strikes, strikes)

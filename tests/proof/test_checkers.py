@@ -144,6 +144,7 @@ SNAPSHOT = {
       'clock': 2,
       'strikes': 0,
       'max_strikes': 0,
+      'others_merged': False,
       'spoiled': [],
     }
   ],

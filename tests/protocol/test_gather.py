@@ -3,6 +3,8 @@
 Each test opens with the sentence that it checks and its source.
 """
 
+import dataclasses
+
 import pytest
 
 from diloco_jax.proof.sim import engine
@@ -15,8 +17,10 @@ from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
   adopted,
   advance,
+  confirm,
   contents,
   contribution,
+  join,
   joined,
   merge_done,
   progress,
@@ -39,6 +43,29 @@ def test_grace_formula():
   window.sync_ns.add(50)
   assert window.window_ns(config, 100) == (2 * 100 - 50) * 750 // 1000
   assert window.window_ns(config, 25) == 0, 'no slack: merge at once'
+
+
+@pytest.mark.parametrize('away', [False, True])
+def test_a_time_without_learners_is_none_of_a_sync(away):
+  """The version is adopted after it; a sample of that length would leave no slack for long."""
+  machine, session = joined()
+  advance(machine, session, 2)
+  machine.handle(3, received(session, contribution(), payload_id=9))
+  machine.handle(4, merge_done(2))
+  if away:
+    machine.handle(5, events.Disconnected(session=session, reason='cut'))
+    session = 2
+    machine.handle(1000 * MS, received(session, join()))
+    again = dataclasses.replace(confirm(), clock=2, steps=2, tokens=20)
+    machine.handle(1000 * MS, received(session, again))
+    read = events.FragmentRead(
+      fragment=0, version=1, digest=78, payload_id=51, payload=merge_done(2).payload
+    )
+    machine.handle(1000 * MS, read)
+  done = messages.Adopted(fragment=0, version=1, tokens=20, matched=True)
+  machine.handle(1000 * MS, received(session, done))
+  machine.check()
+  assert machine._gathering.grace.sync_ns.samples == (not away)
 
 
 def test_averages_are_exponential_moving_averages():

@@ -7,6 +7,7 @@ import pytest
 
 from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol import config as config_lib
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS
@@ -84,6 +85,29 @@ def test_a_cancelled_sync_frees_its_payload_and_nothing_else():
       out = machine.handle(21 * MS, encoded(pulled, 0, payload_id=2))
     assert len(contents(out, messages.Contribution)) == answers, (cancelled, out)
     assert not contents(out, messages.Decline)
+
+
+@pytest.mark.parametrize(
+  'adopt, whole, keep, carries',
+  [
+    ('blend', False, True, True),
+    ('blend', False, False, False),  # after a refused update
+    ('blend', True, True, False),  # its own value may be no step of this run: of a joiner
+    ('overwrite', False, True, False),
+  ],
+)
+def test_a_learner_blends_only_with_a_delta_and_without_a_fault(adopt, whole, keep, carries):
+  machine = new_learner(max_lag=None, adopt=config_lib.ADOPT.index(adopt))
+  connect(machine, 1, 0)
+  said = publish(2, 0, version=1, keep=keep)
+  if whole:
+    said = dataclasses.replace(said, base_version=None)
+  machine.handle(MS, received(1, said, payload_id=4))
+  out = train(machine, 10)
+  (action,) = [one for one in out if isinstance(one, actions.Adopt)]
+  assert (action.whole, action.keep, action.merged) == (whole, carries, False)
+  reported = [one.fact.reason for one in out if isinstance(one, actions.Report)]
+  assert reported == ['overwritten'], 'the ledger settles what the learner keeps of it, too'
 
 
 # --- Rebase ---------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ import pytest
 
 from diloco_jax.proof.sim import network
 from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol.syncer import gather, recovery, screening
 from diloco_jax.protocol.syncer import machine as syncer_machine
-from diloco_jax.protocol.syncer import recovery, screening
+from diloco_jax.protocol.syncer import members as members_lib
 from tests.protocol import single, transcript
 
 UNIT, BAD = screening.UNIT, screening.NOT_FINITE
@@ -246,6 +247,45 @@ def test_three_strikes_in_a_row_quarantine_and_a_merge_resets_them():
   assert [member.learner for member in duo.machine._members.live()] == ['l0']
 
 
+@pytest.mark.parametrize('fragments', [2, 4])
+def test_a_norm_alone_is_sure_once_another_learner_was_merged(fragments):
+  """Else it may be the usual norm that is wrong, of each of the fragments."""
+  out = action_list.ActionList()
+  setting = config(learners=4, fragments=fragments, period=fragments)
+  members = members_lib.Members(setting)
+  for m in range(8):
+    members.bind(f'l{m}', m, 1, m, 0)
+  screen = screening.Screening(setting, members, out)
+
+  def merge(sync: int, norms: dict[str, int], refused: tuple[str, ...]) -> list[str]:
+    participants = tuple(
+      actions.Participant(learner=name, incarnation=1, payload_id=0, tokens=1, steps=1)
+      for name in norms
+    )
+    fragment = sync % fragments
+    done = single.merge_done(sync)
+    done = dataclasses.replace(
+      done,
+      fragment=fragment,
+      norms=tuple(norms.values()),
+      refused=refused,
+      failed='every payload' if len(refused) == len(norms) else '',
+    )
+    made = gather.Gather(
+      sync, fragment, participants=participants, live=tuple(sorted(members.by_id))
+    )
+    return [one.learner for one in screen.after_merge(0, made, done)]
+
+  large = 60 * UNIT
+  for sync in range(3 * fragments - 1):  # the norms of all have grown, half of them are there
+    assert not merge(sync, {'l0': large, 'l1': large}, ('l0', 'l1'))
+  merge(3 * fragments, {'l2': UNIT}, ())
+  assert merge(3 * fragments + 1, {'l0': large, 'l2': UNIT}, ('l0',)) == ['l0']
+  assert merge(3 * fragments + 2, {'l1': BAD}, ('l1',)) == ['l1']
+  for sync, found in ((0, []), (1, []), (2, ['l3'])):
+    assert merge(sync, {'l2': UNIT, 'l3': large}, ('l3',)) == found, 'as of any other strike'
+
+
 def quarantined() -> Duo:
   duo = Duo()
   for _ in range(2):
@@ -287,6 +327,9 @@ def test_quarantine_outlives_the_syncer():
   )
   (refused,) = answers(again, 5, 1, nonce=8)
   assert refused.code == 'QUARANTINED' and 'host (pid 1)' in refused.text
+  (refused,) = answers(again, duo.now_ns, 2, nonce=9)  # its id rests, counted from the restart
+  assert refused.code == 'ID_IN_QUARANTINE'
+  assert refused.retry_ns == 3 * duo.machine._config.lease_ns - (duo.now_ns - 5)
   free = syncer_machine.SyncerMachine.restore(
     dataclasses.replace(duo.machine._config, strikes=0),
     world_lib.AGREEMENT,
@@ -323,16 +366,25 @@ def test_repeats_are_said_after_a_pause_with_their_number(pause_s):
   assert 'NaN or Inf for fragment 0' in line and '(5 more since the last such line)' in line
 
 
-@pytest.mark.parametrize('norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD)])
-def test_recovery_of_a_record_agrees_with_the_machine(norms):
+@pytest.mark.parametrize('lost', [False, True])
+@pytest.mark.parametrize(
+  'norms', [(UNIT, UNIT), (UNIT, BAD), (BAD, BAD), (60 * UNIT, 60 * UNIT), (UNIT, 60 * UNIT)]
+)
+def test_recovery_of_a_record_agrees_with_the_machine(norms, lost):
   """Strikes, norms and tokens: the state at the decision plus its end equal the machine
   afterwards."""
-  duo = Duo()
-  duo.round(UNIT, BAD)
+  duo = warm()
+  duo.round(UNIT, 60 * UNIT)
   before = json.loads(json.dumps(duo.machine.state()))
   merge = duo.contribute()
+  if lost:  # between the decision and the end
+    duo.machine.handle(duo.now_ns, events.Disconnected(session=2, reason='cut'))
   duo.ends(*norms)
-  refused = tuple(one.learner for one, norm in zip(merge.participants, norms) if norm == BAD)
+  refused = tuple(
+    one.learner
+    for one, norm in zip(merge.participants, norms)
+    if screening.refused(norm, one.least, one.limit)
+  )
   done = events.MergeDone(
     sync=merge.sync,
     fragment=0,

@@ -294,6 +294,19 @@ def test_the_report_is_written_from_the_records_of_a_run(config, workdir):
   assert (workdir / 'report' / 'timeline.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_a_long_silence_is_cut_in_the_picture_and_not_in_the_summary(config, workdir):
+  """For 900 s no process tells anything, and l0 is down."""
+  for path in (workdir / 'records').iterdir():
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    later = ({**one, 'time': one['time'] + 900 * (one['time'] > 15)} for one in rows)
+    path.write_text(''.join(json.dumps(one) + '\n' for one in later))
+  summary = summary_lib.write(config, workdir, _FATES, wall_seconds=915.0)
+  found = summary['goodput']['learners']['l0']
+  assert found['wall_s'] == pytest.approx(915)
+  assert found['shares']['infra_recovery'] == pytest.approx(908 / 915, abs=0.01)
+  assert summary['learners']['l0']['seconds_down'] == 909
+
+
 def test_a_run_without_a_step_has_a_report(config, tmp_path):
   summary = summary_lib.write(config, tmp_path, {}, wall_seconds=1.0)
   assert (summary['tokens_trained'], summary['eval_loss_start']) == (0, None)

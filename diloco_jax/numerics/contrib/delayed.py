@@ -43,9 +43,11 @@ def delayed_nesterov(
   Raises:
     ValueError: an argument is outside its range.
   """
-  if not (0 < learning_rate <= 10 and 0 <= momentum < 1 and every >= 1 and 0 <= spread <= 1):
+  counts = type(every) is int and every >= 1
+  if not (0 < learning_rate <= 10 and 0 <= momentum < 1 and counts and 0 <= spread <= 1):
     raise ValueError(
-      'learning_rate must be in (0, 10], momentum in [0, 1), every at least 1, spread in [0, 1]'
+      'learning_rate must be in (0, 10], momentum in [0, 1), every at least 1 and whole, spread in '
+      '[0, 1]'
     )
 
   def init(params: PyTree) -> DelayedState:

@@ -336,7 +336,7 @@ class Learner(Process):
     before, _ = self.contains[fragment]
     if adopt.merged:
       self.contains[fragment] = self.captured.pop(fragment)
-    elif not adopt.keep:
+    elif not (adopt.keep and self.world.config.rebases):
       self.contains[fragment] = self.tokens, self.steps
     published.claim_conserved(self.nonce, before, self.contains[fragment][0], adopt)
     self.answer(

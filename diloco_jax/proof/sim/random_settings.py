@@ -168,6 +168,9 @@ def draw(seed: int) -> Setting:
     ahead=adopt.randint(0, min(2, max(1, config.period - 1))),
     max_misses=adopt.choice((0, 1, 2, 2)),
   )
+  if config_lib.ADOPT[config.adopt] == 'overwrite':
+    how = random_streams.random_stream(seed, 'blend').choice(('overwrite', 'blend'))
+    config = dataclasses.replace(config, adopt=config_lib.ADOPT.index(how))
   snapshots = random_streams.random_stream(seed, 'snapshots')
   wait = random_streams.random_stream(seed, 'wait')
   config = dataclasses.replace(

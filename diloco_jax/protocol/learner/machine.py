@@ -389,6 +389,9 @@ class LearnerMachine:
       return
     max_misses = self._config.max_misses if self._config.rebases else None
     new, keep, merged = anchor.adopt(publish, self.steps, self.tokens, max_misses)
+    reason = '' if keep else new.reason
+    if self._config.blends:  # after a fault, and before its first anchor, there is nothing to keep
+      keep = publish.keep and not whole
     self._out.do(
       actions.Adopt(
         fragment=fragment,
@@ -408,7 +411,7 @@ class LearnerMachine:
         steps_between=self.steps - anchor.adopted,
         whole=whole,
         staleness=publish.version - anchor.version - 1 if anchor.version >= 0 else 0,
-        reason='' if keep else new.reason,
+        reason=reason,
       )
     )
     if anchor.capture is not None and new.capture is None:  # no verdict on it need follow

@@ -40,6 +40,7 @@ class Gather:
   payloads: dict[str, tuple[messages.Contribution, int]] = dataclasses.field(default_factory=dict)
   grace_ns: int = 0  # from the opening
   participants: tuple[actions.Participant, ...] = ()
+  live: tuple[str, ...] = ()  # learners when its outer step was decided
   facts: dict[str, Any] = dataclasses.field(default_factory=dict)  # of its outer step, for reports
 
   def move(self, state: str) -> None:

@@ -152,6 +152,8 @@ class Gathering:
     for gather in self._all():
       gather.waiting.discard(learner)
       self._out.drop(gather.withdraw(learner))
+    if not self._members.by_session:
+      self.grace.all_lost()
 
   # --- Answers ------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ spend a fraction gamma of the slack on waiting (paper section 4)::
 
     xi_step    time of one inner step
     xi_quorum  from opening a sync to its K-th payload
-    xi_sync    from the decision to merge to the first learner that has adopted the result
+    xi_sync    from the decision to merge to the first learner that has adopted the result, of
+               syncs during which a learner was always there
 
 The paper counts the window from the K-th payload, with averages. Here the syncer counts it from the
 opening, so that xi_quorum is this sync's own and an early quorum does not shorten the wait::
@@ -59,6 +60,10 @@ class Grace:
 
   def merge_failed(self, fragment: int) -> None:
     self._merging.pop(fragment, None)
+
+  def all_lost(self) -> None:
+    """No learner is left: the next adoption would measure how long the learners were away."""
+    self._merging.clear()
 
   def adopted(self, fragment: int, version: int, now_ns: int) -> None:
     """A learner has adopted this version; the first adoption ends the measured time of its sync."""

@@ -135,6 +135,8 @@ class SyncerMachine:
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
+    if self._members.began_ns is None:
+      self._members.began_ns = now_ns
     self._dispatch(now_ns, event)
     if now_ns >= self._sweep_ns and not self._exited:
       self._sweep(now_ns)
@@ -299,6 +301,7 @@ class SyncerMachine:
 
   def _merge(self, now_ns: int, gather: gather_lib.Gather, why: str) -> None:
     self._gathering.merge(now_ns, gather)
+    gather.live = tuple(member.learner for member in self._members.live())
     base = self._published.fragments[gather.fragment].version
     self._out.do(
       actions.Merge(
@@ -307,6 +310,7 @@ class SyncerMachine:
         version=base + 1,
         participants=gather.participants,
         machine_state=self.state(),
+        live=gather.live,
       )
     )
     gather.set_facts(now_ns, base, why)
@@ -318,13 +322,13 @@ class SyncerMachine:
     if not done.failed:
       self._saving.outer_step()
       self._snapshots.outer_step()
-    for member in self._screening.after_merge(now_ns, gather.participants, done):
+    for member in self._screening.after_merge(now_ns, gather, done):
       self._membership.quarantine(member)
 
   def ended(self, merge: actions.Merge, done: events.MergeDone) -> None:
     """Applies the end of an outer step that the last process had in progress (recovery.py)."""
     gather = gather_lib.Gather(merge.sync, merge.fragment, 0, 'merging')
-    gather.participants = merge.participants
+    gather.participants, gather.live = merge.participants, merge.live
     self._gathering.open[merge.sync] = gather
     self._merged(0, done)
     self._out.take()

@@ -67,7 +67,8 @@ class Member:
   repairs: dict[int, bool] = dataclasses.field(default_factory=dict)  # fragment: wanted again
   # Refused updates (screening.py).
   strikes: int = 0  # in a row
-  max_strikes: int = 0  # the most in a row of this process
+  others_merged: bool = False  # a payload of another learner was merged since the first of them
+  max_strikes: int = 0  # the most in a row of this process that count for its quarantine
 
   @property
   def live(self) -> bool:
@@ -95,6 +96,7 @@ class Members:
     self._config = config
     self.by_id: dict[str, Member] = {}
     self.by_session: dict[int, Member] = {}
+    self.began_ns: int | None = None  # the first event of this process of the syncer
 
   def live(self) -> list[Member]:
     """Live members in the order of their ids."""
@@ -136,6 +138,7 @@ class Members:
       member.anchor_tokens.clear()
       member.spoiled.clear()
       member.strikes = member.max_strikes = 0
+      member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
     member.heard_ns = member.admitted_ns = member.reported_ns = now_ns
@@ -164,6 +167,7 @@ class Members:
       'clock',
       'left',
       'strikes',
+      'others_merged',
       'max_strikes',
     )
     return [

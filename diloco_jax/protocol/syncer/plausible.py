@@ -62,6 +62,8 @@ class Plausibility:
         return self._adopted(member, message)
       case messages.Donation():
         return self._donation(member, message)
+      case messages.Recovered() if message.transfer < 1:  # of each transfer the number is above 0
+        return f'moments of transfer {message.transfer}'
     return ''
 
   def confirm_fault(self, confirm: messages.Confirm) -> str:

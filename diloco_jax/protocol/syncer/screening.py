@@ -21,6 +21,10 @@ is in *quarantine*: the syncer closes its session and refuses its process for go
 under the same id begins without strikes. If the norms of more than half of the live learners are
 refused, then not they but the usual norms are wrong: the syncer forgets these and the strikes.
 
+Until it knows that, a norm alone leads to quarantine only if a payload of another learner was
+merged since the first of the strikes, or after `strikes` for each of the P fragments: where the
+norms of all learners have grown, nothing is merged, and each fragment is doubted by itself.
+
 A norm is an integer, UNIT of them make 1.0: float32 is exact in it down to 2^-41, and what is below
 2^-64 is 0.
 """
@@ -29,8 +33,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, facts, messages, notices
+from diloco_jax.protocol import action_list, events, facts, messages, notices
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 UNIT = 1 << 64  # the integer norm of 1.0
@@ -155,11 +160,16 @@ class Screening:
     return self.usual[fragment].limits(steps, self._config)
 
   def after_merge(
-    self, now_ns: int, participants: Sequence[actions.Participant], done: events.MergeDone
+    self, now_ns: int, gather: gather_lib.Gather, done: events.MergeDone
   ) -> list[members_lib.Member]:
     """An outer step has ended; returns the learners to be quarantined for their part in it."""
-    usual, quarantined, merged = self.usual[done.fragment], [], {}
-    for one, norm in zip(participants, done.norms):
+    usual, quarantined = self.usual[done.fragment], []
+    merged = {
+      one.learner: (norm, one.steps)
+      for one, norm in zip(gather.participants, done.norms)
+      if not done.failed and one.learner not in done.refused
+    }
+    for one, norm in zip(gather.participants, done.norms):
       member = self._members.by_id[one.learner]
       present = member.incarnation == one.incarnation
       if one.learner in done.refused:
@@ -176,16 +186,20 @@ class Screening:
         )
         if norm != NOT_FINITE:
           usual.doubt(one.learner)
-        if present and self.strike(now_ns, member, done.fragment, what):
+        if not present:
+          continue
+        member.others_merged |= bool(merged)
+        sure = norm == NOT_FINITE or member.others_merged
+        if self.strike(now_ns, member, done.fragment, what, sure):
           quarantined.append(member)
-      elif not done.failed:
-        merged[one.learner] = norm, one.steps
-        if present:
-          member.strikes = 0
+      elif one.learner in merged and present:
+        member.strikes, member.others_merged = 0, False
+    for member in self._members.by_id.values():
+      member.others_merged |= member.strikes > 0 and bool(merged.keys() - {member.learner})
     if merged:
       usual.merged(merged)
       self._say_if_zero(now_ns, done, merged)
-    self._forget_if_wrong(done.fragment)
+    self._forget_if_wrong(done.fragment, gather.live)
     return [member for member in quarantined if self._members.quarantined(member)]
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
@@ -197,25 +211,28 @@ class Screening:
         'Check learning rate, gradients and data.',
       )
 
-  def _forget_if_wrong(self, fragment: int) -> None:
-    """Forgets the usual norms of a fragment, and the strikes, if they are wrong."""
-    live = self._members.live()
-    doubted = [one for one in live if one.learner in self.usual[fragment].doubted]
+  def _forget_if_wrong(self, fragment: int, live: Sequence[str]) -> None:
+    """Forgets the usual norms of a fragment, and the strikes, if they are wrong. `live`: the
+    learners at the decision, so that a syncer that recovers comes to the same."""
+    doubted = [learner for learner in live if learner in self.usual[fragment].doubted]
     if 2 * len(doubted) <= len(live):
       return
-    for member in doubted:
+    for member in map(self._members.by_id.__getitem__, doubted):
       member.strikes = member.max_strikes = 0
+      member.others_merged = False
     self.usual[fragment] = Usual()
-    names = ', '.join(member.learner for member in doubted)
+    names = ', '.join(doubted)
     self._out.say(
       f'The norms of {names}, more than half of the live learners, are far from the usual ones of '
       f'fragment {fragment}: these are forgotten, and the next {self._config.norm_warmup} outer '
       'steps of the fragment have no limit. The refused updates are lost, earlier ones are safe.'
     )
 
-  def strike(self, now_ns: int, member: members_lib.Member, fragment: int, what: str) -> bool:
+  def strike(
+    self, now_ns: int, member: members_lib.Member, fragment: int, what: str, sure: bool = True
+  ) -> bool:
     """Adds a strike for an update; returns whether that puts the learner into quarantine."""
-    quarantined = self.add_strike(member)
+    quarantined = self.add_strike(member, sure)
     self.notices.say(
       now_ns,
       f'update {member.learner}',
@@ -225,11 +242,13 @@ class Screening:
     )
     return quarantined
 
-  def add_strike(self, member: members_lib.Member) -> bool:
-    """Adds a strike to a learner; returns whether that puts it into quarantine."""
+  def add_strike(self, member: members_lib.Member, sure: bool = True) -> bool:
+    """Adds a strike to a learner; returns whether that puts it into quarantine. One that is not
+    `sure` may be of a wrong usual norm."""
     before = self._members.quarantined(member)
     member.strikes += 1
-    member.max_strikes = max(member.max_strikes, member.strikes)
+    if sure or member.strikes >= self._config.strikes * self._config.fragments:
+      member.max_strikes = max(member.max_strikes, member.strikes)
     return self._members.quarantined(member) and not before
 
   def forget(self, learner: str) -> None:

@@ -144,7 +144,8 @@ def refuse_if_held(
   if member is not None and members.quarantined(member):
     if member.nonce == join.nonce:
       return screening.quarantine(member)
-    rests_ns = member.heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
+    heard_ns = max(member.heard_ns, members.began_ns)  # a restarted syncer has heard no learner yet
+    rests_ns = heard_ns + QUARANTINE_LEASES * config.lease_ns - now_ns
     if rests_ns > 0:
       return messages.Refused(
         code='ID_IN_QUARANTINE',

@@ -164,7 +164,7 @@ class Rebased(invariant.Invariant):
 
   @invariant.on(LEARNER, actions.Adopt)
   def adopt(self, book, now_ns, adopt, event):
-    if (adopt.keep, adopt.merged) != book.kept(book.payload_ids[adopt.payload_id]):
+    if (adopt.keep, adopt.merged) != book.carried(book.payload_ids[adopt.payload_id]):
       self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
 
   @invariant.on(LEARNER, messages.Adopted)

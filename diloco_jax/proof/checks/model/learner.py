@@ -296,6 +296,13 @@ class LearnerBook:
     fits = publish.settled_to <= self.reported(anchor)
     return fits and misses <= self.config.max_misses, False
 
+  def carried(self, publish: messages.Publish) -> tuple[bool, bool]:
+    """The same two of the Adopt. With adopt=blend a share of the learner's value survives where a
+    delta is adopted without a fault, and yet counts as overwritten."""
+    if self.config.blends:
+      return publish.keep and publish.base_version is not None, False
+    return self.kept(publish)
+
   def adopts(self, now_ns: int, adopt: actions.Adopt, event: Any) -> None:
     publish, p = self.payload_ids.pop(adopt.payload_id), adopt.fragment
     old, (keep, merged) = self.anchors[p], self.kept(publish)

@@ -82,15 +82,21 @@ class Holder:
   since: Range | None = None  # a clock and its time; None: of an earlier syncer process
   done: bool = False  # with its last step
   strikes: int = 0  # refused updates in a row
-  max_strikes: int = 0
+  max_strikes: int = 0  # that count for its quarantine
+  others_merged: bool = False  # since the first of its strikes
   # Fragments of which it must drop its own steps when it adopts next, since the merge refused an
   # update; and those of which the syncer may ask for it, since a repair or a refusal was due once.
   refused: frozenset[int] = frozenset()
   spoiled: frozenset[int] = frozenset()
 
-  def add_strike(self) -> None:
+  def add_strike(self, needed: int = 0) -> None:
+    """`needed`: how many it takes to count while no other learner is merged."""
     self.strikes += 1
-    self.max_strikes = max(self.max_strikes, self.strikes)
+    if self.others_merged or self.strikes >= needed:
+      self.max_strikes = max(self.max_strikes, self.strikes)
+
+  def clear_strikes(self) -> None:
+    self.strikes, self.others_merged = 0, False
 
 
 @dataclasses.dataclass(slots=True)
@@ -234,7 +240,8 @@ class Record:
   norms: tuple[int, ...] = ()
   refused: tuple[str, ...] = ()
   number: int = 0  # outer steps end in this order
-  live: set[str] = dataclasses.field(default_factory=set)  # learners when it ended
+  norm_strikes: int = 0  # so many count if they are of norms
+  live: set[str] = dataclasses.field(default_factory=set)  # learners when it was decided
 
   def end(self, lineage: Lineage) -> None:
     """Updates the lineage with the end of this outer step."""
@@ -260,25 +267,35 @@ class Record:
     """Adds strikes of refused participants, and norms of the others."""
     good: dict[str, Range] = {}
     norms = lineage.norms.setdefault(self.merge.fragment, Norms())
+    merged = {
+      one.learner
+      for one in self.merge.participants
+      if not self.failed and one.learner not in self.refused
+    }
     for one, norm in zip(self.merge.participants, self.norms):
       holder = lineage.holders[one.learner]
       present = holder.incarnation == one.incarnation
       if one.learner in self.refused:
         if present:
-          holder.add_strike()
+          holder.others_merged |= bool(merged)
+          holder.add_strike(self.norm_strikes if norm >= 0 else 0)
         if norm >= 0:
           norms.doubted.add(one.learner)
       elif not self.failed:
         good[one.learner] = norm, one.steps
         if present:
-          holder.strikes = 0
+          holder.clear_strikes()
+    for name, holder in lineage.holders.items():
+      if holder.strikes and merged - {name}:
+        holder.others_merged = True
     if good:
       norms.add(good)
     doubted = norms.doubted & self.live
     if 2 * len(doubted) > len(self.live):
       lineage.norms[self.merge.fragment] = Norms()
       for learner in doubted:
-        lineage.holders[learner].strikes = lineage.holders[learner].max_strikes = 0
+        lineage.holders[learner].clear_strikes()
+        lineage.holders[learner].max_strikes = 0
 
 
 def medians(pairs: Sequence[Range]) -> tuple[Range, Range]:
@@ -301,6 +318,7 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
       row['left'],
       row['clock'],
       row['strikes'],
+      row['others_merged'],
       row['max_strikes'],
     )
     for row in machine_state['members']
@@ -312,6 +330,7 @@ def difference(machine_state: dict[str, Any], lineage: Lineage) -> str:
       one.left,
       one.clock,
       one.strikes,
+      one.others_merged,
       one.max_strikes,
     )
     for name, one in lineage.holders.items()

@@ -257,12 +257,10 @@ def _take_norms_and_strikes(
 ) -> None:
   """Takes strikes and norms after an outer step from the machine state, their only source."""
   rows, p = {row['learner']: row for row in machine_state['members']}, record.merge.fragment
-  for one in record.merge.participants:
-    holder = after.holders[one.learner]
-    holder.strikes, holder.max_strikes = (
-      rows[one.learner]['strikes'],
-      rows[one.learner]['max_strikes'],
-    )
+  for name in after.holders.keys() & rows.keys():
+    holder = after.holders[name]
+    for field in ('strikes', 'others_merged', 'max_strikes'):
+      setattr(holder, field, rows[name][field])
   after.norms[p] = lineage_book.norms_of(machine_state['norms'][p])
 
 

@@ -112,6 +112,9 @@ class Window:
   def refused(self, fragment: int) -> None:
     self._merging.pop(fragment, None)
 
+  def all_lost(self) -> None:
+    self._merging.clear()
+
   def adopted(self, now_ns: int, fragment: int, version: int) -> None:
     expected, since_ns = self._merging.get(fragment, (None, 0))
     if version == expected:
@@ -213,6 +216,8 @@ class SyncerBook:
       del self.members[learner]
       for gather in self.gathers.values():
         gather.waiting.discard(learner)
+      if not self.members:
+        self.window.all_lost()
 
   def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     if not self.exiting and not self.peer.member:
@@ -357,7 +362,7 @@ class SyncerBook:
     self.ended, self.merges = gather, self.merges - 1
     record = gather.record
     record.digest, record.failed = done.digest, done.failed
-    record.norms, record.refused, record.live = done.norms, done.refused, set(self.members)
+    record.norms, record.refused = done.norms, done.refused
     record.end(self.lineage)
     self.run.ended += 1
     if done.failed:
@@ -471,7 +476,8 @@ class SyncerBook:
     gather.payloads.clear()
     decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
     gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
-    record.undecided = self._undecided()
+    record.undecided, record.live = self._undecided(), set(self.members)
+    record.norm_strikes = self.config.strikes * self.config.fragments
     record.batches = tuple(
       (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
     )
