@@ -35,6 +35,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 jax.config.update('jax_cpu_enable_async_dispatch', False)
 jax.config.update('jax_numpy_dtype_promotion', 'strict')
 jax.config.update('jax_numpy_rank_promotion', 'raise')
+jax.devices()  # from here on no run in this process changes their number
 
 flags.FLAGS.mark_as_parsed()  # grain reads absl flags
 

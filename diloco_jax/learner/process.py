@@ -87,13 +87,13 @@ def run(
   data shard from the syncer. Its tape is written to `workdir`. `own_process`: no other island
   shares this process.
   """
-  restored = island.restore()
-  records_lib.report_startup(records, 'restored')
-  payloads = payloads_lib.PayloadStore()
-  work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
-  if restored is not None:
-    records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
-  try:
+  with contextlib.closing(island):
+    restored = island.restore()
+    records_lib.report_startup(records, 'restored')
+    payloads = payloads_lib.PayloadStore()
+    work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)
+    if restored is not None:
+      records.say(f'{learner_id} continues from its checkpoint at clock {restored.step}')
     if own_process:
       with _compile_in_turn():
         island.warm_up()
@@ -107,8 +107,6 @@ def run(
       assembled, work, workdir, learner_id, state, event_queue, make_transport, payloads, records
     ) as ended:
       work.run()
-  finally:
-    island.close()
   return ended.result()
 
 

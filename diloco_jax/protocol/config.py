@@ -284,12 +284,14 @@ class ProtocolConfig:
     shared=False,
   )
   strikes: int = setting(
-    3, 'how many refused updates in a row put a learner into quarantine (0: never)', shared=False
+    3,
+    'how many refused updates or implausible messages in a row put a learner into quarantine '
+    '(0: never)',
+    shared=False,
   )
   say_again_ns: int = setting(
     60 * SECOND_NS,
-    'after this long the syncer reports refused updates of the same learner again, with their '
-    'number',
+    'after this long the syncer says a line about the same trouble again, with the number of times',
     high=86_400 * SECOND_NS,
     remedy='0 reports each of them',
     shared=False,

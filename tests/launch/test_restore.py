@@ -412,7 +412,7 @@ def test_a_run_of_own_loops_goes_back_too(tmp_path, which):
     _restore(config, workdir, 'checkpoint')
   manifests.require_no_restore(workdir)
   model = own_model.describe({'w': jnp.ones((8, 8))}, lambda name: 'body')
-  own_model.write(workdir, model)
+  own_model.write(workdir, model, config)
   agreement = own_model.complete(model, config).agreement
   _take(workdir, 2, agreement, learners=())
   said = _restore(config, workdir, which)

@@ -85,7 +85,9 @@ class HostileWords(stateful.RuleBasedStateMachine):
 
   @stateful.initialize(quorum=st.sampled_from((1, 2)), step_ms=st.sampled_from((40, 60, 80)))
   def start(self, quorum: int, step_ms: int) -> None:
-    self.world = hostile.World(quorum, step_ms)
+    # One of these syncers waits for no learner beyond the quorum, so the member is often alone.
+    settings = {'grace_permille': 0} if (quorum, step_ms) == (1, 60) else {}
+    self.world = hostile.World(quorum, step_ms, **settings)
 
   @stateful.rule(ms=st.sampled_from((1, 10, 30, 100, 300, 1_000)))
   def pass_time(self, ms: int) -> None:
@@ -248,14 +250,14 @@ mutant(
 mutant(
   'D2',
   'The clock of a report is believed.',
-  11,
+  6,
   (PLAUSIBILITY, '_progress', _believes),
   (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),
 )
 mutant(
   'D3',
-  'Whoever is merged often decides which norms are usual.',
-  9,
+  'Learners that are merged often decide which norms are usual.',
+  30,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'votes', _old_votes),
   (screening.Usual, 'limits', _no_least),
@@ -278,13 +280,13 @@ mutant(
 mutant(
   'D7',
   'A payload stays in its open sync when its sender disowns its tokens.',
-  1,
+  4,
   (gathering.Gathering, 'decline', _without_withdrawal),
   (gathering.Gathering, '_reject', _without_withdrawal),
 )
 
 
-SLOW = {'D3': pytest.mark.full, 'D6': pytest.mark.full}  # to be found
+SLOW = {'D6': pytest.mark.full}  # to be found
 
 
 @pytest.mark.parametrize('name', [pytest.param(name, marks=SLOW.get(name, ())) for name in MUTANTS])

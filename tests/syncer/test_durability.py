@@ -583,7 +583,8 @@ def test_a_stopped_log_writes_no_outer_step(rig, expected):
   assert bits(rig().theta) == expected[1]
 
 
-def test_74_and_42_are_exit_codes_with_one_line(capsys):
+def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
+  monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   for error, code in (
     (program.DiskFailed('the disk\nfailed'), 74),
     (program.NeverRetry('bad'), 42),
