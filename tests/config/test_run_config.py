@@ -99,7 +99,7 @@ def test_variants_share_nothing():
     (
       'sync.strikes',
       -1,
-      'sync.strikes is -1, it must be at least 0: how many refused updates in a row',
+      'sync.strikes is -1, it must be at least 0: how many refused updates or implausible messages',
     ),
     ('train.log_every', 0, 'train.log_every is 0'),
     ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),

@@ -87,10 +87,12 @@ class Shares:
     blocked = total = 0
     for (then, before), (now, after) in itertools.pairwise(self._samples):
       if began_ns <= then and now <= ended_ns:
-        busy = sum(max(0, spent - before.get(thread, spent)) for thread, spent in after.items())
+        busy = [max(0, spent - before.get(thread, spent)) for thread, spent in after.items()]
         total += now - then
-        blocked += max(0, now - then - busy)
-    return blocked / total if total else 0.0
+        blocked += max(0, now - then - sum(busy))
+        # The kernel books a wait for a CPU when it ends: what is longer than this time was before.
+        blocked -= sum(max(0, one - (now - then)) for one in busy)
+    return max(0, blocked) / total if total else 0.0
 
 
 class Conductor(conductor.Conductor):
