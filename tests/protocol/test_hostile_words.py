@@ -10,7 +10,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 
 import hypothesis
@@ -83,11 +83,11 @@ said_by_stranger = words(st.sampled_from((messages.Join, messages.Confirm)) | ki
 class HostileWords(stateful.RuleBasedStateMachine):
   """See the top of this file."""
 
+  settings: ClassVar[dict[str, int]] = {}
+
   @stateful.initialize(quorum=st.sampled_from((1, 2)), step_ms=st.sampled_from((40, 60, 80)))
   def start(self, quorum: int, step_ms: int) -> None:
-    # One of these syncers waits for no learner beyond the quorum, so the member is often alone.
-    settings = {'grace_permille': 0} if (quorum, step_ms) == (1, 60) else {}
-    self.world = hostile.World(quorum, step_ms, **settings)
+    self.world = hostile.World(quorum, step_ms, **self.settings)
 
   @stateful.rule(ms=st.sampled_from((1, 10, 30, 100, 300, 1_000)))
   def pass_time(self, ms: int) -> None:
@@ -157,8 +157,14 @@ class HostileWords(stateful.RuleBasedStateMachine):
       self.world.check_progress()
 
 
-def search(cases: int, seed: int) -> None:
-  """Raises the first violation that the state machine finds in this number of cases."""
+class WithoutGrace(HostileWords):
+  """The syncer waits for no learner beyond the quorum, so the member is often alone."""
+
+  settings: ClassVar[dict[str, int]] = {'grace_permille': 0}
+
+
+def search(cases: int, seed: int, machine: type[HostileWords] = HostileWords) -> None:
+  """Raises the first violation that a state machine finds in this number of cases."""
   settings = hypothesis.settings(
     max_examples=cases,
     stateful_step_count=WORDS_PER_CASE,
@@ -168,11 +174,12 @@ def search(cases: int, seed: int) -> None:
     suppress_health_check=list(hypothesis.HealthCheck),
     print_blob=False,
   )
-  stateful.run_state_machine_as_test(hypothesis.seed(seed)(HostileWords), settings=settings)
+  stateful.run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
 
 
-def test_honest_learners_do_not_notice_hostile_words(counts):
-  search(CASES if counts.full else CASES_BY_DEFAULT, SEED)
+@pytest.mark.parametrize('machine', [HostileWords, WithoutGrace])
+def test_honest_learners_do_not_notice_hostile_words(machine, counts):
+  search(CASES if counts.full else CASES_BY_DEFAULT, SEED, machine)
 
 
 # --- The defences, removed ------------------------------------------------------------------------
@@ -181,10 +188,11 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]  # owner, name, original -> 
 
 
 class Mutant(NamedTuple):
-  """A syncer without one of its defences; `seed`: at which it is found early."""
+  """A syncer without one of its defences; `seed`: at which it is found early, by `machine`."""
 
   bug: str
   seed: int
+  machine: type[HostileWords]
   replace: tuple[Replacement, ...]
 
   @contextlib.contextmanager
@@ -198,8 +206,14 @@ class Mutant(NamedTuple):
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(name: str, bug: str, seed: int, *replace: Replacement) -> None:
-  MUTANTS[name] = Mutant(bug, seed, replace)
+def mutant(
+  name: str,
+  bug: str,
+  seed: int,
+  *replace: Replacement,
+  machine: type[HostileWords] = HostileWords,
+) -> None:
+  MUTANTS[name] = Mutant(bug, seed, machine, replace)
 
 
 def _believes(original: Callable) -> Callable:
@@ -250,7 +264,7 @@ mutant(
 mutant(
   'D2',
   'The clock of a report is believed.',
-  6,
+  11,
   (PLAUSIBILITY, '_progress', _believes),
   (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),
 )
@@ -262,6 +276,7 @@ mutant(
   (screening.Usual, 'votes', _old_votes),
   (screening.Usual, 'limits', _no_least),
   (screening.Screening, '_forget_if_wrong', _nothing),
+  machine=WithoutGrace,
 )
 mutant(
   'D5',
@@ -280,7 +295,7 @@ mutant(
 mutant(
   'D7',
   'A payload stays in its open sync when its sender disowns its tokens.',
-  4,
+  1,
   (gathering.Gathering, 'decline', _without_withdrawal),
   (gathering.Gathering, '_reject', _without_withdrawal),
 )
@@ -292,4 +307,4 @@ SLOW = {'D6': pytest.mark.full}  # to be found
 @pytest.mark.parametrize('name', [pytest.param(name, marks=SLOW.get(name, ())) for name in MUTANTS])
 def test_a_removed_defence_is_found(name):
   with MUTANTS[name].applied(), pytest.raises((AssertionError, processes.MachineCrash)):
-    search(CASES, MUTANTS[name].seed)
+    search(CASES, MUTANTS[name].seed, MUTANTS[name].machine)
