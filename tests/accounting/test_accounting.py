@@ -110,7 +110,7 @@ def test_a_process_on_a_new_session_counts_its_steps_once():
 
 
 def test_the_account_of_a_restarted_syncer_begins_with_its_process():
-  """The ledger goes on, so what the process before it merged is none of its token goodput."""
+  """The ledger goes on; tokens that the process before it merged are none of its token goodput."""
   books = []
 
   class Restarts(observers.Observer):

@@ -92,7 +92,7 @@ class Shares:
         busy = [max(0, spent - before.get(thread, spent)) for thread, spent in after.items()]
         total += now - then
         blocked += max(0, now - then - sum(busy))
-        # The kernel books a wait for a CPU when it ends: what is longer than this time was before.
+        # The kernel books a wait for a CPU when it ends, so a longer one began before this time.
         blocked -= sum(max(0, one - (now - then)) for one in busy)
     return max(0, blocked) / total if total else 0.0
 
