@@ -8,6 +8,8 @@ defence. It raises only if the syncer does not even listen.
 import contextlib
 import dataclasses
 import itertools
+import os
+import pathlib
 import random
 import socket
 import struct
@@ -49,7 +51,17 @@ def attack(sessions: int = 1, says: bool = False) -> Callable[[Act], Act]:
 
 
 def prepare() -> None:
-  """Called first in the process of the attacker: it has imported everything."""
+  """Gives the attacker's process only the CPU that the others leave, as if it had a core of its
+  own. Linux compares nice values within a session only, and the sessions by the nice values of
+  their autogroups."""
+  os.setsid()
+  os.nice(19)
+  with contextlib.suppress(OSError):  # a kernel without autogroups
+    pathlib.Path('/proc/self/autogroup').write_text('19')
+
+
+def ready() -> None:
+  """Called in the attacker's process before the first attack: it has imported everything."""
 
 
 def act(name: str, run: hostile.Run, seconds: float) -> None:
