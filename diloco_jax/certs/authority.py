@@ -37,20 +37,13 @@ class Authority:
 
     `renew` replaces those in a folder that is there; the old certificate stays good until its end.
     """
-    name, folder = self._name(id), self.folder / id
-    self._require(folder, there=renew)
     key = mint.new_key()
-    certificate = mint.leaf(self.certificate, self.key, name, key.public_key(), now)
-    if not renew:
-      private.make_folder(folder)
-    private.replace(folder / check.KEY, mint.key_pem(key))
-    return self._place(folder, certificate, now)
+    return self._place(self._name(id), key.public_key(), now, renew, mint.key_pem(key))
 
   def sign(
     self, request: bytes, id: str, now: datetime.datetime, renew: bool = False
   ) -> proofs.Proof:
     """Like `issue`, for a key that never leaves its machine: the request has its public half."""
-    name, folder = self._name(id), self.folder / id
     try:
       asked = x509.load_pem_x509_csr(request)
     except ValueError:
@@ -60,21 +53,18 @@ class Authority:
       raise ValueError('the request is not signed by its own key, or its key is not P-256')
     if not isinstance(public_key.curve, ec.SECP256R1):
       raise ValueError(f'the key of the request is {public_key.curve.name}, it must be P-256')
-    self._require(folder, there=renew)
-    if not renew:
-      private.make_folder(folder)
-    certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
-    return self._place(folder, certificate, now)
+    return self._place(self._name(id), public_key, now, renew)
 
   def revoke(self, learner: str) -> int:
     """Takes a learner off the allowlist; returns how many certificates it had there."""
-    listed = self.allowlist()
-    if learner not in listed.listed:
-      raise ValueError(
-        f'{learner!r} is not on the allowlist of run {self.run}; on it: '
-        f'{", ".join(sorted(listed.listed)) or "no learner"}'
-      )
-    listed.without(learner).write(self.folder / names.SYNCER)
+    with private.alone(self.folder):
+      listed = self.allowlist()
+      if learner not in listed.listed:
+        raise ValueError(
+          f'{learner!r} is not on the allowlist of run {self.run}; on it: '
+          f'{", ".join(sorted(listed.listed)) or "no learner"}'
+        )
+      listed.without(learner).write(self.folder / names.SYNCER)
     return len(listed.listed[learner])
 
   def allowlist(self) -> allowlist.Allowlist:
@@ -100,13 +90,34 @@ class Authority:
       raise ValueError(f'there is no {folder} to renew; leave --renew out to make it')
 
   def _place(
-    self, folder: pathlib.Path, certificate: x509.Certificate, now: datetime.datetime
+    self,
+    name: names.Name,
+    public_key: ec.EllipticCurvePublicKey,
+    now: datetime.datetime,
+    renew: bool,
+    key_pem: bytes = b'',
   ) -> proofs.Proof:
-    proof = proofs.of(certificate, names.SYNCER if folder.name == names.SYNCER else names.LEARNER)
-    private.replace(folder / check.AUTHORITY, mint.pem(self.certificate))
-    if proof.name.role == names.LEARNER:  # listed before it is used
-      self.allowlist().with_certificate(proof, now).write(self.folder / names.SYNCER)
-    private.replace(folder / check.CERTIFICATE, mint.pem(certificate))
+    """Writes the folder of a node; `key_pem`: its key, unless that stays on its machine."""
+    ends = self.certificate.not_valid_after_utc
+    if now >= ends:
+      raise ValueError(
+        f'the authority of run {self.run} has ended at {proofs.date(ends)}, so no certificate of '
+        'it is accepted: make another one with `diloco certs init` in a new --folder'
+      )
+    folder = self.folder / name.id
+    certificate = mint.leaf(self.certificate, self.key, name, public_key, now)
+    proof = proofs.of(certificate, name.role)
+    with private.alone(self.folder):
+      self._require(folder, there=renew)
+      listed = self.allowlist() if name.role == names.LEARNER else None  # before anything changes
+      if not renew:
+        private.make_folder(folder)
+      if key_pem:
+        private.replace(folder / check.KEY, key_pem)
+      private.replace(folder / check.AUTHORITY, mint.pem(self.certificate))
+      if listed is not None:  # listed before it is used
+        listed.with_certificate(proof, now).write(self.folder / names.SYNCER)
+      private.replace(folder / check.CERTIFICATE, mint.pem(certificate))
     return proof
 
 

@@ -37,8 +37,10 @@ def read(folder: pathlib.Path, role: str, now: datetime.datetime) -> Identity:
 
 
 def problems(folder: pathlib.Path, role: str, now: datetime.datetime) -> list[str]:
-  """What is wrong in the folder of a node, each with what to do; [] if all is right."""
-  return _examine(folder, role, now)[1]
+  """What is wrong in the folder of a node, each with what to do, and whether its certificate ends
+  soon; [] if all is right."""
+  found, wrong = _examine(folder, role, now)
+  return [*wrong, *filter(None, (found and warning(found.proof, now),))]
 
 
 def warning(proof: proofs.Proof, now: datetime.datetime) -> str:

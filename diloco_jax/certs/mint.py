@@ -40,7 +40,7 @@ def authority(
   """The certificate of a run's authority, signed by itself. Its common name is the run's."""
   subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, run)])
   return (
-    _begin(subject, key.public_key(), now, AUTHORITY_DAYS)
+    _begin(subject, key.public_key(), now, now + datetime.timedelta(days=AUTHORITY_DAYS))
     .issuer_name(subject)
     .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
     .add_extension(_usage(signs_certificates=True), critical=True)
@@ -56,12 +56,14 @@ def leaf(
   public_key: ec.EllipticCurvePublicKey,
   now: datetime.datetime,
 ) -> x509.Certificate:
-  """The certificate of a node, for its role only: a learner cannot pose as a syncer."""
+  """The certificate of a node, for its role only: a learner cannot pose as a syncer. It ends with
+  its issuer at the latest."""
+  ends = min(now + datetime.timedelta(days=LEAF_DAYS), issuer.not_valid_after_utc)
   known: list[x509.GeneralName] = [x509.UniformResourceIdentifier(name.uri)]
   if name.role == names.SYNCER:
     known.append(x509.DNSName(names.host(name.run)))
   return (
-    _begin(x509.Name([]), public_key, now, LEAF_DAYS)
+    _begin(x509.Name([]), public_key, now, ends)
     .issuer_name(issuer.subject)
     .add_extension(x509.SubjectAlternativeName(known), critical=True)
     .add_extension(x509.ExtendedKeyUsage([PURPOSES[name.role]]), critical=False)
@@ -79,7 +81,10 @@ def request(key: ec.EllipticCurvePrivateKey) -> x509.CertificateSigningRequest:
 
 
 def _begin(
-  subject: x509.Name, public_key: ec.EllipticCurvePublicKey, now: datetime.datetime, days: int
+  subject: x509.Name,
+  public_key: ec.EllipticCurvePublicKey,
+  now: datetime.datetime,
+  ends: datetime.datetime,
 ) -> x509.CertificateBuilder:
   return (
     x509.CertificateBuilder()
@@ -87,7 +92,7 @@ def _begin(
     .public_key(public_key)
     .serial_number(x509.random_serial_number())
     .not_valid_before(now - _SKEW)
-    .not_valid_after(now + datetime.timedelta(days=days))
+    .not_valid_after(ends)
   )
 
 

@@ -1,8 +1,11 @@
 """Files and folders that only this user may read."""
 
+import contextlib
+import fcntl
 import os
 import pathlib
 import stat
+from collections.abc import Iterator
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -33,6 +36,17 @@ def replace(path: pathlib.Path, data: bytes) -> None:
   except OSError:
     partial.unlink(missing_ok=True)
     raise
+
+
+@contextlib.contextmanager
+def alone(folder: pathlib.Path) -> Iterator[None]:
+  """Waits until no other process is in this block with the folder."""
+  descriptor = os.open(folder, os.O_RDONLY)
+  try:
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    yield
+  finally:
+    os.close(descriptor)
 
 
 def objection(path: pathlib.Path) -> str:

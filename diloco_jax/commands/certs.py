@@ -24,7 +24,7 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.certs import authority, check, names, proofs
+from diloco_jax.certs import allowlist, authority, check, names, proofs
 from diloco_jax.launch import program
 
 POSITIONAL = True
@@ -101,7 +101,7 @@ def _revoke(words: list[str]) -> None:
   number = owner.revoke(words[0])
   print(
     f'{words[0]}: {number} certificates are no longer accepted, once the syncer has '
-    f'{owner.folder / names.SYNCER / "allowlist.json"}'
+    f'{owner.folder / names.SYNCER / allowlist.FILE}'
   )
 
 
@@ -124,8 +124,10 @@ def _list(words: list[str]) -> None:
 def _check(words: list[str]) -> None:
   _count(words, 1, 'check FOLDER')
   folder, now = pathlib.Path(words[0]), proofs.utc_now()
-  role = names.SYNCER if (folder / 'allowlist.json').exists() else names.LEARNER
+  role = names.SYNCER if (folder / allowlist.FILE).exists() else names.LEARNER
   identity = check.read(folder, role, now)
+  if role == names.SYNCER:
+    allowlist.read(folder)
   print(f'{identity.proof.name.uri}: in order until {proofs.date(identity.proof.not_after)}')
   if warning := check.warning(identity.proof, now):
     print(warning)

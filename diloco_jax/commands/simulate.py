@@ -51,6 +51,14 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 
 def main(argv: list[str]) -> int:
   del argv
+  for given, flag, needs in (
+    (_AGAINST.value, '--against', _LIKE.value),
+    (_KILL_EVERY_S.value, '--kill_every_s', _LIKE.value),
+    (_STORY.value or _TAPES.value or _SEEDS.value, '--story, --tapes or --seeds', not _LIKE.value),
+  ):
+    if given and not needs:
+      rule = 'does not go' if _LIKE.value else 'goes only'
+      raise program.NeverRetry(f'{flag} {rule} with --like')
   if _LIKE.value:
     return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
   if _SEED.value is not None:

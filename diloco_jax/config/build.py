@@ -161,7 +161,8 @@ def make_task(config: run_config.Config) -> task_lib.Task:
   ours = {run_config.DECODER: decoder.task, run_config.VISION: vision.task}
   if config.task in ours:
     return ours[config.task](config.model, config.data)
-  where, colon, call = config.task.rpartition(':')
+  path, opened, arguments = config.task.partition('(')
+  where, colon, function = path.rpartition(':')
   if not colon:
     raise ValueError(
       f'task is {config.task!r}; use {", ".join(map(repr, ours))}, '
@@ -169,7 +170,7 @@ def make_task(config: run_config.Config) -> task_lib.Task:
       '`diloco syncer --config=own_loop` and diloco_jax.join'
     )
   try:
-    name, arguments = spec.parse(call)
+    name, arguments = spec.parse(function + opened + arguments)
     made = getattr(_module(where), name)(config, **arguments)
   except (ImportError, AttributeError, TypeError, OSError, SyntaxError) as error:
     raise ValueError(f'task {config.task!r}: {type(error).__name__}: {error}') from error

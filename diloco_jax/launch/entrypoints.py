@@ -130,8 +130,12 @@ def _serve(
       transport = grpc_server.GrpcSyncerTransport(
         address, post, payloads, limits(assembled), records.say, access=access
       )
-      _write_address(folder, transport.address)
-      run_folder.write_config(folder, config)
+      try:
+        _write_address(folder, transport.address)
+        run_folder.write_config(folder, config)
+      except BaseException:
+        transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
+        raise
     records.say(f'the syncer listens on {transport.address}')
     return transport
 

@@ -14,6 +14,7 @@ settings of lock step.
 """
 
 import contextlib
+import operator
 import pathlib
 import tempfile
 import time
@@ -155,10 +156,12 @@ class Peer:
 
     Raises:
       Ended: the run is over.
+      TypeError: `tokens` is not an integer.
       ValueError: the arrays are not like those given to `join`, or there are no tokens.
     """
     if self.clock is None:
       raise Ended('the run is over: leave the loop once peer.clock is None')
+    tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
     if tokens <= 0:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one')
     if not self._taken:

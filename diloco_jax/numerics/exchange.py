@@ -14,7 +14,9 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
            or theta_m <- A_{v+1} + alpha (theta_m - A_{v+1})                     adopt
               A_{v+1} = A_v + D_down(bytes)                                     apply_delta
 
-with c_m = D_up(bytes_m) if the syncer merged it, else 0.
+with c_m = D_up(bytes_m) if the syncer merged it, else 0. Parameters of fewer bits than float32
+hold A_v rounded; what they have moved is counted from there (`_held`), or every learner would
+contribute the same rounding error as if it had trained it.
 
 Error feedback upward: theta_m - (A_v - c_m) holds, beside the steps since the capture, what the
 codec lost of them. Error feedback downward: the codec's error, e = Theta' - A_{v+1}, stays in the
@@ -82,12 +84,18 @@ def pseudo_gradient(
 
   Tensor by tensor: the flat fragment is never made.
   """
-  return codec.encode(
-    *(
-      anchor_N[start:stop] - fragments.flat(piece, fragments.rows(leaves, piece))
-      for piece, start, stop in fragments.places(pieces)
-    )
-  )
+  moved = []
+  for piece, start, stop in fragments.places(pieces):
+    theta = fragments.rows(leaves, piece)
+    moved.append(_held(anchor_N[start:stop], theta.dtype) - fragments.flat(piece, theta))
+  return codec.encode(*moved)
+
+
+def _held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
+  """An anchor as parameters of this type hold it. Not by casts: XLA may leave a pair out."""
+  if jnp.finfo(dtype).bits >= 32:
+    return anchor_n
+  return jax.lax.reduce_precision(anchor_n, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
 def apply_delta(
@@ -148,13 +156,14 @@ def adopt(
   for piece, start, stop in fragments.places(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
     shaped = functools.partial(fragments.shaped, piece)
-    theta = fragments.rows(leaves, piece).astype(jnp.float32)
+    rows = fragments.rows(leaves, piece)
+    theta = rows.astype(jnp.float32)
     delta_n = codec_down.decode_range(published.data, n, start, stop)
     value = shaped(_published(published.base_N[start:stop], delta_n))
     if alpha is None:
       given_n = codec_up.decode_range(published.capture, n, start, stop)
       merged_n = jnp.where(published.merged, given_n, 0.0)
-      carried = theta - shaped(anchor_N[start:stop] - merged_n)
+      carried = theta - shaped(_held(anchor_N[start:stop], rows.dtype) - merged_n)
     else:
       carried = alpha * (theta - value) if alpha else 0.0
     fragments.replace_rows(leaves, piece, value + jnp.where(published.keep, carried, 0.0))

@@ -2,8 +2,9 @@
 
 A corpus is a list of files in sorted order of their relative names. One pass reads them into one
 array with a zero byte after each file. A hash of its relative name decides whether a file is held
-out: the split needs no list, and a new file does not move another. Windows overlap by one byte, so
-that every byte but the first is a target exactly once.
+out: the split needs no list, and a new file does not move another. Of a few files that leave one
+part empty, the end of the text is held out. Windows overlap by one byte, so that every byte but the
+first is a target exactly once.
 
 A seeded shuffle divides the windows once into V slices. A learner trains on a leased shard v of V:
 one slice after the other, each in an order drawn for that pass. Batch i is a pure function of
@@ -39,7 +40,10 @@ class Examples(Protocol):
 
 
 class Source(Protocol):
-  """What is read: examples to train on and held-out ones, with `length` bytes to predict each."""
+  """What is read: examples to train on and held-out ones, with `length` bytes to predict each;
+  `digest` differs if they do."""
+
+  digest: int
 
   def train(self, length: int) -> Examples: ...
 
@@ -79,6 +83,9 @@ def load_corpus(source: str) -> Corpus:
         f'corpus {source!r}: cannot read {path}: {error.strerror}; make it readable or leave it out'
       ) from error
   train_bytes, eval_bytes = map(_concatenate, parts)
+  if not train_bytes.size or not eval_bytes.size:
+    whole = np.concatenate([train_bytes, eval_bytes])
+    train_bytes, eval_bytes = np.split(whole, [len(whole) * (1000 - _HELD_OUT_OF_1000) // 1000])
   digest = zlib.crc32(eval_bytes, zlib.crc32(train_bytes))
   return Corpus(train_bytes, eval_bytes, digest)
 
@@ -167,16 +174,28 @@ def make_shard(source: Source, config: config_lib.DataConfig, shard: int) -> Sha
   return Shard(examples, config, shard)
 
 
-def eval_batches(source: Source, config: config_lib.DataConfig) -> list[task_lib.Batch]:
-  """Returns the same evenly spread batches of eval_batch_size examples at every call."""
+def digest(source: Source, config: config_lib.DataConfig) -> str:
+  """For `Task.data_digest`. Raises ValueError if there is too little to evaluate: at the start of a
+  run, not after its training."""
+  _held_out_examples(source, config)
+  return f'{source.digest:08x}'
+
+
+def _held_out_examples(source: Source, config: config_lib.DataConfig) -> Examples:
   examples = source.held_out(config.seq_len)
   need = config.eval_batches * config.eval_batch_size
   if len(examples) < need:
     raise ValueError(
-      f'corpus {config.corpus!r} has {len(examples)} held-out windows of {config.seq_len} bytes, '
-      f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text or '
-      'fewer evaluation batches'
+      f'corpus {config.corpus!r} has {len(examples)} held-out examples of {config.seq_len} bytes, '
+      f'fewer than {config.eval_batches} x {config.eval_batch_size} = {need}: use more text, or '
+      'fewer or smaller evaluation batches (data.eval_batches, data.eval_batch_size)'
     )
+  return examples
+
+
+def eval_batches(source: Source, config: config_lib.DataConfig) -> list[task_lib.Batch]:
+  """Returns the same evenly spread batches of eval_batch_size examples at every call."""
+  examples, need = _held_out_examples(source, config), config.eval_batches * config.eval_batch_size
   picked = np.linspace(0, len(examples) - 1, need).astype(np.int64)
   stack = lambda *rows: np.stack(rows)
   return [

@@ -67,7 +67,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     label=label,
     partition=PARTITION,
     matrices=MATRICES,
-    data_digest=lambda: f'{corpus().digest:08x}',
+    data_digest=lambda: data_lib.digest(corpus(), data),
   )
 
 
@@ -243,7 +243,7 @@ def sample(
 
   @jax.jit
   def draw(params: Params, window_L: jax.Array, end: jax.Array, key: jax.Array) -> jax.Array:
-    logits_V = apply(config, params, window_L[None])[0, end - 1]
+    logits_V = apply(config, params, window_L[None])[0, end - 1, :256]  # bytes, of any vocabulary
     likeliest = jnp.argmax(logits_V)
     drawn = jax.random.categorical(key, logits_V / (temperature or 1.0))
     return drawn if temperature else likeliest

@@ -10,6 +10,7 @@ The path of an optimizer moment ends in the path of its parameter, so both have 
 Leaves without a match (norm scales, counters) are replicated.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,8 +78,11 @@ def _leaf_sharding(
   mesh: jax.sharding.Mesh, path: str, shape: tuple[int, ...], partition: task_lib.Partition
 ) -> NamedSharding:
   spec = task_lib.first_match(partition, path, P())
-  for size, axis in zip(shape, spec, strict=bool(spec)):
-    ways = mesh.shape[axis] if axis else 1
+  if len(spec) > len(shape):
+    raise ValueError(f'{path} has shape {shape}, too few axes for its partition {spec}')
+  for size, axis in zip(shape, spec):
+    axes = axis if isinstance(axis, tuple) else (axis,) if axis else ()
+    ways = math.prod(mesh.shape[one] for one in axes)
     if size % ways:
       raise ValueError(
         f'{path} has shape {shape}: {size} does not split {ways} ways over mesh '

@@ -38,18 +38,23 @@ class Batches(Protocol):
 
 
 def embeddings(path: str) -> str:
-  """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer of
-  that name, else 'body'. The syncer merges the first two by `sync.embedding_merge` (paper section
-  4). A Mixture of Experts has labels of its own (Task).
+  """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer that
+  is called `head`, `lm_head` or so, else 'body'. The syncer merges the first two by
+  `sync.embedding_merge` (paper section 4). A Mixture of Experts has labels of its own (Task).
 
   Args:
     path: `jax.tree_util.keystr` of the parameter.
 
   >>> embeddings("['params']['Embed_0']['embedding']"), embeddings("['layers'][0]['query']")
   ('embedding', 'body')
+  >>> embeddings("['lm_head']['kernel']"), embeddings("['MultiHeadDotProductAttention_0']['query']")
+  ('head', 'body')
   """
   lowered = path.lower()
-  return 'embedding' if 'embed' in lowered else 'head' if 'head' in lowered else 'body'
+  if 'embed' in lowered:
+    return 'embedding'
+  names = re.split(r'[^a-z0-9_]+', lowered)
+  return 'head' if any(re.fullmatch(r'(.*_|lm)?head(_\d+)?', name) for name in names) else 'body'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,12 @@ PARTITION = (
 
 
 def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib.Task:
-  """The captions of the digits; one caption has `data.seq_len` bytes."""
+  """The captions of the digits; one caption has `data.seq_len` bytes. Raises ValueError."""
+  if digits.SIDE % model.patch_size:
+    raise ValueError(
+      f'patch_size {model.patch_size} does not divide the side of an image, {digits.SIDE} pixels: '
+      'use 1, 2, 4 or 8'
+    )
   corpus = functools.cache(lambda: digits.load(data.corpus))
   return task_lib.Task(
     init=functools.partial(decoder.init_params, model, kind=VisionDecoder),
@@ -40,7 +45,7 @@ def task(model: config_lib.ModelConfig, data: config_lib.DataConfig) -> task_lib
     label=label,
     partition=PARTITION,
     matrices=decoder.MATRICES,
-    data_digest=lambda: f'{corpus().digest:08x}',
+    data_digest=lambda: data_lib.digest(corpus(), data),
   )
 
 

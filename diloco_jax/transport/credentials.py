@@ -8,6 +8,7 @@ import datetime
 import pathlib
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import grpc
 
@@ -20,6 +21,7 @@ _REFUSED = 'Socket closed'  # all that gRPC tells a client whose certificate TLS
 
 Say = Callable[[str], None]
 Clock = Callable[[], datetime.datetime]
+Read = TypeVar('Read')
 
 
 class SyncerCredentials:
@@ -42,6 +44,7 @@ class SyncerCredentials:
     self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
     self._own = check.read(folder, names.SYNCER, self._latest)
     self._listed = allowlist.read(folder)
+    self._unread: dict[tuple[str, ...], str] = {}  # why changed files cannot be read
     self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
     if self._listed.run != self.run:
       raise ValueError(
@@ -80,15 +83,10 @@ class SyncerCredentials:
     """Reads a changed allowlist; warns of certificates that end soon, the syncer's and the live
     learners'."""
     with self._lock:
-      if self._changed((allowlist.FILE,)):
-        try:
-          listed = allowlist.read(self._folder)
-          if listed.run != self.run:
-            raise ValueError(f'the allowlist is of run {listed.run}')
-          self._listed = listed
-          self._say('the allowlist has changed and is in force')
-        except ValueError as error:
-          self._say(f'the allowlist before stays in force: {error}')
+      listed = self._reread((allowlist.FILE,), self._read_allowlist, 'the allowlist')
+      if listed is not None:
+        self._listed = listed
+        self._say('the allowlist has changed and is in force')
       warn = [proof for proof in (self._own.proof, *live) if self._warns(proof)]
     for proof in warn:
       self._say(check.warning(proof, self._now()))
@@ -106,23 +104,41 @@ class SyncerCredentials:
   def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
     """The syncer's certificate if its files have changed, else None. Never raises."""
     with self._lock:
-      if not self._changed(check.FILES):
-        return None
-      try:
-        own = check.read(self._folder, names.SYNCER, self._now())
-        if own.proof.name.run != self.run:
-          raise ValueError(f'the certificate is of run {own.proof.name.run}')
-      except ValueError as error:
-        self._say(f"the syncer's certificate before stays in use: {error}")
+      own = self._reread(check.FILES, self._read_own, "the syncer's certificate")
+      if own is None:
         return None
       self._own = own
       self._say(f"the syncer's new certificate is in use, until {proofs.date(own.proof.not_after)}")
       return _configuration(own)
 
-  def _changed(self, files: tuple[str, ...]) -> bool:
+  def _read_allowlist(self) -> allowlist.Allowlist:
+    listed = allowlist.read(self._folder)
+    if listed.run != self.run:
+      raise ValueError(f'the allowlist is of run {listed.run}')
+    return listed
+
+  def _read_own(self) -> check.Identity:
+    own = check.read(self._folder, names.SYNCER, self._now())
+    if own.proof.name.run != self.run:
+      raise ValueError(f'the certificate is of run {own.proof.name.run}')
+    return own
+
+  def _reread(self, files: tuple[str, ...], read: Callable[[], Read], what: str) -> Read | None:
+    """What changed files hold; None: they have not changed, or cannot be read now. Then they are
+    read at the next look, too: the cause may go away without a trace in them."""
     stamp = self._stamp(files)
-    changed, self._seen[files] = stamp != self._seen[files], stamp
-    return changed
+    if stamp == self._seen[files]:
+      return None
+    try:
+      found = read()
+    except ValueError as error:
+      if self._unread.get(files) != str(error):
+        self._say(f'{what} before stays in force: {error}')
+      self._unread[files] = str(error)
+      return None
+    self._unread.pop(files, None)
+    self._seen[files] = stamp
+    return found
 
   def _stamp(self, files: tuple[str, ...]) -> tuple:
     """Differs after every change of the files."""

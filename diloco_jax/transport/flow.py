@@ -12,6 +12,8 @@ import collections
 QUEUE_S = 1.0
 LEAST_BYTES = 1 << 18  # before the rate is known, and on a link of any rate
 ACK_EVERY_S = 0.05
+FEW_BYTES = LEAST_BYTES // 4  # an acknowledgement costs as much as a small payload
+FEW_WAIT_S = 0.25
 FAST_BYTES = 1 << 24  # in QUEUE_S: on such a link a large chunk delays other messages by 62 ms
 
 
@@ -58,21 +60,27 @@ class Receipts:
 
   def __init__(self):
     self._received = self._told = 0
-    self._next_s = 0.0
+    self._next_s = self._few_s = 0.0
 
-  def add(self, size: int) -> bool:
-    """A frame has come; returns whether it is the first that waits for an acknowledgement."""
-    first = self._received == self._told
+  def add(self, size: int, now_s: float) -> bool:
+    """A frame has come; returns whether it changes when the next acknowledgement is due."""
+    before = self._received - self._told
     self._received += size
-    return first
+    if not before:
+      self._few_s = now_s + FEW_WAIT_S
+    return not before or before < FEW_BYTES <= before + size
 
   def due(self, now_s: float) -> int | None:
     """All received bytes, if it is time to acknowledge them."""
-    if self._received == self._told or now_s < self._next_s:
+    if self.wait_s(now_s) != 0:
       return None
     self._told, self._next_s = self._received, now_s + ACK_EVERY_S
     return self._received
 
   def wait_s(self, now_s: float) -> float | None:
     """Seconds until the next acknowledgement is due; None: there is nothing to acknowledge."""
-    return None if self._received == self._told else max(0.0, self._next_s - now_s)
+    waiting = self._received - self._told
+    if not waiting:
+      return None
+    due_s = self._next_s if waiting >= FEW_BYTES else max(self._next_s, self._few_s)
+    return max(0.0, due_s - now_s)

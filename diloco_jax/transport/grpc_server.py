@@ -250,6 +250,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       if not self._closing and not full:
         session = self._add(next(self._numbers), dialed=False)
         if proof is not None:
+          displaced = self._unjoined(proof.name.id)
           session.learner = proof.name.id
           self._proofs[session.number] = proof
         token = secrets.token_hex(16)
@@ -286,6 +287,11 @@ class GrpcSyncerTransport(grpc_session.Sessions):
         # Of equals the oldest.
         return members, None if free else min(stayed, key=lambda session: session.stage)
       self._room.wait(wait_s or strangers[0].since_s + stay_s - now_s)
+
+  def _unjoined(self, learner: str) -> grpc_session.Session | None:
+    """The session of a learner with a certificate that is no member's: it has one at most."""
+    own = (one for one in self._sessions.values() if one.learner == learner and one.stranger)
+    return next(own, None)
 
   def _refuse(self, context: grpc.ServicerContext, why: str) -> None:
     self._troubles.add(_REFUSED, why)

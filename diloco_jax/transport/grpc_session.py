@@ -109,17 +109,19 @@ class Session:
     capped = dialed and limits.uplink_bytes_per_s
     self._uplink = rules.Rate(limits.uplink_bytes_per_s, burst=0) if capped else None
     self._unhandled = 0  # delivered messages that the machine has not handled
-    self._patience: tuple[float, str] | None = None  # when a stranger's session ends, and why
     self._sent, self._received = wire.Seal(), wire.Seal()
     self._window, self._receipts = flow.Window(), flow.Receipts()
-    self._changed = threading.Condition()
+    lock = threading.RLock()
+    self._changed = threading.Condition(lock)
+    self._bulk_changed = threading.Condition(lock)  # the bulk writer waits here, and no other
     self._state = _State.CONNECTING
     self._failed = False
     self._bulk_done = False
     self._cancels: list[Callable[[], None]] = []  # one per stream
     self._streams_up = 0
     self._streams_read = 0  # streams that the peer ended in order
-    self._timer: threading.Timer | None = None
+    self._deadline: threading.Timer | None = None  # when a stranger's session ends
+    self._drained: threading.Timer | None = None  # when a closed session ends
 
   # --- Interface of the transport -----------------------------------------------------------------
 
@@ -131,7 +133,7 @@ class Session:
         if not self._dialed:
           self._give(self._limits.handshake_s, 'no Join')
         self._post(events.Connected(session=self.number, learner=self.learner))
-        self._changed.notify_all()
+        self._wake_all()
 
   def wait_open(self, timeout_s: float) -> bool:
     with self._changed:
@@ -146,8 +148,8 @@ class Session:
         self._send_queue.push(message, payload)
         self._rules.sent(message)
         if self._rules.member:
-          self._patience = None
-        self._changed.notify_all()
+          _cancel(self._deadline)
+        (self._changed if payload is None else self._bulk_changed).notify_all()
       except link.LinkError as error:
         self._change_state(_State.OVER, str(error), failed=True)
 
@@ -155,7 +157,8 @@ class Session:
     """The machine has handled a message of this session."""
     with self._changed:
       self._unhandled -= 1
-      self._changed.notify_all()
+      if self._unhandled == MAX_UNHANDLED - 1:
+        self._changed.notify_all()  # the reader waits
 
   def close(self, reason: str) -> None:
     """Ends the session after it has sent the queued messages, at most `drain_s` from now."""
@@ -197,8 +200,7 @@ class Session:
     """Ends the session after its last stream."""
     self.fail(LOST)
     with self._changed:
-      if self._timer is not None:
-        self._timer.cancel()
+      _cancel(self._drained)
     self.finished.set()
 
   @property
@@ -272,7 +274,7 @@ class Session:
             self._uplink.spend(size, now_s)
           return None
         waits_s = (pause_s or None, self._receipts.wait_s(now_s))
-        self._changed.wait(min((one for one in waits_s if one is not None), default=None))
+        self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))
       return None
 
   def _next_control(self) -> tuple[messages.Message, int] | None:
@@ -287,21 +289,19 @@ class Session:
         waits = self._send_queue.control_waits
         if self._state is _State.DRAINING and self._bulk_done and not waits:
           return None
-        self._changed.wait(pause_s if waits else self._patience_s(now_s))
+        self._changed.wait(pause_s if waits else None)
       return None
 
   def _give(self, limit_s: float, missing: str) -> None:
-    """Gives a stranger `limit_s` until the session ends for what is missing."""
-    self._patience = time.monotonic() + limit_s, f'{missing} within {limit_s:g} s'
+    """Gives a stranger `limit_s` until the session ends for what is missing. No thread of the
+    session keeps the time: a peer that reads nothing can block its writers."""
+    _cancel(self._deadline)
+    self._deadline = _start_timer(limit_s, self._expired, f'{missing} within {limit_s:g} s')
 
-  def _patience_s(self, now_s: float) -> float | None:
-    """How long to wait for a stranger, whose session ends then; None: without a limit."""
-    if self._patience is None or self._state is not _State.OPEN:
-      return None
-    deadline_s, reason = self._patience
-    if now_s >= deadline_s:
-      self.fail(reason, trouble=UNUSED)
-    return max(0.0, deadline_s - now_s)
+  def _expired(self, reason: str) -> None:
+    with self._changed:
+      if self._state is _State.OPEN and not self._rules.member:
+        self.fail(reason, trouble=UNUSED)
 
   def _next_bulk(self) -> Iterator[bytes] | bytes | None:
     """The frames of the next transfer, or an acknowledgement."""
@@ -321,7 +321,7 @@ class Session:
           self._changed.notify_all()
           return frames
         waits_s = (self._send_queue.donation_wait_s(now_s), self._receipts.wait_s(now_s))
-        self._changed.wait(min((one for one in waits_s if one is not None), default=None))
+        self._bulk_changed.wait(min((one for one in waits_s if one is not None), default=None))
       return None
 
   # --- Readers: one thread each -------------------------------------------------------------------
@@ -365,7 +365,8 @@ class Session:
       if isinstance(message, messages.Join):
         self._give(self._limits.member_s, 'not admitted as a learner')
       self._deliver(self._receive_buffer.on_message(message, transfer))
-      self._changed.notify_all()  # a transfer may wait for this announcement
+      if isinstance(message, messages.Join) or transfer != link.NO_TRANSFER:
+        self._changed.notify_all()  # the transfer may wait for its announcement
 
   def _wait_turn(self, size: int) -> None:
     """Waits while the machine is behind, and while the learner is ahead of its rate."""
@@ -392,8 +393,8 @@ class Session:
       if acknowledged is not None:
         self._acknowledged(acknowledged)
         return
-      if self._receipts.add(len(frame)):
-        self._changed.notify_all()
+      if self._receipts.add(len(frame), time.monotonic()):
+        self._bulk_changed.notify_all()
     transfer = self._assembler.add(frame)
     if transfer is not None:
       with self._changed:
@@ -414,7 +415,7 @@ class Session:
       raise link.LinkError(
         f'the peer acknowledges {received} bytes, where no frame ends that it has not acknowledged'
       )
-    self._changed.notify_all()
+    self._bulk_changed.notify_all()
 
   def _deliver(self, delivery: link.Delivery | None) -> None:
     if delivery is None or self._state is not _State.OPEN:
@@ -430,20 +431,23 @@ class Session:
     if self._state is _State.OVER:
       return
     before, self._state = self._state, state
-    if before is not _State.DRAINING:
-      self._stop(reason, failed, before is _State.OPEN)
     if state is _State.OVER:
       self._send_queue.clear()
+    self._wake_all()
+    if before is not _State.DRAINING:
+      self._stop(reason, failed, before is _State.OPEN)
+
+  def _wake_all(self) -> None:
     self._changed.notify_all()
+    self._bulk_changed.notify_all()
 
   def _stop(self, reason: str, failed: bool, was_open: bool) -> None:
     self.reason, self._failed = reason, failed
     if self._dialed or was_open:
       self._post(events.Disconnected(session=self.number, reason=reason))
+    _cancel(self._deadline)
     # Writers see the state and end their streams, unless a peer that reads nothing blocks them.
-    self._timer = threading.Timer(self._limits.drain_s, self._end_undrained)
-    self._timer.daemon = True
-    self._timer.start()
+    self._drained = _start_timer(self._limits.drain_s, self._end_undrained)
 
   def _end_undrained(self) -> None:
     self.fail(f'not drained within {self._limits.drain_s} s')
@@ -513,6 +517,18 @@ def start_thread(name: str, target: Callable, *args) -> threading.Thread:
   thread = threading.Thread(target=target, args=args, name=name, daemon=True)
   thread.start()
   return thread
+
+
+def _start_timer(delay_s: float, act: Callable, *args) -> threading.Timer:
+  timer = threading.Timer(delay_s, act, args)
+  timer.daemon = True
+  timer.start()
+  return timer
+
+
+def _cancel(timer: threading.Timer | None) -> None:
+  if timer is not None:
+    timer.cancel()
 
 
 def public_nonce(secret: int) -> int:

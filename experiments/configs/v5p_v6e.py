@@ -1,11 +1,12 @@
-"""Eight TPU slices of two kinds, four v5p and four v6e, with different speeds, far apart.
+"""Eight TPU hosts of two kinds, four v5p and four v6e, with different speeds, far apart.
 
     diloco syncer --config=experiments/configs/v5p_v6e.py --workdir=runs/v5p_v6e \
       --listen=0.0.0.0:7070 --tls=certs/syncer
 
 Too large for a CPU. The model is Gemma's 1B shape over bytes (26 layers, 1152 wide, 4 query heads
 and 1 key head of 256): 0.70B parameters, almost none of them in the embedding. M=8, P=H=24. A
-learner is a slice of 64 chips; one sync moves 1/24 of the parameters as int8, 30 MB each way.
+learner is a host of 4 chips (of 8: --config.mesh.fsdp=8 on that host alone); one sync moves 1/24 of
+the parameters as int8, 30 MB each way.
 """
 
 from diloco_jax.config import run_config
@@ -29,12 +30,12 @@ def get_config() -> run_config.Config:
     data=train_config.DataConfig(
       corpus='/data/text',
       seq_len=4096,
-      batch_size=128,
+      batch_size=8,
       shards=64,
       eval_batches=8,
-      eval_batch_size=64,
+      eval_batch_size=8,
     ),
-    mesh=train_config.MeshConfig(fsdp=64),
+    mesh=train_config.MeshConfig(fsdp=4),
     sync=run_config.SyncConfig(
       learners=learners,
       quorum=1,

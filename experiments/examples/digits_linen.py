@@ -67,9 +67,8 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
   )
 
 
-def get_config(variant: str = '') -> run_config.Config:
+def get_config() -> run_config.Config:
   """Two learners, a few seconds on a CPU."""
-  del variant
   config = run_config.Config(name='digits_linen', task=f'{__file__}:task(width=64)')
   config.optimizer.warmup_steps = 5
   config.sync.learners, config.sync.fragments, config.sync.period = 2, 3, 3

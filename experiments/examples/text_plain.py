@@ -55,9 +55,8 @@ def task(config: run_config.Config, width: int = 64) -> task_lib.Task:
   )
 
 
-def get_config(variant: str = '') -> run_config.Config:
+def get_config() -> run_config.Config:
   """Two learners, some seconds on a CPU."""
-  del variant
   config = run_config.Config(name='text_plain', task=f'{__file__}:task(width=64)')
   config.optimizer.warmup_steps = 5
   config.data.seq_len, config.data.eval_batches = 64, 2

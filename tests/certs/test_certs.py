@@ -4,6 +4,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent import futures
 
 import pytest
 
@@ -194,6 +195,33 @@ def test_a_certificate_is_warned_of_a_week_before_its_end(owner):
   assert not check.warning(proof, NOW)
   said = check.warning(proof, proof.not_after - mint.seconds(6 * 86400))
   assert 'in 6.0 days' in said and 'issue l0 --renew' in said
+
+
+def test_no_certificate_outlives_its_authority(owner):
+  ends = owner.certificate.not_valid_after_utc
+  proof = owner.issue('l0', ends - mint.seconds(86400), renew=True)
+  assert proof.not_after == ends
+  with pytest.raises(ValueError, match='the authority of run .* has ended at'):
+    owner.issue('l0', ends, renew=True)
+
+
+def test_a_renewal_that_cannot_be_listed_changes_nothing(owner):
+  key = (owner.folder / 'l0' / check.KEY).read_bytes()
+  (owner.folder / names.SYNCER / allowlist.FILE).chmod(0o664)
+  with pytest.raises(ValueError, match='other users may write it'):
+    owner.issue('l0', NOW, renew=True)
+  with pytest.raises(ValueError, match='other users may write it'):
+    owner.issue('l9', NOW)
+  assert (owner.folder / 'l0' / check.KEY).read_bytes() == key
+  assert not (owner.folder / 'l9').exists()
+
+
+def test_owners_commands_at_the_same_time_lose_nothing(owner):
+  """Each reads the allowlist and writes it."""
+  ids = [f'n{number}' for number in range(8)]
+  with futures.ThreadPoolExecutor(8) as pool:
+    list(pool.map(lambda id: owner.issue(id, NOW), ids))
+  assert set(ids) <= owner.allowlist().listed.keys()
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_an_optimizer_of_optax_is_an_outer_optimizer_and_its_state_survives(conf
     (f'{digits_linen.__name__}:tusk', "no attribute 'tusk'"),
     (f'{digits_linen.__name__}:task(depth=2)', "unexpected keyword argument 'depth'"),
     (f'{digits_linen.__name__}:Digits', 'not a Task'),
+    (f"{digits_linen.__name__}:task(path='a:b')", "unexpected keyword argument 'path'"),
   ],
 )
 def test_a_wrong_task_is_named(config, task, words):
@@ -186,6 +187,13 @@ def test_the_digits_are_a_task_of_their_own(tmp_path):
   assert 5 < float(loss) < 6
   config.data.corpus = str(tmp_path)
   with pytest.raises(ValueError, match="has no images: set data.corpus to 'digits'"):
+    build.assemble(config)
+
+
+def test_patches_that_do_not_fill_an_image_are_refused():
+  config = digits_vlm.get_config()
+  config.model.patch_size = 3
+  with pytest.raises(ValueError, match='patch_size 3 does not divide'):
     build.assemble(config)
 
 

@@ -7,6 +7,7 @@ import pathlib
 
 import pytest
 
+from diloco_jax.proof.virtual import conditions
 from diloco_jax.train import config as train_config
 from experiments.studies import run
 from experiments.studies.lib import arms
@@ -53,6 +54,17 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
 def test_an_arm_of_each_study_runs(name, which):
   row = arms.run(tiny(run.load(name).plan(True, study_lib.Book())[which]))
   assert row['study'] == name and row['tokens'] > 0
+
+
+def test_arms_of_two_seeds_have_schedules_of_their_own():
+  rows = []
+  for seed in (0, 1):
+    arm = tiny(run.load('schedule').plan(True, study_lib.Book())[0])
+    arm.config.train.seed = seed
+    arm.where['faults'] = conditions.Faults(death_every=10.0, down=4.0)
+    rows.append(arms.run(arm))
+  assert rows[0]['seed'] == 0 and rows[1]['seed'] == 1
+  assert rows[0]['time'] != rows[1]['time']
 
 
 @pytest.mark.parametrize('name', run.STUDIES)

@@ -64,7 +64,7 @@ def _loop(server, name, losses, seed=0, **kwargs):
     for _clock, words in peer.steps(_batch):
       params, opt_state, loss = _step(params, opt_state, words)
       losses.append(float(loss))
-      params = peer.sync(params, tokens=words.size)
+      params = peer.sync(params, tokens=np.prod(words.shape))  # an integer of NumPy
   return params
 
 
@@ -224,6 +224,8 @@ def test_wrong_calls_are_refused_with_a_remedy():
       mine = peer.params
       with pytest.raises(ValueError, match='tokens is 0'):
         peer.sync(mine, tokens=0)
+      with pytest.raises(TypeError, match='float'):
+        peer.sync(mine, tokens=1.0)
       with pytest.raises(ValueError, match='join was given no opt_state'):
         peer.sync(mine, tokens=1, opt_state={})
       with pytest.raises(ValueError, match=r'w is float32\[4, 8\], join was given float32\[8, 8\]'):

@@ -64,6 +64,21 @@ def test_the_pseudo_gradient_is_anchor_minus_local():
   np.testing.assert_allclose(delta_N, 0.5, atol=1e-6)
 
 
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize('merged', [True, False])
+def test_the_rounding_of_an_adopted_value_is_no_training(dtype, merged):
+  codec, params = codecs.get('float32'), jax.tree.map(lambda one: one.astype(dtype), _tree())
+  value_N = fragments.gather(_layout(), 0, _tree(1))
+  zeros, _ = codec.encode(jnp.zeros_like(value_N))
+  adopted = _adopt(0, codec, params, value_N, value_N, zeros, keep=False)
+  data, ok = _pseudo_gradient(0, codec, adopted, value_N)
+  assert ok and not np.any(codec.decode(data, len(value_N)))
+  again = _adopt(0, codec, adopted, value_N, 2 * value_N, data, merged=merged)
+  np.testing.assert_array_equal(
+    fragments.gather(_layout(), 0, again), (2 * value_N).astype(dtype).astype(jnp.float32)
+  )
+
+
 def test_adopt_overwrites_or_mixes_its_fragment_only():
   codec, params = codecs.get('int8'), _tree()
   local_N = fragments.gather(_layout(), 1, params)

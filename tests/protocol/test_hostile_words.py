@@ -17,6 +17,7 @@ import hypothesis
 import pytest
 from hypothesis import stateful
 from hypothesis import strategies as st
+from hypothesis.internal.conjecture import providers
 
 from diloco_jax.proof.sim import processes
 from diloco_jax.protocol import agreement, messages
@@ -174,7 +175,19 @@ def search(cases: int, seed: int, machine: type[HostileWords] = HostileWords) ->
     suppress_health_check=list(hypothesis.HealthCheck),
     print_blob=False,
   )
-  stateful.run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+  with _no_constants():
+    stateful.run_state_machine_as_test(hypothesis.seed(seed)(machine), settings=settings)
+
+
+@contextlib.contextmanager
+def _no_constants() -> Iterator[None]:
+  """Hypothesis draws some numbers among the constants of all modules of this package that the
+  process has imported. Without them a seed has the same cases in every process."""
+  constants = providers.Constants()
+  providers.CONSTANTS_CACHE.cache.clear()
+  with mock.patch.object(providers.HypothesisProvider, '_local_constants', constants):
+    yield
+  providers.CONSTANTS_CACHE.cache.clear()
 
 
 @pytest.mark.parametrize('machine', [HostileWords, WithoutGrace])

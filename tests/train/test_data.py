@@ -98,6 +98,20 @@ def test_held_out_files_are_in_no_shard(tmp_path):
   assert train.count(0) == len(in_train)
 
 
+def test_the_end_of_a_single_file_is_held_out(tmp_path):
+  text = bytes(range(1, 201)) * 50
+  (tmp_path / 'input.txt').write_bytes(text)
+  corpus = data_lib.load_corpus(str(tmp_path / 'input.txt'))
+  both = corpus.train_bytes.tobytes() + corpus.eval_bytes.tobytes()
+  assert both == text + b'\0' and 0.02 < len(corpus.eval_bytes) / len(both) < 0.04
+
+
+def test_too_little_to_evaluate_is_said_before_the_training(numbered):
+  config = config_lib.DataConfig(seq_len=16, eval_batches=100, eval_batch_size=4)
+  with pytest.raises(ValueError, match='has 127 held-out examples of 16 bytes, fewer than 100 x 4'):
+    data_lib.digest(numbered, config)
+
+
 def test_a_glob_reads_what_a_directory_reads(tmp_path):
   folder = tmp_path / 'deep'
   folder.mkdir()
@@ -140,7 +154,7 @@ def test_too_little_text_says_how_much_is_needed(numbered):
   config = config_lib.DataConfig(seq_len=128, batch_size=32, shards=16)
   with pytest.raises(ValueError, match=r'has 63 training windows .* \(512\)'):
     data_lib.make_shard(numbered, config, 0)
-  with pytest.raises(ValueError, match='has 15 held-out windows .* 8 x 32 = 256'):
+  with pytest.raises(ValueError, match='has 15 held-out examples .* 8 x 32 = 256'):
     data_lib.eval_batches(numbered, config)
   with pytest.raises(ValueError, match=r'shard 16 is outside \[0, 16\)'):
     data_lib.make_shard(numbered, config, 16)

@@ -113,6 +113,21 @@ def test_the_error_names_the_tensor_that_does_not_split():
     mesh_lib.tree_shardings(mesh, tree, decoder.PARTITION)
 
 
+def test_a_partition_may_name_some_axes_or_several_for_one():
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
+  tree = {'a': jax.ShapeDtypeStruct((8, 3), np.float32)}
+
+  def sharding(spec: P) -> jax.sharding.NamedSharding:
+    return mesh_lib.tree_shardings(mesh, tree, [('a', spec)])['a']
+
+  assert sharding(P('fsdp')).shard_shape((8, 3)) == (4, 3)
+  assert sharding(P(('data', 'fsdp'), None)).shard_shape((8, 3)) == (2, 3)
+  with pytest.raises(ValueError, match='a has shape .*too few axes'):
+    sharding(P('fsdp', None, None))
+  with pytest.raises(ValueError, match='3 does not split 4 ways'):
+    sharding(P(None, ('data', 'fsdp')))
+
+
 def test_leaves_without_a_rule_are_replicated():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(fsdp=2), jax.devices()[:2])
   tree = {'count': jax.ShapeDtypeStruct((), np.int32), 'norm': jax.ShapeDtypeStruct((3,), np.int32)}

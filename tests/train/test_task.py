@@ -39,4 +39,4 @@ def test_a_task_of_one_file_trains_on_a_mesh(name):
 
 
 def test_examples_in_docstrings():
-  assert doctest.testmod(task_lib) == (0, 2)
+  assert doctest.testmod(task_lib) == (0, 3)

@@ -445,7 +445,7 @@ def test_half_written_files_leave_those_before_in_force(run, closing):
   _lives(syncer, one)
   said = ' '.join(syncer.said)
   assert 'the allowlist before stays in force' in said
-  assert "the syncer's certificate before stays in use" in said
+  assert "the syncer's certificate before stays in force" in said
 
 
 def test_the_token_of_a_session_serves_its_own_certificate_only(run):
@@ -468,6 +468,16 @@ def test_the_token_of_a_session_serves_its_own_certificate_only(run):
     assert syncer.hears() == events.Connected(session=2, learner='l0')
 
 
+def test_a_learner_has_one_session_at_most_that_is_not_joined(run, closing):
+  """Else one certificate could hold all threads of the syncer."""
+  world, syncer, one = run
+  access = addresses.Access(world.of('l1'))
+  first, second = (learner(syncer.transport.address, access, closing) for _ in range(2))
+  assert first.hears() == second.hears() == events.Connected(session=1)
+  assert 'displaced by a newer session' in _reason(first)
+  _lives(syncer, one)
+
+
 def test_a_clock_set_back_revives_no_certificate(world):
   clock = [proofs.utc_now()]
   judge = credentials.SyncerCredentials(world.syncer, print, lambda: clock[0])
@@ -478,6 +488,27 @@ def test_a_clock_set_back_revives_no_certificate(world):
     judge.require(proof)
   clock[0] = proof.not_before
   with pytest.raises(proofs.Unproved, match='has ended'):
+    judge.require(proof)
+
+
+def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch):
+  """What was in the way, such as their owner, may go away without a trace in the files."""
+  world, read, said = World(tmp_path), allowlist.read, []
+  judge = credentials.SyncerCredentials(world.syncer, said.append)
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+
+  def refuse(folder):
+    raise ValueError('permission denied')
+
+  world.owner.revoke('l1')
+  monkeypatch.setattr(allowlist, 'read', refuse)
+  judge.refresh([])
+  judge.refresh([])
+  judge.require(proof)
+  assert said == ['the allowlist before stays in force: permission denied']
+  monkeypatch.setattr(allowlist, 'read', read)
+  judge.refresh([])
+  with pytest.raises(proofs.Unproved, match='learner l1 is not on the allowlist'):
     judge.require(proof)
 
 

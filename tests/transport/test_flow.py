@@ -78,8 +78,18 @@ def test_each_frame_is_acknowledged_once():
 def test_receipts_are_told_at_most_so_often():
   receipts = flow.Receipts()
   assert receipts.due(0.0) is None and receipts.wait_s(0.0) is None
-  assert receipts.add(5) and not receipts.add(2)
-  assert receipts.due(0.0) == 7
-  assert receipts.add(1)
+  assert receipts.add(flow.FEW_BYTES, 0.0) and not receipts.add(2, 0.0)
+  assert receipts.due(0.0) == flow.FEW_BYTES + 2
+  assert receipts.add(flow.FEW_BYTES, 0.0)
   assert receipts.due(0.0) is None and receipts.wait_s(0.0) == flow.ACK_EVERY_S
-  assert receipts.due(flow.ACK_EVERY_S) == 8
+  assert receipts.due(flow.ACK_EVERY_S) == 2 * flow.FEW_BYTES + 2
+
+
+def test_few_bytes_wait_for_more():
+  receipts = flow.Receipts()
+  assert receipts.add(1, 1.0) and not receipts.add(1, 1.1)
+  assert receipts.due(1.1) is None and receipts.wait_s(1.0) == flow.FEW_WAIT_S
+  assert receipts.add(flow.FEW_BYTES, 1.2)
+  assert receipts.due(1.2) == flow.FEW_BYTES + 2
+  assert receipts.add(1, 2.0)
+  assert receipts.due(2.0 + flow.FEW_WAIT_S) == flow.FEW_BYTES + 3

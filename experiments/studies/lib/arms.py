@@ -81,9 +81,10 @@ def run(arm: Arm, progress: Callable[[int, int], None] | None = None) -> dict[st
     return _row(arm, virtual.alone(arm.config, progress))
   tokens = arm.tokens or tokens_per_step(arm.config) * arm.config.train.steps
   config = codec.decode(run_config.Config, arm.config.to_dict(), 'config')
-  # Arms that differ in arithmetic only share the search for T.
+  # Arms of a seed that differ in arithmetic only share the search for T.
   protocol = codec.encode(dataclasses.asdict(config.protocol()))
-  key = json.dumps([protocol, sorted((n, repr(v)) for n, v in arm.where.items()), tokens])
+  where = sorted((name, repr(value)) for name, value in arm.where.items())
+  key = json.dumps([protocol, where, tokens, arm.seed])
   found = _schedule(key, _Unkeyed((config, arm.where, tokens, arm.seed)))
   if arm.kind == 'schedule':
     return _row(arm, found)
