@@ -54,6 +54,8 @@ class Told:
     for action in out:
       if type(action) is actions.Report:
         self._reported(now_ns, action.fact)
+      elif type(action) is actions.Close:  # what still comes on this session does not count
+        self._learners.pop(action.session, None)
     if type(event) is events.Received:
       if not any(type(one) is actions.Close and one.session == event.session for one in out):
         self._received(now_ns, event.session, event.message)
@@ -65,7 +67,9 @@ class Told:
     if type(message) is messages.Join:
       self._learners[session] = message.learner
       return
-    name = self._learners.get(session, '')
+    name = self._learners.get(session)
+    if name is None:
+      return
     steps, tokens = self._totals.get(name, (0, 0))
     match message:
       case messages.Confirm() if message.steps < steps or name not in self._totals:

@@ -11,8 +11,10 @@ Places. A session is a *stranger's* until the machine has answered it as it answ
 (rules.py), and must become a member's in time. There is a number of places for members, and another
 one for strangers. If all of those are taken, a newcomer displaces a stranger that has had `stay_s`
 to join: of those that have come least far with joining the oldest. Newcomers wait in line for that,
-and come at no higher rate. So processes that occupy sessions keep neither a member nor a restarted
-learner out, which needs less time to join, and connections that do not speak end after seconds.
+and come at no higher rate. A learner that has proved its name needs no place among the strangers,
+but its newest session displaces another one of it that has not joined. So processes that occupy
+sessions keep neither a member nor a restarted learner out, which needs less time to join, and
+connections that do not speak end after seconds.
 """
 
 import collections
@@ -265,7 +267,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
         'Restart it with more, or wait for a place',
       )
     if displaced is not None:
-      displaced.fail('displaced by a newer session, as too many had not joined', _DISPLACED)
+      displaced.fail('displaced by a newer session before it had joined', _DISPLACED)
     return session, token
 
   def _wait_for_room(self, proved: bool) -> tuple[int, grpc_session.Session | None]:

@@ -9,7 +9,7 @@ from diloco_jax.accounting import turns
 from diloco_jax.proof import plans
 from diloco_jax.proof.sim import engine, faults
 from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.protocol import facts
+from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.tape import observers
 from tests.protocol import single, transcript
 
@@ -107,6 +107,25 @@ def test_a_process_on_a_new_session_counts_its_steps_once():
   hear(31, 2, dataclasses.replace(single.confirm(), clock=2, steps=2, tokens=20))
   hear(40, 2, single.progress(3))
   assert book.learners['l0'].tokens == 30 and book.learners['l0'].times.count == 3
+
+
+def test_what_comes_on_a_closed_session_does_not_count():
+  """The machine drops it; its totals are compared with nothing any more."""
+  machine, book = single.new_machine(), book_lib.Book()
+  told = _Hears(book).told
+
+  def hear(now_ms, message):
+    event = single.received(1, message)
+    told.record(now_ms * MS, event, machine.handle(now_ms * MS, event))
+
+  hear(0, single.join())
+  hear(1, single.confirm())
+  hear(10, single.progress(1))
+  late_ms = 11 + machine._config.lease_ns // MS
+  wake = events.Wake()
+  told.record(late_ms * MS, wake, machine.handle(late_ms * MS, wake))  # the lease is over
+  hear(late_ms + 1, single.progress(2))
+  assert book.learners['l0'].tokens == 10 and book.learners['l0'].times.count == 1
 
 
 def test_the_account_of_a_restarted_syncer_begins_with_its_process():

@@ -277,14 +277,14 @@ mutant(
 mutant(
   'D2',
   'The clock of a report is believed.',
-  11,
+  6,
   (PLAUSIBILITY, '_progress', _believes),
   (pace.Pace, '_limit', lambda original: lambda self, now_ns, member: member.claimed),
 )
 mutant(
   'D3',
   'Learners that are merged often decide which norms are usual.',
-  30,
+  1,
   (screening.Usual, 'merged', _old_merged),
   (screening.Usual, 'votes', _old_votes),
   (screening.Usual, 'limits', _no_least),
@@ -301,7 +301,7 @@ mutant(
 mutant(
   'D6',
   'The shortest claimed step decides how long the others may take.',
-  8,
+  1,
   (members.Member, 'inner_step_ns', lambda original: property(lambda self: self.step_ns.value)),
   (pace, 'lower_median', lambda original: lambda values: min(values, default=0)),
 )

@@ -142,6 +142,30 @@ def test_one_clock_carries_nobody_to_the_end_of_the_run():
   assert machine.clock <= 16 * 9
 
 
+def test_no_clock_skips_a_closing_sync():
+  """Behind the last inner step no later sync makes up for it."""
+  machine = single.new_machine(learners=2, quorum=1, total_steps=40, fragments=4, period=4)
+  for m in range(2):
+    machine.handle(0, single.received(m, single.join(learner=f'l{m}', nonce=7 + m)))
+    claim = dataclasses.replace(single.confirm(nonce=7 + m, fragments=4), clock=45 * m)
+    machine.handle(0, single.received(m, claim))
+  machine._members.by_id['l1'].since = None  # as after a restart: its clock is believed
+  machine.handle(1, single.received(1, dataclasses.replace(single.progress(0), clock=45)))
+  assert machine._members.by_id['l1'].clock == 45
+  assert machine._pace.skip_overdue() and machine._pace.next <= 40
+
+
+def test_a_restart_that_opens_closing_syncs_again_strikes_no_learner():
+  """A later one may be published already: who adopts it is at its step."""
+  machine = single.new_machine(total_steps=8, fragments=4, period=4, overlap=2)
+  machine.handle(0, single.received(1, single.join()))
+  done = dataclasses.replace(single.confirm(fragments=4), clock=8, steps=8, tokens=80)
+  machine.handle(0, single.received(1, done))
+  machine._published.fragments[1].last_sync = 12
+  adopted = dataclasses.replace(single.progress(8), clock=12)
+  assert not said(machine.handle(1, single.received(1, adopted)))
+
+
 def test_a_learner_that_was_not_heard_for_a_while_counts_with_all_its_steps():
   machine = three(lease_ms=600_000)
   machine.handle(104 * SECOND_NS, single.received(2, single.progress(104)))
@@ -216,6 +240,19 @@ def test_a_reader_that_contributes_nothing_gives_its_shard_to_a_learner_that_doe
   out = machine.handle(later, events.Wake())
   assert [one.session for one in out if isinstance(one, actions.Close)] == [2]
   assert told(out, messages.Joined)
+
+
+def test_a_reader_has_a_lease_from_its_shard_on_to_contribute():
+  machine = contributing(shards=1)
+  machine.handle(5, single.received(2, single.join(learner='x', nonce=2)))
+  assert not told(machine.handle(5, single.received(2, single.confirm(nonce=2))), messages.Joined)
+  later = 3 * machine._config.lease_ns
+  machine._members.by_id['x'].heard_ns = machine._members.by_id['l0'].heard_ns = later
+  out = machine.handle(later, events.Disconnected(session=1, reason='link broke'))
+  assert told(out, messages.Joined)  # x
+  machine.handle(later + 1, single.received(3, single.join()))
+  out = machine.handle(later + 1, single.received(3, single.confirm()))
+  assert not [one for one in out if isinstance(one, actions.Close)]
 
 
 # --- Runs -----------------------------------------------------------------------------------------

@@ -64,11 +64,18 @@ def test_an_id_gets_its_own_shard_again_at_the_committed_cursor():
 def test_a_process_that_reconnects_continues_at_its_position():
   made = books()
   made.assign('l0', None, None, {'l0'})
-  assert made.assign('l0', ShardPosition(0, 7), 0, {'l0'}) == ShardPosition(0, 7)
+  assert made.assign('l0', ShardPosition(0, 7), 0, {'l0'}, steps=7) == ShardPosition(0, 7)
 
 
 def test_a_restarted_syncer_accepts_a_claim_on_an_unheld_shard():
-  assert books(v2=5).assign('l0', ShardPosition(2, 7), None, {'l0'}) == ShardPosition(2, 7)
+  made, claim = books(v2=5), ShardPosition(2, 7)
+  assert made.assign('l0', claim, None, {'l0'}, steps=2) == claim
+
+
+def test_a_process_has_read_no_more_batches_than_it_made_steps():
+  """Else a liar could skip the batches of a free shard, or all that there can be."""
+  made = books(v2=5)
+  assert made.assign('l0', ShardPosition(2, 2**53), None, {'l0'}, steps=2) == ShardPosition(0, 0)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +86,7 @@ def test_a_restarted_syncer_accepts_a_claim_on_an_unheld_shard():
 def test_a_claim_that_does_not_hold_is_not_kept(claim):
   made = books(v2=5)
   made.assign('l1', ShardPosition(1, 0), None, {'l1'})
-  assert made.assign('l0', claim, None, {'l0', 'l1'}) == ShardPosition(0, 0)
+  assert made.assign('l0', claim, None, {'l0', 'l1'}, steps=9) == ShardPosition(0, 0)
 
 
 def test_a_disconnected_learner_keeps_its_shard_while_others_are_free():
@@ -98,9 +105,8 @@ def test_a_shard_whose_cursor_may_move_gets_no_new_reader():
   made = books(1)
   made.assign('l0', None, None, {'l0'})
   made.merge(4, 0, [('l0', said(0, 6))])
-  assert made.assign('l0', ShardPosition(0, 7), 0, {'l0'}) == ShardPosition(
-    0, 7
-  )  # the same process
+  same = ShardPosition(0, 7)  # of the same process
+  assert made.assign('l0', same, 0, {'l0'}, steps=7) == same
   made.give_back('l0')
   assert made.assign('l0', None, 0, {'l0'}) is None
   assert not made.all_read({'l0'})
@@ -127,7 +133,7 @@ def test_the_cursor_of_a_refused_participant_does_not_move():
 
 def test_a_batch_counts_once_for_each_fragment():
   made = books(v0=5)
-  made.assign('l0', ShardPosition(0, 9), None, {'l0'})
+  made.assign('l0', ShardPosition(0, 9), None, {'l0'}, steps=4)
   assert made.counts('l0', said(0, 9, fragment=0, steps=4))
   assert not made.counts('l0', said(0, 9, fragment=0, steps=5))
   assert made.counts('l0', said(0, 9, fragment=1, steps=5))

@@ -254,7 +254,7 @@ class Gathering:
       )
       return
     for member in self._members.live():
-      waited_ns = now_ns - max(member.admitted_ns, member.merged_ns)
+      waited_ns = now_ns - max(member.entered_ns, member.merged_ns)
       if member.caught_up and waited_ns >= pause_ns and member.rejected:
         self._screening.notices.say(
           now_ns,

@@ -247,9 +247,10 @@ class Membership:
     self, now_ns: int, member: members_lib.Member, confirm: messages.Confirm, finished: bool
   ) -> None:
     claim = None if confirm.shard is None else messages.ShardPosition(confirm.shard, confirm.cursor)
-    lease = self._shards.assign(member.learner, claim, member.shard, self._live())
+    wanted = member.learner, claim, member.shard, self._live(), confirm.steps
+    lease = self._shards.assign(*wanted)
     if lease is None and self._make_room(now_ns, member):
-      lease = self._shards.assign(member.learner, claim, member.shard, self._live())
+      lease = self._shards.assign(*wanted)
     if lease is None:
       self._wait(member, confirm)
       return
@@ -266,7 +267,7 @@ class Membership:
     if not self._ledger.merged(member.learner):
       return False
     for reader in self._members.live():
-      idle = not reader.contributed and now_ns - reader.admitted_ns >= self._config.lease_ns
+      idle = not reader.contributed and now_ns - reader.entered_ns >= self._config.lease_ns
       if reader.held_versions and idle and not self._ledger.merged(reader.learner):
         self._close(reader, 'its shard went to a learner that contributes', 'no free shard')
         self._shards.give_back(reader.learner)
@@ -297,7 +298,7 @@ class Membership:
     lease: messages.ShardPosition,
     finished: bool,
   ) -> None:
-    member.shard = lease.shard
+    member.shard, member.entered_ns = lease.shard, now_ns
     member.first_batch = lease.cursor - self._ledger.of(member).steps
     self._published.compare(member, held)
     self._warn_if_ahead(member, held)

@@ -33,7 +33,7 @@ class Member:
   nonce: int | None = None
   session: int | None = None
   heard_ns: int = 0
-  admitted_ns: int = 0
+  entered_ns: int = 0  # Joined
   # Reports of the process (join.py).
   host: str = ''
   pid: int = 0
@@ -141,7 +141,7 @@ class Members:
       member.others_merged = False
     member.nonce, member.incarnation, member.left = nonce, incarnation, False
     member.session, member.contributed = session, False
-    member.heard_ns = member.admitted_ns = member.reported_ns = now_ns
+    member.heard_ns = member.entered_ns = member.reported_ns = now_ns
     self.by_session[session] = member
     return member
 

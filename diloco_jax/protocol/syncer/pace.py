@@ -178,7 +178,8 @@ class Pace:
   def skip_overdue(self) -> int:
     """Skips the periods by which the next sync is late; returns their number."""
     steps = [m.clock for m in self._members.by_session.values() if m.caught_up]
-    late = kth_step(steps, self._needed(self.next)) - self.next
+    # Never past T: behind the last inner step no later sync makes up for a skipped one.
+    late = min(kth_step(steps, self._needed(self.next)), self._config.total_steps) - self.next
     periods = max(0, late // self._config.period)
     self.next += periods * self._config.period
     return periods

@@ -48,6 +48,7 @@ class Shards:
     claim: messages.ShardPosition | None,
     former: int | None,
     live: Collection[str],
+    steps: int = 0,
   ) -> messages.ShardPosition | None:
     """A shard for a learner that enters; None: all have a reader, or wait for an outer step to end.
 
@@ -56,8 +57,9 @@ class Shards:
       claim: the position of the process, if it has read a shard.
       former: the shard that its id had before.
       live: ids that keep their shards.
+      steps: of its incarnation: it has read at most so many batches behind a committed one.
     """
-    if claim is not None and self._may_keep(learner, claim):
+    if claim is not None and self._may_keep(learner, claim, steps):
       return self._hold(learner, claim)
     self.give_back(learner)
     unheld = [shard for shard in range(self._shards) if shard not in self._holders]
@@ -72,13 +74,16 @@ class Shards:
       ]
     return self._begin(learner, min(free, key=self._order)) if free else None
 
-  def _may_keep(self, learner: str, claim: messages.ShardPosition) -> bool:
-    """Whether no other learner reads the shard, or has read it past the claimed position."""
+  def _may_keep(self, learner: str, claim: messages.ShardPosition, steps: int) -> bool:
+    """Whether no other learner reads the shard, or has read it past the claimed position, and the
+    process can have come so far: batches before a cursor that was merged are read by nobody."""
     if not claim.shard < self._shards:
       return False
     holder = self._holders.get(claim.shard)
     unknown = holder is None and not self._moving(claim.shard)
-    return claim.cursor >= self.committed(claim.shard) and (holder == learner or unknown)
+    committed = self.committed(claim.shard)
+    possible = committed <= claim.cursor <= committed + steps
+    return possible and (holder == learner or unknown)
 
   def _order(self, shard: int) -> tuple[int, int]:
     return self.committed(shard), shard

@@ -89,7 +89,7 @@ class HolderStays(invariant.Invariant):
     if 0 < self.config.strikes <= worst:
       return  # quarantined
     merged = book.lineage.learners()
-    idle = not peer.contributed and now_ns - peer.admitted_ns >= self.config.lease_ns
+    idle = not peer.contributed and now_ns - peer.entered_ns >= self.config.lease_ns
     if close.reason == 'no free shard' and idle and not merged[peer.join.learner][2]:
       return
     if now_ns - peer.heard_ns < self.config.lease_ns:

@@ -26,7 +26,7 @@ class Peer:
   offered: int | None = None
   incarnation: int = 0
   member: bool = False  # it holds its id
-  admitted_ns: int = 0
+  entered_ns: int = 0
   contributed: bool = False
   joined: bool = False  # it was sent Joined
   open: bool = True
@@ -251,7 +251,6 @@ class SyncerBook:
       holder.since = 0, now_ns
     holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
-    peer.admitted_ns = now_ns
     peer.held = confirm.held
     peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
     self.members[learner] = peer
@@ -399,7 +398,7 @@ class SyncerBook:
 
   def welcomes(self, now_ns: int, send: actions.Send, event: Any) -> None:
     peer = self.peers[send.session]
-    peer.joined, peer.due = True, set(send.message.due)
+    peer.joined, peer.due, peer.entered_ns = True, set(send.message.due), now_ns
     holder = self.lineage.holders[peer.join.learner]
     peer.next_position = send.message.shard, send.message.cursor
     holder.claimed = max(holder.claimed, send.message.clock)
