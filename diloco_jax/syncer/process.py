@@ -11,6 +11,7 @@ import functools
 import pathlib
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -173,6 +174,8 @@ def run(
     book = book_lib.Book(protocol.quorum, protocol.period / protocol.fragments)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
+    if not machine.closed:
+      _forget_export(workdir)
     evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
@@ -231,6 +234,15 @@ def _export(
     records.say(
       f'{error}. The model is safe in the checkpoints; diloco_jax.load_params reads them.'
     )
+
+
+def _forget_export(workdir: pathlib.Path) -> None:
+  """Removes the model of an earlier end: the run goes on, so its model is in the checkpoints."""
+  model = workdir / MODEL
+  if model.is_symlink():
+    model.unlink()
+  elif model.is_dir():
+    shutil.rmtree(model)
 
 
 def run_name(workdir: pathlib.Path) -> str:
