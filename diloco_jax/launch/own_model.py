@@ -31,6 +31,7 @@ from diloco_jax.configs import own_loop
 from diloco_jax.protocol import safe_json
 from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, json_files
+from diloco_jax.syncer import process as syncer_process
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -158,6 +159,7 @@ def obtain(
   """The model in the run's folder, or else what the first learner brings (`receive`)."""
   model = read(workdir)
   if model is None:
+    _require_no_run(workdir)
     check = lambda model: complete(model, config)
     model = receive(address, access, listening, stopped, say, check)
     write(workdir, model, config)
@@ -166,11 +168,21 @@ def obtain(
 
 def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
   """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError; ValueError, and
-  writes nothing, if no syncer of this config could use it."""
+  writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
+  _require_no_run(workdir)
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
   json_files.replace(folder / 'model.json', model.header().encode())
+
+
+def _require_no_run(workdir: pathlib.Path) -> None:
+  """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
+  if (workdir / syncer_process.RUN).exists():
+    raise ValueError(
+      f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
+      'Choose another folder'
+    )
 
 
 def read(workdir: pathlib.Path) -> Model | None:

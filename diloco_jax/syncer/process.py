@@ -40,6 +40,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
+RUN = 'syncer/run'  # the name of the run
 
 
 class SyncerRecords:
@@ -248,7 +249,7 @@ def _forget_export(workdir: pathlib.Path) -> None:
 def run_name(workdir: pathlib.Path) -> str:
   """The name of the run in a folder, drawn when its first syncer starts. Checkpoints, the log and
   learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
-  path = workdir / 'syncer' / 'run'
+  path = workdir / RUN
   if not path.exists():
     json_files.replace(path, secrets.token_hex(8).encode())
   name = path.read_text()
