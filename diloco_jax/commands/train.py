@@ -14,6 +14,7 @@ import pathlib
 from absl import flags
 
 from diloco_jax.launch import local, program, run_folder
+from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
@@ -47,7 +48,7 @@ def main(argv: list[str]) -> int:
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
-  with program.never_retry():
+  with program.never_retry(ValueError, files.DirectoryError):
     workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value)
   return local.run(
     config,

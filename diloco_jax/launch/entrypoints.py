@@ -109,6 +109,8 @@ def own_loop_syncer(
       return _end(actions.Exit(code=0, text=str(error)), records)
     assembled = own_model.complete(model, config)
     theta = global_model_lib.Theta(assembled)
+  if stopped.is_set():  # while the model was read or written
+    return _end(actions.Exit(code=0, text='stopped before it listened'), records)
   return _serve(config, assembled, theta, folder, records, address, access)
 
 

@@ -199,6 +199,7 @@ def _run_processes(
     kills=() if alone else kill_plan.plan(config.chaos, names),
     listen=display.listen,
     tick=display.tick,
+    stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
   )
   try:
     return asyncio.run(supervisor.run())

@@ -154,6 +154,7 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
 
   Raises:
     ValueError: a setting cannot work, the folder holds another run, or there are too few devices.
+    DirectoryError: a syncer runs in the folder.
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags

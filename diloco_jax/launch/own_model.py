@@ -30,7 +30,8 @@ from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.protocol import safe_json
 from diloco_jax.protocol import said as said_lib
-from diloco_jax.storage import arrays, json_files
+from diloco_jax.storage import arrays, checkpoint, json_files
+from diloco_jax.syncer import process as syncer_process
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -158,19 +159,29 @@ def obtain(
   """The model in the run's folder, or else what the first learner brings (`receive`)."""
   model = read(workdir)
   if model is None:
-    check = lambda model: complete(model, config)
-    model = receive(address, access, listening, stopped, say, check)
-    write(workdir, model, config)
+    _require_no_run(workdir)
+    keep = lambda model: write(workdir, model, config)
+    model = receive(address, access, listening, stopped, say, keep)
   return model
 
 
 def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
   """Writes a model to WORKDIR/syncer/model. Raises CheckpointError or OSError; ValueError, and
-  writes nothing, if no syncer of this config could use it."""
+  writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
+  _require_no_run(workdir)
   folder = workdir / FOLDER
   arrays.save(folder / 'values', model.values())
   json_files.replace(folder / 'model.json', model.header().encode())
+
+
+def _require_no_run(workdir: pathlib.Path) -> None:
+  """Raises ValueError if a syncer has begun a run: one of own loops has its model before that."""
+  if (workdir / syncer_process.RUN).exists():
+    raise ValueError(
+      f'{workdir} holds a run without {FOLDER}, so it is none of own loops. Nothing was changed. '
+      'Choose another folder'
+    )
 
 
 def read(workdir: pathlib.Path) -> Model | None:
@@ -243,7 +254,7 @@ def receive(
   listening: Callable[[str], None],
   stopped: threading.Event,
   say: credentials.Say,
-  check: Callable[[Model], object],
+  keep: Callable[[Model], object],
   max_bytes: int | None = None,
   upload_s: float = _UPLOAD_S,
 ) -> Model:
@@ -254,7 +265,8 @@ def receive(
     listening: called with the address; a port 0 is replaced.
     stopped: gives up when it is set.
     say: takes lines about certificates.
-    check: raises ValueError for a model that the syncer cannot use; it then waits for another one.
+    keep: stores the model, before the learner hears that it has arrived, since it brings it once.
+      Raises ValueError for a model that the syncer cannot use; it then waits for another one.
     max_bytes: of the values; None: half of the memory that is free.
     upload_s: in which a learner must have brought its model, and another second for each
       _UPLOAD_BYTES_PER_S.
@@ -263,9 +275,10 @@ def receive(
     ValueError: `access` is not enough for the address, or its files are wrong.
     OSError: the address cannot be bound.
     InterruptedError: `stopped` was set.
+    Any other error of `keep`; the learner then brings the model to the next syncer.
   """
-  arrived: queue.SimpleQueue[Model] = queue.SimpleQueue()
-  busy = threading.Lock()
+  arrived: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
+  busy = threading.Lock()  # held for good once a model is kept
   if max_bytes is None:
     max_bytes = psutil.virtual_memory().available // 2
 
@@ -279,14 +292,21 @@ def receive(
     limit = _TimeLimit(context, upload_s)
     try:
       model = _read_pieces(requests, max_bytes, limit.extend)
-      check(model)
-      arrived.put(model)
+      limit.cancel()
+      keep(model)
     except ValueError as error:
+      busy.release()
       text = said_lib.said(str(error), grpc_session.REASON_CHARS)
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+    except (OSError, checkpoint.CheckpointError) as error:
+      arrived.put(error)
+      context.abort(grpc.StatusCode.UNAVAILABLE, 'the syncer could not keep the model')
+    except BaseException:
+      busy.release()
+      raise
     finally:
       limit.cancel()
-      busy.release()
+    arrived.put(model)
     return b''
 
   pool = futures.ThreadPoolExecutor(_CALLS, thread_name_prefix='model')
@@ -304,9 +324,12 @@ def receive(
     while not stopped.is_set():
       door.refresh([])
       try:
-        return arrived.get(timeout=_DIAL_S)
+        found = arrived.get(timeout=_DIAL_S)
       except queue.Empty:
-        pass
+        continue
+      if isinstance(found, Exception):
+        raise found
+      return found
     raise InterruptedError('stopped before a learner brought the model')
   finally:
     server.stop(grace=1.0).wait()

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from diloco_jax.config import load, run_config
-from diloco_jax.launch import entrypoints, own_model, peer, program
+from diloco_jax.config import run_config
+from diloco_jax.launch import entrypoints, own_model, peer, program, run_folder
 from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
@@ -77,15 +77,14 @@ class Server:
     config: run_config.Config,
     records: records_lib.Recorder,
   ) -> None:
+    given = model  # to be written
     try:
       if model is None:
         model = own_model.obtain(
           workdir, config, address, access, self._found, self._stopped, records.say
         )
       elif known := own_model.read(workdir):  # a run that continues keeps its version 0
-        model = known
-      else:
-        own_model.write(workdir, model, config)
+        model, given = known, None
       assembled = own_model.complete(model, config)
 
       def listen(post, payloads):
@@ -97,6 +96,13 @@ class Server:
           records.say,
           access=access,
         )
+        try:  # the log is locked and the address bound: no other syncer has this folder
+          if given is not None:
+            own_model.write(workdir, given, config)
+          run_folder.write_config(workdir, config)
+        except BaseException:
+          transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
+          raise
         self._found(transport.address)
         return transport
 
@@ -153,7 +159,6 @@ def run_syncer(
     model = own_model.describe(tree, label, opt_state)
   with contextlib.ExitStack() as cleanup:
     folder = peer.folder(workdir, cleanup)
-    load.write(folder, config)
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
     )

@@ -14,9 +14,9 @@ because it is damaged. Learners keep their checkpoints and receive the fragments
 repeats the outer steps behind the checkpoint. Snapshots stay as they are.
 
 Until the verification has ended nothing is changed, and nothing but the lock is opened for writing.
-Then everything later than the goal (checkpoints, log, tapes, newer snapshots) moves to
-WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of the
-syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
+Then everything later than the goal (checkpoints, log, tapes, newer snapshots, the trained model)
+moves to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of
+the syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
 process of the run starts (manifests.RESTORING).
 
 No file is believed: names and numbers are typed before they become paths, links are not followed,
@@ -37,6 +37,7 @@ from diloco_jax.protocol import agreement, safe_json
 from diloco_jax.protocol.syncer import members
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
 from diloco_jax.storage import files as files_lib
+from diloco_jax.syncer import process as syncer_process
 
 LATEST = 'latest'
 CHECKPOINT = 'checkpoint'
@@ -369,7 +370,7 @@ def _set_aside(workdir: pathlib.Path, goal: Goal) -> pathlib.Path:
   aside.mkdir()
   syncer = manifests.syncer_folder(workdir)
   moved = [path for path in (syncer / _WAL).iterdir() if path.name != files_lib.LOCK]
-  moved += [workdir / 'tapes', syncer / manifests.RESTORED]
+  moved += [workdir / 'tapes', workdir / syncer_process.MODEL, syncer / manifests.RESTORED]
   moved += [
     workdir / manifests.FOLDER / f'{number}.json'
     for number in manifests.numbers(workdir)

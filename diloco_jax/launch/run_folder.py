@@ -13,6 +13,7 @@ WORKDIR/aside-1/           files that a restore moved    (launch/restore.py)
 WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
+import contextlib
 import os
 import pathlib
 import stat
@@ -22,6 +23,7 @@ import time
 from diloco_jax.config import load, run_config
 from diloco_jax.launch import program
 from diloco_jax.protocol import agreement
+from diloco_jax.storage import files, manifests
 from diloco_jax.train import corpus_files
 
 ADDRESS = 'syncer/address'
@@ -30,7 +32,8 @@ ADDRESS = 'syncer/address'
 def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool
 ) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue. Raises ValueError."""
+  """Makes the folder of a run, or opens the one to continue. Raises ValueError; DirectoryError if
+  its syncer runs."""
   if workdir is None:
     if resume:
       raise ValueError('--resume needs --workdir=DIR, the run to continue')
@@ -38,6 +41,7 @@ def open_workdir(
   workdir = workdir.absolute()
   if resume:
     _check_same_run(config, workdir)
+    _check_no_syncer(workdir)
   elif workdir.is_dir() and any(workdir.iterdir()):
     raise ValueError(
       f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
@@ -74,6 +78,16 @@ def claim(workdir: pathlib.Path) -> None:
       file=sys.stderr,
       flush=True,
     )
+
+
+def _check_no_syncer(workdir: pathlib.Path) -> None:
+  """Refuses a run whose syncer has the log: without the address, its learners could not come back.
+  Raises DirectoryError."""
+  log = manifests.syncer_folder(workdir) / 'wal'
+  if not log.is_dir():
+    return
+  with contextlib.closing(files.Files(log)) as log_files:
+    log_files.lock('train')
 
 
 def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:

@@ -17,9 +17,10 @@ ready standby process takes over when the active one fails, without a pause afte
 
 The run is over when its syncer is done, refused or failed, or when no learner is left. The
 remaining processes then have FINISH_S to end by themselves (learners save); after that the
-supervisor sends SIGTERM, and STOP_S later SIGKILL. Ctrl-C, SIGTERM or the end of the terminal
-(SIGHUP) starts the same ending at once; a second signal kills at once. `retire` ends a run in
-order: all learners leave, then the syncer ends.
+supervisor sends SIGTERM, and `stop_s` later SIGKILL. The syncer of a run that has reached its last
+step has all the time that it needs: it writes the trained model. Ctrl-C, SIGTERM or the end of the
+terminal (SIGHUP) starts the same ending at once; a second signal kills at once. `retire` ends a run
+in order: all learners leave, then the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
@@ -29,6 +30,7 @@ The supervisor does not import jax: it starts programs and reads records (report
 
 import asyncio
 import dataclasses
+import math
 import pathlib
 import random
 import signal
@@ -312,8 +314,9 @@ class Supervisor:
     self._stop()
     for child in self._running.values():
       child.thaw()
+    self._look()  # the last records of the learners
     if natural:
-      await self._wait(self._finish_s, interrupts=0)
+      await self._wait(math.inf if self._is_complete() else self._finish_s, interrupts=0)
     for child in list(self._running.values()):
       child.terminate()
     await self._wait(self._stop_s, interrupts=1)
@@ -326,6 +329,11 @@ class Supervisor:
     """No signal interrupted, and one program is done: the others get time to end by themselves."""
     asked = self._interrupts or self._retiring.is_set()
     return not asked and any(status.state == 'done' for status in self.statuses.values())
+
+  def _is_complete(self) -> bool:
+    """The learners have ended, one of them at the last step. Before it, all may have been stopped
+    from outside: then the syncer would wait for them for ever."""
+    return self._running.keys() == {SYNCER} and self._view.progress >= 1.0
 
   async def _wait(self, seconds: float, interrupts: int) -> None:
     """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""

@@ -5,6 +5,7 @@ params = ocp.load(pathlib.Path('runs/NAME/model').absolute())
 """
 
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ def save(path: pathlib.Path, tree: Any) -> None:
     ocp.save(path.absolute(), jax.tree.map(np.asarray, tree), overwrite=True)
     json_files.fsync_tree(path.absolute())
   except Exception as error:  # Orbax raises many kinds
-    raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from error
+    raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from _by_number(error)
+
+
+def _by_number(error: Exception) -> Exception:
+  """An OSError for one of TensorStore, which has its number only in its text: so that a full disk
+  is known as one."""
+  number = re.search(r"os_error_code='(\d+)'", str(error))
+  return OSError(int(number[1]), str(error)) if number else error
 
 
 def load(path: pathlib.Path, like: Any = None, name: str = 'AUTO') -> Any:

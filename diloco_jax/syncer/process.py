@@ -11,6 +11,7 @@ import functools
 import pathlib
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from diloco_jax.transport import payloads as payloads_lib
 
 STOP_SEEN_S = 0.1  # after which a stop ends the last evaluation
 MODEL = 'model'  # in a run's folder: the trained model, for plain Orbax
+RUN = 'syncer/run'  # the name of the run
 
 
 class SyncerRecords:
@@ -173,6 +175,8 @@ def run(
     book = book_lib.Book(protocol.quorum, protocol.period / protocol.fragments)
     records_lib.report_startup(records, 'recovered')
     machine = start.make()
+    if not machine.closed:
+      _forget_export(workdir)
     evaluation = evaluation_lib.Evaluation(assembled.task, theta, records)
     cleanup.callback(evaluation.stop)
     if start.state is None:  # a continued run waits for its next evaluation: this costs time
@@ -233,10 +237,19 @@ def _export(
     )
 
 
+def _forget_export(workdir: pathlib.Path) -> None:
+  """Removes the model of an earlier end: the run goes on, so its model is in the checkpoints."""
+  model = workdir / MODEL
+  if model.is_symlink():
+    model.unlink()
+  elif model.is_dir():
+    shutil.rmtree(model)
+
+
 def run_name(workdir: pathlib.Path) -> str:
   """The name of the run in a folder, drawn when its first syncer starts. Checkpoints, the log and
   learners hold it, too, so that a learner of another run is refused. Raises ValueError."""
-  path = workdir / 'syncer' / 'run'
+  path = workdir / RUN
   if not path.exists():
     json_files.replace(path, secrets.token_hex(8).encode())
   name = path.read_text()

@@ -15,7 +15,8 @@ from diloco_jax.config import load
 from diloco_jax.configs import own_loop, stdlib_lm
 from diloco_jax.launch import entrypoints, own_model, program, restore
 from diloco_jax.protocol import messages
-from diloco_jax.storage import files
+from diloco_jax.storage import arrays, files
+from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, chunks, link
 
 
@@ -50,6 +51,30 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
   restore.restore(load.read(tmp_path), tmp_path, restore.Asked(restore.CHECKPOINT), print)
+
+
+@pytest.mark.parametrize('moment', ['load', 'complete', 'theta'])
+def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeypatch, moment):
+  module, name = {
+    'load': (arrays, 'load'),
+    'complete': (own_model, 'complete'),
+    'theta': (global_model, 'Theta'),
+  }[moment]
+  inner = getattr(module, name)
+
+  def stopped_meanwhile(*args):
+    monkeypatch.setattr(module, name, inner)
+    signal.raise_signal(signal.SIGTERM)
+    return inner(*args)
+
+  jax.devices()  # before the syncer asks for one
+  arrays.save(tmp_path / 'init', {'w': np.ones((8, 8), np.float32)})
+  config = own_loop.get_config()
+  config.sync.fragments = 1
+  monkeypatch.setattr(module, name, stopped_meanwhile)
+  monkeypatch.setattr(entrypoints, '_serve', lambda *args: pytest.fail('it goes on'))
+  where = config, str(tmp_path / 'run'), '', addresses.LOCAL, str(tmp_path / 'init')
+  assert entrypoints.own_loop_syncer(*where) == 0
 
 
 _LEARNER = """

@@ -1,12 +1,17 @@
 """The folder of a run and its programs: refusals, arguments passed on, settings of the user."""
 
+import contextlib
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import accelerators, local, program, run_folder
+from diloco_jax.storage import files
 
 
 @pytest.fixture(name='config')
@@ -35,6 +40,28 @@ def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
   config.train.steps += 1  # a run may be given more steps
   assert run_folder.open_workdir(config, workdir, resume=True) == workdir
   assert not (workdir / 'syncer' / 'address').exists()
+
+
+def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
+  """Without its address, learners that lose the syncer could never come back."""
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  before = (workdir / 'config.json').read_bytes()
+  config.train.steps += 1
+  with contextlib.closing(files.Files(workdir / 'syncer' / 'wal')) as log:
+    log.lock()
+    (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
+    ended = subprocess.run(
+      [sys.executable, '-m', 'diloco_jax', 'train', '--resume', f'--workdir={workdir}'],
+      capture_output=True,
+      text=True,
+    )
+    assert ended.returncode == program.NEVER_RETRY
+    assert f'already used by syncer pid {os.getpid()}' in ended.stderr
+    with pytest.raises(files.DirectoryError, match='already used by syncer'):
+      run_folder.open_workdir(config, workdir, resume=True)
+  assert (workdir / 'syncer' / 'address').exists()
+  assert (workdir / 'config.json').read_bytes() == before
+  run_folder.open_workdir(config, workdir, resume=True)  # it has ended
 
 
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import queue
+import resource
 import threading
 import time
 from concurrent import futures
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import own_model
+from diloco_jax.launch import own_model, program
 from diloco_jax.transport import addresses, doors
 
 _DEADLINE_S = 20
@@ -105,6 +106,30 @@ def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, pieces, sa
   assert code is grpc.StatusCode.INVALID_ARGUMENT and said in text and len(text) < 300
   own_model.bring(_MODEL, lambda: syncer.address, addresses.LOCAL, wait_s=_DEADLINE_S)
   np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
+
+
+def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
+  """A syncer whose disk is full ends, and the learner brings the model to the next one."""
+  noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
+  model = own_model.describe({'w': jnp.asarray(noise)}, lambda name: 'body')
+  address, listening = addresses.in_folder(tmp_path), queue.Queue()
+  where = tmp_path, _CONFIG, address, addresses.LOCAL, listening.put, threading.Event(), print
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))  # the same kind of error
+  with futures.ThreadPoolExecutor(2) as pool:
+    try:
+      syncer = pool.submit(own_model.obtain, *where)
+      listening.get(timeout=_DEADLINE_S)
+      brought = pool.submit(own_model.bring, model, lambda: address, addresses.LOCAL, _DEADLINE_S)
+      error = syncer.exception(_DEADLINE_S)
+    finally:
+      resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not brought.done() and own_model.read(tmp_path) is None
+    assert program.refusal(error) is program.DiskFailed
+    syncer = pool.submit(own_model.obtain, *where)
+    brought.result(_DEADLINE_S)
+    np.testing.assert_array_equal(own_model.read(tmp_path).values()['w'], noise)
+    syncer.result(_DEADLINE_S)
 
 
 def test_one_learner_at_a_time_brings_the_model_and_has_limited_time(waiting):

@@ -10,7 +10,10 @@ import optax
 import pytest
 
 import diloco_jax
-from diloco_jax.launch import own_model
+from diloco_jax.config import load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import own_model, run_folder
+from diloco_jax.storage import files
 from diloco_jax.transport import addresses, payloads
 from tests.certs import mint
 
@@ -278,6 +281,26 @@ def test_a_run_that_continues_keeps_its_version_0(tmp_path):
     diloco_jax.join({'w': init['w'] * 7}, learner='l0', syncer=server.address, **kwargs) as peer,
   ):
     np.testing.assert_array_equal(peer.params['w'], init['w'])
+
+
+def test_a_syncer_that_is_refused_leaves_the_folder_as_it_is(tmp_path):
+  """Another one has it, or the run in it is not one of own loops."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  init, folder = {'w': jnp.ones((8, 8))}, tmp_path / 'loops'
+  with diloco_jax.run_syncer(init, total_steps=20, sync=sync, workdir=folder):
+    with pytest.raises(files.DirectoryError, match='already used by syncer'):
+      with diloco_jax.run_syncer(init, total_steps=30, sync=sync, workdir=folder):
+        pass
+  assert load.read(folder).train.steps == 20
+  config = stdlib_lm.get_config('tiny')
+  folder = run_folder.open_workdir(config, tmp_path / 'task', resume=False)
+  (folder / 'syncer').mkdir()
+  (folder / 'syncer' / 'run').write_text('0' * 16)
+  for given in (init, None):
+    with pytest.raises(ValueError, match='none of own loops. Nothing was changed'):
+      with diloco_jax.run_syncer(given, total_steps=20, sync=sync, workdir=folder):
+        pass
+  assert load.read(folder) == config and own_model.read(folder) is None
 
 
 def test_the_error_of_a_syncer_reaches_its_program(tmp_path):

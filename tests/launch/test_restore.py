@@ -121,6 +121,8 @@ def _workdir(config, agreement, tmp_path) -> pathlib.Path:
   files.close()
   (workdir / 'tapes').mkdir()
   (workdir / 'tapes' / 'l0.1.0.jsonl').write_text('{}\n')
+  (workdir / 'model').mkdir()
+  (workdir / 'model' / 'array').write_text('of the end')
   return workdir
 
 
@@ -287,6 +289,7 @@ def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir)
   after = list(_contents(workdir).values())
   assert all(data in after for data in before.values())
   assert (workdir / 'aside-1' / 'tapes' / 'l0.1.0.jsonl').exists()
+  assert (workdir / 'aside-1' / 'model' / 'array').exists() and not (workdir / 'model').exists()
   assert (workdir / 'aside-1' / 'islands' / 'l0' / 'ckpt' / '999').exists()
   assert any(re.search('l2 starts from.*it disconnected', line) for line in said), said
 

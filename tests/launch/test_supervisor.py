@@ -191,16 +191,56 @@ def test_exit_74_of_the_syncer_is_retried_and_exit_42_ends_the_run(tmp_path):
   assert 'syncer: ended with exit code 74; restart in' in ' '.join(run.said('local'))
 
 
-def test_the_chaos_plan_kills_and_restarts(tmp_path):
-  learner = (
+def _reports_step(step: int) -> str:
+  """The beginning of a learner's script: it reports one of the 100 steps."""
+  return (
     'import json, pathlib, sys, threading\n'
     'out = pathlib.Path(sys.argv[1], "records"); out.mkdir(exist_ok=True)\n'
     'again = (out / "l0.jsonl").exists()\n'
-    'fact = {"name": "step", "step": 50, "steps": 1, "tokens": 8, "loss": 1.0,'
+    f'fact = {{"name": "step", "step": {step}, "steps": 1, "tokens": 8, "loss": 1.0,'
     ' "seconds": 0.1, "data_s": 0, "saving_s": 0, "waited_s": 0, "time": 0, "t_ns": 0}\n'
     'with open(out / "l0.jsonl", "a") as f: f.write(json.dumps(fact) + "\\n")\n'
-    'again or threading.Event().wait()'
   )
+
+
+@pytest.mark.parametrize('step, code', [(100, 0), (50, 1)])
+def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step, code):
+  """It writes the model. Learners that end before the last step were stopped from outside."""
+  run = Run(
+    tmp_path,
+    [
+      program('syncer', _SYNCER, str(tmp_path)),
+      program('l0', _reports_step(step), str(tmp_path)),
+    ],
+    finish_s=0.1,
+  )
+  done_s = []
+
+  def tick(run: Run) -> None:
+    if run.supervisor.statuses['l0'].state == 'done':
+      done_s.append(time.monotonic())
+      if done_s[-1] > done_s[0] + 10 * 0.1:
+        (tmp_path / 'DONE').touch()
+
+  assert run.run(tick).code == code
+
+
+def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
+  run = Run(
+    tmp_path,
+    [program('syncer', _FOREVER), program('l0', _reports_step(100), str(tmp_path))],
+    finish_s=0.1,
+  )
+
+  def tick(run: Run) -> None:
+    if run.supervisor.statuses['l0'].state == 'done' and not run.supervisor._interrupts:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  assert run.run(tick).code == 130
+
+
+def test_the_chaos_plan_kills_and_restarts(tmp_path):
+  learner = _reports_step(50) + 'again or threading.Event().wait()'
   kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
   assert outcome.statuses['l0'] == run_facts.Status(state='done', starts=2, kills=1)

@@ -1,5 +1,6 @@
 """The trained model of a run: plain Orbax opens it, load_params and sample use it."""
 
+import contextlib
 import itertools
 import pathlib
 import shutil
@@ -14,8 +15,13 @@ from orbax.checkpoint import v1 as ocp
 import diloco_jax
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import program, trained
+from diloco_jax.launch import program, run_folder, trained
+from diloco_jax.node import loop
+from diloco_jax.report import records
+from diloco_jax.syncer import global_model
+from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import decoder
+from diloco_jax.transport import in_process
 
 
 @pytest.fixture(name='run', scope='module')
@@ -49,6 +55,37 @@ def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_
     diloco_jax.load_params(tmp_path / 'run'),
     diloco_jax.load_params(run),
   )
+
+
+@pytest.mark.parametrize('more', [0, 12])
+def test_the_model_of_an_end_is_gone_once_the_run_goes_on(run, tmp_path, monkeypatch, more):
+  """Else it would be believed until the new end. A run that is over keeps it."""
+  folder = tmp_path / 'run'
+  shutil.copytree(run, folder)
+  config = trained.assemble(folder).config
+  config.train.steps += more
+  run_folder.open_workdir(config, folder, resume=True)
+
+  class Refused(Exception):
+    pass
+
+  def refuse(*args):
+    raise Refused
+
+  monkeypatch.setattr(syncer_process.syncer_work, 'SyncerWork', refuse)  # once it has recovered
+  assembled = build.assemble(config)
+  with pytest.raises(Refused):
+    with contextlib.closing(records.Recorder(folder, 'syncer')) as recorder:
+      syncer_process.run(
+        assembled,
+        global_model.Theta(assembled),
+        folder,
+        loop.EventQueue(),
+        in_process.InProcessHub().syncer_transport,
+        recorder,
+      )
+  assert (folder / 'model').is_dir() == (not more)
+  diloco_jax.load_params(folder)
 
 
 def test_the_parameters_are_those_that_the_loss_takes(run):

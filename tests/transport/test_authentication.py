@@ -210,7 +210,7 @@ def served(world, came):
       pool = stack.enter_context(futures.ThreadPoolExecutor(1))
       access = addresses.Access(tls, plaintext_loopback=tls is None)
       where = '127.0.0.1:0', access, listening.put, stopped, print
-      pool.submit(own_model.receive, *where, check=lambda model: None)
+      pool.submit(own_model.receive, *where, keep=lambda model: None)
       stack.callback(stopped.set)
       found[door] = end, end.transport.address, listening.get(timeout=DEADLINE_S)
     yield found

@@ -121,6 +121,7 @@ class Conductor:
       recorder,
       listen=self._listen,
       tick=display.tick if display else lambda view: None,
+      stop_s=max(supervisor_lib.STOP_S, config.train.drain_s),
     )
     self.nemesis = inject_faults.Nemesis(self.supervisor, self.second)
 

@@ -339,7 +339,7 @@ class SyncerMachine:
     """Once per heartbeat: ends leases and reports the ledger."""
     self._sweep_ns = now_ns + self._config.heartbeat_ns
     self._membership.sweep(now_ns)
-    if self._membership.started and not (self._closed or self._exiting):
+    if self._membership.started and not (self.closed or self._exiting):
       self._gathering.say_if_idle(now_ns, len(self._pace.contributors))
     self._report_ledger()
 
@@ -347,7 +347,7 @@ class SyncerMachine:
     """Ends the process once every fragment is closed, or the syncer was asked to stop."""
     if self._gathering.merging:
       return
-    if self._closed and not self.finished and not self._stopping:
+    if self.closed and not self.finished and not self._stopping:
       self._close_run(now_ns)
     # A disconnected learner that has not left gets one lease to reconnect and receive Finish.
     all_left = all(member.left for member in self._members.by_id.values())
@@ -358,7 +358,7 @@ class SyncerMachine:
       self._exit()
 
   @property
-  def _closed(self) -> bool:
+  def closed(self) -> bool:
     """Every sync is over."""
     return self._pace.over and not self._gathering.open
 
@@ -400,13 +400,13 @@ class SyncerMachine:
 
   def _save_what_is_due(self, now_ns: int) -> None:
     if self._snapshot_due:
-      self._saving.begin(closed=self._closed, last=False)
+      self._saving.begin(closed=self.closed, last=False)
       self._snapshots.begin(now_ns, self.clock, self.state())
     elif self._saving.due:
       self._save()
 
   def _save(self) -> None:
-    self._saving.begin(closed=self._closed, last=self._exiting)
+    self._saving.begin(closed=self.closed, last=self._exiting)
     self._out.do(actions.Save(clock=self.clock, machine_state=self.state()))
 
   def _saved(self, now_ns: int, done: events.SaveDone) -> None:
@@ -434,7 +434,7 @@ class SyncerMachine:
     """Says it with a pause, since a save that must succeed is tried again and again."""
     wait = (
       ''
-      if self._saving.end_is_durable or not self._closed
+      if self._saving.end_is_durable or not self.closed
       else ' Learners hear that the run is over once it can be written; it is tried again.'
     )
     self._screening.notices.say(
