@@ -3,8 +3,9 @@
 One root per node, one folder per checkpoint, written by Orbax: the arrays first, the folder's name
 last, so a process killed during a save leaves the previous checkpoint as the newest. Beside the
 arrays lie their shapes (a restore into another model is refused in one line) and a digest of every
-bit: a checkpoint that does not read back as it was written is moved aside, with a warning, and the
-previous one is used.
+bit: a checkpoint that does not read back as it was written is moved aside, with a warning, once the
+previous one has been read. If none can be read nothing is moved: memory or the disk may have failed
+for a while.
 
   <root>/<number>/state   parameters and optimizer state
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
@@ -202,31 +203,38 @@ class Checkpoints:
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
       Unproved: there is a key, and it proves no checkpoint; nothing was changed.
-      CheckpointError: there are checkpoints but none verifies.
+      CheckpointError: there are checkpoints but none can be read; nothing was changed.
     """
     self._wait_or_warn()
     numbers = self.numbers
-    is_damaged = False
     if numbers and self._key:
       _require_any_proved([self._root / str(number) for number in numbers], self._key)
+    unread: dict[int, str] = {}
+    cause = ''  # why the newest whose save was not cut short cannot be read
+    restored = None
     for number in reversed(numbers):
       try:
         with _ONE_OPERATION:
-          return self._read(number, shardings, like)
+          restored = self._read(number, shardings, like)
+        break
       except leaves.Mismatch as mismatch:
         raise ValueError(
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
-        is_damaged |= not isinstance(error, _CutShort)
-        self._set_aside(number, error)
-    if is_damaged:
+        unread[number] = _one_line(error)
+        if not isinstance(error, _CutShort):
+          cause = cause or f'{number}: {unread[number]}'
+    if restored is None and cause:
       raise CheckpointError(
-        f'none of the checkpoints {numbers} under {self._root} reads back as it '
-        'was written; remove the folder to start without them'
+        f'none of the checkpoints {numbers} under {self._root} can be read ({cause}). Nothing was '
+        'changed: if memory, the disk or its permissions have failed, start again once that is '
+        'mended; if they are damaged, remove the folder to start without them'
       )
-    return None
+    for number, why in unread.items():
+      self._set_aside(number, why)
+    return restored
 
   def wait(self) -> None:
     """Blocks until the running save, if any, is complete.
@@ -292,12 +300,12 @@ class Checkpoints:
     except (OSError, ValueError):
       return _UNREADABLE
 
-  def _set_aside(self, number: int, error: Exception) -> None:
+  def _set_aside(self, number: int, why: str) -> None:
     aside = self._root / f'unreadable-{number}'
     _LOG.warning(
-      'checkpoint %s does not read back (%s): moved to %s, trying the previous one',
+      'checkpoint %s does not read back (%s): moved to %s',
       self._root / str(number),
-      _one_line(error),
+      why,
       aside,
     )
     if aside.exists():
@@ -405,8 +413,10 @@ def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
     try:
       _record(folder, key)
       return
-    except (OSError, ValueError) as error:
+    except (ValueError, FileNotFoundError) as error:
       refused = error
+    except OSError:  # this one is not read, which is not refused: the restore says why
+      return
   raise seals.Unproved(
     f'no checkpoint can be proved: {_one_line(refused)}. Nothing was changed. Give the key that '
     'sealed them, or take them as they are: diloco restore --trust'
