@@ -21,7 +21,7 @@ process of the run starts (manifests.RESTORING).
 
 No file is believed: names and numbers are typed before they become paths, links are not followed,
 and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. What is
-trusted is then sealed with the key of the run, if it has one.
+trusted is then sealed with the key of the run, or has no seal any more if there is no key.
 """
 
 import contextlib
@@ -321,7 +321,7 @@ def _go_back(
   json_files.write(syncer / manifests.RESTORING, {'goal': goal.text})
   aside = _set_aside(workdir, goal)
   say(f'all later files have been moved to {aside}; nothing was deleted')
-  if asked.key and asked.trust:
+  if asked.trust:
     _seal(workdir, goal, asked.key)
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
@@ -351,8 +351,9 @@ def _go_back(
     say(f'{learner} is not in this config: it counts as having left')
 
 
-def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
-  """Seals the checkpoints from which processes now start: the operator trusts them."""
+def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key | None) -> None:
+  """Seals the checkpoints from which processes now start: the operator trusts them. Without a key
+  it takes their seals away, since processes without one start from no sealed checkpoint."""
   newest = goal.newest
   if goal.manifest is None:  # learners keep theirs
     found = {node: manifests.checkpoints(node) for node in _islands(workdir)}

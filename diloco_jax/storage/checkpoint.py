@@ -50,6 +50,10 @@ SEAL = 'seal'
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
 _UNREADABLE = 0  # no snapshot has this number
+_UNCHANGED = (
+  'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
+  '--trust'
+)
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
 # save beside a load waited for ever.
@@ -86,7 +90,8 @@ class Checkpoints:
 
   Args:
     root: a folder of this node alone; created if it does not exist.
-    key: seals every save, and must have sealed what is restored; None: no seals.
+    key: seals every save, and must have sealed what is restored; None: no seals, and what has one
+      is not restored.
 
   Raises:
     ValueError: the folder cannot be written.
@@ -202,7 +207,8 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      Unproved: there is a key, and it proves no checkpoint; nothing was changed.
+      Unproved: there is a key, and it proves no checkpoint, or none, and a checkpoint has a seal;
+        nothing was changed.
       CheckpointError: there are checkpoints but none can be read; nothing was changed.
     """
     self._wait_or_warn()
@@ -223,6 +229,8 @@ class Checkpoints:
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
+        if not self._key and isinstance(error, seals.Unproved):
+          raise seals.Unproved(f'{error}. {_UNCHANGED}') from None
         unread[number] = _one_line(error)
         if not isinstance(error, _CutShort):
           cause = cause or f'{number}: {unread[number]}'
@@ -282,9 +290,9 @@ class Checkpoints:
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
     json_files.files_in(folder)  # no links, before anything is opened
-    if self._key:
+    record, proof = _read_record(folder)
+    if self._key or proof or (folder / SEAL).exists():
       _require_seal(folder, self._key)
-    record = _record(folder, None)
     arrays = {'state': jax.tree.map(_abstract, like, shardings)}
     leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
@@ -375,14 +383,19 @@ def has(folder: pathlib.Path, record_sha256: str) -> bool:
     return False
 
 
-def seal(folder: pathlib.Path, key: seals.Key) -> None:
-  """Seals a checkpoint as it is on the disk, durably. Raises OSError, ValueError."""
+def seal(folder: pathlib.Path, key: seals.Key | None) -> None:
+  """Seals a checkpoint as it is on the disk, or takes its seal away if there is no key; durably.
+  Raises OSError, ValueError."""
   record, proof = _read_record(folder)
-  made = key.seal(*_named(folder, record))
+  made = key.seal(*_named(folder, record)) if key else ''
   if proof != made:
     record |= {'sha256': manifests.sha256(record), 'proof': made}
     json_files.write(folder / _RECORD, record)
-  json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
+  if key:
+    json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
+  else:
+    (folder / SEAL).unlink(missing_ok=True)
+    json_files.fsync(folder)
 
 
 def _named(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
@@ -417,10 +430,7 @@ def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
       refused = error
     except OSError:  # this one is not read, which is not refused: the restore says why
       return
-  raise seals.Unproved(
-    f'no checkpoint can be proved: {_one_line(refused)}. Nothing was changed. Give the key that '
-    'sealed them, or take them as they are: diloco restore --trust'
-  )
+  raise seals.Unproved(f'no checkpoint can be proved: {_one_line(refused)}. {_UNCHANGED}')
 
 
 def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:
