@@ -89,7 +89,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
       seal cannot be proved, or the config cannot work; nothing was changed.
     DirectoryError: a syncer runs there, or the folder cannot be written.
-    OSError: the disk failed; repeat the restore.
+    OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
   if not manifests.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')

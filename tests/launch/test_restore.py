@@ -5,6 +5,7 @@ last tests damage the log of a syncer that has merged and saved (tests/syncer/te
 """
 
 import copy
+import errno
 import gc
 import pathlib
 import random
@@ -388,6 +389,35 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr
+
+
+@pytest.mark.parametrize(
+  'call, number', [('create', errno.ENOSPC), ('fsync', errno.EIO)], ids=['full', 'failed']
+)
+def test_a_disk_that_takes_no_new_log_is_one_line_and_74(config, workdir, call, number):
+  script = f"""
+import sys
+from diloco_jax import __main__
+from diloco_jax.storage import files
+def fail(self, name):
+  raise OSError({number}, 'the disk')
+files.Files.{call} = fail
+__main__.main()
+"""
+  words = (f'--workdir={workdir}', '--to=2')
+  ended = subprocess.run(
+    [sys.executable, '-c', script, 'restore', *words],
+    cwd=pathlib.Path(__file__).parents[2],
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  assert ended.returncode == program.DISK_FAILED, ended.stderr
+  assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
+  with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
+    manifests.require_no_restore(workdir)
+  _restore(config, workdir, '2')
+  manifests.require_no_restore(workdir)
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):
