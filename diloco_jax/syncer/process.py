@@ -30,7 +30,7 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -161,6 +161,9 @@ def run(
       manifests.numbers(workdir),
       manifests.read_restored(workdir, key),
     )
+    # A process that was killed before it had removed the oldest manifest leaves one too many, of
+    # which the machine does not know: the next snapshot would delete its checkpoints.
+    snapshot_work.remove_old(workdir)
     tape = tapes.Tape(
       workdir,
       start,
