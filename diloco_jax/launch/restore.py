@@ -13,11 +13,11 @@ left (`manifests.RESTORED` tells the syncer of both).
 because it is damaged. Learners keep their checkpoints and receive the fragments whole; the run
 repeats the outer steps behind the checkpoint. Snapshots stay as they are.
 
-Until the verification has ended nothing is changed, and nothing but the lock is opened for writing.
-Then everything later than the goal (checkpoints, log, tapes, newer snapshots) moves to
-WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of the
-syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
-process of the run starts (manifests.RESTORING).
+Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
+everything later than the goal (checkpoints, log, tapes, newer snapshots) moves to WORKDIR/aside-K,
+nothing is deleted or copied, and a new log begins behind the position of the syncer's checkpoint.
+An interrupted restore has to be repeated from the beginning; until then no syncer of the run starts
+(manifests.RESTORING).
 
 No file is believed: names and numbers are typed before they become paths, links are not followed,
 and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. What is
@@ -88,15 +88,17 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   Raises:
     ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
       seal cannot be proved, or the config cannot work; nothing was changed.
-    DirectoryError: a syncer runs there, or the folder cannot be written.
+    DirectoryError: a syncer or a learner runs there, or the folder cannot be written.
     OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
   if not manifests.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')
   _require_plain_folders(workdir)
-  log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
-  try:
-    log_files.lock('restore')
+  with contextlib.ExitStack() as locked:
+    log_files = _lock(manifests.syncer_folder(workdir) / _WAL, locked)
+    for node in _islands(workdir):
+      if (node / manifests.CHECKPOINTS).is_dir():
+        _lock(node / manifests.CHECKPOINTS, locked)
     model = own_model.read(workdir)
     assembled = None if model is None else own_model.complete(model, config)
     if asked.which == CHECKPOINT:
@@ -105,8 +107,14 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
       goal = choose(assembled.config if assembled else config, workdir, asked, say)
     assembled = assembled or build.assemble(config)  # it may refuse: before anything moves
     _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
-  finally:
-    log_files.close()
+
+
+def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
+  """Locks the folder of a process of the run. Raises DirectoryError if it still runs."""
+  files = files_lib.Files(folder)
+  locked.callback(files.close)
+  files.lock('restore')
+  return files
 
 
 def _require_plain_folders(workdir: pathlib.Path) -> None:

@@ -132,12 +132,12 @@ def run(
     WalError: the log cannot be recovered, or the disk failed.
     ValueError: a file of the run is not what was written, or its seal cannot be proved.
   """
-  manifests.require_no_restore(workdir)
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
       files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
     )
     cleanup.callback(log.close)
+    manifests.require_no_restore(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 

@@ -66,6 +66,8 @@ def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
 def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | None) -> None:
   run_folder.open_workdir(config, workdir, resume=False)
   restores._take(workdir, 1, agreement, key=key)
+  for node in ('l0', 'l1'):
+    (workdir / 'islands' / node / 'ckpt' / files_lib.LOCK).write_text('')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   files.lock()
   wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
@@ -556,7 +558,7 @@ def test_a_wrong_key_or_none_sets_no_checkpoint_aside(sealed, keys):
       with pytest.raises(seals.Unproved, match=f'{why}.*Nothing was changed.*--trust'):
         checkpoints.restore(jax.tree.map(lambda _: place, like), like)
     checkpoints.close()
-  assert [path.name for path in root.iterdir()] == ['105']
+  assert {path.name for path in root.iterdir()} == {'105', files_lib.LOCK}
 
 
 def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):

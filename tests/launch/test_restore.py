@@ -346,14 +346,17 @@ def test_a_restore_that_was_cut_short_is_done_again(config, workdir, monkeypatch
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 2
 
 
-def test_not_under_a_syncer_that_runs(config, workdir):
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
-  files.lock()
+@pytest.mark.parametrize('role, folder', [('syncer', 'syncer/wal'), ('learner', 'islands/l1/ckpt')])
+def test_not_under_a_process_that_runs(config, workdir, role, folder):
+  files = files_lib.Files(workdir / folder)
+  files.lock(role)
   before = _contents(workdir)
-  with pytest.raises(files_lib.DirectoryError, match='already used by syncer pid'):
-    _restore(config, workdir)
+  for which in ('latest', 'checkpoint'):
+    with pytest.raises(files_lib.DirectoryError, match=f'already used by {role} pid'):
+      _restore(config, workdir, which)
   assert _contents(workdir) == before
   files.close()
+  _restore(config, workdir)
 
 
 def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tmp_path_factory):

@@ -14,6 +14,7 @@ import pathlib
 import queue
 import resource
 import threading
+import types
 
 import jax
 import numpy as np
@@ -584,6 +585,20 @@ def test_a_start_removes_the_manifest_that_a_killed_syncer_left(assembled, tmp_p
     json_files.write(tmp_path / manifests.FOLDER / f'{number}.json', {})
   _fails_once_it_runs(assembled, tmp_path)
   assert manifests.numbers(tmp_path) == [2, 3]
+
+
+def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_path):
+  """A restore holds the lock: none can begin after the question."""
+  json_files.write(tmp_path / 'syncer' / manifests.RESTORING, {})
+  records = types.SimpleNamespace(say=print)
+  start = lambda: syncer_process.run(assembled, None, tmp_path, None, None, records)
+  with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:
+    files.lock('restore')
+    with pytest.raises(files_lib.DirectoryError, match='already used by restore pid'):
+      start()
+  for _ in range(2):  # the first one leaves no lock
+    with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
+      start()
 
 
 def test_a_stopped_log_writes_no_outer_step(rig, expected):
