@@ -20,7 +20,7 @@ from absl import flags, logging
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import program
-from diloco_jax.storage import files
+from diloco_jax.storage import files, wal_format
 
 _WITHOUT = flags.DEFINE_list(
   'without', [], 'Learners whose parts of the snapshot are not restored, for example l2,l3.'
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         ),
         lambda text: print(text, flush=True),
       )
-  except OSError as error:
+  except (OSError, wal_format.WalFull, wal_format.WalBroken) as error:
     raise program.DiskFailed(
       f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '
       'same --to'

@@ -3,7 +3,8 @@ turn its end into an exit code.
 
 Errors that a retry cannot fix raise program.NeverRetry (exit 42): a refused join, a port in use, a
 folder that is not writable or is locked by another syncer, a config that does not fit the model, a
-checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py).
+checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py), and
+so do checkpoints that cannot be read: the cause may pass.
 """
 
 import contextlib
@@ -149,6 +150,7 @@ def _serve(
       program.DISK_FAILED,
     ),
     program.log_failures(),
+    checkpoint_failures(),
     program.never_retry(ValueError, files.DirectoryError),
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
@@ -189,6 +191,7 @@ def learner(
     stopped = threading.Event()
     with (
       stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
+      checkpoint_failures(),
       program.never_retry(ValueError),
     ):
       return _end(baseline.run(config, island, records, stopped.is_set), records)
@@ -200,6 +203,7 @@ def learner(
       config.train.drain_s,
       _LEARNER_SAFE,
     ),
+    checkpoint_failures(),
     program.never_retry(),
   ):
     result = learner_process.run(
@@ -283,6 +287,15 @@ def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
   return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
+
+
+@contextlib.contextmanager
+def checkpoint_failures() -> Iterator[None]:
+  """Turns checkpoints that can be neither read nor written into one line and exit code 74."""
+  try:
+    yield
+  except checkpoint.CheckpointError as error:
+    raise program.DiskFailed(program.one_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -212,7 +212,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   """Runs all nodes in this process."""
   devices = config.mesh.num_devices * config.sync.learners
   os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
-  from diloco_jax.launch import one_process  # pylint: disable=g-import-not-at-top  # jax
+  # pylint: disable-next=g-import-not-at-top  # they import jax
+  from diloco_jax.launch import entrypoints, one_process
 
   with program.never_retry():
     key = program.seal_key(workdir, make=True)
@@ -229,7 +230,11 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, interrupt)
   controller.start()
-  with program.log_failures(), program.never_retry(files.DirectoryError, seals.Unproved):
+  with (
+    program.log_failures(),
+    entrypoints.checkpoint_failures(),
+    program.never_retry(files.DirectoryError, seals.Unproved),
+  ):
     exits = controller.join()
   if interrupts:
     code, text = program.INTERRUPTED, 'interrupted'

@@ -5,8 +5,8 @@ Exit codes are the contract with the process manager (the supervisor, Kubernetes
   0   done
   42  never retry: the command or the config is wrong, or the log on disk is damaged or belongs to
       another run. A retry would fail in the same way; a person has to decide.
-  74  the disk has failed or is full, or the syncer did not end in time; a retry recovers all
-      committed outer steps
+  74  the disk has failed or is full, no checkpoint can be read, or the syncer did not end in time;
+      a retry recovers all committed outer steps
   75  a learner did not end in time; a retry helps, as after every other code
 
 A program that ends with 42, 74 or 75 prints one line that starts with `error:` and shows the values

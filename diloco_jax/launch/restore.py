@@ -13,15 +13,15 @@ left (`manifests.RESTORED` tells the syncer of both).
 because it is damaged. Learners keep their checkpoints and receive the fragments whole; the run
 repeats the outer steps behind the checkpoint. Snapshots stay as they are.
 
-Until the verification has ended nothing is changed, and nothing but the lock is opened for writing.
-Then everything later than the goal (checkpoints, log, tapes, newer snapshots, the trained model)
-moves to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of
-the syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
-process of the run starts (manifests.RESTORING).
+Until the verification has ended nothing is changed, and only the locks are opened for writing. Then
+everything later than the goal (checkpoints, log, tapes, newer snapshots, the trained model) moves
+to WORKDIR/aside-K, nothing is deleted or copied, and a new log begins behind the position of the
+syncer's checkpoint. An interrupted restore has to be repeated from the beginning; until then no
+syncer of the run starts (manifests.RESTORING).
 
 No file is believed: names and numbers are typed before they become paths, links are not followed,
 and what no seal proves (storage/seals.py) is refused, unless the operator trusts it. What is
-trusted is then sealed with the key of the run, if it has one.
+trusted is then sealed with the key of the run, or has no seal any more if there is no key.
 """
 
 import contextlib
@@ -89,15 +89,17 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
   Raises:
     ValueError: there is no such snapshot or checkpoint that is whole, a part of it is missing, a
       seal cannot be proved, or the config cannot work; nothing was changed.
-    DirectoryError: a syncer runs there, or the folder cannot be written.
-    OSError: the disk failed; repeat the restore.
+    DirectoryError: a syncer or a learner runs there, or the folder cannot be written.
+    OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
   if not manifests.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')
   _require_plain_folders(workdir)
-  log_files = files_lib.Files(manifests.syncer_folder(workdir) / _WAL)
-  try:
-    log_files.lock('restore')
+  with contextlib.ExitStack() as locked:
+    log_files = _lock(manifests.syncer_folder(workdir) / _WAL, locked)
+    for node in _islands(workdir):
+      if (node / manifests.CHECKPOINTS).is_dir():
+        _lock(node / manifests.CHECKPOINTS, locked)
     model = own_model.read(workdir)
     assembled = None if model is None else own_model.complete(model, config)
     if asked.which == CHECKPOINT:
@@ -106,8 +108,14 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
       goal = choose(assembled.config if assembled else config, workdir, asked, say)
     assembled = assembled or build.assemble(config)  # it may refuse: before anything moves
     _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
-  finally:
-    log_files.close()
+
+
+def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
+  """Locks the folder of a process of the run. Raises DirectoryError if it still runs."""
+  files = files_lib.Files(folder)
+  locked.callback(files.close)
+  files.lock('restore')
+  return files
 
 
 def _require_plain_folders(workdir: pathlib.Path) -> None:
@@ -322,7 +330,7 @@ def _go_back(
   json_files.write(syncer / manifests.RESTORING, {'goal': goal.text})
   aside = _set_aside(workdir, goal)
   say(f'all later files have been moved to {aside}; nothing was deleted')
-  if asked.key and asked.trust:
+  if asked.trust:
     _seal(workdir, goal, asked.key)
   learners = run_config.learner_ids(config.sync.learners)
   gone = []
@@ -352,8 +360,9 @@ def _go_back(
     say(f'{learner} is not in this config: it counts as having left')
 
 
-def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key) -> None:
-  """Seals the checkpoints from which processes now start: the operator trusts them."""
+def _seal(workdir: pathlib.Path, goal: Goal, key: seals.Key | None) -> None:
+  """Seals the checkpoints from which processes now start: the operator trusts them. Without a key
+  it takes their seals away, since processes without one start from no sealed checkpoint."""
   newest = goal.newest
   if goal.manifest is None:  # learners keep theirs
     found = {node: manifests.checkpoints(node) for node in _islands(workdir)}

@@ -3,8 +3,9 @@
 One root per node, one folder per checkpoint, written by Orbax: the arrays first, the folder's name
 last, so a process killed during a save leaves the previous checkpoint as the newest. Beside the
 arrays lie their shapes (a restore into another model is refused in one line) and a digest of every
-bit: a checkpoint that does not read back as it was written is moved aside, with a warning, and the
-previous one is used.
+bit: a checkpoint that does not read back as it was written is moved aside, with a warning, once the
+previous one has been read. If none can be read nothing is moved: memory or the disk may have failed
+for a while.
 
   <root>/<number>/state   parameters and optimizer state
   <root>/<number>/record  JSON: clock, data cursor, the machine's state, shapes, digests, the run
@@ -49,6 +50,10 @@ SEAL = 'seal'
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
 _UNREADABLE = 0  # no snapshot has this number
+_UNCHANGED = (
+  'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
+  '--trust'
+)
 # Orbax numbers the operations of a process globally. When operations of several nodes overlapped in
 # one process (single-controller mode), saves finalised each other's folders half written, and a
 # save beside a load waited for ever.
@@ -85,7 +90,8 @@ class Checkpoints:
 
   Args:
     root: a folder of this node alone; created if it does not exist.
-    key: seals every save, and must have sealed what is restored; None: no seals.
+    key: seals every save, and must have sealed what is restored; None: no seals, and what has one
+      is not restored.
 
   Raises:
     ValueError: the folder cannot be written.
@@ -201,32 +207,42 @@ class Checkpoints:
 
     Raises:
       ValueError: the checkpoint is of another model or optimizer.
-      Unproved: there is a key, and it proves no checkpoint; nothing was changed.
-      CheckpointError: there are checkpoints but none verifies.
+      Unproved: there is a key, and it proves no checkpoint, or none, and a checkpoint has a seal;
+        nothing was changed.
+      CheckpointError: there are checkpoints but none can be read; nothing was changed.
     """
     self._wait_or_warn()
     numbers = self.numbers
-    is_damaged = False
     if numbers and self._key:
       _require_any_proved([self._root / str(number) for number in numbers], self._key)
+    unread: dict[int, str] = {}
+    cause = ''  # why the newest whose save was not cut short cannot be read
+    restored = None
     for number in reversed(numbers):
       try:
         with _ONE_OPERATION:
-          return self._read(number, shardings, like)
+          restored = self._read(number, shardings, like)
+        break
       except leaves.Mismatch as mismatch:
         raise ValueError(
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
         ) from None
       except Exception as error:  # of any kind: the previous checkpoint may be whole
-        is_damaged |= not isinstance(error, _CutShort)
-        self._set_aside(number, error)
-    if is_damaged:
+        if not self._key and isinstance(error, seals.Unproved):
+          raise seals.Unproved(f'{error}. {_UNCHANGED}') from None
+        unread[number] = _one_line(error)
+        if not isinstance(error, _CutShort):
+          cause = cause or f'{number}: {unread[number]}'
+    if restored is None and cause:
       raise CheckpointError(
-        f'none of the checkpoints {numbers} under {self._root} reads back as it '
-        'was written; remove the folder to start without them'
+        f'none of the checkpoints {numbers} under {self._root} can be read ({cause}). Nothing was '
+        'changed: if memory, the disk or its permissions have failed, start again once that is '
+        'mended; if they are damaged, remove the folder to start without them'
       )
-    return None
+    for number, why in unread.items():
+      self._set_aside(number, why)
+    return restored
 
   def wait(self) -> None:
     """Blocks until the running save, if any, is complete.
@@ -274,9 +290,9 @@ class Checkpoints:
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
     json_files.files_in(folder)  # no links, before anything is opened
-    if self._key:
+    record, proof = _read_record(folder)
+    if self._key or proof or (folder / SEAL).exists():
       _require_seal(folder, self._key)
-    record = _record(folder, None)
     arrays = {'state': jax.tree.map(_abstract, like, shardings)}
     leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
@@ -292,12 +308,12 @@ class Checkpoints:
     except (OSError, ValueError):
       return _UNREADABLE
 
-  def _set_aside(self, number: int, error: Exception) -> None:
+  def _set_aside(self, number: int, why: str) -> None:
     aside = self._root / f'unreadable-{number}'
     _LOG.warning(
-      'checkpoint %s does not read back (%s): moved to %s, trying the previous one',
+      'checkpoint %s does not read back (%s): moved to %s',
       self._root / str(number),
-      _one_line(error),
+      why,
       aside,
     )
     if aside.exists():
@@ -367,14 +383,19 @@ def has(folder: pathlib.Path, record_sha256: str) -> bool:
     return False
 
 
-def seal(folder: pathlib.Path, key: seals.Key) -> None:
-  """Seals a checkpoint as it is on the disk, durably. Raises OSError, ValueError."""
+def seal(folder: pathlib.Path, key: seals.Key | None) -> None:
+  """Seals a checkpoint as it is on the disk, or takes its seal away if there is no key; durably.
+  Raises OSError, ValueError."""
   record, proof = _read_record(folder)
-  made = key.seal(*_named(folder, record))
+  made = key.seal(*_named(folder, record)) if key else ''
   if proof != made:
     record |= {'sha256': manifests.sha256(record), 'proof': made}
     json_files.write(folder / _RECORD, record)
-  json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
+  if key:
+    json_files.write(folder / SEAL, {'whole': key.seal(*_whole(folder))})
+  else:
+    (folder / SEAL).unlink(missing_ok=True)
+    json_files.fsync(folder)
 
 
 def _named(folder: pathlib.Path, record: dict[str, Any]) -> tuple[str, ...]:
@@ -405,12 +426,11 @@ def _require_any_proved(folders: list[pathlib.Path], key: seals.Key) -> None:
     try:
       _record(folder, key)
       return
-    except (OSError, ValueError) as error:
+    except (ValueError, FileNotFoundError) as error:
       refused = error
-  raise seals.Unproved(
-    f'no checkpoint can be proved: {_one_line(refused)}. Nothing was changed. Give the key that '
-    'sealed them, or take them as they are: diloco restore --trust'
-  )
+    except OSError:  # this one is not read, which is not refused: the restore says why
+      return
+  raise seals.Unproved(f'no checkpoint can be proved: {_one_line(refused)}. {_UNCHANGED}')
 
 
 def _record(folder: pathlib.Path, key: seals.Key | None) -> dict[str, Any]:

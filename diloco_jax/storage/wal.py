@@ -166,7 +166,7 @@ def _recover(files: files_port_lib.Files, found: wal_recovery.Found) -> list[str
   if found.proven < found.last:  # perhaps never on the disk, only in memory: see above
     wal_recovery.copy(files, last.name, 0, last.size, last.name)
   elif found.torn_bytes:
-    files.truncate(last.name, last.size)  # durable with the next commit; until then repeatable
+    files.truncate(last.name, last.size)  # durable with the next fsync; until then repeatable
   words = [
     f'WAL {files.place}/{name}: the mark at byte {offset} is damaged; every record is whole.'
     for name, offset in found.passed
@@ -369,7 +369,11 @@ class Wal:
       pass  # the commit is valid; if the disk failed, the next append raises
 
   def _begin_segment(self) -> None:
-    """Begins a segment; the file gets its name once its header is durable."""
+    """Begins a segment; the file gets its name once its header is durable, and the end of the one
+    before: a torn tail that recovery has cut must not come back in a segment that is not the
+    last."""
+    if self._segments:
+      self._do('fsync of', self._files.fsync, self._segments[-1].name)
     first = self.last + 1
     name, new = fmt.segment_name(first), fmt.segment_name(first) + fmt.NEW
     header = fmt.pack_segment(fmt.Header(first, self._chain, self._run))

@@ -31,7 +31,7 @@ from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, json_files, manifests, outer_log, seals, tapes
 from diloco_jax.storage import files as files_lib
-from diloco_jax.syncer import commit
+from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import work as syncer_work
@@ -134,12 +134,12 @@ def run(
     WalError: the log cannot be recovered, or the disk failed.
     ValueError: a file of the run is not what was written, or its seal cannot be proved.
   """
-  manifests.require_no_restore(workdir)
   with contextlib.ExitStack() as cleanup:
     log = commit.CommitLog(
       files_lib.Files(workdir / 'syncer' / 'wal'), assembled.agreement, records.say, key=key
     )
     cleanup.callback(log.close)
+    manifests.require_no_restore(workdir)  # behind the lock: now none begins
     payloads = payloads_lib.PayloadStore()
     work: syncer_work.SyncerWork | None = None
 
@@ -163,6 +163,9 @@ def run(
       manifests.numbers(workdir),
       manifests.read_restored(workdir, key),
     )
+    # A process that was killed before it had removed the oldest manifest leaves one too many, of
+    # which the machine does not know: the next snapshot would delete its checkpoints.
+    snapshot_work.remove_old(workdir)
     tape = tapes.Tape(
       workdir,
       start,

@@ -46,9 +46,15 @@ def write(
   except OSError as error:
     if write.snapshot not in manifests.numbers(workdir):
       return events.ManifestWritten(snapshot=write.snapshot, error=str(error))
-  with contextlib.suppress(OSError):  # the next snapshot does it
-    manifests.remove_all_but(workdir, manifests.numbers(workdir)[-checkpoints.SNAPSHOTS_KEPT :])
+  remove_old(workdir)
   return events.ManifestWritten(snapshot=write.snapshot, unverified=unverified)
+
+
+def remove_old(workdir: pathlib.Path) -> None:
+  """Removes the oldest manifests beyond SNAPSHOTS_KEPT. If the disk fails, the next snapshot or the
+  next start does it."""
+  with contextlib.suppress(OSError):
+    manifests.remove_all_but(workdir, manifests.numbers(workdir)[-checkpoints.SNAPSHOTS_KEPT :])
 
 
 def _is_one(part: actions.Part) -> bool:

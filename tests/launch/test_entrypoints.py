@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -84,19 +85,43 @@ from diloco_jax.launch import entrypoints, program
 program.run_main(lambda argv: entrypoints.learner(
   stdlib_lm.get_config('tiny'), argv[1], 'l0', 'none'), positional=True)
 """
+_SYNCER = """
+import sys
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import entrypoints, program
+from diloco_jax.transport import addresses
+program.run_main(lambda argv: entrypoints.syncer(
+  stdlib_lm.get_config('tiny'), argv[1], '', addresses.LOCAL), positional=True)
+"""
+
+
+def _process(script: str, workdir: pathlib.Path) -> subprocess.CompletedProcess:
+  return subprocess.run(
+    [sys.executable, '-c', script, str(workdir)],
+    env={**os.environ, 'JAX_NUM_CPU_DEVICES': '2', 'PYTHONPATH': os.getcwd()},
+    capture_output=True,
+    text=True,
+  )
 
 
 def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
   with contextlib.closing(files.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
     folder.lock('learner')
-    ended = subprocess.run(
-      [sys.executable, '-c', _LEARNER, str(tmp_path)],
-      env={**os.environ, 'JAX_NUM_CPU_DEVICES': '2', 'PYTHONPATH': os.getcwd()},
-      capture_output=True,
-      text=True,
-    )
+    ended = _process(_LEARNER, tmp_path)
   assert ended.returncode == program.NEVER_RETRY
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
+
+
+@pytest.mark.parametrize('node', ['syncer', 'islands/l0'])
+def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_path, node):
+  record = tmp_path / node / 'ckpt' / '1' / 'record' / 'data.json'
+  record.parent.mkdir(parents=True)
+  record.write_text('{')
+  ended = _process(_SYNCER if node == 'syncer' else _LEARNER, tmp_path)
+  assert ended.returncode == program.DISK_FAILED
+  (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
+  assert f'none of the checkpoints [1] under {tmp_path / node}/ckpt can be read' in line
+  assert 'Traceback' not in ended.stderr and record.exists()
 
 
 def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():

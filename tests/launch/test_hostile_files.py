@@ -66,6 +66,8 @@ def _whole(config, agreement, tmp_path_factory) -> pathlib.Path:
 def _make_run(config, agreement: str, workdir: pathlib.Path, key: seals.Key | None) -> None:
   run_folder.open_workdir(config, workdir, resume=False)
   restores._take(workdir, 1, agreement, key=key)
+  for node in ('l0', 'l1'):
+    (workdir / 'islands' / node / 'ckpt' / files_lib.LOCK).write_text('')
   files = files_lib.Files(workdir / 'syncer' / 'wal')
   files.lock()
   wal.begin(files, 'the run', 10, restores.CHAIN).append(1, b'an outer step')
@@ -543,19 +545,20 @@ def test_every_byte_of_a_sealed_checkpoint_is_sealed(sealed, keys):
   gc.collect()
 
 
-def test_a_wrong_key_sets_no_checkpoint_aside(sealed, keys):
+def test_a_wrong_key_or_none_sets_no_checkpoint_aside(sealed, keys):
   root = sealed / 'run' / 'islands' / 'l0' / 'ckpt'
   place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   like = restores._state(0)
-  for key, is_ours in ((keys[1], False), (keys[0], True)):
+  for key in (None, keys[1], keys[0]):
     checkpoints = checkpoint.Checkpoints(str(root), key)
-    if is_ours:
+    if key == keys[0]:
       assert checkpoints.restore(jax.tree.map(lambda _: place, like), like).step == 105
     else:
-      with pytest.raises(seals.Unproved, match='no checkpoint can be proved.*--trust'):
+      why = 'no checkpoint can be proved' if key else 'has a seal, and there is no --seal_key'
+      with pytest.raises(seals.Unproved, match=f'{why}.*Nothing was changed.*--trust'):
         checkpoints.restore(jax.tree.map(lambda _: place, like), like)
     checkpoints.close()
-  assert [path.name for path in root.iterdir()] == ['105']
+  assert {path.name for path in root.iterdir()} == {'105', files_lib.LOCK}
 
 
 def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
@@ -570,6 +573,14 @@ def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
   run = outer_log.run_of(agreement)
   assert wal.open_log(files, run, 10, restores.CHAIN, key=keys[0].of_log).last == 10
   files.close()
+
+
+@pytest.mark.parametrize('which', ['1', 'checkpoint'])
+def test_what_is_trusted_without_a_key_has_no_seal_any_more(config, sealed, which):
+  """A run whose key is lost goes on without one."""
+  restores._restore(config, sealed / 'run', which, trust=True)
+  for folder, number in (('syncer', 100), ('islands/l0', 105), ('islands/l1', 105)):
+    assert restores._held(sealed / 'run' / folder / 'ckpt').step == number
 
 
 # --- The key --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ last tests damage the log of a syncer that has merged and saved (tests/syncer/te
 """
 
 import copy
+import errno
 import gc
 import pathlib
 import random
@@ -348,14 +349,17 @@ def test_a_restore_that_was_cut_short_is_done_again(config, workdir, monkeypatch
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 2
 
 
-def test_not_under_a_syncer_that_runs(config, workdir):
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
-  files.lock()
+@pytest.mark.parametrize('role, folder', [('syncer', 'syncer/wal'), ('learner', 'islands/l1/ckpt')])
+def test_not_under_a_process_that_runs(config, workdir, role, folder):
+  files = files_lib.Files(workdir / folder)
+  files.lock(role)
   before = _contents(workdir)
-  with pytest.raises(files_lib.DirectoryError, match='already used by syncer pid'):
-    _restore(config, workdir)
+  for which in ('latest', 'checkpoint'):
+    with pytest.raises(files_lib.DirectoryError, match=f'already used by {role} pid'):
+      _restore(config, workdir, which)
   assert _contents(workdir) == before
   files.close()
+  _restore(config, workdir)
 
 
 def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tmp_path_factory):
@@ -391,6 +395,35 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
   assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr
+
+
+@pytest.mark.parametrize(
+  'call, number', [('create', errno.ENOSPC), ('fsync', errno.EIO)], ids=['full', 'failed']
+)
+def test_a_disk_that_takes_no_new_log_is_one_line_and_74(config, workdir, call, number):
+  script = f"""
+import sys
+from diloco_jax import __main__
+from diloco_jax.storage import files
+def fail(self, name):
+  raise OSError({number}, 'the disk')
+files.Files.{call} = fail
+__main__.main()
+"""
+  words = (f'--workdir={workdir}', '--to=2')
+  ended = subprocess.run(
+    [sys.executable, '-c', script, 'restore', *words],
+    cwd=pathlib.Path(__file__).parents[2],
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  assert ended.returncode == program.DISK_FAILED, ended.stderr
+  assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
+  with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
+    manifests.require_no_restore(workdir)
+  _restore(config, workdir, '2')
+  manifests.require_no_restore(workdir)
 
 
 def test_a_config_that_cannot_work_is_refused_before_anything_moves(config, workdir):

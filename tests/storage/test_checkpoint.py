@@ -265,8 +265,27 @@ def test_unreadable_checkpoints_are_an_error_and_no_checkpoint_is_not(tmp_path):
   assert _restore(tmp_path) is None
   _save(tmp_path, 1)
   (tmp_path / '1' / 'record' / 'data.json').write_text('{')
-  with pytest.raises(checkpoint.CheckpointError, match=r'none of the checkpoints \[1\]'):
-    _restore(tmp_path)
+  for _ in range(2):  # the second process does not start over either
+    with pytest.raises(checkpoint.CheckpointError, match=r'none of the checkpoints \[1\]'):
+      _restore(tmp_path)
+
+
+@pytest.mark.parametrize('sealed', [False, True])
+def test_a_failure_to_read_sets_nothing_aside(tmp_path, monkeypatch, sealed):
+  """The cause may pass: here no file can be opened."""
+  root = tmp_path / 'ckpt'
+  key = seals.load(tmp_path / 'run.key', tmp_path / 'run', make=True) if sealed else None
+  _save(root, 1, 2, key=key)
+
+  def fail(*args):
+    raise OSError(errno.EMFILE, 'Too many open files')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoint.json_files, 'read_bytes', fail)
+    with pytest.raises(checkpoint.CheckpointError, match=r'\[1, 2\] .*2: .*Too many open files'):
+      _restore(root, key=key)
+  assert sorted(path.name for path in root.iterdir()) == ['1', '2']
+  _assert_holds(_restore(root, key=key), 2)
 
 
 def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):

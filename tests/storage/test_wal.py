@@ -292,6 +292,23 @@ def test_a_cut_log_continues():
   assert read_log(wal.open_log(cut, RUN)) == expected(4)
 
 
+def test_a_cut_tail_does_not_come_back_once_the_log_goes_on_in_a_new_segment():
+  """A segment that is not the last one may not end in a torn record: that is damage."""
+  cut = 0
+  for seed in range(60):
+    disk = Storage(seed)
+    log = write_log(disk, 3, group=1)
+    disk.plan[len(disk.calls)] = 'killed within'
+    with pytest.raises(Killed):
+      log.append(1, payload(4))
+    log = wal.open_log(disk, RUN)
+    cut += bool(log.recovered.cut_bytes)
+    log.roll()
+    disk.crash()
+    assert read_log(wal.open_log(disk, RUN)) == expected(log.last)
+  assert cut > 30
+
+
 @pytest.mark.parametrize('flip', [0x01, 0xFF])
 @pytest.mark.parametrize('segment_bytes', [1 << 20, 600])
 def test_no_flipped_byte_changes_what_is_read_back(segment_bytes: int, flip: int):

@@ -14,6 +14,7 @@ import pathlib
 import queue
 import resource
 import threading
+import types
 
 import jax
 import numpy as np
@@ -28,7 +29,7 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records as records_lib
-from diloco_jax.storage import checkpoint, outer_log, wal_format
+from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit
 from diloco_jax.syncer import global_model as global_model_lib
@@ -551,26 +552,53 @@ def test_a_disk_that_is_full_at_the_start_is_74_and_releases_the_folder(assemble
   start().close()
 
 
-def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
-  """In one process with others: the same folder can be continued there."""
+def _fails_once_it_runs(assembled, workdir: pathlib.Path) -> None:
+  """Starts a syncer; its node fails at its first event."""
   event_queue = loop.EventQueue()
   event_queue.fail(RuntimeError('the node fails'))
-  with contextlib.closing(records_lib.Recorder(tmp_path, 'syncer', tensorboard=False)) as records:
-    before = set(threading.enumerate())
+  with contextlib.closing(records_lib.Recorder(workdir, 'syncer', tensorboard=False)) as records:
     with pytest.raises(RuntimeError, match='the node fails'):
       syncer_process.run(
         dataclasses.replace(assembled, task=None),
         global_model_lib.Theta(assembled),
-        tmp_path,
+        workdir,
         event_queue,
         in_process.InProcessHub().syncer_transport,
         records,
       )
-    left = {thread.name for thread in set(threading.enumerate()) - before}
+
+
+def test_a_node_that_fails_leaves_no_thread_and_no_lock(assembled, tmp_path):
+  """In one process with others: the same folder can be continued there."""
+  before = set(threading.enumerate())
+  _fails_once_it_runs(assembled, tmp_path)
+  left = {thread.name for thread in set(threading.enumerate()) - before}
   assert not left & {'work', 'evaluation', 'save', 'tape'}
   files = files_lib.Files(tmp_path / 'syncer' / 'wal')
   files.lock()
   files.close()
+
+
+def test_a_start_removes_the_manifest_that_a_killed_syncer_left(assembled, tmp_path):
+  """The machine keeps the newest two: the next snapshot deletes the checkpoints of older ones."""
+  for number in (1, 2, 3):
+    json_files.write(tmp_path / manifests.FOLDER / f'{number}.json', {})
+  _fails_once_it_runs(assembled, tmp_path)
+  assert manifests.numbers(tmp_path) == [2, 3]
+
+
+def test_whether_a_restore_has_ended_is_asked_behind_the_lock(assembled, tmp_path):
+  """A restore holds the lock: none can begin after the question."""
+  json_files.write(tmp_path / 'syncer' / manifests.RESTORING, {})
+  records = types.SimpleNamespace(say=print)
+  start = lambda: syncer_process.run(assembled, None, tmp_path, None, None, records)
+  with contextlib.closing(files_lib.Files(tmp_path / 'syncer' / 'wal')) as files:
+    files.lock('restore')
+    with pytest.raises(files_lib.DirectoryError, match='already used by restore pid'):
+      start()
+  for _ in range(2):  # the first one leaves no lock
+    with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
+      start()
 
 
 def test_a_stopped_log_writes_no_outer_step(rig, expected):
