@@ -43,7 +43,7 @@ class Server:
     self._thread: threading.Thread | None = None
 
   def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
-    """Waits for the end of the run; returns the global model, name -> float32 array.
+    """Waits for the end of the run; returns the global model, name -> array of the loop's type.
 
     Raises:
       TimeoutError: the run has not ended within `timeout_s`; it continues.

@@ -18,9 +18,9 @@ from diloco_jax.syncer import process as syncer_process
 
 
 def load_params(workdir: str | pathlib.Path) -> Any:
-  """The global model of a run, float32 numpy arrays in the tree that the task's loss takes; of
-  loops of the user's own a dict, name -> array. The run may be under way: then it is the model of
-  the syncer's newest checkpoint.
+  """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
+  of loops of the user's own a dict, name -> array. The run may be under way: then it is the model
+  of the syncer's newest checkpoint.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet.
