@@ -41,6 +41,15 @@ def test_an_unknown_command_is_one_line_and_42():
   assert done.stderr == "error: there is no command 'trian'; did you mean train?\n"
 
 
+@pytest.mark.parametrize(
+  'flags', [['--against=x'], ['--kill_every_s=60'], ['--like=x', '--story'], ['--story']], ids=str
+)
+def test_flags_of_the_simulator_that_would_do_nothing_are_refused(flags: list[str]):
+  done = diloco('simulate', *flags)
+  assert (done.returncode, done.stdout) == (42, '')
+  assert done.stderr.startswith('error: --') and 'appl' in done.stderr
+
+
 @pytest.mark.parametrize('command', __main__.COMMANDS)
 def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   done = diloco(command, '--help')

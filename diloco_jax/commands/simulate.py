@@ -51,16 +51,12 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 
 def main(argv: list[str]) -> int:
   del argv
-  for given, flag, needs in (
-    (_AGAINST.value, '--against', _LIKE.value),
-    (_KILL_EVERY_S.value, '--kill_every_s', _LIKE.value),
-    (_STORY.value or _TAPES.value or _SEEDS.value, '--story, --tapes or --seeds', not _LIKE.value),
-  ):
-    if given and not needs:
-      rule = 'does not go' if _LIKE.value else 'goes only'
-      raise program.NeverRetry(f'{flag} {rule} with --like')
   if _LIKE.value:
+    if _STORY.value or _TAPES.value or _SEEDS.value:
+      raise program.NeverRetry('--like predicts a run: --story, --tapes and --seeds do not apply')
     return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
+  if _AGAINST.value or _KILL_EVERY_S.value is not None:
+    raise program.NeverRetry('--against and --kill_every_s apply to a prediction: add --like=RUN')
   if _SEED.value is not None:
     if _SEEDS.value is not None:
       raise program.NeverRetry('--seed and --seeds exclude each other: give one of them')

@@ -10,7 +10,7 @@ which in turn holds a digest of every leaf: so the manifest detects every later 
 (seals.py). Without a manifest a snapshot does not exist: checkpoints that were saved for it are
 ordinary ones.
 
-The file `RESTORING` exists while a restore (restore.py) runs: no process may start from a folder
+The file `RESTORING` exists while a restore (restore.py) runs: no syncer may start from a folder
 that is half restored. The file `RESTORED` tells the syncer of it.
 
 What is read here is typed before any of it becomes a path: names are learner ids, numbers are in

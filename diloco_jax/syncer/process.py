@@ -241,7 +241,8 @@ def _export(
 
 
 def _forget_export(workdir: pathlib.Path) -> None:
-  """Removes the model of an earlier end: the run goes on, so its model is in the checkpoints."""
+  """Removes the model that an earlier end of the run has exported. Until the next end the newest
+  model is that of the checkpoints."""
   model = workdir / MODEL
   if model.is_symlink():
     model.unlink()

@@ -73,7 +73,7 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
   config = own_loop.get_config()
   config.sync.fragments = 1
   monkeypatch.setattr(module, name, stopped_meanwhile)
-  monkeypatch.setattr(entrypoints, '_serve', lambda *args: pytest.fail('it goes on'))
+  monkeypatch.setattr(entrypoints, '_serve', lambda *args: pytest.fail('the syncer was started'))
   where = config, str(tmp_path / 'run'), '', addresses.LOCAL, str(tmp_path / 'init')
   assert entrypoints.own_loop_syncer(*where) == 0
 

@@ -577,7 +577,7 @@ def test_what_is_trusted_is_sealed(config, agreement, keys, tmp_path):
 
 @pytest.mark.parametrize('which', ['1', 'checkpoint'])
 def test_what_is_trusted_without_a_key_has_no_seal_any_more(config, sealed, which):
-  """A run whose key is lost goes on without one."""
+  """A run whose key is lost can continue, without seals."""
   restores._restore(config, sealed / 'run', which, trust=True)
   for folder, number in (('syncer', 100), ('islands/l0', 105), ('islands/l1', 105)):
     assert restores._held(sealed / 'run' / folder / 'ckpt').step == number

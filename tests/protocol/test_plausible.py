@@ -161,7 +161,7 @@ def test_a_restart_that_opens_closing_syncs_again_strikes_no_learner():
   machine.handle(0, single.received(1, single.join()))
   done = dataclasses.replace(single.confirm(fragments=4), clock=8, steps=8, tokens=80)
   machine.handle(0, single.received(1, done))
-  machine._published.fragments[1].last_sync = 12
+  machine._published.last_sync = 12
   adopted = dataclasses.replace(single.progress(8), clock=12)
   assert not said(machine.handle(1, single.received(1, adopted)))
 

@@ -33,7 +33,7 @@ class Member:
   nonce: int | None = None
   session: int | None = None
   heard_ns: int = 0
-  entered_ns: int = 0  # Joined
+  entered_ns: int = 0  # when it got its shard
   # Reports of the process (join.py).
   host: str = ''
   pid: int = 0

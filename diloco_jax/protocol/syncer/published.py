@@ -55,6 +55,7 @@ class Published:
     self._members = members
     self._out = out
     self._reads: set[int] = set()  # fragments being read whole
+    self.last_sync = 0  # the newest of all fragments
 
   def compare(self, member: members_lib.Member, learner_held: tuple[messages.Held, ...]) -> None:
     """A learner enters: every fragment that it does not hold as published is due to it."""
@@ -73,6 +74,7 @@ class Published:
     fragment = self.fragments[done.fragment]
     base, fragment.version = fragment.version, fragment.version + 1
     fragment.digest, fragment.last_sync = done.digest, done.sync
+    self.last_sync = max(self.last_sync, done.sync)
     return self._announce(done.fragment, base, done.payload)
 
   def send_delta(
@@ -188,3 +190,4 @@ class Published:
     rows = zip(self.fragments, state['versions'], state['last_sync'])
     for fragment, version, last_sync in rows:
       fragment.version, fragment.last_sync = version, last_sync
+    self.last_sync = max(state['last_sync'])
