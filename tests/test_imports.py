@@ -131,7 +131,7 @@ FOREIGN = {
   'numerics': {'jax', 'numpy', 'optax'},
   'node': set(),
   'certs': {'cryptography'},
-  'transport': {'google', 'grpc', 'grpc_health', 'numpy'},
+  'transport': {'google', 'grpc', 'grpc_health', 'isal', 'numpy'},
   'proof/checks': set(),
   'proof/sim': set(),
   'proof/virtual': {'absl', 'jax', 'numpy'},

@@ -22,10 +22,9 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, outer_log, seals
-from diloco_jax.syncer import commit, pieces, snapshot_work
+from diloco_jax.syncer import commit, snapshot_work
 from diloco_jax.syncer import evaluation as evaluation_lib
 from diloco_jax.syncer import global_model as global_model_lib
-from diloco_jax.transport import chunks
 from diloco_jax.transport import payloads as payloads_lib
 
 MEASURED = 1 << 10  # payloads whose lengths are kept: far more than may be in open syncs
@@ -127,7 +126,6 @@ class SyncerWork:
       refused=screened.refused,
     )
     kept = payloads if self._assembled.config.sync.keep_log else ()
-    summed = pieces.threads().submit(chunks.sum_up, merged.delta)
     self._log.write(outer_log.OuterStep(merge, done, merged.gradient, kept))
     for one in merge.participants:
       self._payloads.drop(one.payload_id)
@@ -135,7 +133,7 @@ class SyncerWork:
     if merged.failed:
       self._post(done)
       return
-    payload_id, payload = payloads_lib.keep(self._payloads, summed.result())
+    payload_id, payload = payloads_lib.keep(self._payloads, merged.delta)
     self._post(dataclasses.replace(done, payload_id=payload_id, payload=payload))
     self._records.report(
       facts.Outer(sync=merge.sync, fragment=p, version=merge.version, norm=merged.norm)

@@ -34,10 +34,10 @@ codecs). CRC-32 guards against accidents, not against an attacker.
 
 import dataclasses
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from isal import isal_zlib
 
 from diloco_jax.transport import wire
 
@@ -58,41 +58,16 @@ def chunk_count(total_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> int:
   return max(1, -(-total_bytes // chunk_bytes))
 
 
-class Summed(np.ndarray):
-  """A payload, uint8[S], with its checksums, so that they are made once however often it is sent.
-
-  Attributes:
-    crcs: the CRC-32 from its first byte to the end of each part of CHUNK_BYTES.
-  """
-
-  crcs: tuple[int, ...] = ()
-
-
-def sum_up(payload: memoryview | bytes | Summed) -> Summed:
-  """The same bytes, not copied; zlib computes without the GIL."""
-  if isinstance(payload, Summed):
-    return payload
-  data, crcs, crc32 = memoryview(payload).cast('B'), [], 0
-  for start in range(0, data.nbytes or 1, CHUNK_BYTES):
-    crc32 = zlib.crc32(data[start : start + CHUNK_BYTES], crc32)
-    crcs.append(crc32)
-  summed = np.frombuffer(data, np.uint8).view(Summed)
-  summed.crcs = tuple(crcs)
-  return summed
-
-
 def split(
-  transfer: int, payload: memoryview | bytes | Summed, chunk_bytes: int = CHUNK_BYTES
+  transfer: int, payload: memoryview | bytes, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[bytes]:
   """Yields the frames of a transfer, each made on demand (one copy of at most `chunk_bytes`)."""
   data = memoryview(payload).cast('B')
   count = chunk_count(data.nbytes, chunk_bytes)
-  known = payload.crcs if isinstance(payload, Summed) else ()
   crc32 = 0
   for index in range(count):
-    end = min((index + 1) * chunk_bytes, data.nbytes)
-    chunk = data[index * chunk_bytes : end]
-    crc32 = known[chunk_count(end) - 1] if known else zlib.crc32(chunk, crc32)
+    chunk = data[index * chunk_bytes : (index + 1) * chunk_bytes]
+    crc32 = isal_zlib.crc32(chunk, crc32)
     yield b''.join((_header(transfer, data.nbytes, index, count, crc32), chunk))
 
 
@@ -102,7 +77,7 @@ def acknowledgement(received_bytes: int) -> bytes:
 
 def _header(transfer: int, total: int, index: int, count: int, crc32: int) -> bytes:
   fields = _FIELDS.pack(MAGIC, VERSION, HEADER_BYTES, transfer, total, index, count, crc32)
-  return fields + _CHECK.pack(zlib.crc32(fields))
+  return fields + _CHECK.pack(isal_zlib.crc32(fields))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,14 +127,14 @@ class _Partial:
     self.crc32 = 0
 
   def add(self, chunk: Chunk) -> None:
-    crc32 = zlib.crc32(chunk.data, self.crc32)
+    crc32 = isal_zlib.crc32(chunk.data, self.crc32)
     if crc32 != chunk.crc32:
       raise wire.WireError(
         'checksum',
         f'CRC-32 {crc32:#010x} after chunk {chunk.index} of transfer '
         f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
       )
-    # numpy copies without the GIL, as zlib computes its checksums.
+    # numpy copies without the GIL, as checksums are computed.
     start = chunk.index * chunk.chunk_bytes
     self.buffer_S[start : start + chunk.data.nbytes] = np.frombuffer(chunk.data, np.uint8)
     self.crc32 = crc32
@@ -286,7 +261,7 @@ def _checked(view: memoryview) -> list[int]:
 
 def _check_header(frame: memoryview) -> None:
   (stored,) = _CHECK.unpack_from(frame, _FIELDS.size)
-  found = zlib.crc32(frame[: _FIELDS.size])
+  found = isal_zlib.crc32(frame[: _FIELDS.size])
   if stored != found:
     raise wire.WireError(
       'header',

@@ -5,11 +5,12 @@ Machines see payload ids only. The store copies nothing: the owner must not chan
 
 import threading
 
+from isal import isal_zlib
+
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks
 
-Buffer = memoryview | bytes | chunks.Summed
+Buffer = memoryview | bytes
 
 
 class PayloadStore:
@@ -51,7 +52,7 @@ class PayloadStore:
 
 
 def keep(payloads: ports.Payloads, data: Buffer) -> tuple[int, messages.Payload]:
-  """Keeps bytes to send, with their checksums (chunks.Summed); returns their payload id and what
-  announces them."""
-  summed = chunks.sum_up(data)
-  return payloads.put(summed), messages.Payload(size_bytes=summed.nbytes, crc32=summed.crcs[-1])
+  """Keeps bytes to send; returns their payload id and what announces them."""
+  view = memoryview(data).cast('B')
+  announced = messages.Payload(size_bytes=view.nbytes, crc32=isal_zlib.crc32(view))
+  return payloads.put(view), announced

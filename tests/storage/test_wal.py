@@ -10,6 +10,7 @@ import hashlib
 import random
 import re
 import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -600,7 +601,7 @@ def test_a_log_of_another_version_is_refused_with_both():
   write_log(disk, 1)
   ((name, data),) = disk.copy().items()
   older = struct.pack('<8sI', b'DJAXWAL\n', 0)
-  older += struct.pack('<I', fmt.zlib.crc32(older)) + b'of another layout'
+  older += struct.pack('<I', zlib.crc32(older)) + b'of another layout'
   words = refused(Storage(files={name: older}), fmt.WalUnsupported)
   assert 'format version 0, this package reads 1' in words
 

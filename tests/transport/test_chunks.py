@@ -87,15 +87,6 @@ def test_a_payload_may_be_any_contiguous_buffer():
   assert assembler().add(next(chunks.split(1, words))).data == words.cast('B')
 
 
-@pytest.mark.parametrize('chunk', [CHUNK, chunks.LARGE_CHUNK_BYTES])
-@pytest.mark.parametrize('size', [0, 1, CHUNK, 5 * CHUNK + 1])
-def test_checksums_made_once_give_the_same_frames(size, chunk):
-  payload = bytes(range(256)) * (size // 256) + b'x' * (size % 256)
-  summed = chunks.sum_up(payload)
-  assert summed.crcs[-1] == zlib.crc32(payload)
-  assert list(chunks.split(1, summed, chunk)) == list(chunks.split(1, payload, chunk))
-
-
 def test_transfers_may_interleave():
   first, second = bytes(CHUNK + 1), b'\1' * (CHUNK + 2)
   receiver = assembler()
