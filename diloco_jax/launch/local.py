@@ -18,13 +18,14 @@ from diloco_jax.storage import files, seals
 
 SUPERVISOR = 'supervisor'
 
-# By default glibc returns freed pages to the kernel and takes new ones, one page fault each; for
-# buffers that live as long as one fragment this costs more than the arithmetic. 32 MiB is the
-# largest threshold that glibc accepts.
+# By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
+# for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
+# them (32 MiB is the largest threshold that it accepts), and asks for pages of 2 MiB.
 _MALLOC = {
-  'MALLOC_MMAP_THRESHOLD_': str(32 << 20),
-  'MALLOC_TRIM_THRESHOLD_': str(1 << 30),
-  'MALLOC_TOP_PAD_': str(16 << 20),
+  'hugetlb': 1,
+  'mmap_threshold': 32 << 20,
+  'trim_threshold': 1 << 30,
+  'top_pad': 16 << 20,
 }
 
 
@@ -45,7 +46,7 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TF_CPP_MIN_LOG_LEVEL': '2',
     'GRPC_VERBOSITY': 'ERROR',
-    **_MALLOC,
+    'GLIBC_TUNABLES': ':'.join(f'glibc.malloc.{name}={n}' for name, n in _MALLOC.items()),
   }
   path = os.pathsep.join(filter(None, [str(program.CHECKOUT or ''), base.get('PYTHONPATH', '')]))
   return {
