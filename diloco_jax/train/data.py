@@ -18,15 +18,17 @@ captions (digits.py) have them too.
 import dataclasses
 import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import grain
 import jax
 import numpy as np
 
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import corpus_files
 from diloco_jax.train import task as task_lib
+
+if TYPE_CHECKING:
+  import grain
 
 _HELD_OUT_OF_1000 = 30
 
@@ -122,6 +124,8 @@ class Shard:
   corpus uint8[batch_size, seq_len + 1]."""
 
   def __init__(self, examples: Examples, config: config_lib.DataConfig, shard: int):
+    import grain  # here: the syncer reads no shard, and it takes half a second
+
     self._shuffled = grain.MapDataset.source(examples).seed(config.seed).shuffle()
     self._config, self._first = config, first_slice(shard, config.shards)
     self._batches = len(examples) // config.shards // config.batch_size  # of each pass
@@ -133,7 +137,7 @@ class Shard:
       self._pass = number, self._order(number)
     return self._pass[1][place]
 
-  def _order(self, number: int) -> grain.MapDataset:
+  def _order(self, number: int) -> 'grain.MapDataset':
     """The batches of pass `number`."""
     config = self._config
     which = (self._first + number) % config.shards
