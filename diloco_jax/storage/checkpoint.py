@@ -301,7 +301,7 @@ class Checkpoints:
 
   def _snapshot_of(self, number: int) -> int | None:
     """The snapshot that pins a checkpoint; an unreadable one stays until the next snapshot."""
-    if not (self._root / str(number) / 'record').exists():
+    if not (self._root / str(number) / _RECORD).exists():
       return None  # a killed process was deleting it: the next save completes that
     try:
       return _record(self._root / str(number), self._key)['snapshot']

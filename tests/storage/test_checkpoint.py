@@ -71,9 +71,10 @@ def test_keeps_the_last_two(tmp_path):
   checkpoints.close()
 
 
-def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(tmp_path):
+@pytest.mark.parametrize('left', ['state', 'record'])
+def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(tmp_path, left):
   _save(tmp_path, 5, 7)
-  (tmp_path / '3' / 'state').mkdir(parents=True)
+  (tmp_path / '3' / left).mkdir(parents=True)
   _save(tmp_path, 8)
   assert {path.name for path in tmp_path.iterdir() if path.name.isdecimal()} == {'7', '8'}
   _assert_holds(_restore(tmp_path), 8)
