@@ -3,4 +3,5 @@
 #   ./scripts/test.sh tests/protocol -n 0       in this process
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+unset PYTHONDONTWRITEBYTECODE  # the tests start this package a hundred times
 exec "$python" -m pytest -n 2 --dist loadscope --no-loadscope-reorder "$@"

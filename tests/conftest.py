@@ -75,6 +75,7 @@ _QUICKLY_COMPILED = (
 _ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (
   *_REAL_RUNS,
+  'tests/protocol/test_hostile_words.py',
   'tests/proof/test_seeds.py',
   'tests/launch/test_restore.py',
   'tests/train/',
