@@ -50,6 +50,12 @@ def test_flags_of_the_simulator_that_would_do_nothing_are_refused(flags: list[st
   assert done.stderr.startswith('error: --') and 'appl' in done.stderr
 
 
+def test_ways_to_train_that_exclude_each_other_are_refused():
+  done = diloco('train', '--config=stdlib_lm:tiny', '--syncer=none', '--controller=single')
+  assert (done.returncode, done.stdout) == (42, '')
+  assert 'exclude each other' in done.stderr
+
+
 @pytest.mark.parametrize('command', __main__.COMMANDS)
 def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   done = diloco(command, '--help')

@@ -61,6 +61,7 @@ def main(argv: list[str]) -> int:
     workdir = run_folder.open_workdir(
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
+  program_lib.seal_key(workdir, make=True)  # before a child needs it
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
   config_flags = program_lib.config_flags_of_this_process()
   display = live.make()

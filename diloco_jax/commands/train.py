@@ -48,13 +48,18 @@ def main(argv: list[str]) -> int:
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
+  alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
   with program.never_retry(ValueError, files.DirectoryError):
-    workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value)
+    if sum((alone, single, _STANDBY.value)) > 1:
+      raise ValueError(
+        '--syncer=none, --controller=single and --standby exclude each other: give one of them'
+      )
+    workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value, alone=alone)
   return local.run(
     config,
     workdir,
     config_flags=program.config_flags_of_this_process(),
-    alone=_SYNCER.value == 'none',
-    single=_CONTROLLER.value == 'single',
+    alone=alone,
+    single=single,
     standby=_STANDBY.value,
   )

@@ -168,7 +168,8 @@ def run(
       print('no chaos: with --controller=single there is no process to kill', flush=True)
     outcome = _run_single(config, workdir)
   else:
-    outcome = _run_processes(config, workdir, config_flags, alone, standby)
+    with program.never_retry(files.DirectoryError):
+      outcome = _run_processes(config, workdir, config_flags, alone, standby)
   if outcome.code == program.NEVER_RETRY:
     raise program.NeverRetry(outcome.text)
   wall_s = time.monotonic() - started_s

@@ -1,6 +1,7 @@
 """The folder of a run.
 
 WORKDIR/config.json        the config that started or continued the run
+WORKDIR/lock               held by the supervisor of the run
 WORKDIR/records/           facts of every process        (report/records.py)
 WORKDIR/logs/              output of every process
 WORKDIR/tapes/             every turn of every machine   (storage/tapes.py)
@@ -30,10 +31,10 @@ ADDRESS = 'syncer/address'
 
 
 def open_workdir(
-  config: run_config.Config, workdir: pathlib.Path | None, resume: bool
+  config: run_config.Config, workdir: pathlib.Path | None, resume: bool, alone: bool = False
 ) -> pathlib.Path:
-  """Makes the folder of a run, or opens the one to continue. Raises ValueError; DirectoryError if
-  its syncer runs."""
+  """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
+  Raises ValueError; DirectoryError if its supervisor or its syncer runs."""
   if workdir is None:
     if resume:
       raise ValueError('--resume needs --workdir=DIR, the run to continue')
@@ -41,7 +42,8 @@ def open_workdir(
   workdir = workdir.absolute()
   if resume:
     _check_same_run(config, workdir)
-    _check_no_syncer(workdir)
+    _check_same_kind(workdir, alone)
+    _check_ended(workdir)
   elif workdir.is_dir() and any(workdir.iterdir()):
     raise ValueError(
       f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
@@ -80,14 +82,39 @@ def claim(workdir: pathlib.Path) -> None:
     )
 
 
-def _check_no_syncer(workdir: pathlib.Path) -> None:
-  """Refuses a run whose syncer has the log: without the address, its learners could not come back.
-  Raises DirectoryError."""
-  log = manifests.syncer_folder(workdir) / 'wal'
-  if not log.is_dir():
-    return
-  with contextlib.closing(files.Files(log)) as log_files:
-    log_files.lock('train')
+def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files]:
+  """Locks the run for one supervisor. Raises DirectoryError."""
+  folder = files.Files(workdir)
+  try:
+    folder.lock('train')
+  except BaseException:
+    folder.close()
+    raise
+  return contextlib.closing(folder)
+
+
+def _check_ended(workdir: pathlib.Path) -> None:
+  """Refuses a run whose supervisor is live, which starts its syncer again, or whose syncer has the
+  log: without the address, its learners could not come back. Raises DirectoryError."""
+  for folder in (workdir, manifests.syncer_folder(workdir) / 'wal'):
+    if folder.is_dir():
+      with held(folder):
+        pass
+
+
+def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
+  """Refuses a run with a syncer to a learner alone, and the reverse: neither could go on from the
+  checkpoints of the other. Raises ValueError."""
+  has_log = (manifests.syncer_folder(workdir) / 'wal').is_dir()
+  if alone and has_log:
+    raise ValueError(
+      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another --workdir'
+    )
+  if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
+    raise ValueError(
+      f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none, '
+      'or choose another --workdir'
+    )
 
 
 def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:

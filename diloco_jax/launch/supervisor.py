@@ -37,7 +37,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from diloco_jax.launch import children, standby
+from diloco_jax.launch import children, run_folder, standby
 from diloco_jax.launch import kill_plan as kill_plan_lib
 from diloco_jax.launch import program as program_lib
 from diloco_jax.report import facts, run_facts
@@ -118,10 +118,15 @@ class Supervisor:
     self.statuses = {name: run_facts.Status() for name in self._programs}
 
   async def run(self) -> Outcome:
-    """Returns once every process has ended."""
+    """Returns once every process has ended. Raises DirectoryError: the run has a supervisor."""
+    with run_folder.held(self._workdir):
+      return await self._run()
+
+  async def _run(self) -> Outcome:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      loop.add_signal_handler(number, self._interrupt)
+      if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has told the process
+        loop.add_signal_handler(number, self._interrupt)
     self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):
       self._begin(program)

@@ -190,13 +190,12 @@ def _compile_in_turn() -> Iterator[None]:
   """Holds a lock on the compilation cache, so that the learners of a run compile in turn: the first
   compiles the functions and the others read them. Learners that start together with an empty cache
   would each compile all of them. The kernel frees the lock if the process dies; without a cache
-  there is no lock."""
-  folder = jax.config.jax_compilation_cache_dir
-  if not folder:
-    yield
-    return
-  path = pathlib.Path(folder) / '.turn'
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with open(path, 'w') as file:
-    fcntl.flock(file, fcntl.LOCK_EX)
+  that can be written there is no lock."""
+  with contextlib.ExitStack() as stack:
+    if folder := jax.config.jax_compilation_cache_dir:
+      path = pathlib.Path(folder) / '.turn'
+      with contextlib.suppress(OSError):  # jax goes on without a cache, too
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = stack.enter_context(open(path, 'w'))
+        fcntl.flock(file, fcntl.LOCK_EX)
     yield

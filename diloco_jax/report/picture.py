@@ -84,7 +84,7 @@ def _draw_loss(axes: axes_lib.Axes, run: run_facts.RunFacts, colours: dict[str, 
     )
   axes.legend(handles=handles, frameon=False, fontsize=9)
   axes.set_xlabel('tokens trained by all learners')
-  axes.set_ylabel('loss (nats per byte)')
+  axes.set_ylabel('loss')
   axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=''))
   axes.margins(x=0.01)
   _open(axes)

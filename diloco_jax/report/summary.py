@@ -237,8 +237,7 @@ def _loss_lines(summary: Mapping[str, Any]) -> list[str]:
   if start is None:
     return ['held-out loss  was not measured']
   return [
-    f'held-out loss  {start:.3f} before, {end:.3f} after (nats per byte, on text that no '
-    'learner trained on)'
+    f'held-out loss  {start:.3f} before, {end:.3f} after (on data that no learner trained on)'
   ]
 
 

@@ -79,7 +79,9 @@ def in_folder(workdir: pathlib.Path) -> str:
   folder = workdir / 'syncer' / 'door'
   if len(os.fsencode(_socket(folder))) > _MAX_PATH_BYTES:
     short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
-    base = os.environ.get('XDG_RUNTIME_DIR') or tempfile.gettempdir()
+    base = os.environ.get('XDG_RUNTIME_DIR', '')
+    if not os.access(base, os.W_OK | os.X_OK):  # none, or that of the user before `su`
+      base = tempfile.gettempdir()
     folder = pathlib.Path(base) / f'diloco-{os.geteuid()}-{short}'
   with contextlib.suppress(FileExistsError):
     private.make_folder(folder)

@@ -64,6 +64,30 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
   run_folder.open_workdir(config, workdir, resume=True)  # it has ended
 
 
+def test_a_run_whose_supervisor_is_live_is_not_continued(config, tmp_path):
+  """It would start the syncer again, which may be down at the moment."""
+  workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  address = workdir / 'syncer' / 'address'
+  address.parent.mkdir()
+  address.touch()
+  with run_folder.held(workdir):
+    with pytest.raises(files.DirectoryError, match='already used by train pid'):
+      run_folder.open_workdir(config, workdir, resume=True)
+  assert address.exists()
+
+
+def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
+  alone = run_folder.open_workdir(config, tmp_path / 'alone', resume=False, alone=True)
+  (alone / 'islands' / 'l0' / 'ckpt' / '50').mkdir(parents=True)
+  with pytest.raises(ValueError, match='without a syncer; continue it with --syncer=none'):
+    run_folder.open_workdir(config, alone, resume=True)
+  assert run_folder.open_workdir(config, alone, resume=True, alone=True) == alone
+  run = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
+  (run / 'syncer' / 'wal').mkdir(parents=True)
+  with pytest.raises(ValueError, match='has a syncer; leave --syncer=none out'):
+    run_folder.open_workdir(config, run, resume=True, alone=True)
+
+
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1

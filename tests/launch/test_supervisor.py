@@ -18,9 +18,10 @@ import time
 import psutil
 import pytest
 
-from diloco_jax.launch import kill_plan
+from diloco_jax.launch import kill_plan, run_folder
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records, run_facts
+from diloco_jax.storage import files
 
 _DEADLINE_S = 30.0
 _ENVIRONMENT = {'PATH': os.environ['PATH'], 'PYTHONUNBUFFERED': '1'}
@@ -105,6 +106,28 @@ def test_the_run_ends_with_its_syncer(tmp_path):
     'syncer': 'done',
     'l0': 'done',
   }
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+  learner = 'import os, pathlib, sys\nwhile not pathlib.Path(sys.argv[1], "DONE").exists(): pass'
+  run = Run(tmp_path, [program('l0', learner, str(tmp_path))])
+
+  def tick(run):
+    os.kill(os.getpid(), signal.SIGHUP)
+    (tmp_path / 'DONE').touch()
+
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    assert run.run(tick).text == 'done'
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_has_one_supervisor(tmp_path):
+  with run_folder.held(tmp_path):
+    with pytest.raises(files.DirectoryError, match='already used by train pid'):
+      Run(tmp_path, [program('l0', '')]).run()
+  assert Run(tmp_path, [program('l0', '')]).run().code == 0
 
 
 def test_a_failed_learner_is_restarted(tmp_path):

@@ -26,6 +26,16 @@ def _same(one, other) -> bool:
   return all(map(np.array_equal, jax.tree.leaves(one), jax.tree.leaves(other)))
 
 
+def test_a_cache_of_compiled_functions_that_cannot_be_written_is_no_error():
+  before = jax.config.jax_compilation_cache_dir
+  jax.config.update('jax_compilation_cache_dir', '/proc/nowhere')
+  try:
+    with learner_process._compile_in_turn():
+      pass
+  finally:
+    jax.config.update('jax_compilation_cache_dir', before)
+
+
 def test_use_shard_moves_the_island_and_rewinds_it_if_asked(tmp_path):
   config = stdlib_lm.get_config('tiny')
   assembled, posted = build.assemble(config), []

@@ -145,6 +145,14 @@ def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
   pathlib.Path(other.removeprefix('unix:')).parent.rmdir()
 
 
+def test_a_runtime_folder_that_does_not_exist_is_not_used(tmp_path, monkeypatch):
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path / 'of another user'))
+  path = pathlib.Path(addresses.in_folder(tmp_path / ('x' * 120)).removeprefix('unix:'))
+  assert path.parent.is_relative_to(tempfile.gettempdir())
+  assert not path.is_relative_to(tmp_path / 'of another user')
+  path.parent.rmdir()
+
+
 @pytest.mark.parametrize('mode', [0o755, 0o770, 0o701])
 def test_a_socket_in_a_folder_of_others_is_refused(tmp_path, mode):
   (tmp_path / 'open').mkdir()
