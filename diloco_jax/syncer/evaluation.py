@@ -27,7 +27,7 @@ class Evaluation:
     self._task = task
     self._theta = theta
     self._records = records
-    self._error: BaseException | None = None
+    self._well = True
     self._changed = threading.Condition()
     self._waiting: tuple[int, Any] | None = None  # the model of a step
     self._busy = self._stopped = False
@@ -36,7 +36,7 @@ class Evaluation:
 
   def submit(self, step: int) -> None:
     """Asks for an evaluation of the present model. Call it on the thread that changes the model."""
-    if self._task is not None and self._error is None:
+    if self._task is not None and self._well:
       with self._changed:
         self._waiting = step, self._theta.params()
         self._changed.notify_all()
@@ -53,17 +53,12 @@ class Evaluation:
       self._changed.notify_all()
     self._thread.join(DROP_S)
 
-  def require_well(self) -> None:
-    """Raises the first error of an evaluation."""
-    if self._error is not None:
-      raise self._error
-
   def _guarded(self) -> None:
     try:
       self._run()
-    except BaseException as error:  # the run continues without evaluations
-      self._error = error
-      self._records.say(f'evaluation stopped: {error!r}')
+    except BaseException as error:
+      self._well = False
+      self._records.say(f'{error!r}: the run continues without held-out losses')
     with self._changed:
       self._waiting, self._busy = None, False
       self._changed.notify_all()

@@ -217,7 +217,6 @@ def run(
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
       _wait_or_stop(evaluation, event_queue)
-    evaluation.require_well()
     return result
 
 

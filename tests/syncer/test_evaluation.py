@@ -1,5 +1,6 @@
 """Evaluations never pile up, and a stop waits for none of them."""
 
+import contextlib
 import dataclasses
 import threading
 
@@ -111,3 +112,22 @@ def test_a_stop_ends_the_wait_for_the_last_evaluation(assembled, gate, records):
   process._wait_or_stop(last, event_queue)
   last.stop()
   assert not records.steps
+
+
+def test_a_failed_evaluation_is_said_and_fails_nothing_else(assembled, tmp_path, capsys):
+  """Without it a finished run would be started again and again, and fail each time."""
+
+  def unread():
+    raise OSError('the held-out text is gone')
+
+  task = dataclasses.replace(assembled.task, eval_batches=unread)
+  with contextlib.closing(Records(tmp_path)) as records:
+    evaluations = evaluation.Evaluation(task, global_model.Theta(assembled), records)
+    for step in (1, 2):
+      evaluations.submit(step)
+      assert evaluations.wait(DEADLINE_S)
+    evaluations.stop()
+  assert records.steps == []
+  said = capsys.readouterr().out
+  assert said.count('the held-out text is gone') == 1
+  assert 'the run continues without held-out losses' in said
