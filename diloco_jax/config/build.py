@@ -80,8 +80,13 @@ class Assembly:
     return moments_lib.size_bytes(self.moments)
 
 
-def assemble(config: run_config.Config) -> Assembly:
+def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   """Builds the objects of a validated config.
+
+  Args:
+    config: validated.
+    data: False: the data is not read, for who reads a model only. The agreement then lacks its
+      digest, and no process of the run would accept it.
 
   Raises:
     ValueError: there is no such task, its data cannot be read, the model has too few tensors for P,
@@ -98,7 +103,7 @@ def assemble(config: run_config.Config) -> Assembly:
     shapes,
     task.label,
     jax.eval_shape(tx.init, shapes),
-    {**config.agreement(), 'data': task.data_digest()},
+    {**config.agreement(), **({'data': task.data_digest()} if data else {})},
     task,
   )
 
