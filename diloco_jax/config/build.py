@@ -30,7 +30,7 @@ from diloco_jax.train import decoder, optimizer, vision
 from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
-# The path of a file, and an argument, may have any of ':' and '('.
+# The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
 _NAMED = re.compile(r'(?P<where>[\w.]+|.+?\.py):(?P<call>\w+\s*(\(.*)?)', re.DOTALL)
 
 
