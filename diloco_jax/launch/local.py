@@ -61,17 +61,17 @@ def learner_environments(
   learners: int, devices: int, found: accelerators.Accelerators | None
 ) -> list[dict[str, str]]:
   """The environment of each learner: accelerators of its own if there are enough, else emulated CPU
-  devices. A user's JAX_PLATFORMS wins."""
+  devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they share."""
   shares = accelerators.share(found, learners, devices)
   if shares is None:
-    shares = [{'JAX_PLATFORMS': 'cpu'}] * learners
+    shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * learners
     if found and 'JAX_PLATFORMS' not in os.environ:
       print(
         f'{learners} learners with {devices} devices each cannot share the {found.count} '
-        f'{found.kind} devices of this machine: they use emulated CPU devices',
+        f'{found.kind} devices that are visible here: they use emulated CPU devices',
         flush=True,
       )
-  return [{**share, **environment(devices)} for share in shares]
+  return [{**environment(devices), **share} for share in shares]
 
 
 def available_cpus() -> list[int]:
