@@ -14,7 +14,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files, seals
+from diloco_jax.storage import files
 
 SUPERVISOR = 'supervisor'
 
@@ -233,7 +233,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   with (
     program.log_failures(),
     entrypoints.checkpoint_failures(),
-    program.never_retry(files.DirectoryError, seals.Unproved),
+    program.never_retry(ValueError, files.DirectoryError),
   ):
     exits = controller.join()
   if interrupts:
