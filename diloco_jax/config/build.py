@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import importlib
 import pathlib
+import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,9 @@ from diloco_jax.protocol import config as protocol_config
 from diloco_jax.train import decoder, optimizer, vision
 from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
+
+# The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
+_NAMED = re.compile(r'(?P<where>[\w.]+|.+?\.py):(?P<call>\w+\s*(\(.*)?)', re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +80,13 @@ class Assembly:
     return moments_lib.size_bytes(self.moments)
 
 
-def assemble(config: run_config.Config) -> Assembly:
+def assemble(config: run_config.Config, data: bool = True) -> Assembly:
   """Builds the objects of a validated config.
+
+  Args:
+    config: validated.
+    data: False: the data is not read, for who reads a model only. The agreement then lacks its
+      digest, and no process of the run would accept it.
 
   Raises:
     ValueError: there is no such task, its data cannot be read, the model has too few tensors for P,
@@ -94,7 +103,7 @@ def assemble(config: run_config.Config) -> Assembly:
     shapes,
     task.label,
     jax.eval_shape(tx.init, shapes),
-    {**config.agreement(), 'data': task.data_digest()},
+    {**config.agreement(), **({'data': task.data_digest()} if data else {})},
     task,
   )
 
@@ -161,17 +170,16 @@ def make_task(config: run_config.Config) -> task_lib.Task:
   ours = {run_config.DECODER: decoder.task, run_config.VISION: vision.task}
   if config.task in ours:
     return ours[config.task](config.model, config.data)
-  path, opened, arguments = config.task.partition('(')
-  where, colon, function = path.rpartition(':')
-  if not colon:
+  named = _NAMED.fullmatch(config.task)
+  if not named:
     raise ValueError(
       f'task is {config.task!r}; use {", ".join(map(repr, ours))}, '
       "or 'FILE.py:FUNCTION' for an own model; loops of one's own are no task: "
       '`diloco syncer --config=own_loop` and diloco_jax.join'
     )
   try:
-    name, arguments = spec.parse(function + opened + arguments)
-    made = getattr(_module(where), name)(config, **arguments)
+    name, arguments = spec.parse(named['call'])
+    made = getattr(_module(named['where']), name)(config, **arguments)
   except (ImportError, AttributeError, TypeError, OSError, SyntaxError) as error:
     raise ValueError(f'task {config.task!r}: {type(error).__name__}: {error}') from error
   if not isinstance(made, task_lib.Task):

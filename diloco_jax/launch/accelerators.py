@@ -2,7 +2,11 @@
 
 import glob
 import importlib.util
+import itertools
+import os
 from typing import NamedTuple
+
+_VISIBLE = 'CUDA_VISIBLE_DEVICES'  # set by the user, or by a scheduler such as Slurm
 
 
 class Accelerators(NamedTuple):
@@ -10,11 +14,15 @@ class Accelerators(NamedTuple):
 
   Attributes:
     kind: 'cuda' or 'tpu', as in JAX_PLATFORMS.
-    count: how many there are.
+    names: of each, as in CUDA_VISIBLE_DEVICES.
   """
 
   kind: str
-  count: int
+  names: tuple[str, ...]
+
+  @property
+  def count(self) -> int:
+    return len(self.names)
 
 
 # By kind: the packages that give it to jax, and the device files, one for each accelerator.
@@ -25,12 +33,26 @@ _KINDS = {
 
 
 def find() -> Accelerators | None:
-  """The accelerators of this machine; None: there is none, or jax has no package for it."""
+  """The accelerators of this machine; None: there is none, the environment hides them, or jax has
+  no package for it."""
   for kind, (packages, patterns) in _KINDS.items():
-    count = sum(len(glob.glob(pattern)) for pattern in patterns)
-    if count and any(map(importlib.util.find_spec, packages)):
-      return Accelerators(kind, count)
+    names = tuple(map(str, range(sum(len(glob.glob(pattern)) for pattern in patterns))))
+    if names and kind == 'cuda' and _VISIBLE in os.environ:
+      names = visible(os.environ[_VISIBLE], len(names))
+    if names and any(map(importlib.util.find_spec, packages)):
+      return Accelerators(kind, names)
   return None
+
+
+def visible(listed: str, count: int) -> tuple[str, ...]:
+  """What CUDA shows a program with this CUDA_VISIBLE_DEVICES on a machine with `count` GPUs: those
+  in front of the first number that is none of a GPU.
+
+  >>> visible('2, GPU-8a5f,7,0', count=4), visible('', count=4), visible('-1', count=4)
+  (('2', 'GPU-8a5f'), (), ())
+  """
+  is_there = lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < count)
+  return tuple(itertools.takewhile(is_there, map(str.strip, listed.split(','))))
 
 
 def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[str, str]] | None:
@@ -39,10 +61,10 @@ def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[
   None: there are too few for all learners, or several processes cannot share this kind, so the
   learners use emulated CPU devices.
 
-  >>> share(Accelerators('cuda', 4), learners=2, devices=2)
+  >>> share(Accelerators('cuda', ('0', '1', '2', '3')), learners=2, devices=2)
   [{'CUDA_VISIBLE_DEVICES': '0,1'}, {'CUDA_VISIBLE_DEVICES': '2,3'}]
-  >>> share(Accelerators('cuda', 1), learners=2, devices=1)
-  >>> share(Accelerators('tpu', 4), learners=1, devices=4)
+  >>> share(Accelerators('cuda', ('0',)), learners=2, devices=1)
+  >>> share(Accelerators('tpu', ('0', '1', '2', '3')), learners=1, devices=4)
   [{}]
   """
   if found is None or found.count < learners * devices:
@@ -50,6 +72,5 @@ def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[
   if found.kind == 'tpu':  # one process holds all chips of a host
     return [{}] if learners == 1 and found.count == devices else None
   return [
-    {'CUDA_VISIBLE_DEVICES': ','.join(map(str, range(m * devices, (m + 1) * devices)))}
-    for m in range(learners)
+    {_VISIBLE: ','.join(found.names[m * devices : (m + 1) * devices])} for m in range(learners)
   ]

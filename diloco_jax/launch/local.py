@@ -14,7 +14,7 @@ from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.report import summary as summary_lib
-from diloco_jax.storage import files, seals
+from diloco_jax.storage import files
 
 SUPERVISOR = 'supervisor'
 
@@ -62,17 +62,17 @@ def learner_environments(
   learners: int, devices: int, found: accelerators.Accelerators | None
 ) -> list[dict[str, str]]:
   """The environment of each learner: accelerators of its own if there are enough, else emulated CPU
-  devices. A user's JAX_PLATFORMS wins."""
+  devices. A user's JAX_PLATFORMS wins; a user's CUDA_VISIBLE_DEVICES is what they share."""
   shares = accelerators.share(found, learners, devices)
   if shares is None:
-    shares = [{'JAX_PLATFORMS': 'cpu'}] * learners
+    shares = [{'JAX_PLATFORMS': os.environ.get('JAX_PLATFORMS', 'cpu')}] * learners
     if found and 'JAX_PLATFORMS' not in os.environ:
       print(
         f'{learners} learners with {devices} devices each cannot share the {found.count} '
-        f'{found.kind} devices of this machine: they use emulated CPU devices',
+        f'{found.kind} devices that are visible here: they use emulated CPU devices',
         flush=True,
       )
-  return [{**share, **environment(devices)} for share in shares]
+  return [{**environment(devices), **share} for share in shares]
 
 
 def available_cpus() -> list[int]:
@@ -235,7 +235,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   with (
     program.log_failures(),
     entrypoints.checkpoint_failures(),
-    program.never_retry(files.DirectoryError, seals.Unproved),
+    program.never_retry(ValueError, files.DirectoryError),
   ):
     exits = controller.join()
   if interrupts:

@@ -155,6 +155,8 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
   Raises:
     ValueError: a setting cannot work, the folder holds another run, or there are too few devices.
     DirectoryError: a syncer runs in the folder.
+    KeyboardInterrupt: the cell was interrupted; every node has saved its state and ended, and the
+      same call continues the run. A second interrupt does not wait for that.
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
@@ -164,4 +166,9 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
   folder = run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
   controller = SingleController(config, folder)
   controller.start()
-  return controller.join()
+  try:
+    return controller.join()
+  except BaseException:  # else the nodes would train on, and the folder would stay locked
+    controller.stop('interrupted')
+    controller.join()
+    raise

@@ -170,8 +170,10 @@ def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> Non
   writes nothing, if no syncer of this config could use it, or the folder has a run without one."""
   complete(model, config)
   _require_no_run(workdir)
-  folder = workdir / FOLDER
-  arrays.save(folder / 'values', model.values())
+  folder, values = workdir / FOLDER, model.values()
+  for name, value in values.items():
+    _require_finite(name, value)
+  arrays.save(folder / 'values', values)
   json_files.replace(folder / 'model.json', model.header().encode())
 
 
@@ -379,6 +381,13 @@ def _read_pieces(
         raise ValueError(f'{name} has {len(data) + len(piece)} bytes, {size} were announced')
       data += piece
     values[name] = np.frombuffer(data, np.float32).reshape(leaf.shape)
-    if not np.isfinite(values[name]).all():
-      raise ValueError(f'{name} has values that are not finite')
+    _require_finite(name, values[name])
   return model
+
+
+def _require_finite(name: str, value: np.ndarray) -> None:
+  if not np.isfinite(value).all():
+    raise ValueError(
+      f'{name} has initial values that are not finite (NaN or infinite). Nothing was written; '
+      'correct the initial parameters'
+    )

@@ -38,12 +38,15 @@ def load_params(workdir: str | pathlib.Path) -> Any:
 
 
 def assemble(workdir: pathlib.Path) -> build.Assembly:
-  """The objects of the run in a folder. Raises ValueError."""
+  """The objects of the run in a folder, to read its model: the folder may have been copied to a
+  machine without the data. Raises ValueError."""
   model = own_model.read(workdir)
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')
   config = load.read(workdir)
-  return build.assemble(config) if model is None else own_model.complete(model, config)
+  if model is not None:
+    return own_model.complete(model, config)
+  return build.assemble(config, data=False)
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:

@@ -37,15 +37,18 @@ def run(
   if steps:
     saved = island.save(step)
     loss = _evaluate(island, records, step)
-    records.say(f'held-out loss at step {step}: {loss:.4f}')
+    if loss is not None:
+      records.say(f'held-out loss at step {step}: {loss:.4f}')
     saved()
   island.close()
   what = 'done' if step >= train.steps else 'stopped'
   return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
 
 
-def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> float:
+def _evaluate(island: island_lib.Island, records: records_lib.Recorder, step: int) -> float | None:
+  """None: the task has no held-out batches."""
   loss = island.evaluate()
-  records.report(facts.Eval(step=step, loss=loss))
-  records.scalars(step, {'evaluation/loss': loss})
+  if loss is not None:
+    records.report(facts.Eval(step=step, loss=loss))
+    records.scalars(step, {'evaluation/loss': loss})
   return loss

@@ -93,9 +93,16 @@ def pseudo_gradient(
 
 def _held(anchor_n: jax.Array, dtype: Any) -> jax.Array:
   """An anchor as parameters of this type hold it. Not by casts: XLA may leave a pair out."""
-  if jnp.finfo(dtype).bits >= 32:
+  info = jnp.finfo(dtype)
+  if info.bits >= 32:
     return anchor_n
-  return jax.lax.reduce_precision(anchor_n, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+  held_n = jax.lax.reduce_precision(anchor_n, info.nexp, info.nmant)
+  if info.nexp == jnp.finfo(jnp.float32).nexp:
+    return held_n  # an anchor has no subnormals (codecs.canonical)
+  # Here some normal float32 values become subnormals: a cast keeps them, reduce_precision does not.
+  step = float(info.smallest_subnormal)
+  small_n = jnp.round(anchor_n / step) * step
+  return jnp.where(jnp.abs(anchor_n) < float(info.smallest_normal), small_n, held_n)
 
 
 def apply_delta(

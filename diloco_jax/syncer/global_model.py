@@ -79,13 +79,21 @@ class Theta:
     return other
 
   def _version_0(self) -> list[list[exchange.Values]]:
+    """Raises ValueError if an initial parameter is not finite: no outer step could mend it."""
     layout = self._assembled.layout
     leaves = fragments.by_path(self._assembled.init())
     last = {piece.path: p for p, pieces in enumerate(layout.fragments) for piece in pieces}
     values = []
     for p, pieces in enumerate(layout.fragments):
       rows = {piece.key: fragments.rows(leaves, piece) for piece in pieces}
-      values.append(self._pieces.begin(p, codecs.canonical(fragments.join(layout, p, rows))))
+      value_N = np.asarray(codecs.canonical(fragments.join(layout, p, rows)))
+      for piece, start, stop in fragments.places(pieces):
+        if not np.isfinite(value_N[start:stop]).all():
+          raise ValueError(
+            f'{piece.path} has initial values that are not finite (NaN or infinite). Nothing was '
+            'trained, nothing is lost: correct the initial parameters and start again'
+          )
+      values.append(self._pieces.begin(p, value_N))
       for path in {piece.path for piece in pieces}:
         if last[path] == p:
           del leaves[path]  # so the model is not held twice

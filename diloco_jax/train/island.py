@@ -145,8 +145,9 @@ class Island:
       data_ns / 1e9,
     )
 
-  def evaluate(self, params: Any = None) -> float:
-    """Held-out loss of the island's parameters or of `params`."""
+  def evaluate(self, params: Any = None) -> float | None:
+    """Held-out loss of the island's parameters or of `params`; None: the task has no batches for
+    it."""
     if self._eval_batches is None:  # most islands of a run never evaluate
       self._eval_batches = [
         mesh_lib.put_batch(self.mesh, batch) for batch in self._task.eval_batches()

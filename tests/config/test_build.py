@@ -1,6 +1,7 @@
 """From a config to the functions of learner and syncer: a new rule needs only a registry entry."""
 
 import dataclasses
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +152,31 @@ def test_a_wrong_task_is_named(config, task, words):
   with pytest.raises(ValueError) as caught:
     build.assemble(config)
   assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  'folder, call',
+  [
+    ('runs (copy)', 'task'),
+    ('runs (copy)', 'task(width=8)'),
+    ('a:b', "task(note='d.py:e(f)')"),
+    ('.', "task(\n  note='a:b',\n)"),
+  ],
+)
+def test_the_path_and_the_arguments_of_a_task_may_have_any_characters(
+  config, tmp_path, monkeypatch, folder, call
+):
+  monkeypatch.chdir(tmp_path)
+  file = pathlib.Path(folder) / 'mlp.py'
+  file.parent.mkdir(exist_ok=True)
+  file.write_text(
+    'from diloco_jax.train import task as task_lib\n'
+    "def task(config, width=0, note=''):\n"
+    '  return task_lib.Task(init=None, loss=None, batches=None, tokens_per_batch=1)\n'
+  )
+  for where in (file, file.absolute()):
+    config.task = f'{where}:{call}'
+    assert build.make_task(config).tokens_per_batch == 1
 
 
 def test_each_expert_is_a_fragment_and_the_router_has_its_own_merge_rule():

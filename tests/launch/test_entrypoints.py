@@ -124,6 +124,40 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_pat
   assert 'Traceback' not in ended.stderr and record.exists()
 
 
+_NOT_FINITE = """
+import numpy as np
+from diloco_jax.config import run_config
+from diloco_jax.train import task as task_lib
+
+def task(config):
+  return task_lib.Task(
+    init=lambda seed: {'w': np.ones((32, 8), np.float32), 'gain': np.float32([0, -np.inf])},
+    loss=lambda params, batch, sharding: (batch @ params['w']).mean(),
+    batches=lambda shard: [np.ones((2, 32), np.float32)] * 100,
+    tokens_per_batch=2,
+  )
+
+def get_config():
+  config = run_config.Config(name='not_finite', task=f'{__file__}:task')
+  config.sync.learners = config.sync.fragments = config.sync.quorum = 1
+  return config
+"""
+
+
+@pytest.mark.parametrize('command', [['syncer'], ['train', '--controller=single']], ids=len)
+def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path, command):
+  file = tmp_path / 'not_finite.py'
+  file.write_text(_NOT_FINITE)
+  words = [*command, f'--config={file}', f'--workdir={tmp_path / "run"}']
+  ended = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', *words], capture_output=True, text=True
+  )
+  assert ended.returncode == program.NEVER_RETRY, ended.stderr
+  (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
+  assert line.startswith("error: ['gain'] has initial values that are not finite")
+  assert 'correct the initial parameters' in line and 'Traceback' not in ended.stderr
+
+
 def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
   names = [f'layers/{number}' for number in range(48)]
   shapes = dict.fromkeys(names, jax.ShapeDtypeStruct((1 << 12, 1 << 14), np.float32))

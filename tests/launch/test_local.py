@@ -148,15 +148,29 @@ def test_the_users_environment_wins():
 
 def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  monkeypatch.setattr(accelerators, 'find', lambda: accelerators.Accelerators('cuda', 8))
-  _, *learners = local.programs(config, tmp_path, [], alone=False)
-  assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == ['0,1', '2,3', '4,5']
-  assert not any('JAX_PLATFORMS' in one.environment for one in learners)
+  there = lambda pattern: [f'/dev/nvidia{n}' for n in range(8)] if 'nvidia' in pattern else []
+  monkeypatch.setattr(accelerators.glob, 'glob', there)
+  monkeypatch.setattr(accelerators.importlib.util, 'find_spec', lambda name: 'jax has it')
+  monkeypatch.delenv('CUDA_VISIBLE_DEVICES', raising=False)
+  for listed, shares in (
+    (None, ['0,1', '2,3', '4,5']),
+    ('7,6,5,4,3,2', ['7,6', '5,4', '3,2']),  # of Slurm, say
+    ('GPU-a,GPU-b,GPU-c,MIG-d,MIG-e,MIG-f,MIG-g', ['GPU-a,GPU-b', 'GPU-c,MIG-d', 'MIG-e,MIG-f']),
+  ):
+    if listed:
+      monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
+    _, *learners = local.programs(config, tmp_path, [], alone=False)
+    assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == shares
+    assert not any('JAX_PLATFORMS' in one.environment for one in learners)
+  for listed in ('0,1', '0,1,2,3,4,8', '-1', ''):  # too few, one that is not there, none
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
+    _, *learners = local.programs(config, tmp_path, [], alone=False)
+    assert {one.environment['JAX_PLATFORMS'] for one in learners} == {'cpu'}
 
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
-  found = accelerators.Accelerators('cuda', 1)
+  found = accelerators.Accelerators('cuda', ('0',))
   environments = local.learner_environments(2, 1, found)
   assert [one['JAX_PLATFORMS'] for one in environments] == ['cpu', 'cpu']
   assert 'use emulated CPU devices' in capsys.readouterr().out

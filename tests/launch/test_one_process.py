@@ -2,12 +2,17 @@
 
 import json
 import pathlib
+import threading
+import time
+
+import pytest
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 
 STEPS, MORE = 8, 24
+DEADLINE_S = 120
 
 
 def _config(steps: int) -> run_config.Config:
@@ -46,3 +51,25 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
     assert ledger['trained'] * ledger['fragments'] == (
       ledger['merged'] + sum(ledger['discarded'].values())
     )
+
+
+def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path, monkeypatch):
+  join, deadline_s = one_process.SingleController.join, time.monotonic() + DEADLINE_S
+
+  def interrupt_after(node: str, word: str) -> None:
+    records = tmp_path / 'records' / f'{node}.jsonl'
+
+    def interrupted(controller: one_process.SingleController) -> None:
+      monkeypatch.setattr(one_process.SingleController, 'join', join)
+      while not (records.is_file() and f'"{word}"' in records.read_text()):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+      raise KeyboardInterrupt
+
+    monkeypatch.setattr(one_process.SingleController, 'join', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      one_process.run(_config(1_000_000), tmp_path)
+    assert not {thread.name for thread in threading.enumerate()} & {'syncer', 'l0', 'l1'}
+
+  interrupt_after('syncer', 'synced')
+  interrupt_after('syncer', 'recovered')

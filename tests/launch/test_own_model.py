@@ -108,6 +108,15 @@ def test_what_is_no_model_is_refused_and_the_syncer_waits_on(waiting, pieces, sa
   np.testing.assert_array_equal(syncer.model.result(_DEADLINE_S).values()['w'], np.ones((8, 8)))
 
 
+def test_a_model_that_is_not_finite_is_not_stored(tmp_path):
+  """Else the folder would keep it as version 0 of the run."""
+  values = {'w': np.ones((8, 8), np.float32), 'b': np.float32([0, -np.inf])}
+  model = own_model.describe(values, lambda name: 'body')
+  with pytest.raises(ValueError, match='^b has initial values that are not finite'):
+    own_model.write(tmp_path, model, _CONFIG)
+  assert own_model.read(tmp_path) is None and not (tmp_path / own_model.FOLDER).exists()
+
+
 def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
   """A syncer whose disk is full ends, and the learner brings the model to the next one."""
   noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)

@@ -13,7 +13,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
-from diloco_jax.config import build
+from diloco_jax.config import build, load
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, run_folder, trained
 from diloco_jax.node import loop
@@ -55,6 +55,17 @@ def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_
     diloco_jax.load_params(tmp_path / 'run'),
     diloco_jax.load_params(run),
   )
+
+
+def test_a_model_is_read_without_the_data_of_its_run(run, tmp_path):
+  """As on another machine: from the model of the end, and from the newest checkpoint."""
+  shutil.copytree(run, tmp_path / 'run')
+  config = load.read(tmp_path / 'run')
+  config.data.corpus = str(tmp_path / 'nowhere')
+  load.write(tmp_path / 'run', config)
+  ended = diloco_jax.load_params(tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  jax.tree.map(np.testing.assert_array_equal, diloco_jax.load_params(tmp_path / 'run'), ended)
 
 
 @pytest.mark.parametrize('more', [0, 12])

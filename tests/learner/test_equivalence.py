@@ -3,6 +3,7 @@
 import contextlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,6 +13,8 @@ from diloco_jax.launch import one_process
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.report import records
+from diloco_jax.train import island as island_lib
+from diloco_jax.train import task as task_lib
 
 
 @pytest.fixture(name='config')
@@ -68,3 +71,25 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     moved = max(moved, float(np.abs(b - start).max()))
   assert moved > 1e-2  # it did train
+
+
+def test_a_lone_learner_of_a_task_without_held_out_batches_trains(tmp_path, config):
+  config.train.steps, config.optimizer.warmup_steps = 2, 1
+  task = task_lib.Task(
+    init=lambda seed: {'w': np.ones((4, 4), np.float32)},
+    loss=lambda params, batch_BxD, sharding: jnp.mean((batch_BxD @ params['w']) ** 2),
+    batches=lambda shard: [np.ones((2, 4), np.float32)] * config.train.steps,
+    tokens_per_batch=2,
+  )
+  island = island_lib.Island(
+    task=task,
+    optimizer=config.optimizer,
+    mesh=config.mesh,
+    total_steps=config.train.steps,
+    devices=jax.devices()[: config.mesh.num_devices],
+    checkpoint_dir=str(tmp_path / 'ckpt'),
+  )
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    ended = baseline.run(config, island, recorder)
+  assert ended.text == 'done at step 2: 2 steps, 4 tokens'
+  assert '"eval"' not in (tmp_path / 'records' / 'l0.jsonl').read_text()
