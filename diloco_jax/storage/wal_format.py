@@ -39,10 +39,9 @@ import hashlib
 import hmac
 import re
 import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
-
-from isal import isal_zlib
 
 from diloco_jax.protocol import safe_json
 from diloco_jax.protocol.tape import codec
@@ -123,9 +122,9 @@ def pack_segment(header: Header) -> bytes:
   run = header.run.encode()
   if not 1 <= len(run) <= RUN_BYTES:
     raise ValueError(f'the run {header.run!r} needs 1 to {RUN_BYTES} bytes, has {len(run)}')
-  preamble = isal_zlib.crc32(_PREAMBLE.pack(_MAGIC, VERSION))
+  preamble = zlib.crc32(_PREAMBLE.pack(_MAGIC, VERSION))
   data = _SEGMENT.pack(_MAGIC, VERSION, preamble, header.first, header.chain, run)
-  return data + _CRC.pack(isal_zlib.crc32(data))
+  return data + _CRC.pack(zlib.crc32(data))
 
 
 def parse_segment(name: str, data: bytes) -> Header:
@@ -148,7 +147,7 @@ def parse_segment(name: str, data: bytes) -> Header:
 
 def pack_entry(entry: Entry) -> bytes:
   data = _ENTRY.pack(_SYNC, *entry)
-  return data + _CRC.pack(isal_zlib.crc32(data))
+  return data + _CRC.pack(zlib.crc32(data))
 
 
 def parse_entry(data: bytes) -> Entry:
@@ -193,12 +192,12 @@ def sums(
   crc = 0
   for piece in payload:
     digest.update(piece)
-    crc = isal_zlib.crc32(piece, crc)
+    crc = zlib.crc32(piece, crc)
   return digest.digest(), crc
 
 
 def crc_of(payload: memoryview) -> int:
-  return isal_zlib.crc32(payload)
+  return zlib.crc32(payload)
 
 
 def pieces_of(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -214,7 +213,7 @@ def short(chain: bytes) -> str:
 
 
 def _crc_follows(data: bytes) -> bool:
-  return isal_zlib.crc32(data[: -_CRC.size]) == _CRC.unpack(data[-_CRC.size :])[0]
+  return zlib.crc32(data[: -_CRC.size]) == _CRC.unpack(data[-_CRC.size :])[0]
 
 
 # --- A JSON header and arrays as one payload ------------------------------------------------------
