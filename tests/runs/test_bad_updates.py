@@ -98,8 +98,9 @@ class Conductor(conductor.Conductor):
     statuses = self.supervisor.statuses
     await self.until(lambda: all(statuses[name].state == 'refused' for name in SPOILED))
     self.look()
-    due = self.count('syncer', 'outer') + 8
-    await self.until(lambda: self.count('syncer', 'outer') >= due)
+    outer, steps = self.count('syncer', 'outer') + 8, self.count('l0', 'step') + 8
+    await self.until(lambda: self.count('syncer', 'outer') >= outer)
+    await self.until(lambda: self.count('l0', 'step') >= steps)
     self.supervisor.retire()
 
 
