@@ -104,8 +104,9 @@ def by_name(tree: Any) -> dict[str, Any]:
   """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
   named = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    parts = jax.tree_util.keystr(path, simple=True, separator='/')
-    name = parts.removesuffix('/value').removesuffix('.value')
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    if path and not isinstance(path[-1], jax.tree_util.DictKey):  # of a flax.nnx variable
+      name = name.removesuffix('/value').removesuffix('.value')
     if name in named:
       raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
     named[name] = leaf

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
@@ -58,7 +59,25 @@ class _Arrays:
       jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
     )
     self.params, self.moments = params, moments
+    self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
+
+  def let_go(self) -> None:
+    """Puts values that are not finite, of which nothing is sent, in the place of arrays that a step
+    has consumed."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.moments))):
+      lost = lambda leaf: jnp.full(
+        leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype
+      )
+      self.take(*jax.tree.map(lost, (self.params, self.moments)))
+
+  def take(self, params: dict[str, Any], moments: Any) -> None:
+    """Holds these arrays from now on, where those of `join` were."""
+    at = self.shardings
+    self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
+    leaves, tree = jax.tree.flatten(moments)
+    places = jax.tree.leaves(at.opt_state, is_leaf=lambda one: one is None)
+    self.moments = jax.tree.unflatten(tree, map(_put, leaves, places))
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
@@ -106,7 +125,7 @@ class Peer:
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
     self._boundary_ns = self._data_ns = 0
-    self._steps = self._tokens = 0
+    self._steps = self._tokens = self._reached = 0
     self.clock: int | None = None
 
   @property
@@ -170,6 +189,7 @@ class Peer:
     step_ns = time.monotonic_ns() - self._boundary_ns
     self._arrays.next_index += 1
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+    self._reached = self.clock + 1
     self._synced = True
     saving_ns, _ = self._work.take_between()
     self._post(
@@ -183,25 +203,30 @@ class Peer:
 
   def state_dict(self) -> dict[str, int]:
     """Plain integers for the user's own checkpoint, for `join(..., state=...)` after a restart."""
-    return {'clock': self.clock or 0, 'steps': self._steps, 'tokens': self._tokens}
+    clock = self._reached if self.clock is None else self.clock
+    return {'clock': clock, 'steps': self._steps, 'tokens': self._tokens}
 
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
-    held, shardings = self._arrays.params, self._arrays.shardings.params
+    held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
       if mine is None or its is None or (mine.shape, mine.dtype) != (its.shape, its.dtype):
         raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
-    self._arrays.params = {
-      name: leaf if _is_at(leaf, shardings[name]) else jax.device_put(leaf, shardings[name])
-      for name, leaf in named.items()
-    }
-    if (opt_state is None) != (self._arrays.moments is None):
+      committed = self._arrays.shardings.params[name] is not None
+      if not committed and isinstance(its, jax.Array) and its.devices() != self._arrays.devices:
+        raise ValueError(
+          f'{name} has moved to other devices since join: put the parameters there before, with '
+          'jax.device_put(params, sharding)'
+        )
+    if (opt_state is None) != (moments is None):
       given = 'no opt_state' if opt_state is not None else 'an opt_state'
       raise ValueError(f'join was given {given}: give it to both or to neither')
-    self._arrays.moments = opt_state
+    if _like(opt_state) != _like(moments):
+      raise ValueError('opt_state is another tree, or has other shapes, than the one given to join')
+    self._arrays.take(named, opt_state)
 
   def _next(self) -> None:
     """Performs work until the next step may begin or the node has ended."""
@@ -209,8 +234,14 @@ class Peer:
     self._boundary_ns = time.monotonic_ns()
 
 
-def _is_at(leaf: Any, sharding: jax.sharding.Sharding | None) -> bool:
-  return isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+  return leaf if is_there else jax.device_put(leaf, sharding)
+
+
+def _like(tree: Any) -> tuple[Any, list[str]]:
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, list(map(_shape, leaves))
 
 
 def _shape(leaf: Any) -> str:
@@ -306,6 +337,7 @@ def join(
     try:
       yield peer
     finally:
+      peer._arrays.let_go()
       event_queue.post(events.Stop(reason='its loop ended'))
       if peer.clock is not None:
         event_queue.post(events.StepDone(tokens=0, step_ns=0))

@@ -49,13 +49,22 @@ def digest_leaf(leaf: jax.Array) -> jax.Array:
 
   Every weight is odd, hence any change of one element changes the sum.
   """
-  bits = leaf if leaf.dtype == jnp.uint32 else jax.lax.bitcast_convert_type(leaf, jnp.uint32)
-  index = jnp.zeros(leaf.shape, jnp.uint32)
+  bits = _bits(leaf)
+  index = jnp.zeros(bits.shape, jnp.uint32)
   stride = 1
-  for axis in reversed(range(leaf.ndim)):
-    index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * jnp.uint32(stride)
-    stride *= leaf.shape[axis]
+  for axis in reversed(range(bits.ndim)):
+    index += jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride)
+    stride *= bits.shape[axis]
   return jnp.sum(bits * (jnp.uint32(2) * index + jnp.uint32(1)), dtype=jnp.uint32)
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+  """The bits of each element as a uint32; of 64 bits as two, along a further axis."""
+  if leaf.dtype == jnp.bool_:
+    leaf = leaf.astype(jnp.uint8)
+  unsigned = jnp.dtype(f'uint{min(8 * leaf.dtype.itemsize, 32)}')
+  bits = leaf if leaf.dtype == unsigned else jax.lax.bitcast_convert_type(leaf, unsigned)
+  return bits.astype(jnp.uint32)
 
 
 def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:

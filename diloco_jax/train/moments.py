@@ -36,8 +36,10 @@ class Snapshot(NamedTuple):
 @jax.jit
 def snapshot(moments: Any) -> Snapshot:
   """Copies the moments between two steps."""
-  leaves = [leaf for leaf in jax.tree.leaves(moments) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-  finite = jnp.stack([jnp.isfinite(leaf).all() for leaf in leaves]).all()
+  finite = jnp.bool_(True)
+  for leaf in jax.tree.leaves(moments):
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+      finite &= jnp.isfinite(leaf).all()
   return Snapshot(
     jax.tree.map(jnp.copy, moments), jax.tree.map(leaves_lib.digest_leaf, moments), finite
   )

@@ -6,6 +6,7 @@ each encoding and each adoption kept its step thread, and the CPU time of that, 
 """
 
 import atexit
+import contextlib
 import functools
 import json
 import os
@@ -135,8 +136,12 @@ def _timed(call, times: list[tuple[float, float]]):
 
 @functools.cache
 def _xla_threads() -> list[pathlib.Path]:
-  tasks = pathlib.Path('/proc/self/task').iterdir()
-  return [task / 'schedstat' for task in tasks if (task / 'comm').read_text().strip() == XLA]
+  found = []
+  for task in pathlib.Path('/proc/self/task').iterdir():
+    with contextlib.suppress(OSError):  # the thread has ended
+      if (task / 'comm').read_text().strip() == XLA:
+        found.append(task / 'schedstat')
+  return found
 
 
 def _inner_cpu_s() -> float:

@@ -12,6 +12,7 @@ import grpc
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import own_model, program
@@ -210,3 +211,13 @@ def test_a_header_that_no_syncer_takes_is_not_sent():
   model = own_model.describe({'w' * (5 << 20): jnp.ones(1)}, lambda name: 'body')
   with pytest.raises(ValueError, match='nothing was sent: use fewer or shorter names'):
     own_model.bring(model, lambda: 'unix:/nowhere', addresses.LOCAL, wait_s=0.0)
+
+
+def test_a_parameter_called_value_keeps_its_name():
+  leaf = jnp.zeros((2, 2))
+  assert list(own_model.by_name({'attention': {'key': leaf, 'value': leaf}})) == [
+    'attention/key',
+    'attention/value',
+  ]
+  layer = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
+  assert sorted(own_model.by_name(layer)) == ['bias', 'kernel']

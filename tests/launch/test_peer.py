@@ -216,6 +216,66 @@ def test_a_jitted_step_is_compiled_once():
   assert step._cache_size() == 1
 
 
+def test_a_loop_that_is_left_after_a_step_raises_its_own_error():
+  """The step has consumed the arrays that `sync` gave, and those of the boundary would be sent."""
+  params, moments = (
+    {'w': jnp.ones((8, 8))},
+    {'m': jnp.ones((8, 8), jnp.bfloat16), 'n': jnp.int32(0)},
+  )
+  step = jax.jit(lambda *held: jax.tree.map(lambda leaf: leaf + 1, held), donate_argnums=(0, 1))
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  kwargs = {'total_steps': 100, 'sync': sync}
+  with diloco_jax.run_syncer(params, opt_state=moments, **kwargs) as server:
+    before = threading.active_count()
+    kwargs |= {'learner': 'l0', 'syncer': server.address, 'opt_state': moments}
+    with pytest.raises(ZeroDivisionError):
+      with diloco_jax.join(params, **kwargs) as peer:
+        held = peer.params, peer.opt_state
+        for clock in peer.steps():
+          held = step(*held)
+          if clock == 20:
+            raise ZeroDivisionError
+          held = peer.sync(held[0], tokens=1, opt_state=held[1]), held[1]
+    assert threading.active_count() <= before + 8  # those of the syncer for the session
+
+
+def test_the_state_of_an_ended_loop_has_its_last_clock():
+  params = {'w': jnp.ones((8, 8))}
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  kwargs = {'total_steps': 5, 'sync': sync}
+  with (
+    diloco_jax.run_syncer(params, **kwargs) as server,
+    diloco_jax.join(params, learner='l0', syncer=server.address, **kwargs) as peer,
+  ):
+    mine = peer.params
+    for _ in peer.steps():
+      mine = peer.sync(mine, tokens=7)
+  state = peer.state_dict()
+  assert state['clock'] >= 5 and state['tokens'] == 7 * state['steps']
+
+
+def test_arrays_that_have_moved_are_refused_or_put_back():
+  params, moments = {'w': jnp.ones((8, 8))}, {'m': jnp.ones((8, 8)), 'count': jnp.int32(0)}
+  mesh = jax.make_mesh((2,), ('d',))
+  rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec('d'))
+  whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  kwargs = {'total_steps': 9, 'sync': sync}
+  with diloco_jax.run_syncer(params, opt_state=moments, **kwargs) as server:
+    kwargs |= {'learner': 'l0', 'syncer': server.address}
+    with diloco_jax.join(params, opt_state=moments, **kwargs) as peer:
+      held = {'opt_state': peer.opt_state, 'tokens': 1}
+      with pytest.raises(ValueError, match='w has moved to other devices .* jax.device_put'):
+        peer.sync(jax.device_put(peer.params, rows), **held)
+      with pytest.raises(ValueError, match='opt_state is another tree'):
+        peer.sync(peer.params, opt_state={'m': moments['m']}, tokens=1)
+    placed = jax.device_put((params, moments), whole)
+    with diloco_jax.join(placed[0], opt_state=placed[1], **kwargs) as peer:
+      peer.sync(peer.params, opt_state={**peer.opt_state, 'm': jax.device_put(moments['m'], rows)},
+                tokens=1)  # fmt: skip
+      assert peer.opt_state['m'].sharding == whole
+
+
 def test_wrong_calls_are_refused_with_a_remedy():
   params = {'w': jnp.zeros((8, 8))}
   sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=1, overlap=0)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diloco_jax.storage import leaves
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import moments
 
@@ -65,3 +66,16 @@ def test_another_size_is_refused_with_both_sizes():
   state = {'mu': jnp.float32([1.0, 2.0])}
   with pytest.raises(ValueError, match='received 7 bytes of moments, but this optimizer has 8'):
     moments.from_bytes(bytes(7), state)
+
+
+@pytest.mark.parametrize('dtype', ['bool', 'int8', 'bfloat16', 'float16', 'int32', 'float32'])
+def test_leaves_of_any_width_have_digests(dtype):
+  leaf = jnp.arange(12).reshape(3, 4).astype(dtype)
+  found = int(leaves.digest_leaf(leaf))
+  for row in range(3):
+    changed = leaf.at[row, 1].set(jnp.array(row == 0, dtype))
+    assert (int(leaves.digest_leaf(changed)) == found) == bool((changed == leaf).all())
+
+
+def test_a_state_without_floats_is_finite():
+  assert bool(moments.snapshot({'count': jnp.int32(3)}).finite)
