@@ -62,22 +62,19 @@ class _Arrays:
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
 
-  def let_go(self) -> None:
-    """Puts values that are not finite, of which nothing is sent, in the place of arrays that a step
-    has consumed."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves((self.params, self.moments))):
-      lost = lambda leaf: jnp.full(
-        leaf.shape, jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 0, leaf.dtype
-      )
-      self.take(*jax.tree.map(lost, (self.params, self.moments)))
+  def let_go(self, published: Callable[[], dict[str, Any]]) -> None:
+    """Replaces arrays that a step has consumed: parameters by published values, as if nothing had
+    been trained since, and moments by such as no learner takes."""
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.moments)):
+      self.take(self.params, jax.tree.map(_not_finite, self.moments))
+    if any(leaf.is_deleted() for leaf in self.params.values()):
+      self.take(published(), self.moments)
 
   def take(self, params: dict[str, Any], moments: Any) -> None:
     """Holds these arrays from now on, where those of `join` were."""
     at = self.shardings
     self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
-    leaves, tree = jax.tree.flatten(moments)
-    places = jax.tree.leaves(at.opt_state, is_leaf=lambda one: one is None)
-    self.moments = jax.tree.unflatten(tree, map(_put, leaves, places))
+    self.moments = jax.tree.map(_put, moments, at.opt_state)
 
   def read_from(self, shard: int, next_index: int = 0) -> None:
     self.shard, self.next_index = shard, next_index
@@ -234,6 +231,11 @@ class Peer:
     self._boundary_ns = time.monotonic_ns()
 
 
+def _not_finite(leaf: jax.Array) -> jax.Array:
+  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+  return jnp.full(leaf.shape, jnp.nan if is_float else 0, leaf.dtype)
+
+
 def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
   return leaf if is_there else jax.device_put(leaf, sharding)
@@ -269,6 +271,10 @@ def join(
 
   The first learner of a run brings the model to the syncer: its parameters are version 0. Later
   learners must have the same tree of shapes, and take the values from the syncer.
+
+  A loop may be left at any time. What its steps have trained and the syncer has not asked for yet
+  is then contributed, unless the last step has consumed the parameters (`donate_argnums`) and
+  `sync` was not called after it.
 
   Args:
     params: a tree of float jax arrays, all on the devices of this learner.
@@ -337,7 +343,7 @@ def join(
     try:
       yield peer
     finally:
-      peer._arrays.let_go()
+      peer._arrays.let_go(work.exchange.published)
       event_queue.post(events.Stop(reason='its loop ended'))
       if peer.clock is not None:
         event_queue.post(events.StepDone(tokens=0, step_ns=0))

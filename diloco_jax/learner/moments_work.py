@@ -39,7 +39,10 @@ class Moments:
 
   def compile(self) -> None:
     """Compiles ahead of use: a donor that compiled on request would stop training and be late."""
-    if self._snapshot is moments_lib.snapshot and jax.tree.leaves(self._island.moments):
+    leaves, at = jax.tree.leaves(self._island.moments), self._island.replicated
+    # On several devices an array that is committed to none of them moves with its first step.
+    moves = at and len(at.device_set) > 1 and not all(leaf.committed for leaf in leaves)
+    if self._snapshot is moments_lib.snapshot and leaves and not moves:
       self._snapshot = moments_lib.snapshot.lower(self._island.moments).compile()
 
   def read(self, transfer: int) -> None:

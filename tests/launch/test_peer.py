@@ -216,7 +216,7 @@ def test_a_jitted_step_is_compiled_once():
   assert step._cache_size() == 1
 
 
-def test_a_loop_that_is_left_after_a_step_raises_its_own_error():
+def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
   """The step has consumed the arrays that `sync` gave, and those of the boundary would be sent."""
   params, moments = (
     {'w': jnp.ones((8, 8))},
@@ -237,6 +237,7 @@ def test_a_loop_that_is_left_after_a_step_raises_its_own_error():
             raise ZeroDivisionError
           held = peer.sync(held[0], tokens=1, opt_state=held[1]), held[1]
     assert threading.active_count() <= before + 8  # those of the syncer for the session
+  assert 'NaN' not in ''.join(capfd.readouterr())
 
 
 def test_the_state_of_an_ended_loop_has_its_last_clock():
