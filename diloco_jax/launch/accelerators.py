@@ -51,7 +51,9 @@ def visible(listed: str, count: int) -> tuple[str, ...]:
   >>> visible('2, GPU-8a5f,7,0', count=4), visible('', count=4), visible('-1', count=4)
   (('2', 'GPU-8a5f'), (), ())
   """
-  is_there = lambda name: name[:1].isalpha() or (name.isdecimal() and int(name) < count)
+  is_there = lambda name: (
+    name.startswith(('GPU-', 'MIG-')) or (name.isdecimal() and int(name) < count)
+  )
   return tuple(itertools.takewhile(is_there, map(str.strip, listed.split(','))))
 
 

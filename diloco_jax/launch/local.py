@@ -21,12 +21,15 @@ SUPERVISOR = 'supervisor'
 # By default glibc returns freed pages to the kernel and takes new ones, one page fault for 4 KiB;
 # for buffers that live as long as one fragment this costs more than the arithmetic. So it keeps
 # them (32 MiB is the largest threshold that it accepts), and asks for pages of 2 MiB.
-_MALLOC = {
-  'hugetlb': 1,
-  'mmap_threshold': 32 << 20,
-  'trim_threshold': 1 << 30,
-  'top_pad': 16 << 20,
-}
+_MALLOC = ':'.join(
+  f'glibc.malloc.{name}={value}'
+  for name, value in {
+    'hugetlb': 1,
+    'mmap_threshold': 32 << 20,
+    'trim_threshold': 1 << 30,
+    'top_pad': 16 << 20,
+  }.items()
+)
 
 
 def cache_folder(base: Mapping[str, str] = os.environ) -> pathlib.Path:
@@ -46,12 +49,12 @@ def environment(devices: int, base: Mapping[str, str] = os.environ) -> dict[str,
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
     'TF_CPP_MIN_LOG_LEVEL': '2',
     'GRPC_VERBOSITY': 'ERROR',
-    'GLIBC_TUNABLES': ':'.join(f'glibc.malloc.{name}={n}' for name, n in _MALLOC.items()),
   }
   path = os.pathsep.join(filter(None, [str(program.CHECKOUT or ''), base.get('PYTHONPATH', '')]))
   return {
     **ours,
     **base,
+    'GLIBC_TUNABLES': ':'.join(filter(None, [_MALLOC, base.get('GLIBC_TUNABLES')])),
     'JAX_NUM_CPU_DEVICES': str(devices),
     'PYTHONUNBUFFERED': '1',
     **({'PYTHONPATH': path} if path else {}),

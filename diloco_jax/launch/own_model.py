@@ -10,6 +10,7 @@ syncer writes them to WORKDIR/syncer/model, so that a restarted syncer has them.
 complete does not know the call, which tells the learner to go on and join.
 """
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -100,13 +101,22 @@ def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) ->
   )
 
 
+def _ends(name: str) -> list[int]:
+  return [at for at, letter in enumerate(name) if letter in '/.']
+
+
 def by_name(tree: Any) -> dict[str, Any]:
   """The leaves by name, in tree order. Raises ValueError if two leaves have one name."""
+  leaves = [
+    (jax.tree_util.keystr(path, simple=True, separator='/'), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  below = collections.Counter(name[:at] for name, _ in leaves for at in _ends(name))
   named = {}
-  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-    name = jax.tree_util.keystr(path, simple=True, separator='/')
-    if path and not isinstance(path[-1], jax.tree_util.DictKey):  # of a flax.nnx variable
-      name = name.removesuffix('/value').removesuffix('.value')
+  for name, leaf in leaves:
+    parent = name.removesuffix('/value').removesuffix('.value')
+    if below[parent] == 1:  # of a flax.nnx variable; 'value' among others is a name
+      name = parent
     if name in named:
       raise ValueError(f'two parameters have the name {name!r}; names are paths joined by "/"')
     named[name] = leaf

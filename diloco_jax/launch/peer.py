@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
@@ -62,13 +61,11 @@ class _Arrays:
     self.devices = next(iter(params.values())).devices()
     self.shard, self.next_index = 0, 0
 
-  def let_go(self, published: Callable[[], dict[str, Any]]) -> None:
-    """Replaces arrays that a step has consumed: parameters by published values, as if nothing had
-    been trained since, and moments by such as no learner takes."""
-    if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.moments)):
-      self.take(self.params, jax.tree.map(_not_finite, self.moments))
-    if any(leaf.is_deleted() for leaf in self.params.values()):
-      self.take(published(), self.moments)
+  @property
+  def consumed(self) -> bool:
+    """Whether a step has been given these arrays as donated ones."""
+    held = self.params, self.moments
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
 
   def take(self, params: dict[str, Any], moments: Any) -> None:
     """Holds these arrays from now on, where those of `join` were."""
@@ -231,11 +228,6 @@ class Peer:
     self._boundary_ns = time.monotonic_ns()
 
 
-def _not_finite(leaf: jax.Array) -> jax.Array:
-  is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-  return jnp.full(leaf.shape, jnp.nan if is_float else 0, leaf.dtype)
-
-
 def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
   is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
   return leaf if is_there else jax.device_put(leaf, sharding)
@@ -272,9 +264,9 @@ def join(
   The first learner of a run brings the model to the syncer: its parameters are version 0. Later
   learners must have the same tree of shapes, and take the values from the syncer.
 
-  A loop may be left at any time. What its steps have trained and the syncer has not asked for yet
-  is then contributed, unless the last step has consumed the parameters (`donate_argnums`) and
-  `sync` was not called after it.
+  A loop may be left at any time. Its learner then answers what the syncer has asked for, and
+  leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
+  called after it, the learner is lost as by a crash, and with it what was not merged yet.
 
   Args:
     params: a tree of float jax arrays, all on the devices of this learner.
@@ -343,14 +335,17 @@ def join(
     try:
       yield peer
     finally:
-      peer._arrays.let_go(work.exchange.published)
+      lost = peer._arrays.consumed
+      if lost:  # there is nothing to contribute or to adopt into, as after a crash
+        event_queue.fail(Ended('left after a step that had consumed the parameters'))
       event_queue.post(events.Stop(reason='its loop ended'))
       if peer.clock is not None:
         event_queue.post(events.StepDone(tokens=0, step_ns=0))
       while peer.clock is not None:
         peer._next()
-    _require_well(peer, ended)
-    records.say(ended.result().text)
+    if not lost:
+      _require_well(peer, ended)
+      records.say(ended.result().text)
 
 
 def _require_well(peer: Peer, ended: Any) -> None:

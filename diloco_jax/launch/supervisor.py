@@ -125,7 +125,7 @@ class Supervisor:
   async def _run(self) -> Outcome:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has told the process
+      if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
         loop.add_signal_handler(number, self._interrupt)
     self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):

@@ -8,7 +8,6 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
@@ -167,13 +166,6 @@ class Exchange:
     """The parameters with rows in fragment p."""
     leaves = jax.tree.leaves(self._island.params)
     return _named(leaves[place] for place in self._places[p])
-
-  def published(self) -> Any:
-    """Returns the parameters that the anchors stand for, in new arrays."""
-    tree = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._island.params)
-    for p, anchor_N in enumerate(self.anchors):
-      tree = fragments.scatter(self._layout, p, tree, anchor_N)
-    return tree
 
   def digests(self) -> tuple[int, ...]:
     """Returns the digest of each anchor as it is now."""

@@ -47,7 +47,7 @@ def _digest_leaves(tree: Any) -> Any:
 def digest_leaf(leaf: jax.Array) -> jax.Array:
   """sum_i bits_i (2 i + 1) mod 2^32: exact in any order, so any sharding gives the same number.
 
-  Every weight is odd, hence any change of one element changes the sum.
+  Every weight is odd, hence any change of one element of at most 32 bits changes the sum.
   """
   bits = _bits(leaf)
   index = jnp.zeros(bits.shape, jnp.uint32)

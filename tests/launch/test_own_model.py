@@ -221,3 +221,5 @@ def test_a_parameter_called_value_keeps_its_name():
   ]
   layer = nnx.state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Param)
   assert sorted(own_model.by_name(layer)) == ['bias', 'kernel']
+  read = {'kernel': {'value': leaf}, 'bias': {'value': leaf}}  # as Orbax reads it
+  assert sorted(own_model.by_name(read)) == ['bias', 'kernel']

@@ -217,19 +217,17 @@ def test_a_jitted_step_is_compiled_once():
 
 
 def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
-  """The step has consumed the arrays that `sync` gave, and those of the boundary would be sent."""
-  params, moments = (
-    {'w': jnp.ones((8, 8))},
-    {'m': jnp.ones((8, 8), jnp.bfloat16), 'n': jnp.int32(0)},
-  )
+  """The step has consumed the arrays that `sync` gave: nothing of them can be sent."""
+  params = lambda: {'w': jnp.ones((8, 8))}
+  moments = lambda: {'m': jnp.ones((8, 8), jnp.bfloat16), 'n': jnp.int32(0)}
   step = jax.jit(lambda *held: jax.tree.map(lambda leaf: leaf + 1, held), donate_argnums=(0, 1))
   sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
   kwargs = {'total_steps': 100, 'sync': sync}
-  with diloco_jax.run_syncer(params, opt_state=moments, **kwargs) as server:
+  with diloco_jax.run_syncer(params(), opt_state=moments(), **kwargs) as server:
     before = threading.active_count()
-    kwargs |= {'learner': 'l0', 'syncer': server.address, 'opt_state': moments}
+    kwargs |= {'learner': 'l0', 'syncer': server.address}
     with pytest.raises(ZeroDivisionError):
-      with diloco_jax.join(params, **kwargs) as peer:
+      with diloco_jax.join(params(), opt_state=moments(), **kwargs) as peer:
         held = peer.params, peer.opt_state
         for clock in peer.steps():
           held = step(*held)
@@ -237,6 +235,8 @@ def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
             raise ZeroDivisionError
           held = peer.sync(held[0], tokens=1, opt_state=held[1]), held[1]
     assert threading.active_count() <= before + 8  # those of the syncer for the session
+    with diloco_jax.join(params(), opt_state=moments(), **kwargs) as peer:
+      assert peer.clock is not None  # the syncer takes its next process
   assert 'NaN' not in ''.join(capfd.readouterr())
 
 
