@@ -28,8 +28,10 @@ set_up() {
       || fail "$base cannot make a virtual environment; on Debian: apt install python3-venv"
   fi
   echo "setting up .venv (once; a minute or two)" >&2
-  "$python" -m pip install --quiet --disable-pip-version-check -r requirements.lock >&2 \
+  "$python" -m pip install --quiet --disable-pip-version-check --no-compile \
+    -r requirements.lock >&2 \
     || fail "pip could not install requirements.lock (see above); run $0 again to continue"
+  "$python" -m compileall -qq -j 0 .venv/lib || true  # on all cores; pip uses one
   cp requirements.lock .venv/requirements.installed
 }
 

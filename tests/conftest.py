@@ -8,9 +8,10 @@ with --all (_QUICKLY_COMPILED).
 
 How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
 its fixtures do, and all files that start real runs share one worker, so that one run goes at a
-time.
+time. Its processes get three times the CPU time of another worker.
 """
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -23,6 +24,7 @@ import jax
 import pytest
 from absl import flags
 
+gc.disable()  # what is imported before the first test lives to the end (pytest_collection_finish)
 _CACHE = pathlib.Path(__file__).resolve().parents[1] / '.cache' / 'jax-tests'
 for _name, _value in {  # in the environment too, for the processes that tests start
   'jax_compilation_cache_dir': str(_CACHE),
@@ -92,6 +94,8 @@ def pytest_configure(config: pytest.Config) -> None:
   """The processes that tests start compile more than they run."""
   if not config.getoption('--all'):
     os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'
+  if hasattr(config, 'workerinput'):
+    os.setsid()
 
 
 def _counts(config: pytest.Config) -> Counts:
@@ -113,8 +117,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-  """No later garbage collection looks through what the imports have made: it lives to the end."""
+  """No garbage collection looks through what the imports have made."""
   gc.freeze()
+  gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -141,6 +146,16 @@ def _place(item: pytest.Item) -> int:
 @pytest.fixture(scope='session')
 def counts(request: pytest.FixtureRequest) -> Counts:
   return _counts(request.config)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _give_way(request: pytest.FixtureRequest) -> None:
+  """A worker of several lets the real run of another go first. Linux shares the CPUs between the
+  sessions first, by the nice values of their autogroups; each process of a run leads a session."""
+  if hasattr(request.config, 'workerinput'):
+    real = request.node.nodeid.startswith(_REAL_RUNS)
+    with contextlib.suppress(OSError):  # a kernel without autogroups
+      pathlib.Path('/proc/self/autogroup').write_text('0' if real else '5')
 
 
 @pytest.fixture(scope='module', autouse=True)

@@ -41,7 +41,8 @@ program.define_files()
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
-  from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
+  with program.importing_jax():  # after the config is validated
+    from diloco_jax.launch import entrypoints
 
   return entrypoints.learner(
     config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, program.access()

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> int:
   config, workdir = program.config(), pathlib.Path(_WORKDIR.value).absolute()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
-  from diloco_jax.launch import restore  # after the config is validated: imports jax
+  with program.importing_jax():  # after the config is validated
+    from diloco_jax.launch import restore
 
   try:
     with program.never_retry(ValueError, files.DirectoryError):

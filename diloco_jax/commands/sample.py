@@ -33,9 +33,10 @@ def main(argv: list[str]) -> int:
     raise program.NeverRetry('--prompt is empty: give at least one character')
   os.environ.setdefault('JAX_PLATFORMS', 'cpu')
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines
-  from diloco_jax.launch import trained  # after the flags are checked: imports jax
-  from diloco_jax.storage import checkpoint
-  from diloco_jax.train import decoder
+  with program.importing_jax():  # after the flags are checked
+    from diloco_jax.launch import trained
+    from diloco_jax.storage import checkpoint
+    from diloco_jax.train import decoder
 
   folder = pathlib.Path(_WORKDIR.value)
   with program.never_retry(ValueError, checkpoint.CheckpointError):

@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
     with program.never_retry(ValueError):
       failpoints.allow()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
-  from diloco_jax.launch import entrypoints  # after the config is validated: imports jax
+  with program.importing_jax():  # after the config is validated
+    from diloco_jax.launch import entrypoints
 
   place = config, _WORKDIR.value, _LISTEN.value, program.access()
   if config.task != run_config.OWN_LOOP:

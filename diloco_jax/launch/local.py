@@ -217,8 +217,8 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
   """Runs all nodes in this process."""
   devices = config.mesh.num_devices * config.sync.learners
   os.environ.update({'JAX_PLATFORMS': 'cpu', **environment(devices)})
-  # pylint: disable-next=g-import-not-at-top  # they import jax
-  from diloco_jax.launch import entrypoints, one_process
+  with program.importing_jax():
+    from diloco_jax.launch import entrypoints, one_process
 
   with program.never_retry():
     key = program.seal_key(workdir, make=True)

@@ -435,7 +435,8 @@ asyncio.run(main())
 def test_a_closed_terminal_ends_a_run_with_a_live_table(tmp_path):
   """The kernel sends SIGHUP, and every later write to the terminal fails."""
   script = f"""
-import asyncio, os, pathlib, sys
+import asyncio, os, pathlib, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 os.login_tty(os.open(sys.argv[2], os.O_RDWR))
 from diloco_jax.launch import supervisor
 from diloco_jax.report import live, records, run_facts
