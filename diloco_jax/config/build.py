@@ -40,7 +40,7 @@ class Assembly:
 
   config: run_config.Config
   protocol: protocol_config.ProtocolConfig
-  init: Callable[[], Any]  # version 0: the initial parameters
+  init: Callable[[], Any] | None  # version 0: the initial parameters; None: not needed here
   shapes: Any  # the parameters as ShapeDtypeStructs
   moments: Any  # the inner optimizer's state as ShapeDtypeStructs
   layout: fragments.Layout

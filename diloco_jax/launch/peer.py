@@ -14,6 +14,7 @@ settings of lock step.
 """
 
 import contextlib
+import dataclasses
 import operator
 import pathlib
 import tempfile
@@ -304,6 +305,9 @@ def join(
   address = entrypoints.resolver(syncer, access)
   own_model.bring(model, address, access, wait_s)
   peer = Peer(jax.device_put(params), jax.device_put(opt_state))
+  # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
+  assembled = dataclasses.replace(assembled, init=None)
+  del params, opt_state, model
   event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
   with contextlib.ExitStack() as cleanup:
     place = folder(workdir, cleanup)

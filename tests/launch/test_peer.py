@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -214,6 +215,27 @@ def test_a_jitted_step_is_compiled_once():
       mine, count = step(mine, count)
       mine = peer.sync(mine, tokens=1)
   assert step._cache_size() == 1
+
+
+def test_the_arrays_that_join_was_given_do_not_live_on():
+  """Else the memory of a device would hold the model and the optimizer's state twice."""
+  params = _params()
+  opt_state = _TX.init(params)
+  given = [weakref.ref(leaf) for leaf in jax.tree.leaves((params, opt_state))]
+  with diloco_jax.run_syncer(total_steps=120, sync=_sync()) as server:
+    with diloco_jax.join(
+      params,
+      learner='l0',
+      syncer=server.address,
+      total_steps=120,
+      sync=_sync(),
+      opt_state=opt_state,
+    ) as peer:
+      params, opt_state = peer.params, peer.opt_state
+      _, words = next(peer.steps(_batch))
+      params, opt_state, _ = _step(params, opt_state, words)
+      params = peer.sync(params, tokens=words.size, opt_state=opt_state)
+      assert not any(leaf() is not None for leaf in given)
 
 
 def test_a_loop_that_is_left_after_a_step_raises_its_own_error(capfd):
