@@ -4,4 +4,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # the tests start this package a hundred times
-exec "$python" -m pytest -n 3 --dist loadscope --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n auto --dist loadscope --no-loadscope-reorder "$@"

@@ -98,6 +98,13 @@ def pytest_configure(config: pytest.Config) -> None:
     os.setsid()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+  """On two cores, as the real runs wait for half of their time. At full counts a third worker would
+  keep the searches from their deadlines."""
+  return 2 if config.getoption('--all') else 3
+
+
 def _counts(config: pytest.Config) -> Counts:
   return FULL if config.getoption('--all') else DEFAULT
 
