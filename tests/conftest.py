@@ -8,13 +8,16 @@ with --all (_QUICKLY_COMPILED).
 
 How much is run: DEFAULT, or FULL with --all. With several workers a file stays on one of them, as
 its fixtures do, and all files that start real runs share one worker, so that one run goes at a
-time. Its processes get three times the CPU time of another worker.
+time. Its processes get three times the CPU time of another worker. With --all the hostile run comes
+first and alone: its attacker needs a core of its own.
 """
 
 import contextlib
+import fcntl
 import gc
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
@@ -64,6 +67,7 @@ class Counts(NamedTuple):
 DEFAULT = Counts(False, seeds=250, syncer_kills=2, learner_kills=1, site_kills=1, flips=30)
 FULL = Counts(True, seeds=1_000, syncer_kills=20, learner_kills=10, site_kills=3, flips=100)
 _REAL_RUNS = ('tests/runs/',)
+_ALONE = 'tests/runs/test_hostile.py'  # with --all
 # Rooms that compile models and whose tests do not ask for the bits of production's own compilation,
 # as those of numerics, learner and syncer do.
 _QUICKLY_COMPILED = (
@@ -76,6 +80,7 @@ _QUICKLY_COMPILED = (
 )
 _ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
 _LONGEST_FIRST = (
+  _ALONE,
   *_REAL_RUNS,
   'tests/protocol/test_hostile_words.py',
   'tests/proof/test_seeds.py',
@@ -136,11 +141,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> object:
 
   class Groups(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-      if nodeid.startswith(_REAL_RUNS):
+      if nodeid.startswith(_REAL_RUNS) and not _is_alone(config, nodeid):
         return 'real runs'
       return nodeid if nodeid.startswith(_ONE_BY_ONE) else nodeid.split('::')[0]
 
   return Groups(config, log)
+
+
+def _is_alone(config: pytest.Config, nodeid: str) -> bool:
+  return nodeid.startswith(_ALONE) and config.getoption('--all')
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> object:
+  """While a test runs that has to be alone, the other workers wait before their next one."""
+  with contextlib.ExitStack() as held:
+    if item.config.getoption('--all'):
+      alone = _is_alone(item.config, item.nodeid)
+      with _locked('turn', fcntl.LOCK_EX):  # or those that share could go on for ever
+        held.enter_context(_locked('alone', fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
+    return (yield)
+
+
+@contextlib.contextmanager
+def _locked(name: str, how: int) -> Iterator[None]:
+  """Holds a lock among the workers of this checkout."""
+  _CACHE.parent.mkdir(exist_ok=True)
+  with open(_CACHE.parent / f'{name}.lock', 'w') as file:
+    fcntl.flock(file, how)
+    yield
 
 
 def _place(item: pytest.Item) -> int:

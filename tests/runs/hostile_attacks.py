@@ -51,13 +51,13 @@ def attack(sessions: int = 1, says: bool = False) -> Callable[[Act], Act]:
 
 
 def prepare() -> None:
-  """Gives the attacker's process a tenth of an honest one's CPU time, as if it had a core of its
-  own, and a third of another worker's (conftest.py). Linux compares nice values within a session
-  only, and the sessions by the nice values of their autogroups."""
+  """Gives the attacker's process only the CPU that the others leave, as if it had a core of its
+  own. Linux compares nice values within a session only, and the sessions by the nice values of
+  their autogroups."""
   os.setsid()
   os.nice(19)
   with contextlib.suppress(OSError):  # a kernel without autogroups
-    pathlib.Path('/proc/self/autogroup').write_text('10')
+    pathlib.Path('/proc/self/autogroup').write_text('19')
 
 
 def ready() -> None:
