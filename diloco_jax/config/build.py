@@ -90,11 +90,15 @@ def assemble(config: run_config.Config, data: bool = True) -> Assembly:
 
   Raises:
     ValueError: there is no such task, its data cannot be read, the model has too few tensors for P,
-      or a codec, merge rule or outer optimizer is unknown or has wrong arguments.
+      a label has no merge rule, or a codec, merge rule or outer optimizer is unknown or has wrong
+      arguments.
   """
   task = make_task(config)
   init = functools.partial(task.init, config.train.seed)
-  shapes = jax.eval_shape(init)
+  try:
+    shapes = jax.eval_shape(init)
+  except jax.errors.JAXTypeError:  # it computes with values, on the host
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), init())
   tx = optimizer.make_optimizer(config.optimizer, task)
   optimizer.schedule(config.optimizer, config.train.steps)  # refuses a run that is too short
   return _assemble(
@@ -140,6 +144,16 @@ def _assemble(
 ) -> Assembly:
   body, vocabulary = (_make(config, name, merge.make) for name in ('merge', 'embedding_merge'))
   layout = fragments.make_layout(config.sync.fragmentation, shapes, config.sync.fragments, label)
+  rules = {
+    'body': body,
+    fragments.EXPERT: body,
+    'embedding': vocabulary,
+    'head': vocabulary,
+    'router': _make(config, 'router_merge', merge.make),
+  }
+  labels = {piece.label for pieces in layout.fragments for piece in pieces}
+  if unknown := sorted(labels - rules.keys()):
+    raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(rules)}')
   protocol = config.protocol()
   if task is not None:
     protocol = dataclasses.replace(protocol, max_step_tokens=task.tokens_per_batch)
@@ -152,13 +166,7 @@ def _assemble(
     layout=layout,
     codec_up=_make(config, 'codec_up', codecs.get),
     codec_down=_make(config, 'codec_down', codecs.get),
-    rules={
-      'body': body,
-      fragments.EXPERT: body,
-      'embedding': vocabulary,
-      'head': vocabulary,
-      'router': _make(config, 'router_merge', merge.make),
-    },
+    rules=rules,
     transform=_make(config, 'outer', outer.make),
     agreement=agreement.encode({**shared, 'layout': layout.digest()}),
     task=task,

@@ -74,7 +74,8 @@ def module(path: pathlib.Path) -> types.ModuleType:
 def _place(path: pathlib.Path, error: Exception) -> str:
   """The file, and its last line that led to the error."""
   frames = traceback.extract_tb(error.__traceback__)
-  lines = [one.lineno for one in frames if pathlib.Path(one.filename) == path]
-  if isinstance(error, SyntaxError) and pathlib.Path(error.filename or '') == path:
+  is_here = lambda name: pathlib.Path(name or '').resolve() == path.resolve()
+  lines = [one.lineno for one in frames if is_here(one.filename)]
+  if isinstance(error, SyntaxError) and is_here(error.filename):
     lines.append(error.lineno)
   return f'{path}:{lines[-1]}' if lines else f'{path}'

@@ -146,13 +146,9 @@ def complete(model: Model, config: run_config.Config) -> build.Assembly:
     sync=config.sync if donates else dataclasses.replace(config.sync, donor_wait_s=0.0),
   )
   config.validate()
-  assembled = build.assemble_own_loop(
+  return build.assemble_own_loop(
     config, model.values, dict(model.shapes), model.labels, model.moments
   )
-  unknown = sorted(set(model.labels.values()) - set(assembled.rules))
-  if unknown:
-    raise ValueError(f'the labels {unknown} have no merge rule: use {sorted(assembled.rules)}')
-  return assembled
 
 
 # --- On disk --------------------------------------------------------------------------------------

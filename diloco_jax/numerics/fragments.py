@@ -21,8 +21,9 @@ Three kinds (paper section 5 and its ablation of fragmentations; Streaming DiLoC
   layer      consecutive layers, the same number of layers (+-1) in each fragment.
   strided    layer i in fragment i mod P.
 
-The last two take the order of layers from the integers in the paths: embeddings are the first
-layer, then come the numbered layers, and all other leaves are the last layer.
+The last two take the order of layers from the numbers in the paths, behind 'layer' or 'block', or
+else alone between two separators: embeddings are the first layer, then come the numbered layers,
+and all other leaves are the last layer.
 
 A leaf labelled 'expert' is a stack of tensors, one per expert of a Mixture of Experts. Every kind
 cuts it between all its rows first, so that each expert is merged by itself. For the last two kinds
@@ -47,7 +48,7 @@ EXPERT = 'expert'  # the label of stacks of experts
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
-_ANY_INDEX = re.compile(r"\['?(\d+)'?\]")
+_ANY_INDEX = re.compile(r"[\['/.](\d+)['\]/.]")
 
 PyTree = Any
 

@@ -39,12 +39,15 @@ def elementwise(tx: optax.GradientTransformation) -> bool:
   that a fragment may be updated in pieces. False for a transform that looks at whole tensors, as
   lamb, and for one that this module does not know to be elementwise.
 
-  >>> elementwise(optax.adam(0.1)), elementwise(optax.lamb(0.1))
-  (True, False)
+  >>> elementwise(optax.adam(0.1)), elementwise(optax.lamb(0.1)), elementwise(optax.sm3(0.1))
+  (True, False, False)
   """
-  vector = jax.ShapeDtypeStruct((2,), jnp.float32)
-  jaxpr = jax.make_jaxpr(tx.update)(vector, jax.eval_shape(tx.init, vector), vector)
-  return _elementwise(jaxpr.jaxpr, vector.shape)
+  for shape in ((2,), (2, 3)):  # sm3 has another way for vectors
+    like = jax.ShapeDtypeStruct(shape, jnp.float32)
+    jaxpr = jax.make_jaxpr(tx.update)(like, jax.eval_shape(tx.init, like), like)
+    if not _elementwise(jaxpr.jaxpr, shape):
+      return False
+  return True
 
 
 def _elementwise(jaxpr: jax.extend.core.Jaxpr, shape: tuple[int, ...]) -> bool:

@@ -148,14 +148,14 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class DataConfig:
-  """Bytes of text, cut into windows, divided into disjoint shards (data.py).
+  """Bytes of text, cut into windows, read by shards (data.py).
 
   Attributes:
     corpus: 'stdlib' = Python's own sources; else a directory or a glob of files; for the task
       'vision' it is 'digits' (digits.py).
     seq_len: L, tokens predicted per sequence.
     batch_size: B, sequences per inner step of one learner.
-    shards: V, disjoint shards; at least the largest number of learners.
+    shards: V, the number of shards; at least the largest number of learners.
     seed: of the shuffle; the same on every learner of a run.
     eval_batches: how many batches of the held-out files an evaluation reads.
     eval_batch_size: sequences per batch of an evaluation.

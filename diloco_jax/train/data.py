@@ -1,4 +1,4 @@
-"""Bytes of text: a corpus, its held-out files, and disjoint shards of windows.
+"""Bytes of text: a corpus, its held-out files, and shards of its windows.
 
 A corpus is a list of files in sorted order of their relative names. One pass reads them into one
 array with a zero byte after each file. A hash of its relative name decides whether a file is held
@@ -11,8 +11,8 @@ one slice after the other, each in an order drawn for that pass. Batch i is a pu
 (corpus, seed, v, i), so the state of a shard is one integer, the next index. A pass leaves out the
 windows that do not fill a batch, different ones each time. The shards start at evenly spread
 slices, so that M learners, which lease the first M shards, read all slices once before any slice
-twice: an epoch is V / M passes. Shards need no more of a window than random access, so images with
-captions (digits.py) have them too.
+twice (if M is a power of two, else about evenly): an epoch is V / M passes. Shards need no more of
+a window than random access, so images with captions (digits.py) have them too.
 """
 
 import dataclasses
@@ -97,7 +97,7 @@ def _held_out(name: str) -> bool:
 
 
 def _concatenate(files: Sequence[bytes]) -> np.ndarray:
-  return np.frombuffer(b''.join(f + b'\0' for f in files), np.uint8)
+  return np.frombuffer(b''.join(part for file in files for part in (file, b'\0')), np.uint8)
 
 
 class Windows:

@@ -63,11 +63,13 @@ class Task:
 
   Attributes:
     init: seed -> the initial parameters. Every learner and the syncer call it and must get the same
-      bits, so draw on the host (numpy) or on one device.
+      bits, so draw on the host (numpy) or on one device. If jax cannot trace it, it is called for
+      the shapes, too.
     loss: (params, batch, sharding) -> the mean loss per token or example, a float32 scalar; traced
       by jit. `sharding` is that of the batch axis on the learner's mesh, for
       `jax.lax.with_sharding_constraint`; a model may ignore it.
-    batches: shard in [0, config.data.shards) -> its batches. Shards are disjoint.
+    batches: shard in [0, config.data.shards) -> its batches. Each learner leases another
+      shard, so two shards should not have the same batches at the same time.
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge

@@ -104,12 +104,20 @@ def _run_all(
   book: study_lib.Book,
   shown: Callable[[float, float], None],
 ) -> None:
-  """Runs arms. The row of each is in the book as soon as it ends."""
+  """Runs arms. The row of each is in the book as soon as it ends. If one fails, those in progress
+  end; then its error is raised."""
   done, total = 0.0, sum(arm.work for arm in missing)
   shown(done, total)
   futures = {pool.submit(arms.run, arm): arm for arm in missing}
+  waiting, failed = set(futures), None
   try:
-    for future in concurrent.futures.as_completed(futures):
+    while waiting:
+      future = next(concurrent.futures.as_completed(waiting))
+      waiting.remove(future)
+      if error := future.exception():
+        failed = failed or error
+        waiting = {one for one in waiting if not one.cancel()}
+        continue
       book.add(future.result())
       done += futures[future].work
       shown(done, total)
@@ -117,6 +125,8 @@ def _run_all(
   except BaseException:
     pool.shutdown(cancel_futures=True)
     raise
+  if failed:
+    raise failed
 
 
 if __name__ == '__main__':

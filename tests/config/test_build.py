@@ -15,6 +15,7 @@ from diloco_jax.launch import entrypoints
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
 from diloco_jax.syncer import global_model
+from diloco_jax.train import task as task_lib
 from experiments.examples import digits_linen
 
 
@@ -152,6 +153,28 @@ def test_a_wrong_task_is_named(config, task, words):
   with pytest.raises(ValueError) as caught:
     build.assemble(config)
   assert words in str(caught.value)
+
+
+def _own_task(monkeypatch, **fields):
+  """Builds read this Task, whatever the config names."""
+  given = {'init': lambda seed: {'w': jnp.ones((4, 4))}, 'loss': None, 'batches': None}
+  made = task_lib.Task(tokens_per_batch=1, **{**given, **fields})
+  monkeypatch.setattr(build, 'make_task', lambda config: made)
+
+
+def test_parameters_may_be_computed_on_the_host(config, monkeypatch):
+  init = lambda seed: {name: np.asarray(jnp.full((4, 4), 1.0 + seed)) for name in 'vw'}
+  _own_task(monkeypatch, init=init)
+  assembled = build.assemble(config, data=False)
+  assert {piece.size for pieces in assembled.layout.fragments for piece in pieces} == {16}
+  np.testing.assert_array_equal(assembled.init()['w'], 1.0 + config.train.seed)
+
+
+def test_a_label_without_a_merge_rule_is_refused(config, monkeypatch):
+  config.sync.fragments = 1
+  _own_task(monkeypatch, label=lambda path: 'kernel')
+  with pytest.raises(ValueError, match=r"the labels \['kernel'\] have no merge rule: use \['body'"):
+    build.assemble(config, data=False)
 
 
 @pytest.mark.parametrize(

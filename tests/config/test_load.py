@@ -68,6 +68,13 @@ def test_an_error_in_a_file_names_the_file_and_the_line(file, text, line, words)
     load.load(str(file))
 
 
+def test_an_error_in_a_file_named_from_here_has_its_line(file, monkeypatch):
+  file.write_text('def get_config():\n  return 1 / 0')
+  monkeypatch.chdir(file.parent)
+  with pytest.raises(ValueError, match=f'^{re.escape(file.name)}:2: ZeroDivisionError'):
+    load.load(file.name)
+
+
 @pytest.mark.parametrize('name', ['stdlib_ml:tiny', 'nowhere.py', 'no/folder'])
 def test_a_name_of_nothing_says_what_there_is(name):
   with pytest.raises(ValueError, match='there is no config .* stdlib_lm$'):

@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import json
 import pathlib
+import threading
 
 import pytest
 
@@ -85,6 +86,33 @@ def test_only_what_is_missing_runs(tmp_path):
   assert losses(rows.read_text('utf-8')) == losses(first) and len(losses(first)) == 2
   for suffix in ('csv', 'md', 'png'):
     assert (tmp_path / f'toy.{suffix}').stat().st_size
+
+
+def test_an_arm_that_fails_loses_no_row_of_the_arms_beside_it(monkeypatch):
+  """Its error is raised when they have ended; the last arm does not begin."""
+  begun, cancelled, run_arm = threading.Event(), threading.Event(), arms.run
+
+  class Pool(concurrent.futures.ThreadPoolExecutor):
+    def submit(self, function, arm):
+      future = super().submit(function, arm)
+      if arm.seed == 3:
+        future.add_done_callback(lambda one: cancelled.set())
+      return future
+
+  def run_or_fail(arm):
+    if arm.seed == 0:
+      assert begun.wait(20)
+      raise ValueError('seed 0 fails')
+    begun.set()
+    assert cancelled.wait(20)
+    return run_arm(arm)
+
+  monkeypatch.setattr(arms, 'run', run_or_fail)
+  made = [tiny(arms.decoupled('toy', f'seed {seed}', True, seed=seed)) for seed in range(4)]
+  book = study_lib.Book()
+  with Pool(2) as pool, pytest.raises(ValueError, match='seed 0 fails'):
+    run._run_all(pool, made, book, lambda done, total: None)
+  assert [bool(book.row(arm)) for arm in made][::3] == [False, False] and book.row(made[1])
 
 
 def test_a_changed_setting_is_another_arm():

@@ -121,6 +121,18 @@ def test_layers_are_contiguous_or_strided():
   assert layers(fragments.make_layout('strided', tree, 3, _label)) == [[-1, 2], [0, 3], [1, inf]]
 
 
+def test_the_number_of_a_layer_in_its_path():
+  numbers = {
+    "['layers'][3]['kernel']": 3,
+    "['transformer']['h']['3']['kernel']": 3,
+    "['transformer/h/3/attn/kernel']": 3,  # of a user's own loop
+    "['h.3.mlp_2']": 3,
+    "['TransformerBlock_3/Dense_0/kernel']": 3,
+    "['conv2d/kernel']": float('inf'),
+  }
+  assert {path: fragments._layer(path) for path in numbers} == numbers
+
+
 def _with_experts():
   shapes = {'gate': (4, 8, 8), 'down': (4, 8, 8)}
   layer = lambda: {

@@ -26,6 +26,7 @@ import jax
 from absl import flags
 
 from diloco_jax.config import build, run_config
+from diloco_jax.proof import plans
 from diloco_jax.proof.sim import faults as faults_lib
 from diloco_jax.proof.virtual import arrays, conditions, no_arrays
 from diloco_jax.proof.virtual import world as world_lib
@@ -135,7 +136,8 @@ def train(
 
   Args:
     config: of the run, as for real processes. Not used are its mesh (each island has one device of
-      this process), chaos, and times of saves of the syncer.
+      this process), chaos, times of saves of the syncer, `sync.uplink_mbit_s` and
+      `sync.donor_rate_mib_s`.
     hardware, network, faults: how long everything takes, and what goes wrong.
     seed: draws noise and deaths; not the initial parameters, which `config.train.seed` draws.
     trained_tokens: how many tokens the learners train together, as near as one can get: at least so
@@ -304,7 +306,10 @@ def _run(
   learners = run_config.learner_ids(config.sync.learners + len(faults.joins))
   world = book.world = world_lib.World(assembled.protocol, model, where.seed, (book,))
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
-  limit_ns = hardware.ns(LIMIT * config.train.steps * max(hardware.slowness)) + WAITS_NS
+  limit_ns = hardware.ns(LIMIT * assembled.protocol.total_steps * max(hardware.slowness)) + WAITS_NS
+  nodes = (*learners, plans.SYNCER)
+  if strangers := sorted({fault.node for fault in faults.plan} - set(nodes)):
+    raise ValueError(f'the plan has faults of {strangers}; this run has {", ".join(nodes)}')
   plan = conditions.deaths(faults, hardware, where.seed, learners, limit_ns)
   faults_lib.Nemesis(world, plan, odds=faults.odds)
   starts = [0.0] * config.sync.learners + list(faults.joins)

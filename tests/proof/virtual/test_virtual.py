@@ -120,3 +120,9 @@ def test_a_fault_that_needs_a_disk_is_refused():
   rot = conditions.plans.Fault(at_ns=0, kind='rot', node='syncer')
   with pytest.raises(ValueError, match="no fault 'rot' of syncer; use one of: freeze, cut_up"):
     conditions.Faults(plan=(rot,))
+
+
+def test_a_fault_of_a_node_that_the_run_has_not_is_refused(config):
+  kill = conditions.plans.Fault(at_ns=0, kind='kill', node='l7')
+  with pytest.raises(ValueError, match=r"the plan has faults of \['l7'\]; this run has l0, l1, l2"):
+    virtual.schedule(config, faults=conditions.Faults(plan=(kill,)))
