@@ -342,8 +342,9 @@ class ProtocolConfig:
 
   @property
   def lead(self) -> int:
-    """How many inner steps before it opens a sync may be announced, and how many at once."""
-    return self.overlap + self.steps_ahead
+    """How many inner steps before it opens a sync may be announced, and how many at once. At least
+    one, so that a learner which reaches the step before the others can encode at once."""
+    return max(1, self.overlap + self.steps_ahead)
 
   def closing(self, sync: int) -> bool:
     """Whether a sync is after the last inner step: it merges the remaining steps."""

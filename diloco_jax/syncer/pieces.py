@@ -158,12 +158,10 @@ class Pieces:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
     self._require_size(self._up, p, payload)
-    with self._on_cpu():
-      squares = [
-        self._squares(self._up, self._n[p], self._sections(self._up, p, payload, start))
-        for start in self.starts(p)
-      ]
-    return self._lengths(p, squares)
+    squares_of = lambda start: self._squares(
+      self._up, self._n[p], self._sections(self._up, p, payload, start)
+    )
+    return self._lengths(p, self._each(p, squares_of))
 
   def sums(self, p: int, rows: Sequence[Row]) -> tuple[list[jax.Array], np.ndarray]:
     """(the sums u in pieces, the lengths of their tensors float64[T]) of at least one row."""

@@ -13,7 +13,7 @@ from typing import Any
 from diloco_jax.protocol import actions, messages, states
 
 SYNC_STATES = (
-  ('due', 'announced', 'K live learners are within tau steps of the time at which it is given'),
+  ('due', 'announced', 'K live learners are within max(1, tau + ahead) steps of t'),
   (
     'announced',
     'gathering',

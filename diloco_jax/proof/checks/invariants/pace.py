@@ -11,8 +11,8 @@ class Pace(invariant.Invariant):
   sentence = (
     'Sync t opens once K live learners have reached step t, a closing sync once all have done '
     'their last step or one lease later, in the order of the schedule; the syncer announces it at '
-    'most tau + ahead steps before. With wait_for=live, K is the number of live learners. No two '
-    'syncs in hand have the same fragment.'
+    'most max(1, tau + ahead) steps before. With wait_for=live, K is the number of live learners. '
+    'No two syncs in hand have the same fragment.'
   )
 
   def __init__(self, run):
@@ -31,7 +31,7 @@ class Pace(invariant.Invariant):
     if sync < book.lineage.next or book.schedule.fragment(sync) != p:
       self.fail(send, f'the next sync is {book.lineage.next}')
     self._alone(book, sync, p, send)
-    lead = 0 if send.message.now else self.config.overlap + self.config.steps_ahead
+    lead = 0 if send.message.now else self.config.lead
     self._reached(book, sync, lead)
 
   @invariant.on(SYNCER, facts.Opened)

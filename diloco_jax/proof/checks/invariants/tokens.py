@@ -385,8 +385,8 @@ class Bounded(invariant.Invariant):
   id = 'I11'
   sentence = (
     'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
-    'tau + ahead announced ones, and P that were late; a learner keeps a few versions that it has '
-    'not adopted yet; neither keeps any at the end.'
+    'max(1, tau + ahead) announced ones, and P that were late; a learner keeps a few versions that '
+    'it has not adopted yet; neither keeps any at the end.'
   )
 
   @invariant.on(SYNCER, messages.Publish)
