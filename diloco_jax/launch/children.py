@@ -21,6 +21,7 @@ _TETHER = pathlib.Path(__file__).with_name('die_with_parent.py')
 _READ_BYTES = 1 << 16
 _MAX_LINE_BYTES = 1 << 16
 _DRAIN_S = 1.0
+_POLL_S = 0.02
 
 Listen = Callable[[str, str], None]
 """Called with the child's name and one line of its output."""
@@ -55,12 +56,13 @@ class Child:
 
   async def wait(self) -> int:
     """Returns the exit code (negative: the signal's number). The process group is dead by then."""
-    code = await self._process.wait()
+    while self.running:  # Process.wait waits for the output, too, which a descendant may hold open
+      await asyncio.sleep(_POLL_S)
     self._signal_group(signal.SIGKILL)  # processes that the child started must not outlive it
     await asyncio.wait([self._relay], timeout=_DRAIN_S)
     self._relay.cancel()
     self._log.close()
-    return code
+    return self._process.returncode
 
   def freeze(self) -> None:
     """Stops the process group with SIGSTOP: alive and silent, its sockets stay open."""

@@ -13,6 +13,7 @@ import pathlib
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -302,7 +303,7 @@ def checkpoint_failures() -> Iterator[None]:
 def stops(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = program.NOT_IN_TIME
 ) -> Iterator[None]:
-  """SIGTERM and Ctrl-C end the process in order; a second signal ends it at once.
+  """SIGTERM and Ctrl-C end the process in order; a second signal, a second later, ends it at once.
 
   Args:
     stop: asks the process to end; called with the reason, in the main thread, between any two
@@ -311,6 +312,7 @@ def stops(
     safe: the sentence that says which state is safe in that case.
   """
   seen: list[threading.Timer] = []
+  first_s = 0.0
 
   def exit_late(name: str) -> None:
     print(
@@ -322,7 +324,12 @@ def stops(
 
   def handle(number: int, frame: object) -> None:
     del frame
-    if seen:
+    nonlocal first_s
+    if not seen:
+      first_s = time.monotonic()
+    elif time.monotonic() < first_s + program.SAME_SIGNAL_S:
+      return
+    else:
       os._exit(128 + number)
     name = signal.Signals(number).name
     seen.append(threading.Timer(drain_s, exit_late, [name]))

@@ -222,6 +222,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
 
   with program.never_retry():
     key = program.seal_key(workdir, make=True)
+    entrypoints.prepare_jax(devices)
     controller = one_process.SingleController(config, workdir, key=key)
   interrupts = []
 

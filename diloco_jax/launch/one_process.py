@@ -73,12 +73,6 @@ class SingleController:
 
   def start(self) -> None:
     """Starts each node on its own thread."""
-    listening = threading.Event()
-
-    def make_syncer_transport(post, payloads):
-      transport = self._hub.syncer_transport(post, payloads)
-      listening.set()
-      return transport
 
     def run_syncer(recorder: records_lib.Recorder) -> actions.Exit:
       return syncer_process.run(
@@ -86,7 +80,7 @@ class SingleController:
         global_model_lib.Theta(self._assembled),
         self._workdir,
         self._event_queues['syncer'],
-        make_syncer_transport,
+        self._hub.syncer_transport,
         recorder,
         self._key,
       )
@@ -162,9 +156,9 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
   config.validate()
   entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
-  folder = pathlib.Path(workdir)
-  folder = run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
-  controller = SingleController(config, folder)
+  folder = pathlib.Path(workdir).absolute()
+  controller = SingleController(config, folder)  # a config that cannot work claims no folder
+  run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
   controller.start()
   try:
     return controller.join()

@@ -41,6 +41,11 @@ DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
 
+SAME_SIGNAL_S = 0.5
+"""Signals that come within this time after the first are the same request to end: a service manager
+sends one to every process, and the supervisor passes its own on; a terminal that closes sends
+two."""
+
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 

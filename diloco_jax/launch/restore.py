@@ -96,6 +96,8 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     raise ValueError(f'there is no run in {workdir} to restore')
   _require_plain_folders(workdir)
   with contextlib.ExitStack() as locked:
+    if (workdir / files_lib.LOCK).is_file():  # a supervisor starts its processes again
+      _lock(workdir, locked)
     log_files = _lock(manifests.syncer_folder(workdir) / _WAL, locked)
     for node in _islands(workdir):
       if (node / manifests.CHECKPOINTS).is_dir():

@@ -19,8 +19,8 @@ The run is over when its syncer is done, refused or failed, or when no learner i
 remaining processes then have FINISH_S to end by themselves (learners save); after that the
 supervisor sends SIGTERM, and `stop_s` later SIGKILL. The syncer of a run that has reached its last
 step has all the time that it needs: it writes the trained model. Ctrl-C, SIGTERM or the end of the
-terminal (SIGHUP) starts the same ending at once; a second signal kills at once. `retire` ends a run
-in order: all learners leave, then the syncer ends.
+terminal (SIGHUP) starts the same ending at once; a second signal, a second later, kills at once.
+`retire` ends a run in order: all learners leave, then the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
@@ -114,7 +114,7 @@ class Supervisor:
     self._draw = random.Random()
     self._stopping = asyncio.Event()  # no process is started any more
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
-    self._interrupts = 0
+    self._interrupts, self._interrupted_s = 0, 0.0
     self.statuses = {name: run_facts.Status() for name in self._programs}
 
   async def run(self) -> Outcome:
@@ -164,7 +164,7 @@ class Supervisor:
     """Ends a program's process, with SIGTERM if `politely`, else with SIGKILL, and restarts the
     program `down_s` later. Returns False if it has no process or the run is ending."""
     child = self._running.get(name)
-    if child is None or self._retiring.is_set():
+    if child is None or not child.running or self._retiring.is_set():
       return False
     self._pauses[name] = down_s
     self.statuses[name].kills += not politely
@@ -347,6 +347,10 @@ class Supervisor:
       await asyncio.sleep(0.05)
 
   def _interrupt(self) -> None:
+    now_s = time.monotonic()
+    if self._interrupts and now_s < self._interrupted_s + program_lib.SAME_SIGNAL_S:
+      return
+    self._interrupted_s = now_s
     self._interrupts += 1
     if self._interrupts == 1:
       self._stop()

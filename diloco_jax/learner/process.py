@@ -166,6 +166,10 @@ def running_node(
   try:
     yield ended
     thread.join()
+  except BaseException as error:  # else the node would go on, and hold its arrays and its place
+    event_queue.fail(error)
+    thread.join()
+    raise
   finally:
     transport.shutdown(ports.SHUTDOWN_S)
 

@@ -79,12 +79,14 @@ class LearnerWork:
       target=self._compile_meanwhile, args=(stepped,), name='compile', daemon=True
     )
     compiling.start()
-    with self.egress():
-      while (clock := self.next_step()) is not None:
-        self._step(clock)
-        stepped.set()
-    stepped.set()
-    compiling.join()  # a process that ends while it compiles may crash
+    try:
+      with self.egress():
+        while (clock := self.next_step()) is not None:
+          self._step(clock)
+          stepped.set()
+    finally:
+      stepped.set()
+      compiling.join()  # a process that ends while it compiles may crash
 
   def _compile_meanwhile(self, stepped: threading.Event) -> None:
     """Compiles what is not compiled yet. A joiner waits for a donor's moments and then for their

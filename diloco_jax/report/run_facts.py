@@ -338,7 +338,7 @@ def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> 
     case facts.Exit(child='syncer'):
       account.syncer_died(at_ns)
     case facts.Exit(child=child, code=code):
-      account.died(child, at_ns, killed=code < 0)
+      account.died(child, at_ns, killed=code != 0)
     case facts.Startup(phase='compiled') if process not in NO_LEARNERS:
       account.waits(process, at_ns)
     case facts.Startup(phase=phase) if process not in NO_LEARNERS:

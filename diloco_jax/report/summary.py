@@ -5,6 +5,7 @@ and each fragment is merged separately; protocol/syncer/ledger.py); the report d
 number of fragments and rounds so that the sums still add up.
 """
 
+import contextlib
 import json
 import pathlib
 import statistics
@@ -63,7 +64,8 @@ def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write(path)
   except OSError as error:
-    path.unlink(missing_ok=True)  # half of it
+    with contextlib.suppress(OSError):
+      path.unlink()  # half of it
     print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
 
 

@@ -97,7 +97,7 @@ class ModelConfig:
       )
     if not 0 <= self.balance_loss < math.inf:
       raise ValueError(f'balance_loss is {self.balance_loss}: use 0 to switch it off')
-    if not self.logit_softcap >= 0:
+    if not 0 <= self.logit_softcap < math.inf:
       raise ValueError(f'logit_softcap is {self.logit_softcap}: use 0 to switch it off')
     if self.dtype not in _ACTIVATION_DTYPES:
       raise ValueError(f'dtype {self.dtype!r} is unknown: choose one of {_ACTIVATION_DTYPES}')

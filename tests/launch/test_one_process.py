@@ -53,6 +53,15 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
     )
 
 
+def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
+  """Else the mended config would be another run's."""
+  config = _config(STEPS)
+  config.sync.learners = 16
+  with pytest.raises(ValueError, match='or lower sync.learners'):
+    one_process.run(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_path, monkeypatch):
   join, deadline_s = one_process.SingleController.join, time.monotonic() + DEADLINE_S
 

@@ -414,6 +414,27 @@ def test_a_model_that_does_not_fit_the_syncer_is_refused_and_not_kept(tmp_path):
   assert own_model.read(tmp_path).shapes['w'].shape == (64, 8)
 
 
+def test_an_interrupt_while_join_waits_leaves_no_learner(monkeypatch):
+  """Its node would keep the id and a place in the run, and never make a step."""
+
+  def interrupted(peer):
+    raise KeyboardInterrupt
+
+  nodes = lambda: [thread for thread in threading.enumerate() if thread.name == 'node']
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  kwargs = {'total_steps': 100, 'sync': sync}
+  before = nodes()
+  with diloco_jax.run_syncer(**kwargs) as server:
+    kwargs |= {'learner': 'l0', 'syncer': server.address}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+      patch.setattr(diloco_jax.Peer, '_next', interrupted)
+      with diloco_jax.join(_params(), **kwargs):
+        raise AssertionError('it has joined')
+    assert nodes() == before
+    with diloco_jax.join(_params(), **kwargs) as peer:  # the same cell again
+      assert peer.clock is not None
+
+
 def test_a_loop_ends_with_its_egress_thread(monkeypatch):
   """Or it would train on, and none of its work would reach the model."""
   keep = payloads.keep

@@ -349,7 +349,9 @@ def test_a_restore_that_was_cut_short_is_done_again(config, workdir, monkeypatch
   assert _held(workdir / 'syncer' / 'ckpt').data_state == 2
 
 
-@pytest.mark.parametrize('role, folder', [('syncer', 'syncer/wal'), ('learner', 'islands/l1/ckpt')])
+@pytest.mark.parametrize(
+  'role, folder', [('train', ''), ('syncer', 'syncer/wal'), ('learner', 'islands/l1/ckpt')]
+)
 def test_not_under_a_process_that_runs(config, workdir, role, folder):
   files = files_lib.Files(workdir / folder)
   files.lock(role)

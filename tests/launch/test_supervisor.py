@@ -394,6 +394,40 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
   await_true(lambda: all(gone(pid) for pid in pids), 'the death of them all')
 
 
+def test_a_process_that_holds_the_output_of_a_dead_child_does_not_stop_the_run(tmp_path):
+  code = (
+    'import os, signal, subprocess, sys; '
+    f'subprocess.Popen([sys.executable, "-S", "-c", {_FOREVER!r}]); '
+    'os.kill(os.getpid(), signal.SIGKILL)'
+  )
+  run = Run(tmp_path, [program('l0', code), program('l1', _FOREVER)], stop_s=0.5)
+
+  def tick(run: Run) -> None:
+    if run.supervisor.statuses['l0'].starts == 2:
+      os.kill(os.getpid(), signal.SIGINT)
+
+  assert run.run(tick).code == 130
+  assert 'l0: killed by SIGKILL' in ' '.join(run.said('local'))
+
+
+def test_two_signals_at_once_are_one(tmp_path):
+  """A terminal that closes sends SIGHUP twice, and a service manager SIGTERM to every process."""
+  polite = (
+    'import signal, threading; end = threading.Event(); '
+    'signal.signal(signal.SIGTERM, lambda *_: end.set()); print("ready"); end.wait(); '
+    'print("saved")'
+  )
+  run = Run(tmp_path, [program('l0', polite)], stop_s=_DEADLINE_S)
+  asked = []
+
+  def tick(run: Run) -> None:
+    if run.said('l0') and not asked:
+      asked.extend(os.kill(os.getpid(), signal.SIGTERM) for _ in range(2))
+
+  assert run.run(tick).code == 130
+  assert run.said('l0') == ['ready', 'saved']
+
+
 def test_a_second_interrupt_kills_at_once(tmp_path):
   run = Run(
     tmp_path, [program('l0', _DEAF + 'print("deaf"); threading.Event().wait()')], stop_s=_DEADLINE_S
