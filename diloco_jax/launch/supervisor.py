@@ -114,6 +114,7 @@ class Supervisor:
     self._draw = random.Random()
     self._stopping = asyncio.Event()  # no process is started any more
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
+    self._retired = False  # by `retire`
     self._interrupts, self._interrupted_s = 0, 0.0
     self.statuses = {name: run_facts.Status() for name in self._programs}
 
@@ -177,6 +178,7 @@ class Supervisor:
 
   def retire(self) -> None:
     """Ends the run: sends SIGTERM to every learner; the syncer ends after the last of them."""
+    self._retired = True
     self._retiring.set()
     for name in self._learners:
       if name in self._running:
@@ -366,8 +368,12 @@ class Supervisor:
   def _outcome(self) -> Outcome:
     syncer = self.statuses.get(SYNCER)
     learners = [self.statuses[name] for name in self._learners]
+    found = _verdict(syncer, learners, self._interrupts > 0)
+    if found['code'] == 0 and 0 < self._view.progress < 1 and not self._retired:
+      share = f'{self._view.progress:.0%}'
+      found = {'code': 1, 'text': f'the run was stopped from outside at {share} of its steps'}
     return Outcome(
-      **_verdict(syncer, learners, self._interrupts > 0),
+      **found,
       statuses=self.statuses,
       interrupted=self._interrupts > 0,
     )

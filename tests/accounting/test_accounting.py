@@ -208,3 +208,16 @@ def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
       book_lib.DOWN: 10 / 260,
     }
   )
+
+
+def test_a_process_whose_end_nobody_told_was_down_since_its_last_step():
+  """The host had failed, say; the run is resumed much later."""
+  book = book_lib.Book(quorum=1)
+  book.starts('l0', 0)
+  book.take('l0', 10, facts.State(state='joined', incarnation=1, clock=0))
+  book.trains('l0', 10)
+  book.stepped('l0', 30, tokens=4, step_ns=20)
+  book.starts('l0', 1000)
+  found = book.partition('l0', 1010)
+  assert (found[book_lib.DOWN], found[book_lib.INIT]) == (970, 20)
+  assert book.figures(1010).uptime == pytest.approx(20 / 1000, abs=0.01)

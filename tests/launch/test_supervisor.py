@@ -248,6 +248,17 @@ def test_the_syncer_of_a_complete_run_has_the_time_that_it_needs(tmp_path, step,
   assert run.run(tick).code == code
 
 
+def test_programs_that_were_stopped_from_outside_have_not_finished_the_run(tmp_path):
+  """Both end with 0 on SIGTERM, after saving."""
+  run = Run(
+    tmp_path,
+    [program('syncer', 'pass'), program('l0', _reports_step(50), str(tmp_path))],
+    finish_s=_DEADLINE_S,
+  )
+  outcome = run.run()
+  assert (outcome.code, outcome.text) == (1, 'the run was stopped from outside at 50% of its steps')
+
+
 def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
   run = Run(
     tmp_path,
