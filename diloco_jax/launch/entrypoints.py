@@ -303,7 +303,7 @@ def checkpoint_failures() -> Iterator[None]:
 def stops(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = program.NOT_IN_TIME
 ) -> Iterator[None]:
-  """SIGTERM and Ctrl-C end the process in order; a second signal, half a second later, ends it at once.
+  """SIGTERM and Ctrl-C end the process in order; a second one, half a second later, at once.
 
   Args:
     stop: asks the process to end; called with the reason, in the main thread, between any two

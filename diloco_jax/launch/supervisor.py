@@ -19,8 +19,8 @@ The run is over when its syncer is done, refused or failed, or when no learner i
 remaining processes then have FINISH_S to end by themselves (learners save); after that the
 supervisor sends SIGTERM, and `stop_s` later SIGKILL. The syncer of a run that has reached its last
 step has all the time that it needs: it writes the trained model. Ctrl-C, SIGTERM or the end of the
-terminal (SIGHUP) starts the same ending at once; a second signal, half a second later, kills at once.
-`retire` ends a run in order: all learners leave, then the syncer ends.
+terminal (SIGHUP) starts the same ending at once; a second signal, half a second later, kills at
+once. `retire` ends a run in order: all learners leave, then the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
 injector (proof/faults), which calls `child`, `bring_down` and `add`.
