@@ -141,7 +141,7 @@ class Book:
     if name not in self.learners:
       self.learners[name] = Learner(at_ns, at_ns, INIT)
     learner = self.learners[name]
-    if learner.doing in (_TRAINS, _WAITS):  # nobody has told of the end of its last process
+    if learner.doing in (_TRAINS, _WAITS):  # no record has the end of its last process
       self.died(name, learner.at_ns, killed=True)
     self.enters(name, at_ns, INIT)
 

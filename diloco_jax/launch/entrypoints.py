@@ -13,7 +13,6 @@ import pathlib
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import jax
@@ -311,8 +310,8 @@ def stops(
     drain_s: the time that an orderly end may take. After it the process exits with `code`.
     safe: the sentence that says which state is safe in that case.
   """
-  seen: list[threading.Timer] = []
-  first_s = 0.0
+  requests = program.EndRequests()
+  timers: list[threading.Timer] = []
 
   def exit_late(name: str) -> None:
     print(
@@ -324,24 +323,21 @@ def stops(
 
   def handle(number: int, frame: object) -> None:
     del frame
-    nonlocal first_s
-    if not seen:
-      first_s = time.monotonic()
-    elif time.monotonic() < first_s + program.SAME_SIGNAL_S:
+    if not requests.add():
       return
-    else:
+    if requests.count > 1:
       os._exit(128 + number)
     name = signal.Signals(number).name
-    seen.append(threading.Timer(drain_s, exit_late, [name]))
-    seen[0].daemon = True
-    seen[0].start()
+    timers.append(threading.Timer(drain_s, exit_late, [name]))
+    timers[0].daemon = True
+    timers[0].start()
     stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
 
   before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
   try:
     yield
   finally:
-    for timer in seen:
+    for timer in timers:
       timer.cancel()
     for number, handler in before.items():
       signal.signal(number, handler)

@@ -224,12 +224,13 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
     key = program.seal_key(workdir, make=True)
     entrypoints.prepare_jax(devices)
     controller = one_process.SingleController(config, workdir, key=key)
-  interrupts = []
+  interrupts = program.EndRequests()
 
   def interrupt(number: int, frame) -> None:
     del number, frame
-    interrupts.append(time.monotonic())
-    if len(interrupts) > 1:
+    if not interrupts.add():
+      return
+    if interrupts.count > 1:
       os._exit(program.INTERRUPTED)  # a thread inside a step cannot be interrupted
     controller.stop('interrupted')
 
@@ -242,9 +243,9 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
     program.never_retry(ValueError, files.DirectoryError),
   ):
     exits = controller.join()
-  if interrupts:
+  if interrupts.count:
     code, text = program.INTERRUPTED, 'interrupted'
   else:
     worst = max(exits.values(), key=lambda item: item.code)
     code, text = worst.code, worst.text
-  return supervisor_lib.Outcome(code=code, text=text, statuses={}, interrupted=bool(interrupts))
+  return supervisor_lib.Outcome(code=code, text=text, statuses={}, interrupted=interrupts.count > 0)

@@ -19,12 +19,14 @@ import contextlib
 import difflib
 import functools
 import gc
+import math
 import os
 import pathlib
 import re
 import shlex
 import shutil
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -41,15 +43,31 @@ DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
 
-SAME_SIGNAL_S = 0.5
-"""Signals that come within this time after the first are the same request to end: a service manager
-sends one to every process, and the supervisor passes its own on; a terminal that closes sends
-two."""
-
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
+
+
+class EndRequests:
+  """Counts the signals that ask a program to end. Signals within WITHIN_S are one request, as a
+  service manager signals every process and the supervisor passes its own signal on, and a terminal
+  that closes sends two."""
+
+  WITHIN_S = 0.5
+
+  def __init__(self):
+    self.count = 0
+    self._last_s = -math.inf
+
+  def add(self) -> bool:
+    """Takes a signal. Returns whether it is another request."""
+    now_s = time.monotonic()
+    if now_s < self._last_s + self.WITHIN_S:
+      return False
+    self._last_s = now_s
+    self.count += 1
+    return True
 
 
 class NeverRetry(Exception):

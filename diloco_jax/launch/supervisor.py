@@ -115,7 +115,7 @@ class Supervisor:
     self._stopping = asyncio.Event()  # no process is started any more
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._retired = False  # by `retire`
-    self._interrupts, self._interrupted_s = 0, 0.0
+    self._interrupts = program_lib.EndRequests()
     self.statuses = {name: run_facts.Status() for name in self._programs}
 
   async def run(self) -> Outcome:
@@ -334,7 +334,7 @@ class Supervisor:
 
   def _is_natural_end(self) -> bool:
     """No signal interrupted, and one program is done: the others get time to end by themselves."""
-    asked = self._interrupts or self._retiring.is_set()
+    asked = self._interrupts.count or self._retiring.is_set()
     return not asked and any(status.state == 'done' for status in self.statuses.values())
 
   def _is_complete(self) -> bool:
@@ -345,16 +345,13 @@ class Supervisor:
   async def _wait(self, seconds: float, interrupts: int) -> None:
     """Waits until no process is left, for `seconds`, or until there are more than `interrupts`."""
     deadline_s = time.monotonic() + seconds
-    while self._running and time.monotonic() < deadline_s and self._interrupts <= interrupts:
+    while self._running and time.monotonic() < deadline_s and self._interrupts.count <= interrupts:
       await asyncio.sleep(0.05)
 
   def _interrupt(self) -> None:
-    now_s = time.monotonic()
-    if self._interrupts and now_s < self._interrupted_s + program_lib.SAME_SIGNAL_S:
+    if not self._interrupts.add():
       return
-    self._interrupted_s = now_s
-    self._interrupts += 1
-    if self._interrupts == 1:
+    if self._interrupts.count == 1:
       self._stop()
       self._listen('local', 'stopping (interrupt again to kill at once)')
     else:
@@ -368,21 +365,23 @@ class Supervisor:
   def _outcome(self) -> Outcome:
     syncer = self.statuses.get(SYNCER)
     learners = [self.statuses[name] for name in self._learners]
-    found = _verdict(syncer, learners, self._interrupts > 0)
-    if found['code'] == 0 and 0 < self._view.progress < 1 and not self._retired:
-      share = f'{self._view.progress:.0%}'
-      found = {'code': 1, 'text': f'the run was stopped from outside at {share} of its steps'}
+    interrupted = self._interrupts.count > 0
+    progress = 1.0 if self._retired else self._view.progress
     return Outcome(
-      **found,
+      **_verdict(syncer, learners, interrupted, progress),
       statuses=self.statuses,
-      interrupted=self._interrupts > 0,
+      interrupted=interrupted,
     )
 
 
 def _verdict(
-  syncer: run_facts.Status | None, learners: list[run_facts.Status], interrupted: bool
+  syncer: run_facts.Status | None,
+  learners: list[run_facts.Status],
+  interrupted: bool,
+  progress: float,
 ) -> dict:
-  """Returns (exit code, one line) of a run from the statuses of its programs."""
+  """Returns (exit code, one line) of a run from the statuses of its programs and its progress, a
+  share of its steps. Programs end with 0, too, when they are asked to end before the last step."""
   if interrupted:
     return {'code': program_lib.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
@@ -399,6 +398,8 @@ def _verdict(
     return {'code': 1, 'text': f'the syncer is {syncer.state} (see its log)'}
   if not any(status.state == 'done' for status in learners):
     return {'code': 1, 'text': 'no learner finished the run (see their logs)'}
+  if 0 < progress < 1:
+    return {'code': 1, 'text': f'the run was stopped from outside at {progress:.0%} of its steps'}
   return {'code': 0, 'text': 'done'}
 
 

@@ -169,7 +169,7 @@ class Tail:
       with open(self._path, 'rb') as file:
         file.seek(self._offset)
         data = file.read()
-    except OSError:  # there is none yet, or it cannot be read now: the next call goes on from here
+    except OSError:  # no file yet, or not readable now: the next call reads on
       return []
     whole = data[: data.rfind(b'\n') + 1]
     self._offset += len(whole)

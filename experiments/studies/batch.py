@@ -3,8 +3,8 @@
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
-BATCH, STEPS = 64, 300
-RATES = {'adamw': (6e-3, 1.2e-2), 'muon': (6e-3, 1.2e-2)}
+BATCH, STEPS = 64, 1000
+RATES = {'adamw': (1.2e-2, 2.4e-2), 'muon': (1.2e-2, 2.4e-2)}
 METHODS = ('data-parallel', 'decoupled')
 
 

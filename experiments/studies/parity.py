@@ -6,6 +6,18 @@ from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 RATES = {'muon': (1.2e-2, 2.4e-2), 'adamw': (6e-3, 1.2e-2)}
+# Settings of the optimizer and of the exchange for a learner's small batch, and a baseline with its
+# own: all with Muon at the best rate.
+SMALL_BATCH = {'b2': 0.99, 'clip_norm': 0.0}
+SETTINGS = {
+  'data-parallel, momentum 0.9': ('data-parallel', {'momentum': 0.9}, {}),
+  'decoupled, b2 0.99, no clipping': ('decoupled', SMALL_BATCH, {}),
+  'decoupled, b2 0.99, no clipping, P=H=4': (
+    'decoupled',
+    SMALL_BATCH,
+    {'fragments': 4, 'period': 4},
+  ),
+}
 METHODS = ('data-parallel', 'decoupled', 'lone', 'streaming', 'diloco')
 
 
@@ -42,6 +54,28 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
     methods = METHODS[:3] if quick else METHODS
     seeds = study_lib.seeds(quick)
     planned += study_lib.at_best_rates(make, methods, RATES[optimizer], quick, book, seeds)
+  names = {(arm.name, arm.seed) for arm in planned}
+  return planned + [arm for arm in with_settings() if (arm.against, arm.seed) in names]
+
+
+def with_settings() -> list[arms.Arm]:
+  """The arms of SETTINGS, with all seeds."""
+  planned = []
+  for seed in study_lib.seeds(quick=False):
+    for name, (method, optimizer, sync) in SETTINGS.items():
+      made = config(method, 'muon', arms.RATE, seed, quick=False)
+      for part, values in ((made.optimizer, optimizer), (made.sync, sync)):
+        for field, value in values.items():
+          setattr(part, field, value)
+      planned.append(
+        arms.Arm(
+          study='parity',
+          name=name,
+          config=made,
+          kind='alone' if method == 'data-parallel' else 'train',
+          against=f'data-parallel, muon {arms.RATE:g}',
+        )
+      )
   return planned
 
 

@@ -210,7 +210,7 @@ def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
   )
 
 
-def test_a_process_whose_end_nobody_told_was_down_since_its_last_step():
+def test_a_process_without_a_recorded_end_was_down_since_its_last_step():
   """The host had failed, say; the run is resumed much later."""
   book = book_lib.Book(quorum=1)
   book.starts('l0', 0)

@@ -267,7 +267,7 @@ def test_an_interrupt_ends_a_syncer_that_has_all_the_time(tmp_path):
   )
 
   def tick(run: Run) -> None:
-    if run.supervisor.statuses['l0'].state == 'done' and not run.supervisor._interrupts:
+    if run.supervisor.statuses['l0'].state == 'done' and not run.supervisor._interrupts.count:
       os.kill(os.getpid(), signal.SIGINT)
 
   assert run.run(tick).code == 130
@@ -537,15 +537,17 @@ def test_backoff_grows_to_its_cap_and_is_jittered():
 
 
 @pytest.mark.parametrize(
-  'states, code',
+  'states, progress, code',
   [
-    ({'syncer': 'done', 'l0': 'done', 'l1': 'refused'}, 0),
-    ({'syncer': 'failed', 'l0': 'down'}, 1),
-    ({'syncer': 'waiting', 'l0': 'refused', 'l1': 'refused'}, 42),
-    ({'syncer': 'refused', 'l0': 'waiting'}, 42),
+    ({'syncer': 'done', 'l0': 'done', 'l1': 'refused'}, 1.0, 0),
+    ({'syncer': 'done', 'l0': 'done'}, 0.4, 1),
+    ({'syncer': 'failed', 'l0': 'down'}, 0.4, 1),
+    ({'syncer': 'waiting', 'l0': 'refused', 'l1': 'refused'}, 0.0, 42),
+    ({'syncer': 'refused', 'l0': 'waiting'}, 0.0, 42),
   ],
 )
-def test_verdict(states, code):
+def test_verdict(states, progress, code):
   statuses = {name: run_facts.Status(state=state) for name, state in states.items()}
   syncer = statuses.pop('syncer')
-  assert supervisor_lib._verdict(syncer, list(statuses.values()), False)['code'] == code
+  learners = list(statuses.values())
+  assert supervisor_lib._verdict(syncer, learners, False, progress)['code'] == code

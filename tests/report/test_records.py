@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts, records, run_facts
 
@@ -226,3 +227,20 @@ def test_a_learner_that_joins_by_hand_is_followed():
 
 def row(at_s: float, fact: facts.Fact) -> dict[str, Any]:
   return {'t_ns': 0, 'time': at_s, 'name': facts.name(fact), **dataclasses.asdict(fact)}
+
+
+def test_records_that_cannot_be_read_now_are_read_later(tmp_path):
+  tail = records.Tail(tmp_path / 'l0.jsonl')
+  (tmp_path / 'l0.jsonl').mkdir()  # stands for a disk error, or too many open files
+  assert tail.read() == []
+  (tmp_path / 'l0.jsonl').rmdir()
+  (tmp_path / 'l0.jsonl').write_text('{"name": "step"}\n')
+  assert tail.read() == [{'name': 'step'}]
+
+
+def test_a_learner_that_failed_for_good_is_down_and_has_not_left():
+  book = book_lib.Book()
+  run_facts.book(book, 'supervisor', 0, facts.Process(child='l0', state='starting', text=''))
+  run_facts.book(book, 'supervisor', 10, facts.Exit(child='l0', pid=1, code=1))
+  found = book.partition('l0', 100)
+  assert (found[book_lib.INIT], found[book_lib.DOWN], found[book_lib.AFTER_END]) == (10, 90, 0)
