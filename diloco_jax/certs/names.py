@@ -9,7 +9,7 @@ that the learner expects, so a learner talks to a syncer of its own run or to no
 import dataclasses
 import re
 
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import ids
 
 LEARNER, SYNCER = 'learner', 'syncer'
 _RUN = re.compile(r'[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?')  # a part of a DNS name
@@ -30,7 +30,7 @@ class Name:
         f'{self.run[:80]!r} is not the name of a run: use at most 63 of a-z 0-9 -, a letter or '
         'digit first and last'
       )
-    if not members.ID.fullmatch(self.id):
+    if not ids.ID.fullmatch(self.id):
       raise ValueError(
         f'{self.id[:80]!r} is not an id: use at most 63 of a-z 0-9 _ -, a letter or digit first'
       )

@@ -24,8 +24,7 @@ from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop, ports
-from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
@@ -169,10 +168,8 @@ def learner(
   transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> int:
   """Runs a learner process and returns its exit code."""
-  if not members.ID.fullmatch(learner_id):
-    raise program.NeverRetry(
-      f'--learner_id={learner_id!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
-    )
+  if not ids.is_learner(learner_id):
+    raise program.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
   with program.never_retry(ValueError):
     resolve = None if address == 'none' else resolver(address, access)
   prepare_jax(config.mesh.num_devices)
@@ -302,7 +299,8 @@ def checkpoint_failures() -> Iterator[None]:
 def stops(
   stop: Callable[[str], None], drain_s: float, safe: str, code: int = program.NOT_IN_TIME
 ) -> Iterator[None]:
-  """SIGTERM and Ctrl-C end the process in order; a second one, half a second later, at once.
+  """SIGTERM, Ctrl-C and a closed terminal end the process in order; a second signal, half a second
+  later, at once.
 
   Args:
     stop: asks the process to end; called with the reason, in the main thread, between any two
@@ -314,11 +312,12 @@ def stops(
   timers: list[threading.Timer] = []
 
   def exit_late(name: str) -> None:
-    print(
-      f'error: the process has not ended within {drain_s:g} s of {name} and exits now. {safe}',
-      file=sys.stderr,
-      flush=True,
-    )
+    with contextlib.suppress(OSError):  # the terminal is closed
+      print(
+        f'error: the process has not ended within {drain_s:g} s of {name} and exits now. {safe}',
+        file=sys.stderr,
+        flush=True,
+      )
     os._exit(code)
 
   def handle(number: int, frame: object) -> None:
@@ -333,7 +332,7 @@ def stops(
     timers[0].start()
     stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
 
-  before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+  before = {number: signal.signal(number, handle) for number in program.end_signals()}
   try:
     yield
   finally:

@@ -234,7 +234,7 @@ def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor_
       os._exit(program.INTERRUPTED)  # a thread inside a step cannot be interrupted
     controller.stop('interrupted')
 
-  for number in (signal.SIGINT, signal.SIGTERM):
+  for number in program.end_signals():
     signal.signal(number, interrupt)
   controller.start()
   with (

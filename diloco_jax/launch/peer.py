@@ -29,8 +29,7 @@ from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
 from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import task as task_lib
@@ -295,10 +294,8 @@ def join(
     TimeoutError: no syncer listens.
     Ended: the syncer refused this learner.
   """
-  if not members.ID.fullmatch(learner):
-    raise ValueError(
-      f'learner is {learner!r}: use at most 63 of a-z 0-9 _ -, the first a letter or digit'
-    )
+  if not ids.is_learner(learner):
+    raise ValueError(f'learner is {learner!r}: {ids.RULE}')
   model = own_model.describe(params, label, opt_state)
   assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
   access = program.make_access(tls, plaintext_loopback)

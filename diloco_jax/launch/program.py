@@ -25,6 +25,7 @@ import pathlib
 import re
 import shlex
 import shutil
+import signal
 import sys
 import time
 import types
@@ -47,6 +48,12 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
 
 _OVERRIDE = re.compile(r'--?(?:no)?config\.([^=]+)')
+
+
+def end_signals() -> list[signal.Signals]:
+  """Those that ask a program to end: SIGHUP, of a terminal that closes, only without nohup."""
+  without_nohup = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+  return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if without_nohup else [])]
 
 
 class EndRequests:

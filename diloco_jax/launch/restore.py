@@ -33,8 +33,7 @@ from typing import Any
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model
-from diloco_jax.protocol import agreement, safe_json
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import agreement, ids, safe_json
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
@@ -137,7 +136,7 @@ def _require_plain_folders(workdir: pathlib.Path) -> None:
 def _islands(workdir: pathlib.Path) -> list[pathlib.Path]:
   """The folders of learners."""
   found = (workdir / 'islands').glob('*')
-  return sorted(path for path in found if members.ID.fullmatch(path.name))
+  return sorted(path for path in found if ids.is_learner(path.name))
 
 
 # --- The goal -------------------------------------------------------------------------------------

@@ -125,9 +125,8 @@ class Supervisor:
 
   async def _run(self) -> Outcome:
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-        loop.add_signal_handler(number, self._interrupt)
+    for number in program_lib.end_signals():
+      loop.add_signal_handler(number, self._interrupt)
     self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):
       self._begin(program)
@@ -168,7 +167,6 @@ class Supervisor:
     if child is None or not child.running or self._retiring.is_set():
       return False
     self._pauses[name] = down_s
-    self.statuses[name].kills += not politely
     self._note(name, 'down', f'{why}, restart in {down_s:g} s')
     if politely:
       child.terminate()

@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
+from diloco_jax.protocol import ids
 from diloco_jax.report import facts
 
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
@@ -22,12 +23,10 @@ _SAID = {'joined': 'training', 'disconnected': 'alone'}
 
 @dataclasses.dataclass(slots=True)
 class Status:
-  """The state of a program (top of launch/supervisor.py), the number of its processes, and how many
-  of them the supervisor has killed on purpose."""
+  """The state of a program (top of launch/supervisor.py), and the number of its processes."""
 
   state: str = 'waiting'
   starts: int = 0
-  kills: int = 0
   last_error: str = ''
 
 
@@ -327,21 +326,20 @@ PHASES = {
   'built': book_lib.RESTORE,
   'restored': book_lib.COMPILE,
 }
-NO_LEARNERS = ('syncer', 'supervisor')
 
 
 def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> None:
   """Books a fact from the records."""
   match fact:
-    case facts.Process(child=child, state='starting') if child not in NO_LEARNERS:
+    case facts.Process(child=child, state='starting') if child not in ids.NO_LEARNERS:
       account.starts(child, at_ns)
     case facts.Exit(child='syncer'):
       account.syncer_died(at_ns)
     case facts.Exit(child=child, code=code):
       account.died(child, at_ns, killed=code != 0)
-    case facts.Startup(phase='compiled') if process not in NO_LEARNERS:
+    case facts.Startup(phase='compiled') if process not in ids.NO_LEARNERS:
       account.waits(process, at_ns)
-    case facts.Startup(phase=phase) if process not in NO_LEARNERS:
+    case facts.Startup(phase=phase) if process not in ids.NO_LEARNERS:
       account.enters(process, at_ns, PHASES[phase])
     case facts.Step():
       account.stepped(

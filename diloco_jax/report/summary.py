@@ -15,6 +15,7 @@ from typing import Any
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.config import run_config
+from diloco_jax.protocol import ids
 from diloco_jax.report import live, run_facts
 from diloco_jax.report import records as records_lib
 
@@ -56,16 +57,22 @@ def write(
     shown = run_facts.RunFacts(names, config.train.steps, longest_pause_s=LONGEST_PAUSE_S)
     shown.take(rows)
     _write(folder / TIMELINE, lambda path: picture.draw(shown, path, title=f'{config.name}'))
+  else:
+    with contextlib.suppress(OSError):
+      (folder / TIMELINE).unlink()  # of the run before it continued
   return summary
 
 
 def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+  new = path.with_stem(f'{path.stem}.new')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write(path)
+    write(new)
+    new.replace(path)
   except OSError as error:
-    with contextlib.suppress(OSError):
-      path.unlink()  # half of it
+    for stale in (new, path):
+      with contextlib.suppress(OSError):
+        stale.unlink()
     print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
 
 
@@ -78,7 +85,7 @@ def pace(config: run_config.Config) -> dict[str, Any]:
 def _learners(config: run_config.Config, workdir: pathlib.Path) -> list[str]:
   """The ids of all learners that have written records, also of those that a person started."""
   names = sorted(path.stem for path in (workdir / records_lib.RECORDS).glob('*.jsonl'))
-  learners = [name for name in names if name not in ('supervisor', 'syncer')]
+  learners = [name for name in names if name not in ids.NO_LEARNERS]
   return learners or run_config.learner_ids(config.sync.learners)
 
 
@@ -137,14 +144,14 @@ def _learner(
 ) -> dict[str, Any]:
   learner = run.learners[name]
   account = run.ledger.learners.get(name, {}) if run.ledger else {}
-  status = statuses.get(name, run_facts.Status(state='done', starts=1))
+  status = statuses.get(name, run_facts.Status(state='done'))
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
-    'processes': status.starts,
-    'kills': status.kills,
+    'processes': len(learner.processes),
+    'kills': sum(process.ended == 'killed' for process in learner.processes),
     'status': status.state,
     'error': status.last_error,
     'step_seconds_median': _median([step.seconds for step in learner.steps]),
@@ -274,7 +281,7 @@ def _describe_status(row: Mapping[str, Any]) -> str:
   text = ''
   if row['kills']:
     times = 'once' if row['kills'] == 1 else f'{row["kills"]} times'
-    text = f'; killed {times}, {row["seconds_down"]:.1f} s until it trained again'
+    text = f'; killed {times}, down for {row["seconds_down"]:.1f} s'
   elif row['seconds_down']:
     text = f'; down for {row["seconds_down"]:.1f} s'
   if row['status'] != 'done':

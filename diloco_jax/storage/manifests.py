@@ -25,8 +25,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import actions, ids
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import json_files, seals
@@ -128,7 +127,7 @@ def require_number(what: str, value: Any, least: int = 0) -> int:
 
 def require_learner(name: Any) -> str:
   """Returns a value that is the id of a learner. Raises ValueError."""
-  if type(name) is not str or not members.ID.fullmatch(name):
+  if type(name) is not str or not ids.is_learner(name):
     raise ValueError(f'{codec.short(name)} is not the id of a learner')
   return name
 

@@ -9,7 +9,7 @@ from concurrent import futures
 import pytest
 
 from diloco_jax.certs import allowlist, authority, check, names, private, proofs
-from diloco_jax.protocol.syncer import members
+from diloco_jax.protocol import ids
 from tests.certs import mint
 
 NOW = proofs.utc_now()
@@ -121,7 +121,7 @@ def test_another_uri_is_no_name(uri):
 
 def test_a_name_is_read_as_it_was_written():
   name = names.Name('run-1', names.LEARNER, 'l0_x-y')
-  assert names.parse(name.uri) == name and members.ID.fullmatch(name.id)
+  assert names.parse(name.uri) == name and ids.ID.fullmatch(name.id)
 
 
 def _rewrite(name, change):

@@ -27,6 +27,25 @@ def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('taken', ['syncer', 'supervisor'])
+def test_a_learner_cannot_have_the_id_of_another_program(taken, tmp_path):
+  """Its records would be in one file with theirs."""
+  with pytest.raises(program.NeverRetry, match='syncer and supervisor are taken'):
+    entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), taken, 'none')
+
+
+@pytest.mark.parametrize('nohup', [False, True])
+def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
+  asked = []
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+  try:
+    with entrypoints.stops(asked.append, 60, ''):
+      signal.raise_signal(signal.SIGHUP)
+  finally:
+    signal.signal(signal.SIGHUP, before)
+  assert asked == ([] if nohup else ['stopped by SIGHUP'])
+
+
 def test_an_address_without_a_port_is_refused(tmp_path):
   with pytest.raises(program.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
     entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')

@@ -277,7 +277,7 @@ def test_the_chaos_plan_kills_and_restarts(tmp_path):
   learner = _reports_step(50) + 'again or threading.Event().wait()'
   kills = [kill_plan.Kill(victim='l0', at_fraction=0.5, down_s=0.2)]
   outcome = Run(tmp_path, [program('l0', learner, str(tmp_path))], kills=kills).run()
-  assert outcome.statuses['l0'] == run_facts.Status(state='done', starts=2, kills=1)
+  assert outcome.statuses['l0'] == run_facts.Status(state='done', starts=2)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   exits = [fact['code'] for fact in facts if fact['name'] == 'exit']
   assert exits == [-signal.SIGKILL, 0]
@@ -315,7 +315,7 @@ def test_a_standby_process_takes_over(tmp_path):
       assert run.supervisor.bring_down('syncer', 0.0, 'killed by the test')
 
   outcome = run.run(tick)
-  assert outcome.statuses['syncer'] == run_facts.Status(state='done', starts=2, kills=1)
+  assert outcome.statuses['syncer'] == run_facts.Status(state='done', starts=2)
   facts = [fact for name, fact in records.TailAll(tmp_path).read() if name == 'supervisor']
   lives = [
     fact['pid'] for fact in facts if fact.get('state') == 'starting' and fact['child'] == 'syncer'

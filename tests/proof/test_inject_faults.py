@@ -137,7 +137,6 @@ def test_a_killed_and_a_preempted_process_are_restarted(tmp_path):
     await stage.ticking('l1')
 
   outcome, stage = run(tmp_path, scenario)
-  assert (outcome.statuses['l0'].kills, outcome.statuses['l1'].kills) == (1, 0)
   assert stage.lines.count(('l1', 'bye')) == 2  # preempted, and at the end
   assert stage.lines.count(('l0', 'bye')) == 1
 

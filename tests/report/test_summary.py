@@ -102,7 +102,7 @@ _ROWS = [
 ]
 _FATES = {
   'syncer': run_facts.Status(state='done', starts=1),
-  'l0': run_facts.Status(state='done', starts=2, kills=1),
+  'l0': run_facts.Status(state='done', starts=2),
   'l1': run_facts.Status(state='refused', starts=1, last_error='another model'),
 }
 
@@ -244,7 +244,7 @@ def test_the_text_has_the_summary(config, run, tmp_path):
   text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
   for words in (
     'held-out loss  5.500 before, 3.500 after',
-    'learner l0  3 steps, 1 contributions merged; killed once, 9.0 s until it trained again',
+    'learner l0  3 steps, 1 contributions merged; killed once, down for 9.0 s',
     'learner l1  2 steps, 1 contributions merged; refused: another model',
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
@@ -266,7 +266,9 @@ def _workdir(tmp_path):
 
 
 def test_the_text_names_only_files_that_exist(config, workdir):
-  """After Ctrl-C there is no picture, and early on there are no checkpoints."""
+  """After Ctrl-C there is no picture, not even an older one, and early on no checkpoints."""
+  (workdir / 'report').mkdir()
+  (workdir / 'report' / 'timeline.png').touch()
   summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0, plot=False)
   text = summary_lib.text(summary, workdir)
   assert f'{workdir / "report"} (summary.json)' in text
@@ -278,7 +280,7 @@ def test_the_text_names_only_files_that_exist(config, workdir):
 
 def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   (workdir / 'report').mkdir()
-  for name in ('summary.json', 'timeline.png'):
+  for name in ('summary.new.json', 'timeline.new.png'):
     (workdir / 'report' / name).symlink_to('/dev/full')
   summary = summary_lib.write(config, workdir, _FATES, wall_seconds=15.0)
   assert summary['tokens_trained'] == 250

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.goodput import measured
-from diloco_jax.protocol import actions, events, messages
+from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol.tape import observers
@@ -146,7 +146,7 @@ def _lives(rows: Iterable[tuple[int, str, Any]]) -> list[_Life]:
   present: dict[str, _Life] = {}
   for at_ns, who, fact in rows:
     match fact:
-      case facts.Process(child=name, state='starting') if name not in run_facts.NO_LEARNERS:
+      case facts.Process(child=name, state='starting') if name not in ids.NO_LEARNERS:
         present[name] = _Life(name, at_ns, [(at_ns, book_lib.INIT)])
         found.append(present[name])
       case facts.Startup(phase=phase) if who in present and phase in run_facts.PHASES:

@@ -14,13 +14,11 @@ process are lost. The code of joining is in join.py.
 """
 
 import dataclasses
-import re
 
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import grace as grace_lib
 
 CLIP = 4
-ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
 
 
 @dataclasses.dataclass(slots=True)

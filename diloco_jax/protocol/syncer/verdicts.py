@@ -17,7 +17,7 @@ refusal with the first reason that holds, the syncer's and the learner's value, 
 
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol import messages
+from diloco_jax.protocol import ids, messages
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
 from diloco_jax.protocol.syncer import published, screening
@@ -89,11 +89,10 @@ def refuse_unfit(join: messages.Join, agreement: str, run: str) -> messages.Refu
       f'{join.protocol}. Nothing was sent. Upgrade {side}.',
       retry_ns=None,
     )
-  if not members_lib.ID.fullmatch(join.learner):
+  if not ids.is_learner(join.learner):
     return messages.Refused(
       code='BAD_ID',
-      text=f'{join.learner[:80]!r} is not a learner id: use up to 63 of a-z 0-9 _ -, a letter '
-      'or digit first.',
+      text=f'{join.learner[:80]!r} is not a learner id: {ids.RULE}.',
       retry_ns=None,
     )
   if join.run not in ('', run):

@@ -1,0 +1,12 @@
+"""The ids of learners."""
+
+import re
+
+ID = re.compile(r'[a-z0-9][a-z0-9_-]{0,62}')
+NO_LEARNERS = ('syncer', 'supervisor')  # other programs of a run, whose records have these names
+RULE = 'use at most 63 of a-z 0-9 _ -, the first a letter or digit; syncer and supervisor are taken'
+
+
+def is_learner(text: str) -> bool:
+  """Whether it can be the id of a learner (RULE)."""
+  return ID.fullmatch(text) is not None and text not in NO_LEARNERS
