@@ -11,6 +11,7 @@ The dataclasses are mutable because overrides assign to fields; no code assigns 
 
 import dataclasses
 import json
+import typing
 from typing import Annotated, Any
 
 from diloco_jax.protocol import config as protocol_config
@@ -207,6 +208,7 @@ class Config:
 
   def validate(self) -> None:
     """Raises ValueError, one line with the values and the remedy, if a setting cannot work."""
+    _require_types('', self)
     self.optimizer.validate()
     self.mesh.validate()
     if self.task in (DECODER, VISION):
@@ -272,6 +274,22 @@ def learner_ids(learners: int) -> list[str]:
   """
   width = len(str(max(learners - 1, 0)))
   return [f'l{index:0{width}d}' for index in range(learners)]
+
+
+def _require_types(prefix: str, section: Any) -> None:
+  """A notebook may have assigned anything: 1e3 steps, or a scalar of NumPy, which is no JSON."""
+  for field, hint in typing.get_type_hints(type(section)).items():
+    name, value = prefix + field, getattr(section, field)
+    if dataclasses.is_dataclass(value):
+      _require_types(f'{name}.', value)
+    elif isinstance(value, list):
+      for index, element in enumerate(value):
+        _require_types(f'{name}[{index}].', element)
+    else:
+      kinds = typing.get_args(hint) or (hint,)
+      if type(value) not in kinds and not (float in kinds and type(value) is int):
+        wanted = ' or '.join('none' if kind is type(None) else kind.__name__ for kind in kinds)
+        raise ValueError(f'{name} is {value!r}, a {type(value).__name__}; it must be {wanted}')
 
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:

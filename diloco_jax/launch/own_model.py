@@ -13,6 +13,7 @@ complete does not know the call, which tells the learner to go on and join.
 import collections
 import dataclasses
 import json
+import operator
 import pathlib
 import queue
 import threading
@@ -126,9 +127,14 @@ def by_name(tree: Any) -> dict[str, Any]:
 def config(total_steps: int, sync: run_config.SyncConfig | None, shards: int) -> run_config.Config:
   """The config of a run of own loops; without `sync`, the settings of configs/own_loop.py."""
   made = own_loop.get_config()
-  made.train.steps, made.data.shards = total_steps, shards
+  made.train.steps, made.data.shards = map(_plain, (total_steps, shards))
   made.sync = sync or made.sync
   return made
+
+
+def _plain(number: Any) -> Any:
+  """An int of a NumPy integer, say; any other value as it is, which the config refuses."""
+  return operator.index(number) if hasattr(number, '__index__') else number
 
 
 def complete(model: Model, config: run_config.Config) -> build.Assembly:

@@ -6,6 +6,7 @@ import pathlib
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from diloco_jax.config import run_config
@@ -89,7 +90,7 @@ def test_variants_share_nothing():
   'name, value, words',
   [
     ('sync.quorum', 5, 'sync.quorum is 5, it must be between 1 and 4'),
-    ('sync.quorum', 1.5, 'sync.quorum is 1.5, it must be a number between 1 and 4'),
+    ('sync.quorum', 1.5, 'sync.quorum is 1.5, a float; it must be int'),
     ('sync.learners', 17, 'data.shards is 16, it must be at least 17: every learner reads'),
     ('sync.fragmentation', 'tensor', 'use one of: balanced, layer, strided'),
     ('sync.gamma', float('nan'), 'sync.gamma is nan'),
@@ -102,6 +103,10 @@ def test_variants_share_nothing():
       'sync.strikes is -1, it must be at least 0: how many refused updates or implausible messages',
     ),
     ('train.log_every', 0, 'train.log_every is 0'),
+    ('train.steps', 1e3, 'train.steps is 1000.0, a float; it must be int'),
+    ('train.seed', np.int64(1), 'a int64; it must be int'),
+    ('sync.quorum', True, 'sync.quorum is True, a bool; it must be int'),
+    ('sync.max_lag', '2', "sync.max_lag is '2', a str; it must be int or none"),
     ('data.batch_size', 7, 'batch_size 7 does not split 2 ways'),
     ('model.num_kv_heads', 3, 'num_kv_heads'),
   ],

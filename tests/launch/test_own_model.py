@@ -223,3 +223,9 @@ def test_a_parameter_called_value_keeps_its_name():
   assert sorted(own_model.by_name(layer)) == ['bias', 'kernel']
   read = {'kernel': {'value': leaf}, 'bias': {'value': leaf}}  # as Orbax reads it
   assert sorted(own_model.by_name(read)) == ['bias', 'kernel']
+
+
+def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
+  assert own_model.config(np.int64(10), None, 4) == own_model.config(10, None, 4)
+  with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
+    own_model.config(10.0, None, 4).validate()
