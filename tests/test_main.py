@@ -9,6 +9,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax import __main__, commands
+from diloco_jax.launch import program
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -85,3 +86,11 @@ def test_a_url_is_refused_in_one_line(words: list[str]):
 
 def test_the_version():
   assert diloco('--version').stdout == f'diloco {diloco_jax.__version__}\n'
+
+
+@pytest.mark.parametrize('here', [ROOT, '/usr'])
+def test_a_command_that_we_print_works_wherever_it_is_pasted(here, tmp_path, monkeypatch):
+  monkeypatch.chdir(here)
+  text = f'{program.command("--version")} && pwd'
+  printed = subprocess.check_output(['sh', '-c', text], cwd=tmp_path, text=True)
+  assert printed == f'diloco {diloco_jax.__version__}\n{here}\n'

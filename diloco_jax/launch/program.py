@@ -333,11 +333,14 @@ def _value(argv: list[str], name: str) -> str:
 
 
 def command(*words: str) -> str:
-  """The text of a command of `diloco` that works when it is pasted into a shell."""
-  python = shlex.join([sys.executable, '-m', 'diloco_jax', *words])
-  if CHECKOUT:
-    return f'cd {shlex.quote(str(CHECKOUT))} && {python}'
-  return shlex.join(['diloco', *words]) if shutil.which('diloco') else python
+  """The text of a command of `diloco` that works when it is pasted into a shell. It runs in the
+  folder of this process, as a config may name files from there."""
+  here = f'cd {shlex.quote(os.getcwd())} && '
+  if CHECKOUT is None and shutil.which('diloco'):
+    return here + shlex.join(['diloco', *words])
+  if CHECKOUT not in (None, pathlib.Path.cwd()):
+    here += f'PYTHONPATH={shlex.quote(str(CHECKOUT))} '
+  return here + shlex.join([sys.executable, '-m', 'diloco_jax', *words])
 
 
 @contextlib.contextmanager
