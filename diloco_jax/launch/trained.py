@@ -5,6 +5,7 @@ writes it at the end. Before that the model is in the syncer's checkpoints, as f
 """
 
 import pathlib
+import warnings
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.storage import arrays, manifests
+from diloco_jax.storage import arrays, checkpoint, manifests
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -50,15 +51,32 @@ def assemble(workdir: pathlib.Path) -> build.Assembly:
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
-  """The model in the syncer's newest checkpoint; later outer steps are not in it."""
+  """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = manifests.syncer_folder(workdir)
-  numbers = manifests.checkpoints(node)
-  if not numbers:
+  folder = _verified(
+    [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
+  )
+  if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   theta = global_model_lib.Theta(assembled)
   like = jax.tree.map(
     lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
   )
-  saved = arrays.load(node / manifests.CHECKPOINTS / str(numbers[-1]), like, 'state')
+  saved = arrays.load(folder, like, 'state')
   theta.restore(saved, [0] * assembled.layout.num_fragments)
   return theta.params()
+
+
+def _verified(folders: list[pathlib.Path]) -> pathlib.Path | None:
+  """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
+  failed = None
+  for folder in reversed(folders):
+    try:
+      checkpoint.verify(folder, trust=True)
+      return folder
+    except checkpoint.CheckpointError as error:
+      warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)
+      failed = failed or error
+  if failed:
+    raise failed
+  return None

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import pathlib
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, run_folder, trained
 from diloco_jax.node import loop
 from diloco_jax.report import records
+from diloco_jax.storage import checkpoint
 from diloco_jax.syncer import global_model
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import decoder
@@ -55,6 +57,24 @@ def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_
     diloco_jax.load_params(tmp_path / 'run'),
     diloco_jax.load_params(run),
   )
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path):
+  shutil.copytree(run, tmp_path / 'run')
+  model = diloco_jax.load_params(run)
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  checkpoints = tmp_path / 'run' / 'syncer' / 'ckpt'
+  newest = max(checkpoints.iterdir(), key=lambda path: int(path.name))
+  damaged = shutil.copytree(newest, checkpoints / str(int(newest.name) + 1))
+  largest = max(damaged.rglob('*'), key=lambda path: path.stat().st_size)
+  os.truncate(largest, largest.stat().st_size // 2)
+  with pytest.warns(UserWarning, match='does not read back as it was written'):
+    read = diloco_jax.load_params(tmp_path / 'run')
+  jax.tree.map(np.testing.assert_array_equal, read, model)
+  for path in set(checkpoints.iterdir()) - {damaged}:
+    shutil.rmtree(path)
+  with pytest.warns(UserWarning), pytest.raises(checkpoint.CheckpointError):
+    diloco_jax.load_params(tmp_path / 'run')
 
 
 def test_a_model_is_read_without_the_data_of_its_run(run, tmp_path):
