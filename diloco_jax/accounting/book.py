@@ -143,6 +143,9 @@ class Book:
     learner = self.learners[name]
     if learner.doing in (_TRAINS, _WAITS):  # no record has the end of its last process
       self.died(name, learner.at_ns, killed=True)
+    if name in self._trained:  # the run goes on with more steps
+      self._trained.discard(name)
+      self._runs(name, at_ns, False)
     self.enters(name, at_ns, INIT)
 
   def enters(self, name: str, at_ns: int, category: str) -> None:

@@ -45,9 +45,10 @@ def open_workdir(
     _check_same_kind(workdir, alone)
     _check_ended(workdir)
   elif workdir.is_dir() and any(workdir.iterdir()):
-    raise ValueError(
-      f'{workdir} already holds a run: continue it (--resume), or choose another --workdir'
-    )
+    holds = 'is not empty:'
+    if (workdir / load.FILE).is_file():
+      holds = 'already holds a run: continue it (--resume), or'
+    raise ValueError(f'{workdir} {holds} choose another --workdir')
   if config.task == run_config.DECODER:
     corpus_files.list_files(config.data.corpus)
   try:

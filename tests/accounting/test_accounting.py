@@ -210,6 +210,19 @@ def test_a_start_a_save_and_a_wait_for_data_have_their_categories():
   )
 
 
+def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps():
+  book = book_lib.Book(quorum=1)
+  for start_ns in (0, 100):
+    book.starts('l0', start_ns)
+    book.joined('l0', start_ns + 10)
+    book.trains('l0', start_ns + 20)
+    book.stepped('l0', start_ns + 30, tokens=1, step_ns=10)
+    book.trained('l0', start_ns + 30)
+    book.died('l0', start_ns + 40, killed=False)
+  found = book.partition('l0', 140)
+  assert (found[book_lib.INIT], found[book_lib.RESTORE], found[book_lib.AFTER_END]) == (20, 20, 80)
+
+
 def test_a_process_without_a_recorded_end_was_down_since_its_last_step():
   """The host had failed, say; the run is resumed much later."""
   book = book_lib.Book(quorum=1)

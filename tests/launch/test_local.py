@@ -42,6 +42,13 @@ def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
   assert not (workdir / 'syncer' / 'address').exists()
 
 
+def test_a_folder_with_other_files_is_refused(config, tmp_path):
+  (tmp_path / 'notes.txt').touch()
+  with pytest.raises(ValueError, match='is not empty: choose another --workdir'):
+    run_folder.open_workdir(config, tmp_path, resume=False)
+  assert [path.name for path in tmp_path.iterdir()] == ['notes.txt']
+
+
 def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
   """Without its address, learners that lose the syncer could never come back."""
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
