@@ -169,13 +169,13 @@ def obtain(
   stopped: threading.Event,
   say: credentials.Say,
 ) -> Model:
-  """The model in the run's folder, or else what the first learner brings (`receive`)."""
-  model = read(workdir)
-  if model is None:
+  """The model in the run's folder, or else what the first learner brings (`receive`). Its values
+  are read from the folder when they are asked for, and not held for the whole run."""
+  if read(workdir) is None:
     _require_no_run(workdir)
     keep = lambda model: write(workdir, model, config)
-    model = receive(address, access, listening, stopped, say, keep)
-  return model
+    receive(address, access, listening, stopped, say, keep)
+  return read(workdir)
 
 
 def write(workdir: pathlib.Path, model: Model, config: run_config.Config) -> None:
