@@ -49,6 +49,8 @@ def main(argv: list[str]) -> int:
   config = program_lib.config()
   names = run_config.learner_ids(config.sync.learners)
   with program_lib.never_retry(ValueError):
+    if _SEED.value is not None and flags.FLAGS['plan'].present:
+      raise ValueError('--seed and --plan exclude each other: give one of them')
     if len(names) < 2:
       raise ValueError(
         f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'
@@ -61,7 +63,6 @@ def main(argv: list[str]) -> int:
     workdir = run_folder.open_workdir(
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
-  program_lib.seal_key(workdir, make=True)  # before a child needs it
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
   config_flags = program_lib.config_flags_of_this_process()
   display = live.make()

@@ -10,21 +10,23 @@ import importlib.metadata
 import os
 import pathlib
 import resource
+import shlex
 import shutil
 import socket
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Sequence
 
 import psutil
 from absl import flags
+from packaging import requirements
 
 from diloco_jax.launch import accelerators, local, program
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of a run; default runs, in this folder')
 
 PYTHON = (3, 11)
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'grain', 'grpcio', 'numpy')
 MEMORY_GIB = 4  # the demo: five processes of about half a GiB, and their compilers
 DISK_GIB = 2  # the demo writes a few hundred MiB
 OPEN_FILES = 1024
@@ -47,7 +49,7 @@ def main(argv: list[str]) -> int:
     'settings': lambda: settings(os.environ),
     'devices': devices,
     'cores': cores,
-    'memory': lambda: memory(psutil.virtual_memory().available),
+    'memory': lambda: memory(available_memory()),
     'open files': lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     'ports': ports,
     'disk': lambda: disk(workdir),
@@ -79,17 +81,29 @@ def python(version: Sequence[int] = sys.version_info) -> str:
   return f'{found} at {sys.executable}'
 
 
-def packages(names: Sequence[str] = PACKAGES) -> str:
+def packages(needed: Sequence[str] = ()) -> str:
+  """The packages that this one needs (PEP 508), and their versions."""
   found, missing = [], []
-  for name in names:
+  for one in map(requirements.Requirement, needed or _needed()):
     try:
-      found.append(f'{name} {importlib.metadata.version(name)}')
+      version = importlib.metadata.version(one.name)
     except importlib.metadata.PackageNotFoundError:
-      missing.append(name)
+      version = 'not installed'
+    fits = version != 'not installed' and one.specifier.contains(version, prereleases=True)
+    (found if fits else missing).append((one, version))
   if missing:
-    install = f'{sys.executable} -m pip install {" ".join(missing)}'
-    raise Bad(f'{", ".join(missing)} not installed: {install}')
-  return ', '.join(found)
+    install = shlex.join(
+      [sys.executable, '-m', 'pip', 'install', *(str(one) for one, _ in missing)]
+    )
+    raise Bad(f'{", ".join(f"{one.name} {version}" for one, version in missing)}: {install}')
+  return ', '.join(f'{one.name} {version}' for one, version in found)
+
+
+def _needed() -> list[str]:
+  if program.CHECKOUT:
+    project = tomllib.loads((program.CHECKOUT / 'pyproject.toml').read_text('utf-8'))
+    return project['project']['dependencies']
+  return [one for one in importlib.metadata.requires('diloco-jax') or () if 'extra ==' not in one]
 
 
 def settings(environment: os._Environ[str] | dict[str, str]) -> str:
@@ -134,6 +148,16 @@ def cores() -> str:
   usable = len(local.available_cpus()) or os.cpu_count()
   slow = '; the demo needs two for its two minutes' if usable < 2 else ''
   return f'{usable} of {os.cpu_count()} may be used{slow}'
+
+
+def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> int:
+  """Bytes that this process and its children may take; a container may have less than its host."""
+  host = psutil.virtual_memory().available
+  try:
+    limit, used = ((group / f'memory.{name}').read_text() for name in ('max', 'current'))
+    return min(host, int(limit) - int(used))
+  except (OSError, ValueError):  # no control group of version 2, or "max", no limit
+    return host
 
 
 def memory(available: int) -> str:

@@ -9,9 +9,10 @@ process. The program prints one line per tape, `identical: N events, hash H`, or
 divergence with the turns before it. For a machine that crashed as recorded it prints the traceback.
 With --arrays it carries out every outer step again from the payloads in the log (needs a run with
 --config.sync.keep_log=true) and compares Theta at every version. Exit codes: 0 all identical, 1 a
-divergence or a damaged tape, 42 no such tape.
+divergence, a damaged tape or no whole log, 42 no such tape.
 """
 
+import os
 import pathlib
 import traceback
 
@@ -60,14 +61,17 @@ def _replay(life: tapes.ProcessTape) -> bool:
 
 def _rebuild(workdir: pathlib.Path) -> bool:
   """Prints the result for the arrays of a run; returns whether they are identical."""
+  os.environ['JAX_PLATFORMS'] = 'cpu'
+  from diloco_jax.launch import trained
   from diloco_jax.storage import wal_format  # a replay without --arrays does not import jax
   from diloco_jax.syncer import rebuild
 
   try:
-    print(f'arrays of {workdir}: {rebuild.rebuild(workdir, program.seal_key(workdir)).text()}')
+    key, assembled = program.seal_key(workdir), trained.assemble(workdir, data=True)
+    print(f'arrays of {workdir}: {rebuild.rebuild(assembled, workdir, key).text()}')
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')
-  except (tape.TapeError, wal_format.WalError, OSError) as error:
+  except (ValueError, tape.TapeError, wal_format.WalError, OSError) as error:
     print(f'arrays of {workdir}: {program.one_line(error)}')
   return False

@@ -41,7 +41,10 @@ _TO = flags.DEFINE_string(
 
 def main(argv: list[str]) -> int:
   del argv
-  config, workdir = program.config(), pathlib.Path(_WORKDIR.value).absolute()
+  workdir = pathlib.Path(_WORKDIR.value).absolute()
+  if not workdir.is_dir():
+    raise program.NeverRetry(f'there is no run in {workdir}: there is no such folder')
+  config = program.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
   with program.importing_jax():  # after the config is validated

@@ -29,9 +29,12 @@ _SEED = flags.DEFINE_integer('seed', 0, 'Of the draws.')
 
 def main(argv: list[str]) -> int:
   del argv
-  if not _PROMPT.value:
+  prompt = os.fsencode(_PROMPT.value)
+  if not prompt:
     raise program.NeverRetry('--prompt is empty: give at least one character')
-  os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+  # The model of a run under way is read on the CPU.
+  chosen = os.environ.get('JAX_PLATFORMS', 'cpu')
+  os.environ['JAX_PLATFORMS'] = chosen if 'cpu' in chosen.split(',') else f'{chosen},cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines
   with program.importing_jax():  # after the flags are checked
     from diloco_jax.launch import trained
@@ -50,14 +53,13 @@ def main(argv: list[str]) -> int:
   drawn = decoder.sample(
     config.model,
     params,
-    _PROMPT.value.encode(),
+    prompt,
     config.data.seq_len,
     _TEMPERATURE.value,
     _SEED.value,
   )
-  print(_PROMPT.value, end='', flush=True)
-  for byte in itertools.islice(drawn, _TOKENS.value):
-    sys.stdout.buffer.write(bytes([byte]))
+  text = (bytes([byte]) for byte in itertools.islice(drawn, _TOKENS.value))
+  for piece in itertools.chain([prompt], text, [b'\n']):
+    sys.stdout.buffer.write(piece)
     sys.stdout.buffer.flush()
-  print()
   return 0

@@ -44,7 +44,9 @@ _AGAINST = flags.DEFINE_string(
 _KILL_EVERY_S = flags.DEFINE_float(
   'kill_every_s', None, 'With --like: kill each learner so often instead, at random.', 0.1
 )
-_DOWN_S = flags.DEFINE_float('down_s', 8.0, 'With --kill_every_s: until its next process starts.')
+_DOWN_S = flags.DEFINE_float(
+  'down_s', 8.0, 'With --kill_every_s: until its next process starts.', lower_bound=0.0
+)
 _PREDICTIONS = 4  # whose mean is printed
 _VIOLATIONS_SHOWN = 3  # violations printed in full
 

@@ -164,11 +164,11 @@ def run(
 ) -> int:
   """Runs the experiment, writes the report, prints the summary and returns the exit code."""
   print(f'run {config.name} in {workdir}', flush=True)
-  program.seal_key(workdir, make=True)  # before a child needs it
   started_s = time.monotonic()
+  if (single or alone) and config.chaos.enabled and config.chaos.kills:
+    which = '--controller=single' if single else '--syncer=none'
+    print(f'no chaos with {which}: after a kill nothing would train on', flush=True)
   if single:
-    if config.chaos.enabled and config.chaos.kills:
-      print('no chaos: with --controller=single there is no process to kill', flush=True)
     outcome = _run_single(config, workdir)
   else:
     with program.never_retry(files.DirectoryError):

@@ -391,6 +391,9 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(refuse(_explain_lookup(argv, error)))
   except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
     sys.exit(refuse(one_line(error)))
+  if 'workdir' in flags.FLAGS and flags.FLAGS['workdir'].value == '':
+    if flags.FLAGS['workdir'].default is None:
+      sys.exit(refuse('--workdir is empty: name the folder of the run'))
   for path in (_value(argv, 'workdir'), *rest[1:]):
     if re.match(r'\w[\w+.-]*://', path):
       sys.exit(refuse(f'{path} is a URL: only folders of a file system work. Nothing was started'))

@@ -51,6 +51,12 @@ def open_workdir(
     raise ValueError(f'{workdir} {holds} choose another --workdir')
   if config.task == run_config.DECODER:
     corpus_files.list_files(config.data.corpus)
+  if config.task == run_config.OWN_LOOP:
+    raise ValueError(
+      "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
+      'connects to `diloco syncer --config=own_loop`'
+    )
+  program.seal_key(workdir, make=True)  # before a child needs it
   try:
     claim(workdir)
     (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run

@@ -38,16 +38,16 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
 
 
-def assemble(workdir: pathlib.Path) -> build.Assembly:
-  """The objects of the run in a folder, to read its model: the folder may have been copied to a
-  machine without the data. Raises ValueError."""
+def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
+  """The objects of the run in a folder. Without `data`, to read its model only: the folder may have
+  been copied to another machine. Raises ValueError."""
   model = own_model.read(workdir)
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')
   config = load.read(workdir)
   if model is not None:
     return own_model.complete(model, config)
-  return build.assemble(config, data=False)
+  return build.assemble(config, data=data)
 
 
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:

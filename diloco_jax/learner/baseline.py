@@ -18,8 +18,13 @@ def run(
 ) -> actions.Exit:
   """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
   meanwhile. Ends early, between two steps, once `stopping` returns true. Raises CheckpointError if
-  the last save failed."""
+  the last save failed, ValueError if the checkpoint is of a learner with a syncer."""
   restored = island.restore()
+  if restored is not None and restored.protocol:
+    raise ValueError(
+      'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
+      '--syncer=none out, or choose another --workdir'
+    )
   step = 0 if restored is None else restored.step
   island.warm_up()
   train = config.train

@@ -89,6 +89,11 @@ def run(
   """
   with contextlib.closing(island):
     restored = island.restore()
+    if restored is not None and not restored.protocol:
+      raise ValueError(
+        'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
+        'continue it with --syncer=none, or choose another --workdir'
+      )
     records_lib.report_startup(records, 'restored')
     payloads = payloads_lib.PayloadStore()
     work = work_class(assembled, island, event_queue.post, event_queue.fail, payloads, records)

@@ -15,7 +15,7 @@ import hashlib
 import pathlib
 from typing import NamedTuple
 
-from diloco_jax.config import build, load, run_config
+from diloco_jax.config import build
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import files as files_lib
@@ -53,17 +53,21 @@ class Rebuilt(NamedTuple):
     )
 
 
-def rebuild(workdir: pathlib.Path, key: seals.Key | None = None) -> Rebuilt:
+def rebuild(
+  assembled: build.Assembly, workdir: pathlib.Path, key: seals.Key | None = None
+) -> Rebuilt:
   """Rebuilds Theta from the log of a run, which `key` sealed if there is one, and compares it at
   every version.
 
   Raises:
-    ValueError: there is no such run, or its log does not reach back to version 0.
+    ValueError: there is no log, or it does not reach back to version 0.
     Differs, NotReproduced: a value differs.
     WalError, TapeError, OSError: the log or a tape is not readable.
   """
-  assembled = build.assemble(_config(workdir))
-  files = files_lib.Files(workdir / 'syncer' / 'wal')
+  folder = workdir / 'syncer' / 'wal'
+  if not folder.is_dir():
+    raise ValueError(f'there is no log in {folder}')
+  files = files_lib.Files(folder)
   run = outer_log.run_of(assembled.agreement)
   log = wal.read_log(files, run, key.of_log if key else b'')
   if log.first > 1:
@@ -85,12 +89,6 @@ def rebuild(workdir: pathlib.Path, key: seals.Key | None = None) -> Rebuilt:
   return Rebuilt(log.last, refused, len(on_tape), digests)
 
 
-def _config(workdir: pathlib.Path) -> run_config.Config:
-  if not (workdir / load.FILE).is_file():
-    raise ValueError(f'there is no run in {workdir} ({load.FILE} is missing)')
-  return load.read(workdir)
-
-
 def _digests_on_tape(workdir: pathlib.Path) -> Versions:
   """The digest of every version on the syncer's tapes; a later process replaces an earlier one."""
   on_tape: Versions = {}
@@ -98,6 +96,8 @@ def _digests_on_tape(workdir: pathlib.Path) -> Versions:
     if life.node != 'syncer':
       continue
     reader, merging = tapes.read(life), {}
+    if reader.header is None:
+      continue  # an empty tape: the disk was full
     digests = reader.header.start.digests
     on_tape |= {(p, 0): digest for p, digest in enumerate(digests or ())}
     for turn in reader:

@@ -34,6 +34,7 @@ def test_a_machine_that_runs_the_tests_is_well(tmp_path):
   [
     (lambda: doctor.python((3, 9, 1)), 'install Python 3.11 or newer'),
     (lambda: doctor.packages(['numpy', 'no-such-package']), 'pip install no-such-package'),
+    (lambda: doctor.packages(['numpy>=99']), "pip install 'numpy>=99'"),
     (lambda: doctor.settings({'JAX_ENABLE_X64': '1'}), 'unset JAX_ENABLE_X64'),
     (
       lambda: doctor.settings({'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}),
@@ -50,6 +51,14 @@ def test_what_would_not_work_has_a_remedy(check, remedy, capsys):
   bad, fine, verdict = capsys.readouterr().out.splitlines()
   assert bad.startswith('BAD  one  ') and remedy in bad
   assert (fine, verdict) == ('ok   two  fine', '1 of 2 checks failed')
+
+
+def test_a_container_may_have_less_memory_than_its_host(tmp_path):
+  host = doctor.available_memory(tmp_path)
+  (tmp_path / 'memory.current').write_text('1000\n')
+  for limit, available in (('max\n', host), ('5000\n', 4000)):
+    (tmp_path / 'memory.max').write_text(limit)
+    assert doctor.available_memory(tmp_path) == pytest.approx(available, rel=0.2)
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch):

@@ -1,6 +1,7 @@
 """A learner with a syncer and a learner alone reach the same parameters."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
+from diloco_jax.node import loop
 from diloco_jax.report import records
 from diloco_jax.train import island as island_lib
 from diloco_jax.train import task as task_lib
+from diloco_jax.transport import in_process
 
 
 @pytest.fixture(name='config')
@@ -63,6 +66,7 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
   )
   with contextlib.closing(records.Recorder(by_itself, 'l0', tensorboard=False)) as recorder:
     baseline.run(config, island, recorder)
+    _require_own_kind(assembled, config, by_itself, together, recorder)
 
   ours, theirs = _saved_params(together, config), _saved_params(by_itself, config)
   moved = 0.0
@@ -71,6 +75,20 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
     np.testing.assert_allclose(a, b, rtol=0, atol=2e-5)
     moved = max(moved, float(np.abs(b - start).max()))
   assert moved > 1e-2  # it did train
+
+
+def _require_own_kind(assembled, config, alone, together, recorder) -> None:
+  """A learner without a syncer refuses the checkpoints of one with a syncer, and the reverse."""
+  devices = jax.devices()[: config.mesh.num_devices]
+  make = functools.partial(learner_process.make_island, assembled, learner_id='l0', devices=devices)
+  with contextlib.closing(make(workdir=together)) as island:
+    with pytest.raises(ValueError, match='are of a learner with a syncer'):
+      baseline.run(config, island, recorder)
+  connect = in_process.InProcessHub().learner_transport
+  with pytest.raises(ValueError, match='are of a learner without a syncer'):
+    learner_process.run(
+      assembled, make(workdir=alone), alone, 'l0', loop.EventQueue(), connect, recorder
+    )
 
 
 def test_a_lone_learner_of_a_task_without_held_out_batches_trains(tmp_path, config):

@@ -7,7 +7,7 @@ import pytest
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import one_process
+from diloco_jax.launch import one_process, trained
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal, wal_format
@@ -50,13 +50,17 @@ def _copy(tmp_path, run):
   return shutil.copytree(run, tmp_path / 'copy')
 
 
+def _rebuild(folder) -> rebuild.Rebuilt:
+  return rebuild.rebuild(trained.assemble(folder, data=True), folder)
+
+
 def _syncer(folder) -> tuple[tapes.ProcessTape, list]:
   life = next(one for one in tapes.find(folder) if one.node == 'syncer')
   return life, list(tapes.read(life))
 
 
 def test_a_rebuild_makes_every_version_of_a_run(run):
-  rebuilt = rebuild.rebuild(run)
+  rebuilt = _rebuild(run)
   made = [turn.event for turn in _syncer(run)[1] if isinstance(turn.event, events.MergeDone)]
   assert rebuilt.outer_steps == len(made) >= 6, 'a sync is due every other step'
   assert rebuilt.refused == 0
@@ -64,6 +68,19 @@ def test_a_rebuild_makes_every_version_of_a_run(run):
   last = {done.fragment: done.digest for done in made}
   assert rebuilt.digests == (last[0], last[1])
   assert rebuilt.text().startswith(f'identical: {len(made)} outer steps, {len(made) + 2} versions')
+
+
+def test_an_empty_tape_is_passed_over(copy):
+  """Of a syncer that started on a full disk."""
+  (copy / 'tapes' / 'syncer.9.0.jsonl').touch()
+  assert _rebuild(copy).outer_steps
+
+
+def test_a_folder_without_a_log_is_refused_and_gets_none(copy):
+  shutil.rmtree(copy / 'syncer' / 'wal')
+  with pytest.raises(ValueError, match='there is no log in'):
+    _rebuild(copy)
+  assert not (copy / 'syncer' / 'wal').exists()
 
 
 def test_another_value_on_the_tape_is_a_difference(copy):
@@ -75,14 +92,14 @@ def test_another_value_on_the_tape_is_a_difference(copy):
   tape.record(2, dataclasses.replace(done, digest=done.digest ^ 1), [])
   tape.close()
   with pytest.raises(rebuild.Differs, match='version 1 of fragment 0 is .*, but the tape has'):
-    rebuild.rebuild(copy)
+    _rebuild(copy)
 
 
 def test_a_version_missing_in_the_log_is_a_difference(copy, config):
   """The log lacks its newest record: a version on the tape was lost."""
   _rewrite(copy, config, lambda payloads: payloads[:-1])
   with pytest.raises(rebuild.Differs, match='is on the tape but not in the log'):
-    rebuild.rebuild(copy)
+    _rebuild(copy)
 
 
 @pytest.mark.parametrize('at', [5, -5], ids=['gradient', 'payload'])
@@ -95,7 +112,7 @@ def test_a_changed_byte_is_noticed(copy, config, at):
 
   _rewrite(copy, config, spoiled)
   with pytest.raises(outer_log.NotReproduced, match='Record 2 .* gives another result than before'):
-    rebuild.rebuild(copy)
+    _rebuild(copy)
 
 
 def _rewrite(folder, config: run_config.Config, change) -> None:
@@ -112,16 +129,11 @@ def _rewrite(folder, config: run_config.Config, change) -> None:
 def test_reading_changes_nothing(run):
   place = run / 'syncer' / 'wal'
   before = {path.name: path.read_bytes() for path in place.iterdir()}
-  rebuild.rebuild(run)
+  _rebuild(run)
   assert {path.name: path.read_bytes() for path in place.iterdir()} == before
 
 
 def test_a_dropped_log_is_refused_with_the_setting_that_keeps_it(tmp_path):
   _run(_config(keep_log=False), tmp_path)
   with pytest.raises(ValueError, match=r'begins with record \d+.*sync.keep_log=true'):
-    rebuild.rebuild(tmp_path)
-
-
-def test_a_folder_without_a_run_is_refused(tmp_path):
-  with pytest.raises(ValueError, match='there is no run in .*config.json is missing'):
-    rebuild.rebuild(tmp_path)
+    _rebuild(tmp_path)

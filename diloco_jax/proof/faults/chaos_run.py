@@ -101,7 +101,8 @@ class ChaosRun(conductor.Conductor):
       verdict = conductor.judge(self.workdir, self.healed_ns)
     except (ValueError, tape.TapeError) as error:
       return '\n'.join([*lines, f'VIOLATION: {error}']), False
-    replay = f'diloco replay {self.workdir}'
+    folders = [self.workdir, *sorted((self.workdir / conductor.SECONDS).glob('*'))]
+    replay = f'diloco replay {" ".join(map(str, folders))}'
     lines += [verdict.text(), f'Every machine can be replayed from its tape: {replay}']
     lines += [f'NOT AS PROMISED: {complaint}' for complaint in complaints]
     return '\n'.join(lines), not complaints and verdict.broken is None

@@ -320,6 +320,8 @@ class _Reading:
     self, receiver: str, process: int, session: int, message: messages.Message, now_ns: int
   ) -> None:
     if isinstance(message, messages.Join):
+      if message.nonce not in self._joined:
+        raise ValueError('a learner has joined whose tape is not here: the times need all tapes')
       self._learners[session] = self._joined[message.nonce]
     end = (process, session) if receiver else self._learners.get(session)
     way, lane = 'down' if receiver else 'up', _lane(message)
