@@ -13,7 +13,7 @@ import dataclasses
 import datetime
 import pathlib
 
-from cryptography import x509
+from cryptography import exceptions, x509
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -151,10 +151,8 @@ def load(folder: pathlib.Path) -> Authority:
       ) from None
     if objection:
       raise ValueError(objection)
-  key = serialization.load_pem_private_key((folder / AUTHORITY_KEY).read_bytes(), password=None)
+  key = _private_key(folder / AUTHORITY_KEY)
   certificate = x509.load_pem_x509_certificate((folder / check.AUTHORITY).read_bytes())
-  if not isinstance(key, ec.EllipticCurvePrivateKey):
-    raise ValueError(f'{folder / AUTHORITY_KEY} is not an EC key')
   if key.public_key() != certificate.public_key():
     raise ValueError(f'{folder}: {AUTHORITY_KEY} is not the key of {check.AUTHORITY}')
   (run,) = certificate.subject
@@ -169,7 +167,16 @@ def request(folder: pathlib.Path) -> pathlib.Path:
   if not folder.exists():
     private.make_folder(folder)
     private.write_new(folder / check.KEY, mint.key_pem(mint.new_key()))
-  key = serialization.load_pem_private_key((folder / check.KEY).read_bytes(), password=None)
   path = folder / REQUEST
-  private.replace(path, mint.pem(mint.request(key)))
+  private.replace(path, mint.pem(mint.request(_private_key(folder / check.KEY))))
   return path
+
+
+def _private_key(path: pathlib.Path) -> ec.EllipticCurvePrivateKey:
+  try:
+    key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+  except (ValueError, TypeError, exceptions.UnsupportedAlgorithm):
+    key = None
+  if not isinstance(key, ec.EllipticCurvePrivateKey):
+    raise ValueError(f'{path} is not an EC key in PEM without a password')
+  return key

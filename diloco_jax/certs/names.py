@@ -30,10 +30,9 @@ class Name:
         f'{self.run[:80]!r} is not the name of a run: use at most 63 of a-z 0-9 -, a letter or '
         'digit first and last'
       )
-    if not ids.ID.fullmatch(self.id):
-      raise ValueError(
-        f'{self.id[:80]!r} is not an id: use at most 63 of a-z 0-9 _ -, a letter or digit first'
-      )
+    fits = ids.is_learner if self.role == LEARNER else ids.ID.fullmatch
+    if not fits(self.id):
+      raise ValueError(f'{self.id[:80]!r} is not the id of a {self.role}: {ids.RULE}')
 
   @property
   def uri(self) -> str:

@@ -7,6 +7,7 @@ import sys
 from concurrent import futures
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from diloco_jax.protocol import ids
@@ -52,7 +53,7 @@ def test_the_commands_from_the_authority_to_the_revocation(tmp_path):
   assert run('issue', 'l0', 'syncer', '--renew')[0] == 0
   assert run('check', 'certs/syncer')[0] == 0
   code, said = run('issue', '../x')
-  assert code == 42 and 'is not an id' in said
+  assert code == 42 and 'is not the id of a learner' in said
   assert {path.name for path in tmp_path.iterdir()} == {'certs', 'far'}
 
 
@@ -117,6 +118,22 @@ def test_a_run_with_another_name_is_refused(wrong, tmp_path):
 def test_another_uri_is_no_name(uri):
   with pytest.raises(ValueError):
     names.parse(uri)
+
+
+def test_an_id_that_is_taken_is_refused(owner):
+  with pytest.raises(ValueError, match='syncer and supervisor are taken'):
+    owner.issue('supervisor', NOW)
+
+
+def test_a_key_with_a_password_is_refused(owner):
+  secret = owner.key.private_bytes(
+    serialization.Encoding.PEM,
+    serialization.PrivateFormat.PKCS8,
+    serialization.BestAvailableEncryption(b'password'),
+  )
+  (owner.folder / authority.AUTHORITY_KEY).write_bytes(secret)
+  with pytest.raises(ValueError, match='ca.key is not an EC key in PEM without a password'):
+    authority.load(owner.folder)
 
 
 def test_a_name_is_read_as_it_was_written():
