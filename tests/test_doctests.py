@@ -11,7 +11,7 @@ from diloco_jax.node import failpoints
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts as report_facts
 from diloco_jax.report import live, picture, summary
-from tests.runs import faulty_learner
+from tests.runs.lib import faulty_learner
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ class SyncConfig(_Sync):
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
       (docs/log.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
-      default is the best of experiments/studies/outer.md at the best inner rate; a low inner rate
+      default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
     alpha: the share of a learner's own value that survives an adoption with adopt='blend'
       (Streaming DiLoCo, arXiv 2501.18512).

@@ -14,7 +14,7 @@ from experiments.studies import run
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
-FOLDER = pathlib.Path(run.__file__).parent
+DOCUMENTS = pathlib.Path(__file__).parents[2] / 'docs' / 'studies'
 
 
 def tiny(arm: arms.Arm) -> arms.Arm:
@@ -70,7 +70,7 @@ def test_arms_of_two_seeds_have_schedules_of_their_own():
 
 @pytest.mark.parametrize('name', run.STUDIES)
 def test_each_study_has_its_document(name):
-  assert f'--study={name}' in (FOLDER / f'{name}.md').read_text('utf-8')
+  assert f'--study={name}' in (DOCUMENTS / f'{name}.md').read_text('utf-8')
 
 
 def test_only_what_is_missing_runs(tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.runs import day as day_lib
+from tests.runs.lib import day as day_lib
 
 
 @pytest.fixture(scope='session')

@@ -21,7 +21,7 @@ from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.report import records
 from diloco_jax.syncer import global_model as global_model_lib
-from tests.runs import conductor, faulty_learner, promises
+from tests.runs.lib import conductor, faulty_learner, promises
 
 DEADLINE_S = 240
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 after the warm-up of every fragment

@@ -1,11 +1,11 @@
 """Learners and syncer end in turn: every committed batch counts once.
 
-The run is a day of tests/runs/day.py; the books are those of batches.py.
+The run is a day of lib/day.py; the books are those of batches.py.
 """
 
 import pytest
 
-from tests.runs import batches
+from tests.runs.lib import batches
 
 
 @pytest.fixture(scope='module', name='books')

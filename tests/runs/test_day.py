@@ -2,7 +2,7 @@
 
 import signal
 
-from tests.runs import promises
+from tests.runs.lib import promises
 
 
 def test_the_run_succeeds(day):

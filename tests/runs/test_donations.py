@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records
-from tests.runs import conductor, faulty_learner, promises
+from tests.runs.lib import conductor, faulty_learner, promises
 
 DEADLINE_S = 900
 pytestmark = [pytest.mark.full, pytest.mark.timeout(960)]  # some fifteen starts of processes

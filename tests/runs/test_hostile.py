@@ -22,7 +22,7 @@ from concurrent import futures
 import pytest
 
 from diloco_jax.report import records
-from tests.runs import conductor, hostile, hostile_attacks
+from tests.runs.lib import conductor, hostile, hostile_attacks
 
 DEADLINE_S = 900
 pytestmark = pytest.mark.timeout(1_000)

@@ -19,7 +19,7 @@ from orbax.checkpoint import v1 as ocp
 
 import diloco_jax
 from diloco_jax.configs import own_loop
-from tests.runs import gated_loop
+from tests.runs.lib import gated_loop
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 240
@@ -115,9 +115,7 @@ def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp
   again.append(f'--checkpoints={saved}')
   syncer = _syncer(start, workdir)
   first = start(*again)
-  other = start(
-    str(ROOT / 'tests' / 'runs' / 'gated_loop.py'), str(back), 'l1', address.split('=')[1]
-  )
+  other = start(gated_loop.__file__, str(back), 'l1', address.split('=')[1])
   gated_loop.until(lambda: any(saved.glob('[0-9]*/commit_success.txt')) or first.poll() is not None)
   first.send_signal(signal.SIGKILL)
   assert first.wait() == -signal.SIGKILL, first.communicate()

@@ -1,6 +1,6 @@
 """SIGTERM: a learner pushes, saves and leaves; a syncer saves, and the next one continues.
 
-The run of tests/runs/day.py serves the first tests: l1 is preempted and rejoins, then the syncer is
+The run of lib/day.py serves the first tests: l1 is preempted and rejoins, then the syncer is
 restarted under load. Then single processes: a full disk, a process that does not end in time, a
 second SIGTERM.
 """
@@ -17,8 +17,8 @@ import time
 
 from diloco_jax.launch import program, run_folder
 from diloco_jax.proof.faults import chaos_report
-from tests.runs import conductor
-from tests.runs import day as day_lib
+from tests.runs.lib import conductor
+from tests.runs.lib import day as day_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTICE_S = 10.0  # a preempted process ends within this time

@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from tests.runs import conductor
+from tests.runs.lib import conductor
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = '--config=stdlib_lm:tiny'

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from tests.runs import pulse as pulse_lib
+from tests.runs.lib import pulse as pulse_lib
 
 MS = 1_000_000
 STEPS = """

@@ -6,7 +6,7 @@ behind payloads for longer than their limits, the session broke, and everything 
 
 import pytest
 
-from tests.runs import slow_joiner
+from tests.runs.lib import slow_joiner
 
 KB = slow_joiner.KB
 

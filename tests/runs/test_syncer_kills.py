@@ -28,8 +28,8 @@ from diloco_jax.proof.faults import chaos_report
 from diloco_jax.protocol import events, messages
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
-from tests.runs import batches, conductor, promises
-from tests.runs import pulse as pulse_lib
+from tests.runs.lib import batches, conductor, promises
+from tests.runs.lib import pulse as pulse_lib
 
 DEADLINE_S = 800
 pytestmark = pytest.mark.timeout(900)  # three minutes on two quiet cores

@@ -4,7 +4,7 @@ A syncer and two learners train over gRPC; then a third learner joins behind a p
 many bytes a second pass. Machines, loop, transport and proxy are the production ones; arrays are
 bytes of the right sizes, and a step only takes its time.
 
-    python -m tests.runs.slow_joiner [--rate_kb_s=250] [--update_kb_s=208]
+    python -m tests.runs.lib.slow_joiner [--rate_kb_s=250] [--update_kb_s=208]
 
 prints each thing that happens to the joiner with its time, and at last `contributes after N s, its
 bytes need M s`.

@@ -3,7 +3,7 @@
 from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.faults import chaos_report
 from diloco_jax.storage import tapes
-from tests.runs import conductor
+from tests.runs.lib import conductor
 
 
 def check(run: conductor.Run) -> judge_tapes.Verdict:

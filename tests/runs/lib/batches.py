@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.storage import tapes
-from tests.runs import conductor
+from tests.runs.lib import conductor
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ import random
 import time
 
 from diloco_jax.report import records
-from tests.runs import conductor
+from tests.runs.lib import conductor
 
 DEADLINE_S = 280
 LEARNERS = ('l0', 'l1')

@@ -1,6 +1,6 @@
 """The loop of experiments/examples/loop_linen.py, which waits at batch GATE until a file exists.
 
-python tests/runs/gated_loop.py FILE LEARNER SYNCER
+python tests/runs/lib/gated_loop.py FILE LEARNER SYNCER
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / 'experiments' / 'examples'
+EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / 'experiments' / 'examples'
 GATE, DEADLINE_S = 100, 100
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from diloco_jax.protocol import messages
 from diloco_jax.transport import chunks
-from tests.runs import hostile
+from tests.runs.lib import hostile
 
 Act = Callable[[hostile.Run, float], None]
 MOST = 2**63 - 1

@@ -5,7 +5,7 @@ checkpoint. `golden/syncer.jsonl` is the syncer's tape, `golden/learner.jsonl` t
 process. A change of a machine's behaviour, or of the tape's schema, makes them diverge. If the
 change is intended, record them again, look at the difference, and give its reason in the commit::
 
-    python -m tests.protocol.test_golden_tapes --record
+    python -m tests.protocol.tape.test_golden_tapes --record
 """
 
 import os
@@ -22,7 +22,7 @@ from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
 from tests import interpreters
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+ROOT = pathlib.Path(__file__).resolve().parents[3]
 GOLDEN = pathlib.Path(__file__).resolve().parent / 'golden'
 TAPES = (GOLDEN / 'syncer.jsonl', GOLDEN / 'learner.jsonl')
 # No site-packages (-S), only the protocol: it runs on a bare Python.
