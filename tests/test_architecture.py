@@ -1,5 +1,6 @@
 """docs/architecture.md agrees with the code: it is drawn from it, and every name in it exists."""
 
+import collections
 import importlib.util
 import pathlib
 import re
@@ -47,3 +48,17 @@ def test_the_way_of_a_fragment_names_functions_that_exist():
 
 def test_the_way_of_a_fragment_is_short():
   assert len({file for file, _ in way()}) < 36
+
+
+@pytest.mark.parametrize('top', ['diloco_jax', 'docs', 'experiments', 'scripts', 'tests'])
+def test_no_folder_and_no_file_grows_too_large(top: str):
+  files = [
+    path
+    for path in (ROOT / top).rglob('*')
+    if path.is_file() and '__pycache__' not in path.parts and not path.name.startswith('.')
+  ]
+  folders = collections.Counter(path.parent for path in files)
+  assert {str(folder) for folder, count in folders.items() if count > 17} == set()
+  if top == 'diloco_jax':
+    lines = {path: len(path.read_text('utf-8').splitlines()) for path in files}
+    assert {path.name for path, count in lines.items() if count > 554} == set()
