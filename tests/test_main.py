@@ -43,10 +43,19 @@ def test_an_unknown_command_is_one_line_and_42():
 
 
 @pytest.mark.parametrize(
-  'flags', [['--against=x'], ['--kill_every_s=60'], ['--like=x', '--story'], ['--story']], ids=str
+  'words',
+  [
+    ['simulate', '--against=x'],
+    ['simulate', '--kill_every_s=60'],
+    ['simulate', '--like=x', '--down_s=5'],
+    ['simulate', '--like=x', '--story'],
+    ['simulate', '--story'],
+    ['chaos', '--duration_s=5'],
+  ],
+  ids=str,
 )
-def test_flags_of_the_simulator_that_would_do_nothing_are_refused(flags: list[str]):
-  done = diloco('simulate', *flags)
+def test_flags_that_would_do_nothing_are_refused(words: list[str]):
+  done = diloco(*words)
   assert (done.returncode, done.stdout) == (42, '')
   assert done.stderr.startswith('error: --') and 'appl' in done.stderr
 

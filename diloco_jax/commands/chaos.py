@@ -51,6 +51,12 @@ def main(argv: list[str]) -> int:
   with program_lib.never_retry(ValueError):
     if _SEED.value is not None and flags.FLAGS['plan'].present:
       raise ValueError('--seed and --plan exclude each other: give one of them')
+    for flag, applies_to, given in (
+      ('fault_s', 'plan', _SEED.value is None),
+      ('duration_s', 'seed', _SEED.value is not None),
+    ):
+      if flags.FLAGS[flag].present and not given:
+        raise ValueError(f'--{flag} applies to --{applies_to} only: leave it out')
     if len(names) < 2:
       raise ValueError(
         f'sync.learners is {len(names)}, chaos needs at least 2: one to fail, one to train on'

@@ -53,6 +53,8 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 
 def main(argv: list[str]) -> int:
   del argv
+  if _KILL_EVERY_S.value is None and flags.FLAGS['down_s'].present:
+    raise program.NeverRetry('--down_s applies to --kill_every_s: add --kill_every_s=SECONDS')
   if _LIKE.value:
     if _STORY.value or _TAPES.value or _SEEDS.value:
       raise program.NeverRetry('--like predicts a run: --story, --tapes and --seeds do not apply')

@@ -48,9 +48,16 @@ def test_arms_are_valid_and_have_what_they_are_compared_with(name, quick):
     arm.config.validate()
 
 
+WHICH = [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)]
+ALIKE = ('headline', 'batch', 'learners', 'adopt', 'outer', 'timing', 'late')  # as parity's
+
+
 @pytest.mark.parametrize(
   ('name', 'which'),
-  [*((name, 0) for name in run.STUDIES), ('deaths', -1), ('joining', 1), ('unequal_data', -1)],
+  [
+    pytest.param(name, which, marks=pytest.mark.full if name in ALIKE else ())
+    for name, which in WHICH
+  ],
 )
 def test_an_arm_of_each_study_runs(name, which):
   row = arms.run(tiny(run.load(name).plan(True, study_lib.Book())[which]))

@@ -50,7 +50,8 @@ def _saved_params(folder, config):
 
 
 @pytest.mark.parametrize(
-  'period,fragments', [(4, 4), pytest.param(4, 1, marks=pytest.mark.full), (1, 1)]
+  'period,fragments',
+  [(4, 2), *(pytest.param(*one, marks=pytest.mark.full) for one in ((4, 4), (4, 1), (1, 1)))],
 )
 def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, period, fragments):
   """M=1, outer lr 1, no momentum, float32, tau=0: anchor - (anchor - local) is local up to the

@@ -9,21 +9,15 @@ import math
 import pathlib
 import socket
 
-import jax
-import numpy as np
 import pytest
 
-from diloco_jax.config import build
-from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.proof.faults import chaos_report
-from diloco_jax.protocol import actions
-from diloco_jax.protocol.syncer import screening
 from diloco_jax.report import records
-from diloco_jax.syncer import global_model as global_model_lib
 from tests.runs.lib import conductor, faulty_learner, promises
 
 DEADLINE_S = 240
+pytestmark = pytest.mark.full  # tests/syncer/test_screening.py refuses the same payloads
 SPOILED = {'l1': 'nan:3', 'l2': 'huge:33'}  # l2 after the warm-up of every fragment
 OVERRIDES = {
   'sync.norm_warmup': 2,
@@ -34,58 +28,10 @@ OVERRIDES = {
 }
 
 
-# --- Payloads, one by one -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module', name='assembled')
-def _assembled() -> build.Assembly:
-  config = stdlib_lm.get_config('tiny')
-  config.sync.fragments, config.sync.period, config.sync.overlap = 1, 3, 2
-  config.validate()
-  return build.assemble(config)
-
-
-def test_a_refused_payload_changes_no_bit_of_the_merge(assembled):
-  """As if the learner had been absent."""
-  size = assembled.layout.size(0)
-
-  def encoded(seed):
-    values = np.random.default_rng(seed).normal(scale=1e-2, size=size).astype(np.float32)
-    return bytes(jax.jit(assembled.codec_up.encode)(values)[0])
-
-  payloads = [
-    encoded(0),
-    bytes(faulty_learner.Spoiler('nan:1')(encoded(1))),
-    encoded(2),
-    bytes(faulty_learner.Spoiler('huge:1')(encoded(3))),
-  ]
-  limit = 10 * 10**-2 * math.sqrt(size) * screening.UNIT
-  participants = [
-    actions.Participant(
-      learner=f'l{m}', incarnation=1, payload_id=m, tokens=64, steps=4, limit=int(limit)
-    )
-    for m in range(4)
-  ]
-  theta, without = global_model_lib.Theta(assembled), global_model_lib.Theta(assembled)
-  screened = theta.screen(participants, np.stack([theta.lengths(0, one) for one in payloads]))
-  assert screened.refused == ('l1', 'l3')
-  assert screened.norms[1] == screening.NOT_FINITE and screened.norms[3] > 1000 * limit
-  honest = 1e-2 * math.sqrt(size) * screening.UNIT
-  assert all(math.isclose(screened.norms[m], honest, rel_tol=0.1) for m in (0, 2))
-  merged = theta.merge(0, participants, payloads, ('l1', 'l3'))
-  assert merged.digest == without.merge(0, participants[:3], payloads[:3], ('l1',)).digest
-  all_refused = theta.merge(0, participants, payloads, ('l0', 'l1', 'l2', 'l3'))
-  assert all_refused.failed == global_model_lib.ALL_REJECTED
-  assert all_refused.digest == theta.digest(0)
-
-
 @pytest.mark.parametrize('text', ['nan', 'nan:', 'flip:3', 'huge:x'])
 def test_a_misspelt_fault_is_refused(text):
   with pytest.raises(ValueError, match='it must be nan:N or huge:N'):
     faulty_learner.Spoiler(text)
-
-
-# --- A run ----------------------------------------------------------------------------------------
 
 
 class Conductor(conductor.Conductor):

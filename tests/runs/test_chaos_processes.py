@@ -22,6 +22,7 @@ from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
+from tests.runs.lib import slow_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DEADLINE_S = 800
@@ -62,6 +63,7 @@ def _run(tmp_path_factory) -> Run:
       'chaos',
       f'--plan={",".join(PLAN)}',
       '--fault_s=3',
+      slow_data.FLAG,
       '--config.train.checkpoint_every_steps=1000',
       f'--workdir={workdir}',
     ],

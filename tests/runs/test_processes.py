@@ -15,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from tests.runs.lib import conductor
+from tests.runs.lib import conductor, slow_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CONFIG = '--config=stdlib_lm:tiny'
@@ -132,11 +132,12 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   flags = (
     CONFIG,
     f'--workdir={workdir}',
-    '--config.train.steps=300',
+    '--config.train.steps=100',
     '--config.sync.learners=2',
-    '--config.train.log_every=50',
+    '--config.train.log_every=10',
     '--config.train.eval_every=0',
-    '--config.train.checkpoint_every_steps=50',
+    '--config.train.checkpoint_every_steps=20',
+    slow_data.FLAG,
     f'--seal_key={tmp_path / "run.key"}',
   )
   first = start('train', *flags)
@@ -153,7 +154,7 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   (hint,) = [line for line in first.lines if 'continue with: ' in line]
   *_, command, resume, folder, key = shlex.split(hint.split('continue with: ')[1])
   assert key == flags[-1]
-  second = start(command, resume, folder, key, '--config.train.log_every=25')
+  second = start(command, resume, folder, key, '--config.train.log_every=5')
   assert second.end() == 0, second.lines
   paths = [workdir, tmp_path / 'run.key', *workdir.rglob('*')]
   shared = {str(path): oct(path.lstat().st_mode) for path in paths if path.lstat().st_mode & 0o077}

@@ -24,11 +24,13 @@ import pytest
 from diloco_jax.launch import local
 from diloco_jax.report import records
 from diloco_jax.storage import manifests
+from tests.runs.lib import slow_data
 
 DEADLINE_S = 280
 COMMON = (
   '--config=stdlib_lm:tiny',
   '--chaos=off',
+  slow_data.FLAG,
   '--config.train.steps=1000000',
   '--config.train.log_every=1000',
   '--config.train.eval_every=0',
