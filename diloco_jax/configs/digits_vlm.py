@@ -3,7 +3,7 @@
     diloco train --config=digits_vlm
 
 The task 'vision' (train/vision.py) on the images of scikit-learn (train/digits.py), which
-`pip install diloco-jax[vision]` brings and ./scripts/train.sh has. Four learners, the small model
+`pip install '.[vision]'` brings and ./scripts/train.sh has. Four learners, the small model
 of stdlib_lm; an image is 16 patches of 2 x 2 pixels in front of its caption.
 """
 
