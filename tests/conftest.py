@@ -152,12 +152,18 @@ def _is_alone(config: pytest.Config, nodeid: str) -> bool:
   return nodeid.startswith(_ALONE) and config.getoption('--all')
 
 
+_made_alone: set[str] = set()  # files whose run this worker has made
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> object:
-  """While a test runs that has to be alone, the other workers wait before their next one."""
+  """While a run is made that has to be alone, the other workers wait before their next test. The
+  first test of its file makes it; the others only read what it has left."""
   with contextlib.ExitStack() as held:
     if item.config.getoption('--all'):
-      alone = _is_alone(item.config, item.nodeid)
+      file = item.nodeid.split('::')[0]
+      alone = _is_alone(item.config, file) and file not in _made_alone
+      _made_alone.add(file)
       with _locked('turn', fcntl.LOCK_EX):  # or those that share could go on for ever
         held.enter_context(_locked('alone', fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
     return (yield)
