@@ -773,7 +773,7 @@ def dead_learner_counts(original):
 @mutant('One payload too few makes a quorum.', gather_lib, 'decide', 'I5')
 def quorum_is_one_less(original):
   def decide(gather, now_ns, needed, live):
-    return original(gather, now_ns, max(1, needed - 1), live)
+    return original(gather, now_ns, needed and max(1, needed - 1), live)
 
   return decide
 
@@ -781,7 +781,7 @@ def quorum_is_one_less(original):
 def _decides_with_repeats(original):
   def decide(gather, now_ns, needed, live):
     repeats = sum(name.endswith(' again') for name in gather.asked)
-    return original(gather, now_ns, max(1, needed - repeats), live)
+    return original(gather, now_ns, needed and max(1, needed - repeats), live)
 
   return decide
 
