@@ -132,7 +132,7 @@ def status_line(view: run_facts.RunFacts) -> str:
     return f'{view.progress:.0%}: {learners}'
   goodput = f', goodput {_percent(view.goodput.training)}' if view.goodput else ''
   return (
-    f'{view.progress:.0%}: {learners}; {len(view.syncs)} outer steps{goodput}, '
+    f'{view.progress:.0%}: {learners}; {len(view.merges_s)} outer steps{goodput}, '
     f'up {size(view.wire.bytes_up)}, down {size(view.wire.bytes_down)}'
   )
 
@@ -200,11 +200,11 @@ def _learner_columns(view: run_facts.RunFacts) -> list[_Column]:
 
 
 def _syncer_columns(view: run_facts.RunFacts) -> list[_Column]:
-  last = view.syncs[-1] if view.syncs else None
+  last = view.synced
   return [
     _Column('syncer ', [view.syncer], [_COLOURS.get(view.syncer, '')], text=True),
     _Column('sync', [str(last.sync if last else 0)]),
-    _Column('outer steps', [str(len(view.syncs))]),
+    _Column('outer steps', [str(len(view.merges_s))]),
     _Column('held-out loss', [f'{view.evaluations[-1].loss:.3f}' if view.evaluations else '']),
     _Column('goodput', [_percent(view.goodput and view.goodput.training)]),
     _Column('of tokens', [_percent(view.goodput and view.goodput.token)]),

@@ -9,7 +9,10 @@ Writing never stops training: a full disk is reported once, and training continu
 that has become LIMIT_BYTES long, which then grows no more.
 """
 
+import contextlib
 import dataclasses
+import heapq
+import itertools
 import json
 import math
 import os
@@ -165,39 +168,56 @@ class Tail:
     self.skipped = 0
 
   def read(self) -> list[dict[str, Any]]:
-    try:
+    return list(self.stream())
+
+  def stream(self) -> Iterator[dict[str, Any]]:
+    """The same, one at a time."""
+    for line in self._lines():
+      try:
+        fact = safe_json.parse(line, finite=False)  # a loss may be NaN
+      except ValueError:
+        fact = None
+      known = isinstance(fact, dict) and isinstance(fact.get('name'), str)
+      if known and isinstance(fact.get('time', 0.0), int | float):
+        yield fact
+      else:
+        self.skipped += 1
+
+  def _lines(self) -> Iterator[bytes]:
+    with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on
       with open(self._path, 'rb') as file:
         file.seek(self._offset)
-        data = file.read()
-    except OSError:  # no file yet, or not readable now: the next call reads on
-      return []
-    whole = data[: data.rfind(b'\n') + 1]
-    self._offset += len(whole)
-    return list(self._facts(whole))
-
-  def _facts(self, data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-      if line.strip():
-        try:
-          fact = safe_json.parse(line, finite=False)  # a loss may be NaN
-        except ValueError:
-          fact = None
-        known = isinstance(fact, dict) and isinstance(fact.get('name'), str)
-        if known and isinstance(fact.get('time', 0.0), int | float):
-          yield fact
-        else:
-          self.skipped += 1
+        for line in file:
+          if not line.endswith(b'\n'):
+            return
+          self._offset += len(line)
+          if line.strip():
+            yield line
 
 
 class TailAll:
-  """Tails every file of WORKDIR/records: (process, fact) in the order of the monotonic clock."""
+  """Tails every file of WORKDIR/records: (process, fact) in the order of the wall clock."""
 
   def __init__(self, workdir: str | os.PathLike):
     self._folder = pathlib.Path(workdir) / RECORDS
     self._tails: dict[str, Tail] = {}
 
   def read(self) -> list[tuple[str, dict[str, Any]]]:
+    """What became complete since the last call."""
+    rows = [(name, fact) for name, tail in self._all().items() for fact in tail.read()]
+    return sorted(rows, key=_time)
+
+  def stream(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same, one at a time: the records of a long run need more memory than there is. Each file
+    stays in its own order, also if its clock was set back."""
+    files = [zip(itertools.repeat(name), tail.stream()) for name, tail in self._all().items()]
+    return heapq.merge(*files, key=_time)
+
+  def _all(self) -> dict[str, Tail]:
     for path in sorted(self._folder.glob('*.jsonl')):
       self._tails.setdefault(path.stem, Tail(path))
-    rows = [(name, fact) for name, tail in self._tails.items() for fact in tail.read()]
-    return sorted(rows, key=lambda row: row[1].get('time', 0.0))
+    return self._tails
+
+
+def _time(row: tuple[str, dict[str, Any]]) -> float:
+  return row[1].get('time', 0.0)

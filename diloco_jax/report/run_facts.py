@@ -5,10 +5,11 @@ Times are seconds since the first fact of the run. Tokens are those that all lea
 together by then, so that the curves of restarted learners are at the right place.
 """
 
+import array
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
@@ -39,6 +40,30 @@ class Step:
   step: int
   loss: float
   seconds: float
+
+
+class Steps(Sequence[Step]):
+  """Steps in the order of time, in 40 bytes each: a run has millions."""
+
+  def __init__(self):
+    self._columns = tuple(array.array(code) for code in 'dqqdd')
+
+  def append(self, step: Step) -> None:
+    for column, name in zip(self._columns, Step.__slots__):
+      column.append(getattr(step, name))
+
+  def __len__(self) -> int:
+    return len(self._columns[0])
+
+  def __getitem__(self, index: int) -> Step:
+    return Step(*(column[index] for column in self._columns))
+
+  def __iter__(self) -> Iterator[Step]:
+    return map(Step, *self._columns)
+
+
+def _times() -> array.array:
+  return array.array('d')
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,14 +100,14 @@ class Learner:
 
   state: str = 'waiting'
   by_hand: bool = False
-  steps: list[Step] = dataclasses.field(default_factory=list)
+  steps: Steps = dataclasses.field(default_factory=Steps)
   step_s: float = 0.0
   tokens_per_step: float = 0.0
   staleness: int = 0
   incarnation: int = 0
   processes: list[Process] = dataclasses.field(default_factory=list)
-  merged_s: list[float] = dataclasses.field(default_factory=list)
-  steps_between: list[int] = dataclasses.field(default_factory=list)
+  merged_s: array.array = dataclasses.field(default_factory=_times)
+  steps_between: array.array = dataclasses.field(default_factory=lambda: array.array('q'))
   joined: list[tuple[float, int]] = dataclasses.field(default_factory=list)
   lost: list[tuple[float, str]] = dataclasses.field(default_factory=list)
 
@@ -137,7 +162,8 @@ class RunFacts:
     learners: by learner id; those given, and every other one that joins.
     syncer: its state; None: the learner has no syncer. syncer_processes: its processes.
     total_steps: the clock at which the run is over.
-    syncs: every outer step; merges_s: when it was published; live: the learners then.
+    synced: the newest outer step. Of every one merges_s: when it was published; participants and
+      live: how many learners; waited_ns: from the opening of its sync to the decision.
     evaluations: of the held-out loss; evaluated_tokens: the tokens trained by then.
     ledger: the newest one.
     book: the account of the learners' time, in ns since the first fact.
@@ -164,9 +190,9 @@ class RunFacts:
     self.syncer = 'waiting' if syncer else None
     self.syncer_processes: list[Process] = []
     self.total_steps = total_steps
-    self.syncs: list[protocol_facts.Synced] = []
-    self.merges_s: list[float] = []
-    self.live: list[int] = []
+    self.synced: protocol_facts.Synced | None = None
+    self.merges_s = _times()
+    self.participants, self.live, self.waited_ns = (array.array('q') for _ in range(3))
     self.evaluations: list[facts.Eval] = []
     self.evaluated_tokens: list[int] = []
     self.ledger: protocol_facts.Ledger | None = None
@@ -179,7 +205,7 @@ class RunFacts:
     self.end_s = 0.0
     self.pauses: list[tuple[float, float]] = []
     self._longest_pause_s, self._cut_s = longest_pause_s, 0.0
-    self._reached: list[tuple[int, int]] = []  # (clock, tokens of all), ascending
+    self._reached = array.array('q'), array.array('q')  # clocks, ascending, and tokens of all then
 
   @property
   def progress(self) -> float:
@@ -197,8 +223,9 @@ class RunFacts:
 
   def tokens_at(self, step: int) -> int:
     """Tokens of all learners when the foremost reached clock `step`."""
-    place = bisect.bisect_right(self._reached, (step, float('inf')))
-    return self._reached[place - 1][1] if place else 0
+    clocks, tokens = self._reached
+    place = bisect.bisect_right(clocks, step)
+    return tokens[place - 1] if place else 0
 
   def take(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> 'RunFacts':
     """Takes lines of the records, in the order of time; skips lines without a known fact."""
@@ -226,7 +253,9 @@ class RunFacts:
         self.evaluations.append(fact)
         self.evaluated_tokens.append(self.tokens_at(fact.step))
       case facts.Recovered(sync=sync):  # after a restore the clocks go back
-        self._reached = [one for one in self._reached if one[0] <= sync]
+        place = bisect.bisect_right(self._reached[0], sync)
+        for column in self._reached:
+          del column[place:]
       case facts.Traffic():
         self.wire.take(fact)
       case facts.Goodput():
@@ -283,8 +312,10 @@ class RunFacts:
       learner.state = 'training'
     self.tokens += round(learner.tokens_per_step)
     learner.steps.append(Step(at_s, self.tokens, fact.step, fact.loss, fact.seconds))
-    if not self._reached or fact.step > self._reached[-1][0]:
-      self._reached.append((fact.step, self.tokens))
+    clocks, tokens = self._reached
+    if not clocks or fact.step > clocks[-1]:
+      clocks.append(fact.step)
+      tokens.append(self.tokens)
     if not learner.processes or learner.processes[-1].steps >= fact.steps:
       self._begin(learner.processes, at_s)  # started by hand: no supervisor has told of it
     learner.processes[-1].steps = fact.steps
@@ -294,8 +325,10 @@ class RunFacts:
   def _synced(self, at_s: float, fact: protocol_facts.Synced) -> None:
     if self.syncer is not None:
       self.syncer = 'merging'
-    self.syncs.append(fact)
+    self.synced = fact
     self.merges_s.append(at_s)
+    self.participants.append(len(fact.participants))
+    self.waited_ns.append(fact.waited_ns)
     self.live.append(sum(one.is_live for one in self.learners.values()))
     if self.syncer_processes and self.syncer_processes[-1].first_step_s is None:
       self.syncer_processes[-1].first_step_s = at_s

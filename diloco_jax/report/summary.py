@@ -46,8 +46,9 @@ def write(
 ) -> dict[str, Any]:
   """Writes the report of a finished run and returns the summary. A full disk costs the report, not
   the run: an error line names each file that is missing."""
-  rows, names = records_lib.TailAll(workdir).read(), _learners(config, workdir)
-  run = run_facts.RunFacts(names, config.train.steps, **pace(config)).take(rows)
+  names = _learners(config, workdir)
+  run = run_facts.RunFacts(names, config.train.steps, **pace(config))
+  run.take(records_lib.TailAll(workdir).stream())
   summary = summarize(config, run, statuses, wall_seconds)
   folder = workdir / REPORT
   _write(folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=2) + '\n'))
@@ -55,7 +56,7 @@ def write(
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
     shown = run_facts.RunFacts(names, config.train.steps, longest_pause_s=LONGEST_PAUSE_S)
-    shown.take(rows)
+    shown.take(records_lib.TailAll(workdir).stream())
     _write(folder / TIMELINE, lambda path: picture.draw(shown, path, title=f'{config.name}'))
   else:
     with contextlib.suppress(OSError):
@@ -108,11 +109,9 @@ def summarize(
     'tokens_trained': tokens['trained'],
     'tokens_merged': tokens['merged'],
     'tokens_discarded': tokens['discarded'],
-    'outer_steps': ledger.synced if ledger else len(run.syncs),
+    'outer_steps': ledger.synced if ledger else len(run.merges_s),
     'inner_steps_between_syncs_mean': statistics.fmean(between) if between else None,
-    'participants_mean': statistics.fmean(len(sync.participants) for sync in run.syncs)
-    if run.syncs
-    else None,
+    'participants_mean': statistics.fmean(run.participants) if run.participants else None,
     'live_mean': statistics.fmean(run.live) if run.live else None,
     'waited_steps_median': _waited_steps(run),
     'learners': {name: _learner(name, run, statuses) for name, learner in run.learners.items()},
@@ -133,9 +132,9 @@ def summarize(
 def _waited_steps(run: run_facts.RunFacts) -> float | None:
   """The median time from the opening of a sync to its merge decision, in median inner steps."""
   steps = [step.seconds for learner in run.learners.values() for step in learner.steps]
-  if not run.syncs or not steps:
+  if not run.waited_ns or not steps:
     return None
-  waited_ns = statistics.median(sync.waited_ns for sync in run.syncs)
+  waited_ns = statistics.median(run.waited_ns)
   return round(waited_ns / 1e9 / statistics.median(steps), 3)
 
 

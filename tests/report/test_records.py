@@ -77,12 +77,14 @@ def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
     (folder / f'{name}.jsonl').write_text(
       ''.join(json.dumps({'name': 'x', 'time': t}) + '\n' for t in times)
     )
-  assert [(name, fact['time']) for name, fact in tails.read()] == [
+  streamed = list(records.TailAll(tmp_path).stream())
+  assert [(name, fact['time']) for name, fact in streamed] == [
     ('a', 1),
     ('b', 2),
     ('a', 3),
     ('b', 4),
   ]
+  assert tails.read() == streamed
   (folder / 'c.jsonl').write_text('{"name": "x", "time": 0}\n')
   assert [name for name, _ in tails.read()] == ['c']
 
@@ -201,7 +203,7 @@ def test_the_fold_follows_a_process():
   )
   assert learner.tokens_per_second == 200 and len(learner.merged_s) == 1
   assert run.progress == 0.41
-  assert (run.syncs[-1].sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
+  assert (run.synced.sync, run.syncer, run.evaluations[-1].loss) == (7, 'merging', 2.5)
   run.take([('supervisor', row(2.0, facts.Process(child='l0', state='down', text='killed')))])
   assert (learner.state, learner.tokens_per_second, run.last_event) == ('down', 0, 'l0: killed')
 

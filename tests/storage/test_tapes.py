@@ -24,7 +24,7 @@ from diloco_jax.report import records
 from diloco_jax.storage import tapes
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / 'tests' / 'protocol' / 'golden'
+GOLDEN = ROOT / 'tests' / 'protocol' / 'tape' / 'golden'
 DEADLINE_S = 150
 
 

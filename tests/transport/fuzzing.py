@@ -309,7 +309,7 @@ def _mend_line(body: bytes) -> bytes:
 
 def _lines() -> list[bytes]:
   """The JSON of lines of a real tape, without their hashes."""
-  lines = (TESTS / 'protocol' / 'golden' / 'syncer.jsonl').read_bytes().splitlines()
+  lines = (TESTS / 'protocol' / 'tape' / 'golden' / 'syncer.jsonl').read_bytes().splitlines()
   return [line[: line.rindex(b',"hash"')] + b'}' for line in lines[:40]]
 
 
