@@ -39,7 +39,7 @@ WAIT_S = 120.0
 
 
 class Ended(RuntimeError):
-  """The learner cannot go on: it was refused, or its node failed."""
+  """The learner cannot go on: the syncer has refused it. Errors of its node come as they are."""
 
 
 class _Shardings(NamedTuple):

@@ -1,5 +1,6 @@
 """A learner without a syncer: the data-parallel baseline, with the same jitted step."""
 
+import contextlib
 from collections.abc import Callable
 
 from diloco_jax.config import run_config
@@ -7,6 +8,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.protocol import actions
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint
 from diloco_jax.train import island as island_lib
 
 
@@ -17,8 +19,19 @@ def run(
   stopping: Callable[[], bool] = lambda: False,
 ) -> actions.Exit:
   """Trains from the newest checkpoint, if there is one, to the last step; evaluates and saves
-  meanwhile. Ends early, between two steps, once `stopping` returns true. Raises CheckpointError if
-  the last save failed, ValueError if the checkpoint is of a learner with a syncer."""
+  meanwhile. Ends early, between two steps, once `stopping` returns true. Closes the island. Raises
+  CheckpointError if the last save failed, ValueError if the checkpoint is of a learner with a
+  syncer."""
+  with contextlib.closing(island):
+    return _run(config, island, records, stopping)
+
+
+def _run(
+  config: run_config.Config,
+  island: island_lib.Island,
+  records: records_lib.Recorder,
+  stopping: Callable[[], bool],
+) -> actions.Exit:
   restored = island.restore()
   if restored is not None and restored.protocol:
     raise ValueError(
@@ -31,21 +44,24 @@ def run(
   if restored is None:
     _evaluate(island, records, 0)
   steps = tokens = 0
+  save = None  # the newest one, while no step has followed it
   while step < train.steps and not stopping():
     result = island.step(step)
-    step, steps, tokens = step + 1, steps + 1, tokens + result.tokens
+    step, steps, tokens, save = step + 1, steps + 1, tokens + result.tokens, None
     learner_work.record_step(records, config, step, steps, tokens, result)
     if train.eval_every and step % train.eval_every == 0 and step < train.steps:
       _evaluate(island, records, step)
     if train.checkpoint_every_steps and step % train.checkpoint_every_steps == 0:
-      island.save(step)
-  if steps:
-    saved = island.save(step)
-    loss = _evaluate(island, records, step)
-    if loss is not None:
-      records.say(f'held-out loss at step {step}: {loss:.4f}')
-    saved()
-  island.close()
+      try:
+        save = island.save(step)
+      except checkpoint.CheckpointError as error:
+        records.say(f'checkpoint of step {step} failed: {error}. Training continues.')
+  if steps and save is None:
+    save = island.save(step)
+  if step >= train.steps and (loss := _evaluate(island, records, step)) is not None:
+    records.say(f'held-out loss at step {step}: {loss:.4f}')
+  if save is not None:
+    save()
   what = 'done' if step >= train.steps else 'stopped'
   return actions.Exit(code=0, text=f'{what} at step {step}: {steps} steps, {tokens} tokens')
 

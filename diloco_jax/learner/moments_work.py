@@ -36,6 +36,7 @@ class Moments:
     self._payloads = payloads
     self._records = records
     self._snapshot = moments_lib.snapshot
+    self._reading: threading.Thread | None = None  # a donation; the machine asks for one at a time
 
   def compile(self) -> None:
     """Compiles ahead of use: a donor that compiled on request would stop training and be late."""
@@ -48,9 +49,10 @@ class Moments:
   def read(self, transfer: int) -> None:
     """Copies the state as it is now; posts MomentsRead once the copy is on the host."""
     copied = self._snapshot(self._island.moments)
-    threading.Thread(
+    self._reading = threading.Thread(
       target=self._await_read, args=(transfer, copied), name='donation', daemon=True
-    ).start()
+    )
+    self._reading.start()
 
   def _await_read(self, transfer: int, copied: moments_lib.Snapshot) -> None:
     try:
@@ -71,6 +73,11 @@ class Moments:
         digest=moments_lib.digest(copied.digests),
       )
     )
+
+  def close(self) -> None:
+    """Waits for a copy that is being read."""
+    if self._reading is not None:
+      self._reading.join()
 
   def take(self, take: actions.TakeMoments) -> None:
     """Replaces the state with a donation if its digest on this device is that of the donor's and

@@ -65,11 +65,6 @@ class Exchange:
     self._lock = threading.Lock()
     self._digest = jax.jit(digest_lib.digest)
     self._flags = self._put((np.bool_(False), np.bool_(True)))
-    # By fragment: a value that is its base, adopted as it is.
-    self._no_delta = [
-      exchange.Published(None, *self._put(self._zeros(kind.size)), *2 * self._flags[:1])
-      for kind in self._kinds
-    ]
     self.anchors = self._get(self._lower_gather)(island.params)
 
   def _make_kinds(self, order: dict[str, int]) -> list[_Kind]:
@@ -87,32 +82,35 @@ class Exchange:
       kinds.append(_Kind(tuple(named), tuple(like[place] for place in places)))
     return kinds
 
-  def _zeros(self, size: int) -> list[np.ndarray]:
-    """An encoded delta of zeros, and an encoded pseudo-gradient."""
-    return [
-      np.zeros(codec.encoded_size(size), np.uint8) for codec in (self._codec_down, self._codec_up)
-    ]
-
   def _put(self, arrays: Any) -> Any:
     return jax.device_put(arrays, self._island.replicated)
 
-  def compile_all(self) -> None:
+  def compile_all(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    """Ends early, between two functions, once `stopped` returns true."""
     for kind in self._kinds:
-      self._get(self._lower_encode, kind)
-      self._get(self._lower_adopt, kind)
-      self._get(self._lower_apply, kind.size)
+      for lower, key in (
+        (self._lower_encode, kind),
+        (self._lower_adopt, kind),
+        (self._lower_apply, kind.size),
+      ):
+        if stopped():
+          return
+        self._get(lower, key)
 
   def _get(self, lower: Callable[..., jax.stages.Lowered], *key) -> Callable:
-    """Returns a compiled function; the first caller compiles it and later callers wait."""
+    """Returns a compiled function; the first caller compiles it and later callers wait. After a
+    failure the next caller tries again."""
+    name = lower.__name__, *key
     with self._lock:
-      known = self._compiled.get((lower.__name__, *key))
+      known = self._compiled.get(name)
       if known is None:
-        mine = self._compiled[lower.__name__, *key] = futures.Future()
+        mine = self._compiled[name] = futures.Future()
     if known is not None:
       return known.result()
     try:
       mine.set_result(lower(*key).compile())
     except BaseException as error:
+      del self._compiled[name]
       mine.set_exception(error)
       raise
     return mine.result()
@@ -144,7 +142,10 @@ class Exchange:
       exchange.adopt, kind.pieces, self._codec_up, self._codec_down, self._alpha
     )
     anchor_N, flag = self._like((kind.size,), np.float32), self._like((), np.bool_)
-    data, capture = (self._like(zeros.shape, np.uint8) for zeros in self._zeros(kind.size))
+    data, capture = (
+      self._like((codec.encoded_size(kind.size),), np.uint8)
+      for codec in (self._codec_down, self._codec_up)
+    )
     shardings = _named(leaf.sharding for leaf in kind.leaves)
     return jax.jit(adopt, donate_argnums=0, out_shardings=shardings).lower(
       _named(kind.leaves),
@@ -194,14 +195,11 @@ class Exchange:
     """
     if whole and not keep:
       return self._take_whole(p, np.frombuffer(data, np.float32))
-    value = self._no_delta[p]._replace(keep=self._flags[keep])
+    capture = self._captures.pop(p) if merged else None
     if whole:
-      value = value._replace(base_N=self._put(np.frombuffer(data, np.float32)))
-    else:
-      value = value._replace(base_N=self.anchors[p], data=self._put(np.frombuffer(data, np.uint8)))
-    if merged:
-      value = value._replace(capture=self._captures.pop(p), merged=self._flags[True])
-    return self._adopt(p, value)
+      return self._adopt(p, self._put(np.frombuffer(data, np.float32)), None, capture, keep)
+    delta = self._put(np.frombuffer(data, np.uint8))
+    return self._adopt(p, self.anchors[p], delta, capture, keep)
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
     """Makes a value from the host the anchor of fragment p and its parameters; returns its digest.
@@ -227,15 +225,32 @@ class Exchange:
     """Sets the parameters back to the anchors; the inner optimizer keeps its state."""
     self._captures.clear()
     for p, anchor_N in enumerate(self.anchors):
-      self._adopt(p, self._no_delta[p]._replace(base_N=anchor_N))
+      self._adopt(p, anchor_N, None, None, keep=False)
 
-  def _adopt(self, p: int, value: exchange.Published) -> jax.Array:
-    kind = self._kinds[p]
+  def _adopt(
+    self,
+    p: int,
+    base_N: jax.Array,
+    delta: jax.Array | None,
+    capture: jax.Array | None,
+    keep: bool,
+  ) -> jax.Array:
+    """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
+    kind, merged = self._kinds[p], capture is not None
+    if delta is None:
+      delta = self._zeros(self._codec_down, kind.size)
+    if capture is None:  # its bytes do not count: those of another array of the same size will do
+      alike = self._codec_up.encoded_size(kind.size) == delta.size
+      capture = delta if alike else self._zeros(self._codec_up, kind.size)
+    value = exchange.Published(base_N, delta, capture, self._flags[merged], self._flags[keep])
     adopted = self._get(self._lower_adopt, kind)(self._leaves(p), self.anchors[p], value)
     self._assign(p, adopted)
-    apply = self._get(self._lower_apply, kind.size)
-    self.anchors[p], digest = apply(value.base_N, value.data)
+    self.anchors[p], digest = self._get(self._lower_apply, kind.size)(base_N, delta)
     return digest
+
+  def _zeros(self, codec: codecs.Codec, size: int) -> jax.Array:
+    """Encoded zeros."""
+    return self._put(np.zeros(codec.encoded_size(size), np.uint8))
 
   def _assign(self, p: int, values: exchange.Leaves) -> None:
     """Replaces the parameters with rows in fragment p."""

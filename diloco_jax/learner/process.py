@@ -1,7 +1,8 @@
 """Builds the node of one learner from its ports and runs it to its end.
 
 Besides the threads of the transport there are two: the caller's thread runs the steps (work), and
-another runs the machine, which handles heartbeats, pulls and publishes while a step runs.
+another runs the machine, which handles heartbeats, pulls and publishes while a step runs. Work has
+more for what must not delay a step (work.py).
 """
 
 import contextlib
@@ -83,9 +84,9 @@ def run(
 ) -> actions.Exit:
   """Runs a learner until the run is over or a Stop arrives; steps run on this thread.
 
-  The learner takes its inner optimizer and clock from the island's newest checkpoint, fragments and
-  data shard from the syncer. Its tape is written to `workdir`. `own_process`: no other island
-  shares this process.
+  A learner that comes back takes fragments, clock and data shard from the syncer, and the moments
+  of its inner optimizer from a donor, else from the island's newest checkpoint. Its tape is
+  written to `workdir`. `own_process`: no other island shares this process.
   """
   with contextlib.closing(island):
     restored = island.restore()

@@ -4,7 +4,8 @@ Two threads. The *step thread* (the caller of `run`, or of `next_step` in a loop
 takes work first in, first out and is the only one that touches the island: between two steps it
 only dispatches encodings and adoptions, all on the device and inside jit. The *egress thread* waits
 for the few results that must reach the host (encoded bytes, digests), announces them and posts
-their events, so the next step does not wait for a copy, a checksum or the network.
+their events, so the next step does not wait for a copy, a checksum or the network. Compilation
+ahead of use, the wait for a save and the copy of a donation have threads while they last.
 """
 
 import contextlib
@@ -74,9 +75,9 @@ class LearnerWork:
 
   def run(self) -> None:
     """Performs work until `stop`, on an Island. An exception ends it and reaches the caller."""
-    stepped = threading.Event()
+    stepped, ended = threading.Event(), threading.Event()
     compiling = threading.Thread(
-      target=self._compile_meanwhile, args=(stepped,), name='compile', daemon=True
+      target=self._compile_meanwhile, args=(stepped, ended), name='compile', daemon=True
     )
     compiling.start()
     try:
@@ -85,16 +86,24 @@ class LearnerWork:
           self._step(clock)
           stepped.set()
     finally:
+      ended.set()
       stepped.set()
-      compiling.join()  # a process that ends while it compiles may crash
+      # A process that ends while it compiles or copies arrays may crash.
+      compiling.join()
+      self._moments.close()
 
-  def _compile_meanwhile(self, stepped: threading.Event) -> None:
+  def _compile_meanwhile(self, stepped: threading.Event, ended: threading.Event) -> None:
     """Compiles what is not compiled yet. A joiner waits for a donor's moments and then for their
     function; the others would only delay its first step before it, as tracing holds the GIL."""
-    self._moments.compile()
-    stepped.wait()
-    if self._steps:
-      self.compile_all()
+    try:
+      self._moments.compile()
+      stepped.wait()
+      self.exchange.compile_all(ended.is_set)
+    except Exception as error:
+      self._records.say(
+        f'compiling ahead of use failed: {error}. Training continues; what is missing is compiled '
+        'when it is needed.'
+      )
 
   @contextlib.contextmanager
   def egress(self) -> Iterator[None]:

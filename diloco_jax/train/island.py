@@ -130,7 +130,18 @@ class Island:
       self._checkpoints.warm_up(self._state)
 
   def step(self, clock: int) -> StepResult:
-    """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done."""
+    """Trains on the next batch of the shard at the learning rate of `clock`; blocks until done.
+
+    Raises:
+      RuntimeError: a task's batches or arithmetic raised ValueError, which elsewhere means a wrong
+        setting.
+    """
+    try:
+      return self._step(clock)
+    except ValueError as error:
+      raise RuntimeError(f'the inner step at clock {clock} failed: {error}') from error
+
+  def _step(self, clock: int) -> StepResult:
     start_ns = time.monotonic_ns()
     batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
     data_ns = time.monotonic_ns() - start_ns
@@ -236,13 +247,14 @@ class Island:
     )
 
   def restore(self) -> checkpoint.Restored | None:
-    """Loads the newest verified checkpoint; returns None, without a change, if there is none."""
+    """Loads the newest verified checkpoint; returns what else is in it, without the state, whose
+    arrays would live on beside those that replace them. None, without a change: there is none."""
     restored = self._require_checkpoints().restore(self.shardings, self._state)
     if restored is None:
       return None
     self._state = restored.state
     self.read_from(restored.protocol['shard'], restored.data_state)
-    return restored._replace(protocol=restored.protocol['protocol'])
+    return restored._replace(state=None, protocol=restored.protocol['protocol'])
 
   def close(self) -> None:
     if self._checkpoints:

@@ -4,7 +4,6 @@ import contextlib
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,8 +14,6 @@ from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop
 from diloco_jax.report import records
-from diloco_jax.train import island as island_lib
-from diloco_jax.train import task as task_lib
 from diloco_jax.transport import in_process
 
 
@@ -82,33 +79,10 @@ def _require_own_kind(assembled, config, alone, together, recorder) -> None:
   """A learner without a syncer refuses the checkpoints of one with a syncer, and the reverse."""
   devices = jax.devices()[: config.mesh.num_devices]
   make = functools.partial(learner_process.make_island, assembled, learner_id='l0', devices=devices)
-  with contextlib.closing(make(workdir=together)) as island:
-    with pytest.raises(ValueError, match='are of a learner with a syncer'):
-      baseline.run(config, island, recorder)
+  with pytest.raises(ValueError, match='are of a learner with a syncer'):
+    baseline.run(config, make(workdir=together), recorder)
   connect = in_process.InProcessHub().learner_transport
   with pytest.raises(ValueError, match='are of a learner without a syncer'):
     learner_process.run(
       assembled, make(workdir=alone), alone, 'l0', loop.EventQueue(), connect, recorder
     )
-
-
-def test_a_lone_learner_of_a_task_without_held_out_batches_trains(tmp_path, config):
-  config.train.steps, config.optimizer.warmup_steps = 2, 1
-  task = task_lib.Task(
-    init=lambda seed: {'w': np.ones((4, 4), np.float32)},
-    loss=lambda params, batch_BxD, sharding: jnp.mean((batch_BxD @ params['w']) ** 2),
-    batches=lambda shard: [np.ones((2, 4), np.float32)] * config.train.steps,
-    tokens_per_batch=2,
-  )
-  island = island_lib.Island(
-    task=task,
-    optimizer=config.optimizer,
-    mesh=config.mesh,
-    total_steps=config.train.steps,
-    devices=jax.devices()[: config.mesh.num_devices],
-    checkpoint_dir=str(tmp_path / 'ckpt'),
-  )
-  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    ended = baseline.run(config, island, recorder)
-  assert ended.text == 'done at step 2: 2 steps, 4 tokens'
-  assert '"eval"' not in (tmp_path / 'records' / 'l0.jsonl').read_text()

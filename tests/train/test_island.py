@@ -1,5 +1,7 @@
 """An island trains alone, continues from a checkpoint bit for bit, and takes a replaced state."""
 
+import weakref
+
 import jax
 import numpy as np
 import pytest
@@ -48,6 +50,20 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_pat
   optimizer.name = 'adamw'
   with pytest.raises(ValueError, match='opt_state'):
     make_island(checkpoint_dir=str(tmp_path)).restore()
+
+
+def test_the_arrays_of_a_checkpoint_do_not_live_on_beside_published_ones(make_island, tmp_path):
+  """Else the memory of a device would hold the model of a learner that comes back twice."""
+  island = make_island(checkpoint_dir=str(tmp_path))
+  island.save(1, {})
+  island.close()
+  island = make_island(checkpoint_dir=str(tmp_path))
+  restored = island.restore()
+  read = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.params)]
+  published = jax.tree.map(np.zeros_like, _host(island.params))
+  island.params = published
+  assert restored.step == 1 and not any(leaf() is not None for leaf in read)
+  island.close()
 
 
 def test_a_second_island_in_the_same_folder_is_refused(make_island, tmp_path):
