@@ -79,7 +79,8 @@ class Island:
     self.mesh = mesh_lib.make_mesh(mesh, devices)
     tx = optimizer_lib.make_optimizer(optimizer, task)
     self._rate = optimizer_lib.schedule(optimizer, total_steps)
-    self._state, self.shardings = step_lib.init_state(task, tx, self.mesh, seed)
+    self._init = lambda: step_lib.init_state(task, tx, self.mesh, seed)
+    self._state, self.shardings = self._init()
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
@@ -249,10 +250,17 @@ class Island:
   def restore(self) -> checkpoint.Restored | None:
     """Loads the newest verified checkpoint; returns what else is in it, without the state, whose
     arrays would live on beside those that replace them. None, without a change: there is none."""
-    restored = self._require_checkpoints().restore(self.shardings, self._state)
+    checkpoints, restored = self._require_checkpoints(), None
+    if not checkpoints.numbers:
+      return None
+    like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self._state)
+    self._state = None  # a device may not have room for both
+    try:
+      restored = checkpoints.restore(self.shardings, like)
+    finally:
+      self._state = self._init()[0] if restored is None else restored.state
     if restored is None:
       return None
-    self._state = restored.state
     self.read_from(restored.protocol['shard'], restored.data_state)
     return restored._replace(state=None, protocol=restored.protocol['protocol'])
 

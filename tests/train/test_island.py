@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from diloco_jax.storage import files
+from diloco_jax.storage import checkpoint, files
 from diloco_jax.train import config as config_lib
 
 
@@ -52,12 +52,20 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_pat
     make_island(checkpoint_dir=str(tmp_path)).restore()
 
 
-def test_the_arrays_of_a_checkpoint_do_not_live_on_beside_published_ones(make_island, tmp_path):
-  """Else the memory of a device would hold the model of a learner that comes back twice."""
+def test_a_learner_that_comes_back_holds_its_state_once(make_island, tmp_path, monkeypatch):
+  """Neither the initial state beside that of the checkpoint, nor this beside published values."""
   island = make_island(checkpoint_dir=str(tmp_path))
   island.save(1, {})
   island.close()
   island = make_island(checkpoint_dir=str(tmp_path))
+  initial = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.state)]
+  read_back = checkpoint.Checkpoints.restore
+
+  def restore(*arguments):
+    assert not any(leaf() is not None for leaf in initial)
+    return read_back(*arguments)
+
+  monkeypatch.setattr(checkpoint.Checkpoints, 'restore', restore)
   restored = island.restore()
   read = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.params)]
   published = jax.tree.map(np.zeros_like, _host(island.params))

@@ -65,8 +65,8 @@ class Saving:
     self.running = False
     if done.error:
       self._out.say(
-        f'checkpoint of step {done.clock} failed: {done.error}. Training continues; the '
-        'previous checkpoint is untouched.'
+        f'checkpoint of step {done.clock} failed: {done.error}. The previous checkpoint is '
+        'untouched.'
       )
     answers, self._answers = self._answers, None
     if answers is not None and self._connection.joined and answers[0] == self._connection.session:
