@@ -4,4 +4,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 unset PYTHONDONTWRITEBYTECODE  # the tests start this package a hundred times
-exec "$python" -m pytest -n auto --dist loadscope --no-loadscope-reorder "$@"
+exec "$python" -m pytest -n auto --dist loadscope --no-loadscope-reorder \
+  --max-worker-restart=0 "$@"  # a suite whose worker was replaced can wait for ever
