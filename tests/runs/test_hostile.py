@@ -21,6 +21,7 @@ from concurrent import futures
 
 import pytest
 
+from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.report import records
 from tests.runs.lib import conductor, hostile, hostile_attacks
 
@@ -100,11 +101,20 @@ class Shares:
     return max(0, blocked) / total if total else 0.0
 
 
+def _with_small_pages(program: supervisor_lib.Program) -> supervisor_lib.Program:
+  """Where the kernel gathers untouched memory to pages of 2 MiB, a process grows by tens of MiB
+  without an attack."""
+  tunables = program.environment['GLIBC_TUNABLES'] + ':glibc.malloc.hugetlb=0'
+  return conductor.paced(
+    dataclasses.replace(program, environment={**program.environment, 'GLIBC_TUNABLES': tunables})
+  )
+
+
 class Conductor(conductor.Conductor):
   """Attacks the run, one attack after the other; `seconds` for each."""
 
   def __init__(self, workdir: pathlib.Path, recorder: records.Recorder, seconds: float):
-    super().__init__(workdir, recorder, OVERRIDES)
+    super().__init__(workdir, recorder, OVERRIDES, change=_with_small_pages)
     self._seconds = seconds
     self.shares = {name: Shares() for name in LEARNERS}
     self.phases: list[Phase] = []
