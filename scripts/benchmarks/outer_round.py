@@ -1,6 +1,6 @@
 """An outer round of four learners in lock step, against an all-reduce and a bare gRPC star.
 
-    python scripts/benchmarks/outer_round.py [--short] [--json=FILE]     # about ten minutes
+    python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # ten minutes
 
 Four processes hold 25 million values each. A round begins when the last of them holds its
 pseudo-gradient, and ends when the slowest one has the result; seconds, medians:
@@ -11,8 +11,10 @@ pseudo-gradient, and ends when the slowest one has the result; seconds, medians:
   star     four Python gRPC streams of raw bytes, 1 MiB a message, to one process that adds the
            float32 values with numpy and sends back the sum; no checks, no log, no optimizer
 
-They take turns, on one machine, over loopback. torchft and gloo under torch are not measured: their
-wheels are larger than what a benchmark should install.
+  torch    --torch: an all-reduce over gloo under PyTorch, and torchft's DiLoCo (torch_peers.py)
+
+They take turns, on one machine, over loopback. --torch installs PyTorch and torchft into an
+environment of their own under .cache; where pip finds no wheel for CPUs alone, these are gigabytes.
 """
 
 import json
@@ -41,6 +43,8 @@ VALUES = ARRAYS * WIDTH * WIDTH
 CHUNK = 1 << 20
 WARM = 3  # rounds that compile and touch pages
 DEADLINE_S = 600
+TORCH = ('torch==2.13.0', 'torchft==0.2.0', 'numpy')
+TORCH_PEERS = pathlib.Path(__file__).with_name('torch_peers.py')
 LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
 
 Rounds = list[tuple[float, float]]  # when this process held its values, and when the result
@@ -159,29 +163,47 @@ def _receive(stream: Iterator[bytes], to: np.ndarray) -> None:
 # --- Turns ----------------------------------------------------------------------------------------
 
 
-def turn(way: str, codec: str, rounds: int) -> list[float]:
-  """Seconds of each round of one run of four processes."""
+def torch_python() -> str:
+  """The interpreter of the environment of torch_peers.py; '' if it cannot be made."""
+  folder = ROOT / '.cache' / 'benchmarks' / 'torch'
+  python = str(folder / 'bin' / 'python')
+  try:
+    subprocess.run([sys.executable, '-m', 'venv', folder], check=True)
+    subprocess.run([python, '-m', 'pip', 'install', '--quiet', *TORCH], check=True)
+  except (OSError, subprocess.CalledProcessError) as error:
+    print(f'torch and torchft are not measured: {error}', flush=True)
+    return ''
+  return python
+
+
+def turn(way: str, codec: str, rounds: int, python: str = '') -> list[float]:
+  """Seconds of each round of one run of four processes; `python`: runs those of a way of
+  torch_peers.py."""
+  file = str(TORCH_PEERS if python else __file__)
+  python = python or sys.executable
   with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
     free.bind(('127.0.0.1', 0))
     address = f'127.0.0.1:{free.getsockname()[1]}'
     free.close()
     steps = rounds + WARM
     centre = None
-    if way == 'star':
-      centre = _start([__file__, '--way=serve_star', f'--address={address}'])
+    if way in ('star', 'torchft'):
+      centre = _start(python, [file, f'--way=serve_{way}', f'--address={address}'])
     elif way == 'ours':
       settings = LOCK_STEP | {'codec_up': codec, 'codec_down': codec}
       centre = _start(
+        python,
         ['-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={folder}']
         + [f'--config.sync.{name}={value}' for name, value in settings.items()]
-        + [f'--config.train.steps={steps + 1}']
+        + [f'--config.train.steps={steps + 1}'],
       )
       address, steps = f'file:{folder}/syncer/address', steps + 1
     out = [pathlib.Path(folder) / f'{index}.json' for index in range(LEARNERS)]
     learners = [
       _start(
-        [__file__, f'--way={way}', f'--address={address}', f'--codec={codec}']
-        + [f'--index={index}', f'--rounds={steps}', f'--out={path}']
+        python,
+        [file, f'--way={way}', f'--address={address}', f'--codec={codec}']
+        + [f'--index={index}', f'--rounds={steps}', f'--out={path}'],
       )
       for index, path in enumerate(out)
     ]
@@ -199,11 +221,11 @@ def turn(way: str, codec: str, rounds: int) -> list[float]:
   return [max(end for _, end in one) - max(holds for holds, _ in one) for one in by_round]
 
 
-def _start(words: list[str]) -> subprocess.Popen:
+def _start(python: str, words: list[str]) -> subprocess.Popen:
   return subprocess.Popen(
-    [sys.executable, *words],
+    [python, *words],
     cwd=ROOT,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'RUST_LOG': 'error'},  # torchft: 20 lines a round
     stdin=subprocess.PIPE,
     stdout=subprocess.DEVNULL,
   )
@@ -211,6 +233,7 @@ def _start(words: list[str]) -> subprocess.Popen:
 
 def main() -> None:
   parser = measured.parser(__doc__)
+  parser.add_argument('--torch', action='store_true', help='installs PyTorch and torchft, too')
   parser.add_argument('--way', default='', help='used by its own processes')
   parser.add_argument('--address', default='')
   parser.add_argument('--codec', default='')
@@ -227,21 +250,20 @@ def main() -> None:
     pathlib.Path(flags.out).write_text(json.dumps(found))
     return
   turns, rounds = (1, 5) if flags.short else (3, 8)
-  ways = [('gloo', ''), ('star', ''), ('ours', 'int8'), ('ours', 'float32')]
+  ways = [('gloo', '', ''), ('star', '', ''), ('ours', 'int8', ''), ('ours', 'float32', '')]
+  if flags.torch and (python := torch_python()):
+    ways += [('torch', '1', python), ('torchft', '1', python), ('torchft', '4', python)]
   taken: dict[str, list[float]] = {}
   for _ in range(turns):
-    for way, codec in ways:
-      name, seconds = f'{way} {codec}'.strip(), turn(way, codec, rounds)
+    for way, codec, python in ways:
+      name, seconds = f'{way} {codec}'.strip(), turn(way, codec, rounds, python)
       print(f'{name}: ' + ' '.join(f'{one:.2f}' for one in seconds), flush=True)
       taken.setdefault(name, []).extend(seconds)
   found = {name: measured.spread(seconds) for name, seconds in taken.items()}
+  others = [name for name in found if not name.startswith('ours')]
   for name, one in found.items():
-    ratios = ', '.join(
-      f'{one["median"] / found[other]["median"]:.2f} times {other}' for other in ('gloo', 'star')
-    )
-    print(
-      f'{name:12} {one["median"]:.2f} s ({one["least"]:.2f} to {one["greatest"]:.2f}); {ratios}'
-    )
+    ratios = (f'{one["median"] / found[other]["median"]:.2f} times {other}' for other in others)
+    print(f'{name:15} {measured.text(one)} s; {", ".join(ratios)}')
   measured.write(flags.json, {'values': VALUES, 'learners': LEARNERS, 'seconds': found})
 
 

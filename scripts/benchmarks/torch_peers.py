@@ -1,0 +1,115 @@
+"""The ways of outer_round.py that need PyTorch; an environment of their own runs this file.
+
+torch    torch.distributed.all_reduce of the float32 values over gloo
+torchft  torchft's DiLoCo: a quorum from its lighthouse, an all-reduce of the float32
+         pseudo-gradients over gloo, a vote whether to commit, the outer step in each process;
+         in one fragment, or in four that are synchronised one after the other
+
+Each process has one thread for arithmetic: with more, a round of torchft takes three times as long
+on two cores.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import sys
+import time
+
+import torch
+import torch.distributed
+
+LEARNERS = 4
+WIDTH, ARRAYS = 1024, 24
+LIMIT = datetime.timedelta(seconds=60)
+
+Rounds = list[tuple[float, float]]  # when this process held its values, and when the result
+
+
+def gloo(index: int, address: str, rounds: int, fragments: int) -> Rounds:
+  del fragments
+  torch.distributed.init_process_group(
+    'gloo', f'tcp://{address}', rank=index, world_size=LEARNERS, timeout=LIMIT
+  )
+  values = torch.full((ARRAYS * WIDTH * WIDTH,), float(index))
+  found = []
+  for _ in range(rounds):
+    values.fill_(float(index))
+    holds = time.monotonic()
+    torch.distributed.all_reduce(values)
+    found.append((holds, time.monotonic()))
+  torch.distributed.destroy_process_group()
+  return found
+
+
+def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
+  from torchft import local_sgd, manager, process_group
+
+  torch.manual_seed(0)
+  layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(ARRAYS)]
+  model, each = torch.nn.Sequential(*layers), ARRAYS // fragments
+  store = torch.distributed.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)
+  managed = manager.Manager(
+    pg=process_group.ProcessGroupGloo(timeout=LIMIT),
+    load_state_dict=model.load_state_dict,
+    state_dict=model.state_dict,
+    min_replica_size=LEARNERS,
+    use_async_quorum=False,
+    replica_id=f'l{index}',
+    store_addr='127.0.0.1',
+    store_port=store.port,
+    rank=0,
+    world_size=1,
+    lighthouse_addr=f'http://{address}',
+    hostname='127.0.0.1',
+    timeout=LIMIT,
+  )
+  inner = torch.optim.SGD(model.parameters(), lr=1.0)  # without gradients its step does nothing
+  parts = [torch.nn.Sequential(*layers[n : n + each]) for n in range(0, ARRAYS, each)]
+  outer = [
+    torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts
+  ]
+  found = []
+  with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=fragments, pin_memory=False):
+    for _ in range(rounds):
+      with torch.no_grad():
+        for leaf in model.parameters():
+          leaf.add_(torch.randn_like(leaf), alpha=1e-3)
+      holds = time.monotonic()
+      for _ in range(fragments):
+        inner.step()
+      found.append((holds, time.monotonic()))
+  assert managed.current_step() == rounds * fragments, 'a round was not committed'
+  managed.shutdown(wait=False)
+  return found
+
+
+def serve_torchft(address: str) -> None:
+  """The lighthouse, until its input closes."""
+  from torchft import coordination
+
+  lighthouse = coordination.LighthouseServer(bind=address, min_replicas=LEARNERS)
+  sys.stdin.read()
+  lighthouse.shutdown()
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  for name in ('way', 'address', 'codec', 'out'):
+    parser.add_argument(f'--{name}', default='')
+  for name in ('index', 'rounds'):
+    parser.add_argument(f'--{name}', type=int, default=0)
+  flags = parser.parse_args()
+  os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
+  torch.set_num_threads(1)
+  if flags.way == 'serve_torchft':
+    serve_torchft(flags.address)
+    return
+  run = {'torch': gloo, 'torchft': torchft}[flags.way]
+  found = run(flags.index, flags.address, flags.rounds, int(flags.codec))
+  pathlib.Path(flags.out).write_text(json.dumps(found))
+
+
+if __name__ == '__main__':
+  main()
