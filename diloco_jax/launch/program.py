@@ -17,6 +17,7 @@ This module does not import jax, so `--help`, a mistyped flag and the supervisor
 
 import contextlib
 import difflib
+import errno
 import functools
 import gc
 import math
@@ -43,6 +44,15 @@ NEVER_RETRY = 42
 DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
+
+_PASSING = {
+  errno.EIO,
+  errno.EMFILE,
+  errno.ENFILE,
+  errno.ENOMEM,
+  errno.ESTALE,
+  errno.ETIMEDOUT,
+}
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 CHECKOUT = _ROOT if (_ROOT / 'pyproject.toml').is_file() else None  # None: the package is installed
@@ -221,8 +231,8 @@ def seal_key(workdir: pathlib.Path, make: bool = False) -> seals.Key | None:
 
 @contextlib.contextmanager
 def never_retry(*kinds: type[Exception]) -> Iterator[None]:
-  """Turns exceptions of these kinds (default: ValueError) into NeverRetry, or into DiskFailed if a
-  full disk has caused them: one line, exit 42 or 74."""
+  """Turns exceptions of these kinds (default: ValueError) into NeverRetry, or into DiskFailed if
+  `refusal` says so: one line, exit 42 or 74."""
   caught = kinds or (ValueError,)
   try:
     yield
@@ -231,9 +241,10 @@ def never_retry(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def refusal(error: BaseException | None) -> type[NeverRetry | DiskFailed]:
-  """The end of a program because of an error: DiskFailed if a full disk has caused it."""
+  """The end of a program because of an error: DiskFailed if a disk that is full or fails has caused
+  it, or a host without memory or file descriptors: a later start may succeed."""
   while error is not None:
-    if isinstance(error, OSError) and error.errno in files_port.FULL:
+    if isinstance(error, OSError) and error.errno in files_port.FULL | _PASSING:
       return DiskFailed
     error = error.__cause__
   return NeverRetry

@@ -14,7 +14,7 @@ for a while.
   <root>/<number>/seal    with a key: it proves every byte of every file
 
 The seal is written last. A checkpoint with a proved record and no seal was cut short by a kill: it
-is set aside, and a process starts without it.
+is set aside, in the place of the last such one, and a process starts without it.
 
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
@@ -105,7 +105,7 @@ class Checkpoints:
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
       context=_context(),
-      preservation_policy=_NewestAndPinned(self._pins),
+      preservation_policy=_All(),
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
@@ -215,7 +215,7 @@ class Checkpoints:
     numbers = self.numbers
     if numbers and self._key:
       _require_any_proved([self._root / str(number) for number in numbers], self._key)
-    unread: dict[int, str] = {}
+    unread: dict[int, Exception] = {}
     cause = ''  # why the newest whose save was not cut short cannot be read
     restored = None
     for number in reversed(numbers):
@@ -231,17 +231,17 @@ class Checkpoints:
       except Exception as error:  # of any kind: the previous checkpoint may be whole
         if not self._key and isinstance(error, seals.Unproved):
           raise seals.Unproved(f'{error}. {_UNCHANGED}') from None
-        unread[number] = _one_line(error)
+        unread[number] = error
         if not isinstance(error, _CutShort):
-          cause = cause or f'{number}: {unread[number]}'
+          cause = cause or f'{number}: {_one_line(error)}'
     if restored is None and cause:
       raise CheckpointError(
         f'none of the checkpoints {numbers} under {self._root} can be read ({cause}). Nothing was '
         'changed: if memory, the disk or its permissions have failed, start again once that is '
         'mended; if they are damaged, remove the folder to start without them'
       )
-    for number, why in unread.items():
-      self._set_aside(number, why)
+    for number, error in unread.items():
+      self._set_aside(number, error)
     return restored
 
   def wait(self) -> None:
@@ -262,6 +262,8 @@ class Checkpoints:
   def close(self) -> None:
     """Waits for the running save, with a warning if it failed, and closes the folder."""
     self._wait_or_warn()
+    with contextlib.suppress(Exception):
+      self._checkpointer.wait()  # as in `wait`, for an error that another thread has waited for
     self._checkpointer.close()
 
   def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
@@ -271,6 +273,7 @@ class Checkpoints:
       json_files.fsync_tree(self._root / str(saved.number))
       if self._key:
         seal(self._root / str(saved.number), self._key)
+      self._remove_old()
       done.set_result(saved)
     except Exception as error:
       failed = self._failed(saved.number, error)
@@ -279,6 +282,17 @@ class Checkpoints:
       done.set_exception(failed)
     finally:
       _ONE_OPERATION.release()
+
+  def _remove_old(self) -> None:
+    """Removes the checkpoints that need not be kept. A failure is no failure of the save."""
+    old = [number for number in self.numbers[:-CHECKPOINTS_KEPT] if number not in self._pins]
+    for number in old:
+      try:
+        shutil.rmtree(self._root / str(number))
+      except OSError as error:
+        _LOG.warning('an old checkpoint cannot be removed: %s. Remove it by hand', error)
+    if old:
+      self._checkpointer.reload()
 
   def _wait_or_warn(self) -> None:
     """Waits like `wait`, but only warns of a failure, since the next save may succeed."""
@@ -308,12 +322,13 @@ class Checkpoints:
     except (OSError, ValueError):
       return _UNREADABLE
 
-  def _set_aside(self, number: int, why: str) -> None:
-    aside = self._root / f'unreadable-{number}'
+  def _set_aside(self, number: int, error: Exception) -> None:
+    aside = 'cut-short' if isinstance(error, _CutShort) else f'unreadable-{number}'
+    aside = self._root / aside
     _LOG.warning(
       'checkpoint %s does not read back (%s): moved to %s',
       self._root / str(number),
-      why,
+      _one_line(error),
       aside,
     )
     if aside.exists():
@@ -328,10 +343,9 @@ class Checkpoints:
     ):
       with contextlib.suppress(OSError):
         shutil.rmtree(partial)
-    return CheckpointError(
-      f'saving {self._root / str(number)} failed: {_one_line(error)}; the '
-      'previous checkpoint is still there'
-    )
+    earlier = [one for one in self.numbers if one != number]
+    left = f'checkpoint {earlier[-1]} is still there' if earlier else 'there is no earlier one'
+    return CheckpointError(f'saving {self._root / str(number)} failed: {_one_line(error)}; {left}')
 
 
 # --- A checkpoint by its folder, without an open root ---------------------------------------------
@@ -482,16 +496,13 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
   return arrays
 
 
-class _NewestAndPinned:
-  """Tells Orbax which checkpoints to keep; the new one is among them."""
-
-  def __init__(self, pins: Collection[int]):
-    self._pins = pins
+class _All:
+  """Tells Orbax to keep every checkpoint: it would remove old ones before the new one is durable,
+  and a failure of that would count as one of the save."""
 
   def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
     del context
-    newest = [one.step for one in checkpoints[-CHECKPOINTS_KEPT:]]
-    return [one.step in newest or one.step in self._pins for one in checkpoints]
+    return [True] * len(checkpoints)
 
 
 def _context() -> ocp.Context:

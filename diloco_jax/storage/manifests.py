@@ -199,7 +199,7 @@ def read_restored(workdir: pathlib.Path, key: seals.Key | None = None) -> Restor
   except (OSError, ValueError) as error:
     raise ValueError(
       f'{path} does not read back: {error}. Nothing was started; run diloco restore again'
-    ) from None
+    ) from error
 
 
 def write_restored(workdir: pathlib.Path, note: Restored, key: seals.Key | None = None) -> None:

@@ -22,6 +22,7 @@ It needs two ports, Files and Theta, so the simulator (proof/sim) runs it on its
 arrays.
 """
 
+import dataclasses
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -193,8 +194,7 @@ def _decoded(record: wal.Record, place: str) -> OuterStep:
 
 def _refused(record: wal.Record, place: str, what: str) -> NotReproduced:
   return NotReproduced(
-    f'Record {record.number} of the log in {place} {what}. The syncer did not start, no record is '
-    'lost.'
+    f'Record {record.number} of the log in {place} {what}. Nothing was changed, no record is lost.'
   )
 
 
@@ -257,7 +257,7 @@ class OuterLog:
 
   def recover(self, theta: Theta, position: dict[str, Any]) -> list[Ended]:
     """Opens the log and repeats the outer steps behind a checkpoint, or behind version 0; returns
-    them.
+    them, all but the last without their machine states.
 
     Args:
       theta: as in the checkpoint; moved to the end of the log.
@@ -279,8 +279,14 @@ class OuterLog:
     self._wal = wal.open_log(self._files, self._run, after, chain, self._segment_bytes, self._key)
     for line in self._wal.recovered.words:
       self._say(line)
-    steps = (redo(theta, record, self._files.place) for record in self._wal.records(after))
-    return [(step.merge, step.done) for step in steps]
+    ended: list[Ended] = []
+    for record in self._wal.records(after):
+      step = redo(theta, record, self._files.place)
+      if ended:  # only the last machine state is needed, and there may be 100,000
+        merge, done = ended[-1]
+        ended[-1] = dataclasses.replace(merge, machine_state={}), done
+      ended.append((step.merge, step.done))
+    return ended
 
   def append(self, step: OuterStep) -> int:
     """Gives an outer step to the operating system; returns its number. `commit` makes it durable.
@@ -309,6 +315,6 @@ class OuterLog:
       WalFull: there is no space to begin a new segment.
       WalBroken: the disk failed.
     """
-    self._wal.roll()
     if len(kept) >= CHECKPOINTS:
-      self._wal.drop_before(kept[0][POSITION] + 1)
+      self._wal.drop_before(kept[0][POSITION] + 1)  # first: it makes space for the next segment
+    self._wal.roll()

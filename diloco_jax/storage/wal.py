@@ -79,7 +79,7 @@ def open_log(
   try:
     found = wal_recovery.scan(files, run, key)
     if found.damage:
-      raise found.damaged(files, found.damage, after)
+      raise found.damaged(files, found.damage)
     if not found.segments and not after:
       return begin(files, run, segment_bytes=segment_bytes, key=key)
     if not after:

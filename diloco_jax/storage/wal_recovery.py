@@ -7,7 +7,8 @@ acknowledged record is lost, and only a person may decide to continue without it
 The two look alike. Therefore every entry says which record was already durable when it was written
 (`proven`), and after each commit a mark says so of the records just committed. Broken bytes where
 record n is due are damage if any header behind them, or the header of the next segment, proves n,
-else a tear. A broken mark alone is skipped: the entry behind it proves the same.
+else a tear. The payload of a record whose header is whole is not searched: a learner chose it. A
+broken mark alone is skipped: the entry behind it proves the same.
 
 One gap remains. A mark is not fsynced by itself (that would double the cost of a commit): it
 survives the death of the process, but not a power loss right after the commit. If the mark is lost
@@ -62,15 +63,15 @@ class Found:
   def first(self) -> int:
     return self.segments[0].first if self.segments else 1
 
-  def damaged(self, files: files_port_lib.Files, damage: Damage, after: int = 0) -> fmt.WalDamaged:
-    """The error for people; `after`: the last record that the checkpoint holds."""
+  def damaged(self, files: files_port_lib.Files, damage: Damage) -> fmt.WalDamaged:
+    """The error for people."""
     some = self.last >= self.first
     whole = f'records {self.first} to {self.last} are whole' if some else 'no record is whole'
     return fmt.WalDamaged(
       f'WAL {files.place}/{damage.name} is damaged at byte {damage.offset}, before its end: '
-      f'{damage.why}. The syncer did not start and nothing was changed; {whole}. Put the file '
-      f'back, or go back to the newest checkpoint with {RESTORE}: it moves the log aside, and the '
-      f'run repeats the outer steps behind record {after}.'
+      f'{damage.why}. Nothing was changed; {whole}. Put the file back, or go back to the newest '
+      f'checkpoint with {RESTORE}: it moves the log aside, and the run repeats the outer steps '
+      'behind that checkpoint.'
     )
 
 
@@ -80,6 +81,15 @@ def _shown(text: str) -> str:
 
 class _Foreign(fmt.Corrupt):
   """A whole entry, so no tear, but not the one that is due here."""
+
+
+class _BrokenPayload(fmt.Corrupt):
+  """The header of a record is whole, its payload is not; `next_header`: the first place at which
+  the next header may be."""
+
+  def __init__(self, why: str, next_header: int):
+    super().__init__(why)
+    self.next_header = next_header
 
 
 def segment_names(files: files_port_lib.Files) -> list[str]:
@@ -169,26 +179,18 @@ class _Scanner:
   def _entry(self, name: str, offset: int, size: int) -> fmt.Entry:
     """Reads the entry at an offset and verifies that it is the one due. Raises Corrupt."""
     entry = fmt.parse_entry(self._files.read(name, offset, fmt.ENTRY_HEADER_BYTES))
-    start = offset + fmt.ENTRY_HEADER_BYTES
-    if entry.length > size - start:
-      raise fmt.Corrupt(f'record {entry.number} is unfinished')
-    found, (chain, crc) = (
-      self.found,
-      fmt.sums(
-        self.found.chain,
-        entry.kind,
-        entry.number,
-        entry.length,
-        read_pieces(self._files, name, start, start + entry.length),
-        self._key,
-      ),
-    )
+    start, found = offset + fmt.ENTRY_HEADER_BYTES, self.found
+    end = start + entry.length
+    due = found.last + (entry.kind != fmt.COMMIT_MARK)
+    next_header = end if entry.number == due else start
+    if end > size:
+      raise _BrokenPayload(f'record {entry.number} is unfinished', next_header)
+    pieces = read_pieces(self._files, name, start, end)
+    chain, crc = fmt.sums(found.chain, entry.kind, entry.number, entry.length, pieces, self._key)
     if crc != entry.crc:
-      raise fmt.Corrupt(f'the payload of record {entry.number} is damaged')
+      raise _BrokenPayload(f'the payload of record {entry.number} is damaged', next_header)
     if entry.kind == fmt.COMMIT_MARK:
-      chain, due = found.chain, found.last
-    else:
-      due = found.last + 1
+      chain = found.chain
     if entry.number != due:
       raise _Foreign(f'record {entry.number} is where record {due} is due')
     if entry.chain != chain:
@@ -200,7 +202,7 @@ class _Scanner:
 
   def _behind_mark(self, name: str, offset: int, size: int, error: fmt.Corrupt) -> fmt.Entry | None:
     """The due record, if it is whole and directly behind bytes that can only be a broken mark."""
-    if isinstance(error, _Foreign):
+    if isinstance(error, _Foreign | _BrokenPayload):
       return None
     try:
       entry = self._entry(name, offset + fmt.ENTRY_HEADER_BYTES, size)
@@ -220,7 +222,8 @@ class _Scanner:
         return damage
       self._trailing = damage  # as long as a mark: the next header decides
       return None
-    if any(entry.proven >= due for entry in _headers(self._files, name, offset)):
+    behind = error.next_header if isinstance(error, _BrokenPayload) else offset
+    if any(entry.proven >= due for entry in _headers(self._files, name, behind)):
       return damage
     self.found.torn_bytes = size - offset
     return None

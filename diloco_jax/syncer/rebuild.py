@@ -67,6 +67,7 @@ def rebuild(
   folder = workdir / 'syncer' / 'wal'
   if not folder.is_dir():
     raise ValueError(f'there is no log in {folder}')
+  on_tape = _digests_on_tape(workdir)  # first: the log of a live run is ahead of its tapes
   files = files_lib.Files(folder)
   run = outer_log.run_of(assembled.agreement)
   log = wal.read_log(files, run, key.of_log if key else b'')
@@ -76,7 +77,7 @@ def rebuild(
       'after checkpoints (start runs with --config.sync.keep_log=true to keep them) or set aside '
       'by a restore'
     )
-  theta, on_tape = global_model_lib.Theta(assembled), _digests_on_tape(workdir)
+  theta = global_model_lib.Theta(assembled)
   made: Versions = {(p, 0): theta.digest(p) for p in range(assembled.protocol.fragments)}
   refused = 0
   for record in log.records():

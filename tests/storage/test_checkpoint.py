@@ -7,6 +7,7 @@ import logging
 import os
 import pathlib
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,23 @@ def test_the_next_save_removes_a_checkpoint_that_a_killed_process_was_deleting(t
   _save(tmp_path, 8)
   assert {path.name for path in tmp_path.iterdir() if path.name.isdecimal()} == {'7', '8'}
   _assert_holds(_restore(tmp_path), 8)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, monkeypatch, caplog):
+  _save(tmp_path, 1, 2)
+  rmtree = shutil.rmtree
+
+  def fails(path, *args, **options) -> None:
+    if pathlib.Path(path).name == '1':
+      raise OSError(errno.EIO, 'Input/output error', str(path))
+    rmtree(path, *args, **options)
+
+  monkeypatch.setattr(shutil, 'rmtree', fails)
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  assert checkpoints.save(3, _state(3), 30)().number == 3
+  assert 'an old checkpoint cannot be removed' in caplog.text
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 3)
 
 
 def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):
@@ -338,9 +356,12 @@ def test_a_save_cut_short_before_its_seal_is_set_aside(tmp_path, key, steps):
     checkpoint.verify(root / str(steps[-1]))
   restored = _restore(root, key=key)
   assert restored.step == 1 if steps == (1, 2) else restored is None
-  assert (root / f'unreadable-{steps[-1]}').is_dir()
-  _save(root, 3, key=key)
+  assert (root / 'cut-short').is_dir()
+  _save(root, 3, 4, key=key)
+  _assert_holds(_restore(root, key=key), 4)
+  (root / '4' / checkpoint.SEAL).unlink()
   _assert_holds(_restore(root, key=key), 3)
+  assert {path.name for path in root.iterdir() if path.is_dir()} <= {'1', '3', 'cut-short'}
 
 
 def test_a_first_checkpoint_without_any_proof_is_refused(tmp_path, key):

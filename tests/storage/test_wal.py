@@ -279,6 +279,24 @@ def test_every_prefix_of_a_log_is_a_prefix_of_its_records():
   assert seen == set(range(21))
 
 
+@pytest.mark.parametrize('lost', ['the end', 'a middle'])
+def test_a_payload_that_looks_like_a_later_header_does_not_make_a_tear_damage(lost):
+  """Payloads come from learners. This one claims that its own record was durable."""
+  disk = Storage()
+  log = write_log(disk, 3, group=1)
+  ((name, before),) = disk.copy().items()
+  claim = fmt.Entry(kind=1, number=9, proven=1 << 40, length=0, chain=bytes(32), crc=0)
+  log.append(1, bytes(50) + fmt.pack_entry(claim) + bytes(50))
+  ((_, data),) = disk.copy().items()
+  if lost == 'the end':
+    data = data[:-20]
+  else:
+    data = data[:-20] + b'x' * 10 + data[-10:]
+  assert any(entry.proven == 1 << 40 for _, entry in fmt.entries_in(data))
+  torn = wal.open_log(Storage(files={name: data}), RUN)
+  assert read_log(torn) == expected(3) and torn.recovered.cut_bytes == len(data) - len(before)
+
+
 def test_a_cut_log_continues():
   disk = Storage()
   write_log(disk, 4)
@@ -581,9 +599,9 @@ def test_damage_names_file_offset_and_what_helps():
   words = refused(Storage(files={name: bad}))
   assert words == (
     f'WAL state/{name} is damaged at byte {place}, before its end: the header of an entry is '
-    'damaged. The syncer did not start and nothing was changed; records 1 to 2 are whole. Put the '
-    'file back, or go back to the newest checkpoint with diloco restore --to=checkpoint: it moves '
-    'the log aside, and the run repeats the outer steps behind record 0.'
+    'damaged. Nothing was changed; records 1 to 2 are whole. Put the file back, or go back to the '
+    'newest checkpoint with diloco restore --to=checkpoint: it moves the log aside, and the run '
+    'repeats the outer steps behind that checkpoint.'
   )
 
 

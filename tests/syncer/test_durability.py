@@ -352,6 +352,28 @@ def test_the_log_begins_at_the_older_checkpoint(rig, expected, tmp_path):
   assert any('checkpoint of sync 4 and 3 later' in line for line in drain_lines(again))
 
 
+def test_a_full_disk_still_gives_up_the_records_that_both_checkpoints_hold(rig):
+  life = rig()
+  for sync in range(1, 5):
+    life.merge(sync)
+    life.disk.full = sync == 4  # the log cannot begin another segment
+    if sync % 2 == 0:
+      assert not life.save(sync).error
+  assert next(life.log._wal.records()).number == 3
+
+
+def test_recovery_holds_one_machine_state(rig, assembled, tmp_path):
+  life = rig()
+  for sync in range(1, 4):
+    life.merge(sync)
+  life.crash()
+  with contextlib.closing(
+    commit.CommitLog(Disk(tmp_path / 'wal'), assembled.agreement, print)
+  ) as log:
+    ended = log.recover(global_model_lib.Theta(assembled), {})
+  assert [bool(merge.machine_state) for merge, _ in ended] == [False, False, True]
+
+
 def _damage(folder: pathlib.Path) -> None:
   """Flips a bit in the largest file of a checkpoint."""
   path = max(
@@ -623,6 +645,26 @@ def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
 
     assert program._guarded(main, []) == code
   assert capsys.readouterr().err == 'error: the disk failed\nerror: bad\n'
+
+
+@pytest.mark.parametrize(
+  'number, end',
+  [
+    (errno.ENOSPC, program.DiskFailed),
+    (errno.EIO, program.DiskFailed),
+    (errno.EMFILE, program.DiskFailed),
+    (errno.EACCES, program.NeverRetry),
+    (errno.EROFS, program.NeverRetry),
+  ],
+)
+def test_what_a_later_start_may_mend_is_74(tmp_path, monkeypatch, number, end):
+  def fails(descriptor: int) -> None:
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr(os, 'fsync', fails)
+  with contextlib.closing(files_lib.Files(tmp_path)) as folder:
+    with pytest.raises(end, match='is not writable'), program.never_retry(files_lib.DirectoryError):
+      folder.probe()
 
 
 def test_a_second_syncer_in_the_same_folder_is_refused(rig, assembled, tmp_path):
