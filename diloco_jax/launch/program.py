@@ -45,7 +45,7 @@ DISK_FAILED = 74
 NOT_IN_TIME = 75
 INTERRUPTED = 130
 
-_PASSING = {
+_PASSING = {  # of a disk or a host that may be well again at the next start
   errno.EIO,
   errno.EMFILE,
   errno.ENFILE,

@@ -292,7 +292,8 @@ class Checkpoints:
       except OSError as error:
         _LOG.warning('an old checkpoint cannot be removed: %s. Remove it by hand', error)
     if old:
-      self._checkpointer.reload()
+      with contextlib.suppress(Exception):  # or `_complete` would remove the new one
+        self._checkpointer.reload()
 
   def _wait_or_warn(self) -> None:
     """Waits like `wait`, but only warns of a failure, since the next save may succeed."""

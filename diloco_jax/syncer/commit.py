@@ -5,7 +5,6 @@ learners keep training. A failing disk ends the process.
 """
 
 import contextlib
-import os
 import pathlib
 import threading
 import time
@@ -19,7 +18,7 @@ from diloco_jax.storage import files as files_lib
 
 AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
 MAX_AGREEMENT_BYTES = 1 << 20
-RETRY_S = 0.5
+RETRY_S = 5.0  # an attempt fills the disk for a moment, also for other processes
 SAY_AGAIN_S = 60.0
 
 
@@ -87,28 +86,20 @@ class CommitLog(outer_log.OuterLog):
     failpoints.reached('wal.after_commit')
 
   def _append(self, step: outer_log.OuterStep) -> None:
-    said_s, text = None, ''
+    said_s = None
     while not self._closed.is_set():
       try:
-        if said_s is None or self._has_space(step):
-          self.append(step)
-          break
+        self.append(step)
+        break
       except wal_format.WalFull as full:
-        text = str(full)
-      if said_s is None or time.monotonic() - said_s >= SAY_AGAIN_S:
-        self._say(text)
-        said_s = time.monotonic()
+        if said_s is None or time.monotonic() - said_s >= SAY_AGAIN_S:
+          self._say(str(full))
+          said_s = time.monotonic()
       self._closed.wait(self._retry_s)
     else:
       raise Closed
     if said_s is not None:
       self._say(f'{self._files.place} has space again: outer steps are committed.')
-
-  def _has_space(self, step: outer_log.OuterStep) -> bool:
-    """Whether its record may fit. An attempt fills the disk for a moment, also for others."""
-    disk = os.statvfs(self._files.place)
-    parts = [step.gradient, *step.payloads]
-    return disk.f_bfree * disk.f_frsize > sum(memoryview(part).nbytes for part in parts)
 
   def compact_behind(self, checkpoints: checkpoint.Checkpoints) -> None:
     """Drops the records that the checkpoints make superfluous. Raises WalBroken."""

@@ -53,7 +53,7 @@ Rounds = list[tuple[float, float]]  # when this process held its values, and whe
 # --- The processes --------------------------------------------------------------------------------
 
 
-def ours(index: int, address: str, rounds: int, codec: str) -> Rounds:
+def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
   import jax
   import jax.numpy as jnp
 
@@ -61,7 +61,7 @@ def ours(index: int, address: str, rounds: int, codec: str) -> Rounds:
   from diloco_jax.configs import own_loop
 
   sync = own_loop.get_config().sync
-  for name, value in (LOCK_STEP | {'codec_up': codec, 'codec_down': codec}).items():
+  for name, value in (LOCK_STEP | {'codec_up': variant, 'codec_down': variant}).items():
     setattr(sync, name, value)
   params = {f'w{k:02}': jnp.zeros((WIDTH, WIDTH)) for k in range(ARRAYS)}
   draw = lambda clock: jax.random.split(jax.random.key(LEARNERS * clock + index), ARRAYS)
@@ -90,8 +90,8 @@ def ours(index: int, address: str, rounds: int, codec: str) -> Rounds:
   return found[:-1]  # after the last step there is no further round
 
 
-def gloo(index: int, address: str, rounds: int, codec: str) -> Rounds:
-  del codec
+def gloo(index: int, address: str, rounds: int, variant: str) -> Rounds:
+  del variant
   import jax
 
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
@@ -112,8 +112,8 @@ def gloo(index: int, address: str, rounds: int, codec: str) -> Rounds:
   return found
 
 
-def star(index: int, address: str, rounds: int, codec: str) -> Rounds:
-  del codec
+def star(index: int, address: str, rounds: int, variant: str) -> Rounds:
+  del variant
   channel = grpc.insecure_channel(address)
   grpc.channel_ready_future(channel).result(DEADLINE_S)
   call = channel.stream_stream('/star/add', lambda data: data, lambda data: data)
@@ -176,9 +176,15 @@ def torch_python() -> str:
   return python
 
 
-def turn(way: str, codec: str, rounds: int, python: str = '') -> list[float]:
-  """Seconds of each round of one run of four processes; `python`: runs those of a way of
-  torch_peers.py."""
+def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
+  """Seconds of each round of one run of four processes.
+
+  Args:
+    way: the function that each process runs.
+    variant: the codec of `ours`; how many fragments torchft has.
+    rounds: the rounds that are measured.
+    python: runs a way of torch_peers.py; '': the way is of this file.
+  """
   file = str(TORCH_PEERS if python else __file__)
   python = python or sys.executable
   with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
@@ -190,7 +196,7 @@ def turn(way: str, codec: str, rounds: int, python: str = '') -> list[float]:
     if way in ('star', 'torchft'):
       centre = _start(python, [file, f'--way=serve_{way}', f'--address={address}'])
     elif way == 'ours':
-      settings = LOCK_STEP | {'codec_up': codec, 'codec_down': codec}
+      settings = LOCK_STEP | {'codec_up': variant, 'codec_down': variant}
       centre = _start(
         python,
         ['-m', 'diloco_jax', 'syncer', '--config=own_loop', f'--workdir={folder}']
@@ -202,7 +208,7 @@ def turn(way: str, codec: str, rounds: int, python: str = '') -> list[float]:
     learners = [
       _start(
         python,
-        [file, f'--way={way}', f'--address={address}', f'--codec={codec}']
+        [file, f'--way={way}', f'--address={address}', f'--variant={variant}']
         + [f'--index={index}', f'--rounds={steps}', f'--out={path}'],
       )
       for index, path in enumerate(out)
@@ -210,7 +216,7 @@ def turn(way: str, codec: str, rounds: int, python: str = '') -> list[float]:
     try:
       for one in learners:
         if one.wait(DEADLINE_S):
-          raise RuntimeError(f'a process of {way} {codec} ended with {one.returncode}')
+          raise RuntimeError(f'a process of {way} {variant} ended with {one.returncode}')
     finally:
       for one in [*learners, centre]:
         if one is not None:
@@ -236,7 +242,7 @@ def main() -> None:
   parser.add_argument('--torch', action='store_true', help='installs PyTorch and torchft, too')
   parser.add_argument('--way', default='', help='used by its own processes')
   parser.add_argument('--address', default='')
-  parser.add_argument('--codec', default='')
+  parser.add_argument('--variant', default='')
   parser.add_argument('--index', type=int, default=0)
   parser.add_argument('--rounds', type=int, default=0)
   parser.add_argument('--out', default='')
@@ -246,7 +252,7 @@ def main() -> None:
     return
   if flags.way:
     run: Callable[..., Rounds] = {'ours': ours, 'gloo': gloo, 'star': star}[flags.way]
-    found = run(flags.index, flags.address, flags.rounds, flags.codec)
+    found = run(flags.index, flags.address, flags.rounds, flags.variant)
     pathlib.Path(flags.out).write_text(json.dumps(found))
     return
   turns, rounds = (1, 5) if flags.short else (3, 8)
@@ -255,8 +261,8 @@ def main() -> None:
     ways += [('torch', '1', python), ('torchft', '1', python), ('torchft', '4', python)]
   taken: dict[str, list[float]] = {}
   for _ in range(turns):
-    for way, codec, python in ways:
-      name, seconds = f'{way} {codec}'.strip(), turn(way, codec, rounds, python)
+    for way, variant, python in ways:
+      name, seconds = f'{way} {variant}'.strip(), turn(way, variant, rounds, python)
       print(f'{name}: ' + ' '.join(f'{one:.2f}' for one in seconds), flush=True)
       taken.setdefault(name, []).extend(seconds)
   found = {name: measured.spread(seconds) for name, seconds in taken.items()}

@@ -6,7 +6,8 @@ torchft  torchft's DiLoCo: a quorum from its lighthouse, an all-reduce of the fl
          in one fragment, or in four that are synchronised one after the other
 
 Each process has one thread for arithmetic: with more, a round of torchft takes three times as long
-on two cores.
+on two cores. The environment has neither jax nor grpcio, so this file imports nothing of the
+project; sizes and flags are those of outer_round.py.
 """
 
 import argparse
@@ -96,7 +97,7 @@ def serve_torchft(address: str) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  for name in ('way', 'address', 'codec', 'out'):
+  for name in ('way', 'variant', 'address', 'out'):
     parser.add_argument(f'--{name}', default='')
   for name in ('index', 'rounds'):
     parser.add_argument(f'--{name}', type=int, default=0)
@@ -107,7 +108,7 @@ def main() -> None:
     serve_torchft(flags.address)
     return
   run = {'torch': gloo, 'torchft': torchft}[flags.way]
-  found = run(flags.index, flags.address, flags.rounds, int(flags.codec))
+  found = run(flags.index, flags.address, flags.rounds, int(flags.variant))
   pathlib.Path(flags.out).write_text(json.dumps(found))
 
 

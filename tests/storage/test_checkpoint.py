@@ -94,8 +94,11 @@ def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tmp_path, mon
   checkpoints = checkpoint.Checkpoints(str(tmp_path))
   assert checkpoints.save(3, _state(3), 30)().number == 3
   assert 'an old checkpoint cannot be removed' in caplog.text
+  with monkeypatch.context() as patch:
+    patch.setattr(checkpoints._checkpointer, 'reload', lambda: 1 / 0)
+    assert checkpoints.save(4, _state(4), 40)().number == 4
   checkpoints.close()
-  _assert_holds(_restore(tmp_path), 3)
+  _assert_holds(_restore(tmp_path), 4)
 
 
 def test_what_a_kept_snapshot_pins_is_never_removed(tmp_path):

@@ -64,10 +64,7 @@ class Saving:
   def saved(self, done: events.SaveDone) -> None:
     self.running = False
     if done.error:
-      self._out.say(
-        f'checkpoint of step {done.clock} failed: {done.error}. The previous checkpoint is '
-        'untouched.'
-      )
+      self._out.say(f'checkpoint of step {done.clock} failed: {done.error}')
     answers, self._answers = self._answers, None
     if answers is not None and self._connection.joined and answers[0] == self._connection.session:
       self._connection.send(
