@@ -61,6 +61,8 @@ class Exchange:
     self._kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
+    # By size: a payload that was merged; the next one takes its place.
+    self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
     self._digest = jax.jit(digest_lib.digest)
@@ -133,8 +135,11 @@ class Exchange:
 
   def _lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, kind.pieces, self._codec_up)
-    return jax.jit(encode, out_shardings=self._island.replicated).lower(
-      _named(kind.leaves), self._like((kind.size,), np.float32)
+    data_bytes = self._codec_up.encoded_size(kind.size)
+    return jax.jit(encode, donate_argnums=0, out_shardings=self._island.replicated).lower(
+      self._like((data_bytes,), np.uint8),
+      _named(kind.leaves),
+      self._like((kind.size,), np.float32),
     )
 
   def _lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
@@ -175,7 +180,12 @@ class Exchange:
   def encode(self, p: int) -> tuple[jax.Array, jax.Array]:
     """Returns (bytes of the pseudo-gradient, ok) of fragment p, on the device; keeps them for the
     adoption of a version that contains them."""
-    data, ok = self._get(self._lower_encode, self._kinds[p])(self._leaves(p), self.anchors[p])
+    kind = self._kinds[p]
+    encode = self._get(self._lower_encode, kind)
+    # While the transport still reads that payload, JAX leaves it alone and takes new memory.
+    merged = self._merged.pop(kind.size, None)
+    data = self._zeros(self._codec_up, kind.size) if merged is None else merged
+    data, ok = encode(data, self._leaves(p), self.anchors[p])
     if self._rebases:
       self._captures[p] = data
     return data, ok
@@ -197,9 +207,13 @@ class Exchange:
       return self._take_whole(p, np.frombuffer(data, np.float32))
     capture = self._captures.pop(p) if merged else None
     if whole:
-      return self._adopt(p, self._put(np.frombuffer(data, np.float32)), None, capture, keep)
-    delta = self._put(np.frombuffer(data, np.uint8))
-    return self._adopt(p, self.anchors[p], delta, capture, keep)
+      digest = self._adopt(p, self._put(np.frombuffer(data, np.float32)), None, capture, keep)
+    else:
+      delta = self._put(np.frombuffer(data, np.uint8))
+      digest = self._adopt(p, self.anchors[p], delta, capture, keep)
+    if capture is not None:
+      self._merged[self._kinds[p].size] = capture
+    return digest
 
   def _take_whole(self, p: int, value_N: np.ndarray) -> jax.Array:
     """Makes a value from the host the anchor of fragment p and its parameters; returns its digest.

@@ -39,7 +39,7 @@ do signs with error feedback on the learner.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -72,17 +72,29 @@ class Codec(NamedTuple):
   decode: Callable[[Any, int], Any]
   squares: Callable[[Any, int], Any]
 
-  def encode(self, *parts: Any) -> tuple[Any, Any]:
-    """float32[n], in one or more parts -> (uint8[encoded_size(n)], ok)."""
-    sections, oks = zip(*map(self.to_sections, parts))
-    ok = functools.reduce(jnp.logical_and, oks)
-    in_order = [one for section in zip(*sections) for one in section]
-    if len(in_order) == 1:
-      return in_order[0], ok
+  def encode(self, values: Any) -> tuple[Any, Any]:
+    """float32[n] -> (uint8[encoded_size(n)], ok)."""
+    sections, ok = self.to_sections(values)
+    if len(sections) == 1:
+      return sections[0], ok
     # As a branch, because XLA's CPU backend would compute the elements inside the concatenation,
     # value by value, 8 times slower.
     empty = lambda *parts: jnp.zeros(sum(part.size for part in parts), jnp.uint8)
-    return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, *in_order), ok
+    return jax.lax.cond(ok, lambda *parts: jnp.concatenate(parts), empty, *sections), ok
+
+  def encode_into(self, data: Any, parts: Sequence[Any]) -> tuple[Any, Any]:
+    """float32[n] in parts, each a multiple of BLOCK -> (uint8[encoded_size(n)], ok), as `encode` of
+    all values. Give `data`, uint8[encoded_size(n)], to jit as donated: every byte of it is
+    replaced, in place."""
+    n, start, oks = sum(part.shape[0] for part in parts), 0, []
+    for part in parts:
+      sections, ok = self.to_sections(part)
+      oks.append(ok)
+      stop = start + part.shape[0]
+      for section, at in zip(sections, ranges(self, n, start, stop)):
+        data = jax.lax.dynamic_update_slice(data, section, (at.start,))
+      start = stop
+    return data, functools.reduce(jnp.logical_and, oks)
 
   def decode_range(self, data: Any, n: int, start: int, stop: int) -> Any:
     """Values [start, stop) of a payload of n values."""

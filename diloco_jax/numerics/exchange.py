@@ -78,17 +78,18 @@ class OuterResult(NamedTuple):
 
 
 def pseudo_gradient(
-  pieces: Pieces, codec: codecs.Codec, leaves: Leaves, anchor_N: jax.Array
+  pieces: Pieces, codec: codecs.Codec, data: jax.Array, leaves: Leaves, anchor_N: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Learner: (the encoded pseudo-gradient of a fragment, ok). Send it only if ok.
 
-  Tensor by tensor: the flat fragment is never made.
+  Tensor by tensor: the flat fragment is never made. Give `data`, a payload of the same size that is
+  not needed any more, to jit as donated: the new one takes its place.
   """
   moved = []
   for piece, start, stop in fragments.places(pieces):
     theta = fragments.rows(leaves, piece)
     moved.append(_held(anchor_N[start:stop], theta.dtype) - fragments.flat(piece, theta))
-  return codec.encode(*moved)
+  return codec.encode_into(data, moved)
 
 
 def _held(anchor_n: jax.Array, dtype: Any) -> jax.Array:

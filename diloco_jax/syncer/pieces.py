@@ -30,6 +30,7 @@ import optax
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import outer as outer_lib
+from diloco_jax.transport import payloads
 
 PIECE = 1 << 19
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
@@ -288,7 +289,7 @@ class Pieces:
     return [np.pad(part, (0, width - len(part))) for part, width in zip(parts, widths)]
 
   def _empty(self, codec: codecs.Codec, p: int) -> np.ndarray:
-    return np.empty(codec.encoded_size(self._sizes[p]), np.uint8)
+    return payloads.MEMORY.take(codec.encoded_size(self._sizes[p]))
 
   def _write(
     self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, encoded: jax.Array

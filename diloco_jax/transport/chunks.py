@@ -39,11 +39,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from isal import isal_zlib
 
-from diloco_jax.transport import wire
+from diloco_jax.transport import payloads, wire
 
 CHUNK_BYTES = 1 << 18
 LARGE_CHUNK_BYTES = 1 << 20
-ALIGNMENT = 64  # of payloads in memory, in bytes
 MAGIC = b'DLCB'
 VERSION = 3
 
@@ -109,19 +108,11 @@ class Chunk:
     return None
 
 
-def _aligned(size: int) -> np.ndarray:
-  """Memory for a payload, at an address at which XLA uses it as it is instead of a copy. Not a
-  bytearray: Python would zero all of it at once while it holds the GIL."""
-  memory = np.empty(size + ALIGNMENT, np.uint8)
-  start = -memory.ctypes.data % ALIGNMENT
-  return memory[start : start + size]
-
-
 class _Partial:
   """An incomplete transfer."""
 
   def __init__(self, total: int, count: int):
-    self.buffer_S = _aligned(total)
+    self.buffer_S = payloads.MEMORY.take(total)
     self.count = count
     self.next_index = 0
     self.crc32 = 0

@@ -3,14 +3,76 @@
 Machines see payload ids only. The store copies nothing: the owner must not change the bytes later.
 """
 
+import collections
 import threading
 
+import numpy as np
 from isal import isal_zlib
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
 
 Buffer = memoryview | bytes
+
+ALIGNMENT = 64  # of payloads in memory, in bytes: XLA then uses them as they are, without a copy
+SMALL_BYTES = 1 << 20  # such memory costs less from malloc
+
+
+class Memory:
+  """Memory for payloads, used again when nothing refers to it any more: the first touch of a page
+  costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
+  once. Safe to use from any thread.
+  """
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._unused: list[np.ndarray] = []  # the longest unused first
+    self._in_use_bytes = self._most_bytes = 0
+    # A destructor may run in any thread, also in one that holds the lock: it only appends.
+    self._returned: collections.deque[np.ndarray] = collections.deque()
+
+  def take(self, size: int) -> np.ndarray:
+    """Memory for `size` bytes, uint8[size], with any contents."""
+    if size < SMALL_BYTES:
+      return _aligned(size)
+    with self._lock:
+      while self._returned:
+        self._unused.append(self._returned.popleft())
+        self._in_use_bytes -= self._unused[-1].nbytes
+      # A block of up to twice the size will do.
+      fits = (i for i, block in enumerate(self._unused) if size <= block.nbytes <= 2 * size)
+      place = min(fits, key=lambda i: self._unused[i].nbytes, default=None)
+      block = _aligned(size) if place is None else self._unused.pop(place)
+      self._in_use_bytes += block.nbytes
+      self._most_bytes = max(self._most_bytes, self._in_use_bytes)
+      while self._in_use_bytes + self.unused_bytes > self._most_bytes:
+        del self._unused[0]
+    return np.asarray(_Lease(block, self._returned))[:size]
+
+  @property
+  def unused_bytes(self) -> int:
+    return sum(block.nbytes for block in self._unused)
+
+
+class _Lease:
+  """What arrays in the memory refer to; it ends with the last of them."""
+
+  def __init__(self, block: np.ndarray, returned: collections.deque[np.ndarray]):
+    self.__array_interface__ = block.__array_interface__
+    self._block, self._returned = block, returned
+
+  def __del__(self):
+    self._returned.append(self._block)
+
+
+def _aligned(size: int) -> np.ndarray:
+  """New memory. Not a bytearray: Python would zero all of it at once while it holds the GIL."""
+  memory = np.empty(size + ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % ALIGNMENT
+  return memory[start : start + size]
+
+
+MEMORY = Memory()  # of this process
 
 
 class PayloadStore:

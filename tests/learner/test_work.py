@@ -177,3 +177,38 @@ def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, sha
   exchange.adopt(0, no_delta, whole=False, keep=bool(share), merged=False)
   assert holds(4 * share)
   island.close()
+
+
+def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_reads_it(tmp_path):
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments, config.mesh.data = 1, 1
+  assembled = build.assemble(config)
+  assert assembled.protocol.rebases
+  island = learner_process.make_island(assembled, tmp_path, 'l0', jax.devices()[:1])
+  exchange = on_device.Exchange(assembled, island)
+  draw = np.random.default_rng(0)
+
+  def encode() -> np.ndarray:
+    moved = jax.tree.map(
+      lambda leaf: leaf + draw.standard_normal(leaf.shape, np.float32), _host(island.params)
+    )
+    island.params = jax.device_put(moved, island.shardings.params)
+    data, ok = exchange.encode(0)
+    assert ok
+    return np.asarray(data)
+
+  def merge() -> None:
+    no_delta = bytes(assembled.codec_down.encoded_size(exchange.anchors[0].size))
+    exchange.adopt(0, no_delta, whole=False, keep=True, merged=True)
+
+  reading = encode()
+  sent = reading.copy()
+  merge()
+  newer = encode()
+  assert np.array_equal(reading, sent) and not np.array_equal(newer, sent)
+  place = newer.ctypes.data
+  del newer
+  merge()
+  assert encode().ctypes.data == place != reading.ctypes.data
+  assert np.array_equal(reading, sent)
+  island.close()

@@ -29,13 +29,16 @@ def _layout():
   return fragments.make_layout('balanced', _tree(), _P, _label)
 
 
-_jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1))
+_jit_pseudo_gradient = jax.jit(exchange.pseudo_gradient, static_argnums=(0, 1), donate_argnums=2)
 _jit_adopt = jax.jit(exchange.adopt, static_argnums=(0, 1, 2, 3))
 _apply_delta = jax.jit(exchange.apply_delta, static_argnums=0)
 
 
 def _pseudo_gradient(p, codec, params, anchor_N):
-  return _jit_pseudo_gradient(_layout().fragments[p], codec, fragments.by_path(params), anchor_N)
+  data = jnp.full(codec.encoded_size(anchor_N.shape[0]), 0xAB, jnp.uint8)  # of another payload
+  return _jit_pseudo_gradient(
+    _layout().fragments[p], codec, data, fragments.by_path(params), anchor_N
+  )
 
 
 def _adopt(p, codec, params, anchor_N, published_N, capture, merged=True, keep=True, alpha=None):

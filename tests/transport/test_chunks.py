@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.transport import chunks, wire
+from diloco_jax.transport import chunks, payloads, wire
 
 CHUNK = chunks.CHUNK_BYTES
 
@@ -71,7 +71,7 @@ def test_a_payload_arrives_whole(size, chunk):
   assert early == [None] * (len(frames) - 1)
   assert last.data == payload and last.data.readonly and last.crc32 == zlib.crc32(payload)
   if size:
-    assert np.frombuffer(last.data, np.uint8).ctypes.data % chunks.ALIGNMENT == 0
+    assert np.frombuffer(last.data, np.uint8).ctypes.data % payloads.ALIGNMENT == 0
 
 
 def test_frames_are_made_on_demand():

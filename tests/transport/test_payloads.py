@@ -3,6 +3,7 @@
 import concurrent.futures
 import zlib
 
+import numpy as np
 import pytest
 
 from diloco_jax.protocol import messages
@@ -47,3 +48,59 @@ def test_bytes_to_send_are_kept_and_announced():
   payload_id, payload = payloads.keep(store, memoryview(b'abc'))
   assert bytes(store.get(payload_id)) == b'abc'
   assert payload == messages.Payload(size_bytes=3, crc32=zlib.crc32(b'abc'))
+
+
+MIB = 1 << 20
+
+
+def _address(array: np.ndarray) -> int:
+  return array.__array_interface__['data'][0]
+
+
+def test_memory_is_used_again_after_its_last_array_only():
+  memory = payloads.Memory()
+  first = memory.take(4 * MIB)
+  place = _address(first)
+  view = memoryview(first[MIB:])
+  del first
+  second = memory.take(4 * MIB)
+  assert _address(second) != place
+  view.release()
+  assert _address(memory.take(3 * MIB)) == place  # a smaller one, too
+  assert memory.take(3 * MIB).shape == (3 * MIB,)
+  assert _address(memory.take(MIB)) not in (place, _address(second))  # would waste three MiB
+
+
+def test_memory_is_held_for_no_more_than_was_in_use_at_once():
+  memory = payloads.Memory()
+  taken = [memory.take(2 * MIB) for _ in range(3)]
+  taken.clear()
+  large = memory.take(6 * MIB)
+  assert memory.unused_bytes == 0
+  del large
+  assert [memory.take(6 * MIB).nbytes for _ in range(2)] == [6 * MIB] * 2
+  assert memory.unused_bytes == 0
+
+
+@pytest.mark.parametrize('size', [1, 1000, MIB - 1, MIB, 2 * MIB + 7])
+def test_memory_is_aligned_and_can_be_written(size):
+  memory = payloads.Memory()
+  for fill in (1, 2):
+    array = memory.take(size)
+    assert array.dtype == np.uint8 and array.shape == (size,)
+    assert _address(array) % payloads.ALIGNMENT == 0
+    array[:] = fill
+    assert array.sum() == fill * size
+
+
+def test_threads_never_share_memory():
+  memory = payloads.Memory()
+
+  def fill(mark: int) -> bool:
+    array = memory.take(MIB + mark)
+    array[:] = mark
+    return bool(np.all(array == mark))
+
+  with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    assert all(pool.map(fill, range(200)))
+  assert memory.unused_bytes <= 8 * MIB
