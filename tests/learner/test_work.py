@@ -108,6 +108,17 @@ def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   island.close()
 
 
+class _Functions(dict):
+  """Compiled functions by name; `on_another` is called when the compilation of one begins."""
+
+  on_another = None
+
+  def __setitem__(self, name, function):
+    super().__setitem__(name, function)
+    if self.on_another is not None:
+      self.on_another()
+
+
 def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tmp_path):
   """It takes every fragment whole, with the bits and the digests of the syncer; what the exchange
   needs later is compiled from its first step on."""
@@ -116,11 +127,12 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
   assembled, posted, store = build.assemble(config), [], payloads.PayloadStore()
   devices = jax.devices()[: config.mesh.num_devices]
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
-  exchange = on_device.Exchange(assembled, island)
-  post = lambda event: posted.append((event, len(exchange._compiled)))
+  functions = _Functions()
+  exchange = on_device.Exchange(assembled, island, functions)
+  post = lambda event: posted.append((event, len(functions)))
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
     work = learner_work.LearnerWork(assembled, island, post, None, store, recorder, exchange)
-    before = len(exchange._compiled)
+    before = len(functions)
     draw = np.random.default_rng(0)
     published = jax.tree.map(
       lambda leaf: draw.standard_normal(leaf.shape, np.float32), island.params
@@ -135,12 +147,12 @@ def test_a_learner_that_comes_back_compiles_no_exchange_before_its_first_step(tm
     work.run()
     assert _same(island.params, published)
     assert [event.digest for event, _ in posted] == list(exchange.digests())
-    assert {compiled for _, compiled in posted} == {len(exchange._compiled)} == {before}
+    assert {compiled for _, compiled in posted} == {len(functions)} == {before}
 
+    functions.on_another = work.stop
     work.submit(actions.Step(clock=0))
-    work.stop()
     work.run()
-  assert len(exchange._compiled) > before
+  assert len(functions) > before
   island.close()
 
 
