@@ -270,8 +270,9 @@ class Wal:
     if self._segments[-1].size >= self._segment_bytes and self.committed == self.last:
       self.roll()
     number, length = self.last + 1, sum(len(view) for view in views)
-    chain, crc = fmt.sums(self._chain, kind, number, length, fmt.pieces_of(views), self._key)
-    entry = fmt.Entry(kind, number, self.committed, length, chain, crc)
+    hashes = fmt.hashes_of(views)
+    chain = fmt.chain_of(self._chain, kind, number, length, hashes, self._key)
+    entry = fmt.Entry(kind, number, self.committed, length, chain, fmt.crc_of(hashes))
     self._write(entry, views)
     self.last, self._chain = number, chain
     return number
@@ -400,7 +401,7 @@ class Wal:
     for data in wal_recovery.read_pieces(self._files, segment.name, start, start + entry.length):
       payload[done : done + len(data)] = data
       done += len(data)
-    if fmt.crc_of(payload) != entry.crc:
+    if fmt.crc_of(fmt.hashes_of([payload])) != entry.crc:
       raise self._changed(segment, entry.number)
     return Record(entry.number, entry.kind, entry.chain, payload.toreadonly())
 

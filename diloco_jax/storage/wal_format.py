@@ -5,7 +5,7 @@ A segment is a file that begins with a header of 128 bytes:
 | bytes | what |
 |---|---|
 | 0-7 | `DJAXWAL\\n` |
-| 8-11 | format version, 1 |
+| 8-11 | format version, 2 |
 | 12-15 | CRC-32 of bytes 0-11: these 16 bytes mean the same in every version |
 | 16-23 | number of the segment's first record |
 | 24-55 | chain hash before that record |
@@ -23,32 +23,36 @@ Then entries follow without gaps, each a header of 72 bytes and its payload:
 | 16-23 | proven: the newest record that was durable when this entry was written |
 | 24-31 | payload bytes; of a mark: 0 |
 | 32-63 | chain hash; of a mark: that of the record before it |
-| 64-67 | CRC-32 of the payload |
+| 64-67 | CRC-32 of the payload's hashes |
 | 68-71 | CRC-32 of bytes 0-67 |
 
-Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, payload);
-in a log with a key (seals.py), HMAC-SHA256 with that key of the same bytes.
-It covers the content of the record and nothing of the way to the disk (segments, groups of a
-commit, marks), so a syncer that crashed and one that did not have the same hash after the same
-records, and one hash names a whole history. The CRCs are needed, too: they tell a damaged record
-from a whole record of another history, and reveal a header without its payload. The first hash is
-the SHA-256 (or HMAC) of the run's name.
+The payload's hashes are the SHA-256 of each MiB of it, so that several cores can compute them.
+Chain hash of a record = SHA-256(chain hash before, bytes 4-15 and 24-31 of its header, the
+payload's hashes); in a log with a key (seals.py), HMAC-SHA256 with that key of the same bytes. It
+covers the content of the record and nothing of the way to the disk (segments, groups of a commit,
+marks), so a syncer that crashed and one that did not have the same hash after the same records, and
+one hash names a whole history. The CRCs are needed, too: they tell a damaged record from a whole
+record of another history, and reveal a header without its payload. The first hash is the SHA-256
+(or HMAC) of the run's name.
 """
 
+import functools
 import hashlib
 import hmac
+import os
 import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent import futures
 from typing import Any, NamedTuple
 
 from diloco_jax.protocol import safe_json
 from diloco_jax.protocol.tape import codec
 
-VERSION = 1
+VERSION = 2
 COMMIT_MARK = 0
-PIECE_BYTES = 1 << 20  # large payloads are read, hashed and copied in pieces of at most this size
+PIECE_BYTES = 1 << 20  # payloads are read, hashed and copied in pieces of this size
 RUN_BYTES = 64
 
 _MAGIC = b'DJAXWAL\n'
@@ -179,32 +183,47 @@ def _hash(key: bytes, data: bytes) -> Any:
   return hmac.new(key, data, hashlib.sha256) if key else hashlib.sha256(data)
 
 
-def sums(
-  before: bytes,
-  kind: int,
-  number: int,
-  length: int,
-  payload: Iterable[bytes | memoryview],
-  key: bytes = b'',
-) -> tuple[bytes, int]:
-  """Chain hash and CRC-32 of a record whose payload is given in pieces."""
-  digest = _hash(key, before + _CHAINED.pack(kind, number, length))
-  crc = 0
-  for piece in payload:
-    digest.update(piece)
-    crc = zlib.crc32(piece, crc)
-  return digest.digest(), crc
+def chain_of(
+  before: bytes, kind: int, number: int, length: int, hashes: bytes, key: bytes = b''
+) -> bytes:
+  """The chain hash of a record."""
+  return _hash(key, before + _CHAINED.pack(kind, number, length) + hashes).digest()
 
 
-def crc_of(payload: memoryview) -> int:
-  return zlib.crc32(payload)
+def crc_of(hashes: bytes) -> int:
+  return zlib.crc32(hashes)
 
 
-def pieces_of(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
-  """The same bytes in pieces of at most PIECE_BYTES, not copied."""
+def hashes_of(buffers: Iterable[memoryview]) -> bytes:
+  """A payload's hashes; those of a large one are computed on all cores."""
+  pieces = list(_pieces(buffers))
+  return b''.join((_threads().map if len(pieces) > 1 else map)(hash_of, pieces))
+
+
+def hash_of(piece: Iterable[bytes | memoryview]) -> bytes:
+  digest = hashlib.sha256()
+  for part in piece:
+    digest.update(part)
+  return digest.digest()
+
+
+def _pieces(buffers: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+  """The MiBs of the joined buffers, not copied."""
+  piece, room = [], PIECE_BYTES
   for view in buffers:
-    for start in range(0, len(view), PIECE_BYTES):
-      yield view[start : start + PIECE_BYTES]
+    while view:
+      piece.append(view[:room])
+      view, room = view[room:], room - len(piece[-1])
+      if not room:
+        yield piece
+        piece, room = [], PIECE_BYTES
+  if piece:
+    yield piece
+
+
+@functools.cache
+def _threads() -> futures.ThreadPoolExecutor:
+  return futures.ThreadPoolExecutor(len(os.sched_getaffinity(0)), thread_name_prefix='hashes')
 
 
 def short(chain: bytes) -> str:

@@ -186,11 +186,12 @@ class _Scanner:
     if end > size:
       raise _BrokenPayload(f'record {entry.number} is unfinished', next_header)
     pieces = read_pieces(self._files, name, start, end)
-    chain, crc = fmt.sums(found.chain, entry.kind, entry.number, entry.length, pieces, self._key)
-    if crc != entry.crc:
+    hashes = b''.join(fmt.hash_of([piece]) for piece in pieces)
+    if fmt.crc_of(hashes) != entry.crc:
       raise _BrokenPayload(f'the payload of record {entry.number} is damaged', next_header)
-    if entry.kind == fmt.COMMIT_MARK:
-      chain = found.chain
+    chain = found.chain
+    if entry.kind != fmt.COMMIT_MARK:
+      chain = fmt.chain_of(chain, entry.kind, entry.number, entry.length, hashes, self._key)
     if entry.number != due:
       raise _Foreign(f'record {entry.number} is where record {due} is due')
     if entry.chain != chain:

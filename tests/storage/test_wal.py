@@ -22,6 +22,7 @@ from diloco_jax.storage import wal_format as fmt
 
 RUN = 'torture'
 MARK_BYTES = fmt.ENTRY_HEADER_BYTES
+MIB = 1 << 20
 
 
 class PowerLoss(BaseException):
@@ -135,7 +136,9 @@ def chain_after(records: list[tuple[int, bytes]]) -> bytes:
   chain = hashlib.sha256(RUN.encode()).digest()
   for number, (kind, data) in enumerate(records, 1):
     head = struct.pack('<IQQ', kind, number, len(data))
-    chain = hashlib.sha256(chain + head + data).digest()
+    pieces = (data[at : at + MIB] for at in range(0, len(data), MIB))
+    hashes = b''.join(hashlib.sha256(piece).digest() for piece in pieces)
+    chain = hashlib.sha256(chain + head + hashes).digest()
   return chain
 
 
@@ -187,6 +190,25 @@ def test_committed_records_are_read_back():
   assert [record.number for record in log.records(after=1)] == [2]
 
 
+@pytest.mark.parametrize('size', [MIB - 40, MIB, MIB + 1, 3 * MIB + 5])
+def test_a_large_record_has_the_same_hash_however_its_buffers_are_cut(size):
+  data = np.random.default_rng(size).bytes(size)
+  for cuts in ((), (24,), (0, 24, MIB, MIB + 1), (MIB // 2, size - 1)):
+    disk, edges = Storage(), [0, *cuts, size]
+    log = wal.open_log(disk, RUN)
+    log.append(1, *(data[start:stop] for start, stop in zip(edges, edges[1:])))
+    log.commit()
+    assert log.chain == chain_after([(1, data)])
+    assert read_log(wal.open_log(disk, RUN)) == [(1, data)]
+
+    ((name, whole),) = disk.copy().items()
+    broken = bytearray(whole)
+    broken[len(whole) - MARK_BYTES - 1] ^= 1  # the last byte of the payload
+    disk.put(name, bytes(broken))
+    with pytest.raises(fmt.WalDamaged, match='payload of record 1 is damaged'):
+      wal.open_log(disk, RUN)
+
+
 def test_one_fsync_commits_many_records():
   disk = Storage()
   log = wal.open_log(disk, RUN)
@@ -213,7 +235,7 @@ def test_the_hash_depends_on_the_history_only():
 
 
 def test_golden_bytes():
-  """Format version 1. If this fails, old logs are no longer readable: raise the version."""
+  """Format version 2. If this fails, old logs are no longer readable: raise the version."""
   disk = Storage()
   log = wal.open_log(disk, RUN)
   log.append(1, b'seven', b' bytes')
@@ -227,8 +249,8 @@ def test_golden_bytes():
 
 GOLDEN = (
   '444a415857414c0a'  # magic
-  '01000000'  # version
-  'bab5acf3'  # its CRC
+  '02000000'  # version
+  '541a19e1'  # its CRC
   '0100000000000000'  # first record
   '9270c8c38be2579a7e73a7f2eb3584a363824074311d4f5c26ab8ceb96901d5a'  # chain before
   '746f7274757265'
@@ -241,18 +263,18 @@ GOLDEN = (
   '0100000000000000'  # number
   '0000000000000000'  # proven
   '0b00000000000000'  # length
-  '38c820d57b01e3c1464ac148ea8c3756fabd7362cb104b1f4433faceb79b928b'  # chain
-  'f7d8a58b'  # payload CRC
-  '9d2c7a08'  # CRC
+  '5e25bafc0c3aa916222406dd8dee6c6126b5d4047caa3fe30a149a5c7649cfe8'  # chain
+  'e862afa1'  # CRC of the payload's hashes
+  'd1557e27'  # CRC
   '736576656e206279746573'  # payload
   'd157ec0a'  # mark: found by
   '00000000'  # kind
   '0100000000000000'  # number
   '0100000000000000'  # proven
   '0000000000000000'  # length
-  '38c820d57b01e3c1464ac148ea8c3756fabd7362cb104b1f4433faceb79b928b'  # chain
-  '00000000'  # payload CRC
-  '6028fa2b'  # CRC
+  '5e25bafc0c3aa916222406dd8dee6c6126b5d4047caa3fe30a149a5c7649cfe8'  # chain
+  '00000000'  # CRC of no hashes
+  '7f4c19e5'  # CRC
 )
 
 
@@ -621,7 +643,7 @@ def test_a_log_of_another_version_is_refused_with_both():
   older = struct.pack('<8sI', b'DJAXWAL\n', 0)
   older += struct.pack('<I', zlib.crc32(older)) + b'of another layout'
   words = refused(Storage(files={name: older}), fmt.WalUnsupported)
-  assert 'format version 0, this package reads 1' in words
+  assert 'format version 0, this package reads 2' in words
 
 
 def test_a_log_of_another_run_is_refused():
