@@ -28,6 +28,7 @@ from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays, checkpoint, files, json_files
 from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import pieces
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link
@@ -58,7 +59,7 @@ def syncer(
   With `stands_by` the process compiles its functions, touches no file of the run, and begins when
   it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
   """
-  prepare_jax(1)
+  prepare_syncer()
   with program.never_retry(ValueError):
     assembled = build.assemble(config)
   theta = global_model_lib.Theta(assembled)
@@ -82,7 +83,7 @@ def own_loop_syncer(
   the first learner brings it (own_model.py); then the folder keeps it. No standby process could
   compile anything ahead, so there are none.
   """
-  prepare_jax(1)
+  prepare_syncer()
   folder, records = _open(workdir, 'syncer')
 
   address = _address(folder, listen)
@@ -250,6 +251,12 @@ def prepare_jax(devices: int) -> None:
     with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
       jax.config.update('jax_num_cpu_devices', devices)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
+
+
+def prepare_syncer() -> None:
+  """As prepare_jax, for a process that is nothing but a syncer."""
+  pieces.share_cores()
+  prepare_jax(1)
 
 
 def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:

@@ -11,11 +11,15 @@ sums do not depend on their order: any sharding, backend or loop gives the same 
 guards against mistakes and faults, not against an adversary.
 """
 
+import functools
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 _GOLDEN = 0x9E3779B9
+_INFINITY = 0x7F800000  # bits
 
 
 def digest(
@@ -29,15 +33,41 @@ def digest(
   >>> digest(jnp.float32([1.0, -2.5])).tolist()
   [2145386496, 4274141047]
   """
-  bits = jax.lax.bitcast_convert_type(values_n, jnp.uint32)
-  place = jax.lax.iota(jnp.uint32, values_n.shape[0])
-  i = place + jnp.asarray(first, jnp.uint32)
-  terms = (bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1)))
-  if count is not None:
-    terms = tuple(jnp.where(place < count, term, jnp.uint32(0)) for term in terms)
   # One reduction of a pair: XLA's CPU backend turns two sums into scalar loops, 20 times slower.
   add = lambda a, b: (a[0] + b[0], a[1] + b[1])
-  return jnp.stack(jax.lax.reduce(terms, (jnp.uint32(0), jnp.uint32(0)), add, (0,)))
+  zero = jnp.uint32(0)
+  return jnp.stack(jax.lax.reduce(_terms(values_n, first, count), (zero, zero), add, (0,)))
+
+
+def checked(
+  values_n: jax.Array,
+  first: jax.Array | int,
+  count: jax.Array | int | None,
+  others: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  """(the digest, whether these n values and all n of each of `others` are finite), in one
+  reduction; otherwise as `digest`."""
+  magnitudes = [_bits(one_n) & 0x7FFFFFFF for one_n in (values_n, *others)]
+  terms = *_terms(values_n, first, count), functools.reduce(jnp.maximum, magnitudes)
+  add = lambda a, b: (a[0] + b[0], a[1] + b[1], jnp.maximum(a[2], b[2]))
+  zero = jnp.uint32(0)
+  low, high, largest = jax.lax.reduce(terms, (zero, zero, zero), add, (0,))
+  return jnp.stack([low, high]), largest < _INFINITY
+
+
+def _terms(
+  values_n: jax.Array, first: jax.Array | int, count: jax.Array | int | None
+) -> tuple[jax.Array, jax.Array]:
+  bits, place = _bits(values_n), jax.lax.iota(jnp.uint32, values_n.shape[0])
+  i = place + jnp.asarray(first, jnp.uint32)
+  terms = bits * (2 * i + 1), _mix(bits + jnp.uint32(_GOLDEN) * (i + 1))
+  if count is None:
+    return terms
+  return tuple(jnp.where(place < count, term, jnp.uint32(0)) for term in terms)
+
+
+def _bits(values: jax.Array) -> jax.Array:
+  return jax.lax.bitcast_convert_type(values, jnp.uint32)
 
 
 def _mix(h: jax.Array) -> jax.Array:

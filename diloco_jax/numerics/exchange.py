@@ -247,15 +247,14 @@ def outer_step(
   master_n = optax.apply_updates(piece.master_n, updates_n)
   data, ok = codec.encode(master_n - piece.published_n)
   published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))
-  finite_n = jnp.isfinite(published_n)
-  for leaf in jax.tree.leaves(tx_state):  # one reduction for all that are as long
-    if leaf.shape == finite_n.shape:
-      finite_n &= jnp.isfinite(leaf)
+  vectors = []
+  for leaf in jax.tree.leaves(tx_state):
+    if leaf.shape == published_n.shape:
+      vectors.append(leaf)
     else:
       ok &= jnp.all(jnp.isfinite(leaf))
-  ok &= jnp.all(finite_n)
-  digest = digest_lib.digest(published_n, first, count)
-  return OuterResult(Values(master_n, published_n, tx_state), data, digest, ok)
+  digest, finite = digest_lib.checked(published_n, first, count, vectors)
+  return OuterResult(Values(master_n, published_n, tx_state), data, digest, ok & finite)
 
 
 def host_bytes(array: jax.Array) -> memoryview:

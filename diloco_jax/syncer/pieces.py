@@ -33,17 +33,27 @@ from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
 PIECE = 1 << 19
+MEASURED_PIECES = 4  # a call for the lengths takes so many: it keeps no values, and each call costs
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
 
 
+def cores() -> int:
+  """Those of this process."""
+  return len(os.sched_getaffinity(0))
+
+
+def share_cores() -> None:
+  """Leaves XLA the cores that `threads` does not use, at least one: threads of its own that wait
+  for work spin, which costs as much again as the work. Call it before JAX looks for devices."""
+  os.environ.setdefault('PJRT_NPROC', str(max(1, cores() - MOST_THREADS)))
+
+
 @functools.cache
 def threads() -> futures.ThreadPoolExecutor:
-  """One for each core of this process."""
-  return futures.ThreadPoolExecutor(
-    min(len(os.sched_getaffinity(0)), MOST_THREADS), thread_name_prefix='pieces'
-  )
+  """One for each core."""
+  return futures.ThreadPoolExecutor(min(cores(), MOST_THREADS), thread_name_prefix='pieces')
 
 
 class Stepped(NamedTuple):
@@ -80,6 +90,8 @@ class Pieces:
     widest = min(piece, max(self._sizes))
     self._whole = not outer_lib.elementwise(tx)
     self._n = self._sizes if self._whole else [widest] * count
+    measured = min(MEASURED_PIECES * widest, max(self._sizes))
+    self._measured = self._sizes if self._whole else [measured] * count
     self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.
     blocks = [
@@ -103,8 +115,11 @@ class Pieces:
     self._decode = jax.jit(decode, static_argnums=0, donate_argnums=1, keep_unused=True)
     self._squares_of = jax.jit(codecs.squares_of)
     self._digest = jax.jit(digest_lib.digest)
-    step = lambda codec, tx, spare, *rest: exchange.outer_step(codec, tx, *rest)
-    self._step = jax.jit(step, static_argnums=(0, 1), donate_argnums=(2, 3), keep_unused=True)
+    # The outer gradient stands where its buffer takes a result that needs no copy of it before.
+    step = lambda codec, tx, spare, merged_n, more, *rest: exchange.outer_step(
+      codec, tx, merged_n, *rest
+    )
+    self._step = jax.jit(step, static_argnums=(0, 1), donate_argnums=(2, 3, 4), keep_unused=True)
 
   @property
   def unlike(self) -> list[int]:
@@ -159,10 +174,11 @@ class Pieces:
     """The length of each tensor in a payload, float64[T]. One is not finite if a value is not, or
     if the sum of the squares is too large for a float32. Raises ValueError for another size."""
     self._require_size(self._up, p, payload)
+    n = self._measured[p]
     squares_of = lambda start: self._squares(
-      self._up, self._n[p], self._sections(self._up, p, payload, start)
+      self._up, n, self._sections(self._up, p, payload, start, n)
     )
-    return self._lengths(p, self._each(p, squares_of))
+    return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
 
   def sums(self, p: int, rows: Sequence[Row]) -> tuple[list[jax.Array], np.ndarray]:
     """(the sums u in pieces, the lengths of their tensors float64[T]) of at least one row."""
@@ -175,12 +191,12 @@ class Pieces:
           self._up,
           np.bool_(m == 0),
           total_n,
-          self._sections(self._up, p, payload, start),
+          self._sections(self._up, p, payload, start, self._n[p]),
           self._of_blocks(p, factors[m], start),
         )
       return total_n, self._squares_of(total_n)
 
-    totals, squares = zip(*self._each(p, add))
+    totals, squares = zip(*self._each(self.starts(p), add))
     return list(totals), self._lengths(p, squares)
 
   def merge(
@@ -214,7 +230,7 @@ class Pieces:
     self._require_size(self._log, p, data)
 
     def gradient(start: int) -> tuple[jax.Array, bool]:
-      sections = self._sections(self._log, p, data, start)
+      sections = self._sections(self._log, p, data, start, self._n[p])
       return self._decode(self._log, self._buffer(p), sections), True
 
     return self._outer_step(p, pieces, gradient)
@@ -234,11 +250,12 @@ class Pieces:
       merged_n, finite = gradient(start)
       spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
       place = np.uint32(start), np.uint32(min(n, size - start))
-      result = self._step(self._down, self._tx[p], spare, merged_n, before[start], *place)
+      donated = spare[:1], merged_n, spare[1:]
+      result = self._step(self._down, self._tx[p], *donated, before[start], *place)
       self._write(self._down, p, delta, start, result.delta_bytes)
       return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 
-    stepped, digests, oks = zip(*self._each(p, step))
+    stepped, digests, oks = zip(*self._each(self.starts(p), step))
     if not all(oks):
       self.recycle(p, stepped)
       return None
@@ -257,14 +274,13 @@ class Pieces:
       total += np.asarray(self._digest(piece.published_n, np.uint32(start), count))
     return digest_lib.as_int(total & 0xFFFFFFFF)
 
-  def _each(self, p: int, work: Callable[[int], Any]) -> list[Any]:
-    """The results of `work` where the pieces of fragment p start, in order, of several threads."""
+  def _each(self, starts: range, work: Callable[[int], Any]) -> list[Any]:
+    """The results of `work` where pieces start, in order, of several threads."""
 
     def on_cpu(start: int) -> Any:
       with self._on_cpu():
         return work(start)
 
-    starts = self.starts(p)
     return list((threads().map if len(starts) > 1 else map)(on_cpu, starts))
 
   def _on_cpu(self) -> Any:
@@ -277,10 +293,10 @@ class Pieces:
       raise ValueError(f'a payload has {payload.size} bytes, fragment {p} needs {expected}')
 
   def _sections(
-    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int
+    self, codec: codecs.Codec, p: int, payload: np.ndarray, start: int, n: int
   ) -> list[np.ndarray]:
-    """The sections of one piece of a payload, filled up with zeros, which decode to zeros."""
-    size, n = self._sizes[p], self._n[p]
+    """The sections of n values of a payload, filled up with zeros, which decode to zeros."""
+    size = self._sizes[p]
     stop = min(start + n, size)
     parts = [payload[at] for at in codecs.ranges(codec, size, start, stop)]
     if stop - start == n:

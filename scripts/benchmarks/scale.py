@@ -38,6 +38,7 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
+from diloco_jax.launch import entrypoints
 from diloco_jax.proof.goodput import machines
 from diloco_jax.proof.sim import hardware
 from diloco_jax.proof.virtual import no_arrays
@@ -312,6 +313,7 @@ def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) 
 
 
 if __name__ == '__main__':
+  entrypoints.prepare_syncer()
   if sys.argv[1:2] == ['resident']:
     resident(int(sys.argv[2]))
   else:

@@ -20,6 +20,19 @@ def test_numpy_and_xla_agree():
     np.testing.assert_array_equal(got, codecs_numpy.digest(values))
 
 
+def test_the_checked_digest_finds_each_value_that_is_not_finite():
+  checked = jax.jit(digest.checked)
+  values, others = _values(96), [_values(96), _values(96)]
+  got, finite = checked(values, 5, 90, others)
+  np.testing.assert_array_equal(got, jax.jit(digest.digest)(values, 5, 90))
+  assert finite
+  for which, place in ((0, 0), (1, 95), (2, 40)):
+    for wrong in (np.inf, -np.inf, np.nan, -np.float32(np.nan)):
+      vectors = [values.copy(), *map(np.copy, others)]
+      vectors[which][place] = wrong
+      assert not checked(vectors[0], 5, 90, vectors[1:])[1]
+
+
 def test_every_changed_bit_and_every_swap_changes_both_words():
   values = _values(64)
   base = codecs_numpy.digest(values)

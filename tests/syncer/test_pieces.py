@@ -2,6 +2,9 @@
 payloads, weights and the values before."""
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import pytest
 
 from diloco_jax.numerics import codecs, exchange, fragments, merge, outer
 from diloco_jax.numerics import digest as digest_lib
+from diloco_jax.syncer import pieces
 from tests.numerics import codecs_numpy
 from tests.syncer import one_fragment
 
@@ -235,3 +239,20 @@ def test_a_payload_of_another_size_is_refused():
   one = _fragment(0)
   with pytest.raises(ValueError, match='a payload has 33 bytes, fragment 0 needs'):
     one.lengths(np.zeros(33, np.uint8))
+
+
+def test_the_syncer_leaves_xla_the_cores_that_the_pieces_do_not_use():
+  code = """
+import pathlib
+from diloco_jax.launch import entrypoints
+entrypoints.prepare_syncer()
+import jax.numpy as jnp
+jnp.ones(8).block_until_ready()
+names = [one.read_text() for one in pathlib.Path('/proc/self/task').glob('*/comm')]
+print(sum('XLA' in name for name in names))
+"""
+  environment = {'JAX_PLATFORMS': 'cpu', 'PATH': os.environ['PATH']}
+  found = subprocess.run(
+    [sys.executable, '-c', code], env=environment, check=True, capture_output=True, text=True
+  )
+  assert int(found.stdout) == max(1, pieces.cores() - pieces.MOST_THREADS)
