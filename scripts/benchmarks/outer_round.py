@@ -3,7 +3,7 @@
     python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # ten minutes
 
 Four processes hold 25 million values each. A round begins when the last of them holds its
-pseudo-gradient, and ends when the slowest one has the result; seconds, medians:
+pseudo-gradient, and ends when the slowest one has the result; none goes on before. Seconds, medians:
 
   ours     loops of one's own with `diloco_jax.join` and `diloco syncer`, one fragment, lock step:
            encode, send, screen, merge, commit to the log on this disk, publish, adopt
@@ -17,7 +17,7 @@ They take turns, on one machine, over loopback. --torch installs PyTorch and tor
 environment of their own under .cache; where pip finds no wheel for CPUs alone, these are gigabytes.
 """
 
-import json
+import multiprocessing
 import os
 import pathlib
 import socket
@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from multiprocessing import connection
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -47,7 +48,7 @@ TORCH = ('torch==2.13.0', 'torchft==0.2.0', 'numpy')
 TORCH_PEERS = pathlib.Path(__file__).with_name('torch_peers.py')
 LOCK_STEP = {'learners': LEARNERS, 'quorum': LEARNERS, 'fragments': 1, 'period': 1, 'overlap': 0}
 
-Rounds = list[tuple[float, float]]  # when this process held its values, and when the result
+Rounds = Iterator[tuple[float, float]]  # when this process held its values, and when the result
 
 
 # --- The processes --------------------------------------------------------------------------------
@@ -71,7 +72,6 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
       name: noise(leaf, key) for (name, leaf), key in zip(params.items(), draw(clock))
     }
   )
-  found = []
   join = diloco_jax.join(
     params,
     learner=f'l{index}',
@@ -86,8 +86,7 @@ def ours(index: int, address: str, rounds: int, variant: str) -> Rounds:
       params = jax.block_until_ready(step(params, clock))
       holds = time.monotonic()
       params = jax.block_until_ready(peer.sync(params, tokens=1))
-      found.append((holds, time.monotonic()))
-  return found[:-1]  # after the last step there is no further round
+      yield holds, time.monotonic()
 
 
 def gloo(index: int, address: str, rounds: int, variant: str) -> Rounds:
@@ -104,12 +103,10 @@ def gloo(index: int, address: str, rounds: int, variant: str) -> Rounds:
   )
   mine = np.full((1, VALUES), index, np.float32)
   values = jax.make_array_from_process_local_data(rows, mine, (LEARNERS, VALUES))
-  found = []
   for _ in range(rounds):
     holds = time.monotonic()
     jax.block_until_ready(total(values))
-    found.append((holds, time.monotonic()))
-  return found
+    yield holds, time.monotonic()
 
 
 def star(index: int, address: str, rounds: int, variant: str) -> Rounds:
@@ -118,12 +115,10 @@ def star(index: int, address: str, rounds: int, variant: str) -> Rounds:
   grpc.channel_ready_future(channel).result(DEADLINE_S)
   call = channel.stream_stream('/star/add', lambda data: data, lambda data: data)
   mine, result = np.full(VALUES, index, np.float32), np.empty(VALUES, np.float32)
-  found = []
   for _ in range(rounds):
     holds = time.monotonic()
     _receive(call(_chunks(mine), metadata=(('index', str(index)),)), result)
-    found.append((holds, time.monotonic()))
-  return found
+    yield holds, time.monotonic()
 
 
 def serve_star(address: str) -> None:
@@ -203,17 +198,17 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
         + [f'--config.sync.{name}={value}' for name, value in settings.items()]
         + [f'--config.train.steps={steps + 1}'],
       )
-      address, steps = f'file:{folder}/syncer/address', steps + 1
-    out = [pathlib.Path(folder) / f'{index}.json' for index in range(LEARNERS)]
-    learners = [
-      _start(
-        python,
-        [file, f'--way={way}', f'--address={address}', f'--variant={variant}']
-        + [f'--index={index}', f'--rounds={steps}', f'--out={path}'],
-      )
-      for index, path in enumerate(out)
-    ]
+      address, steps = f'file:{folder}/syncer/address', steps + 1  # after the last one is no round
+    learners, pipes = [], []
     try:
+      for index in range(LEARNERS):
+        mine, theirs = multiprocessing.Pipe()
+        words = [file, f'--way={way}', f'--address={address}', f'--variant={variant}']
+        words += [f'--index={index}', f'--rounds={steps}', f'--pipe={theirs.fileno()}']
+        learners.append(_start(python, words, theirs.fileno()))
+        theirs.close()
+        pipes.append(mine)
+      found = [_meet(pipes) for _ in range(steps)]
       for one in learners:
         if one.wait(DEADLINE_S):
           raise RuntimeError(f'a process of {way} {variant} ended with {one.returncode}')
@@ -222,18 +217,29 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
         if one is not None:
           one.kill()
           one.communicate()
-    found = [json.loads(path.read_text()) for path in out]
-  by_round = list(zip(*found, strict=True))[WARM:]
+  by_round = found[WARM : WARM + rounds]
   return [max(end for _, end in one) - max(holds for holds, _ in one) for one in by_round]
 
 
-def _start(python: str, words: list[str]) -> subprocess.Popen:
+def _meet(pipes: list[connection.Connection]) -> list[tuple[float, float]]:
+  """What each process found in a round; lets them go on once all have ended it: a next step would
+  take the cores of a process whose round lasts."""
+  if not all(one.poll(DEADLINE_S) for one in pipes):
+    raise TimeoutError(f'a process has not ended a round within {DEADLINE_S} s')
+  found = [one.recv() for one in pipes]
+  for one in pipes:
+    one.send(None)
+  return found
+
+
+def _start(python: str, words: list[str], *pipe: int) -> subprocess.Popen:
   return subprocess.Popen(
     [python, *words],
     cwd=ROOT,
     env=os.environ | {'JAX_PLATFORMS': 'cpu', 'RUST_LOG': 'error'},  # torchft: 20 lines a round
     stdin=subprocess.PIPE,
     stdout=subprocess.DEVNULL,
+    pass_fds=pipe,
   )
 
 
@@ -245,15 +251,17 @@ def main() -> None:
   parser.add_argument('--variant', default='')
   parser.add_argument('--index', type=int, default=0)
   parser.add_argument('--rounds', type=int, default=0)
-  parser.add_argument('--out', default='')
+  parser.add_argument('--pipe', type=int, default=0)
   flags = parser.parse_args()
   if flags.way == 'serve_star':
     serve_star(flags.address)
     return
   if flags.way:
     run: Callable[..., Rounds] = {'ours': ours, 'gloo': gloo, 'star': star}[flags.way]
-    found = run(flags.index, flags.address, flags.rounds, flags.variant)
-    pathlib.Path(flags.out).write_text(json.dumps(found))
+    pipe = connection.Connection(flags.pipe)
+    for one in run(flags.index, flags.address, flags.rounds, flags.variant):
+      pipe.send(one)
+      pipe.recv()
     return
   turns, rounds = (1, 5) if flags.short else (3, 8)
   ways = [('gloo', '', ''), ('star', '', ''), ('ours', 'int8', ''), ('ours', 'float32', '')]

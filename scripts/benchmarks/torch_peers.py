@@ -12,11 +12,11 @@ project; sizes and flags are those of outer_round.py.
 
 import argparse
 import datetime
-import json
 import os
-import pathlib
 import sys
 import time
+from collections.abc import Iterator
+from multiprocessing import connection
 
 import torch
 import torch.distributed
@@ -25,7 +25,7 @@ LEARNERS = 4
 WIDTH, ARRAYS = 1024, 24
 LIMIT = datetime.timedelta(seconds=60)
 
-Rounds = list[tuple[float, float]]  # when this process held its values, and when the result
+Rounds = Iterator[tuple[float, float]]  # when this process held its values, and when the result
 
 
 def gloo(index: int, address: str, rounds: int, fragments: int) -> Rounds:
@@ -34,14 +34,12 @@ def gloo(index: int, address: str, rounds: int, fragments: int) -> Rounds:
     'gloo', f'tcp://{address}', rank=index, world_size=LEARNERS, timeout=LIMIT
   )
   values = torch.full((ARRAYS * WIDTH * WIDTH,), float(index))
-  found = []
   for _ in range(rounds):
     values.fill_(float(index))
     holds = time.monotonic()
     torch.distributed.all_reduce(values)
-    found.append((holds, time.monotonic()))
+    yield holds, time.monotonic()
   torch.distributed.destroy_process_group()
-  return found
 
 
 def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
@@ -71,7 +69,6 @@ def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
   outer = [
     torch.optim.SGD(part.parameters(), lr=0.7, momentum=0.9, nesterov=True) for part in parts
   ]
-  found = []
   with local_sgd.DiLoCo(managed, parts, inner, outer, sync_every=fragments, pin_memory=False):
     for _ in range(rounds):
       with torch.no_grad():
@@ -80,10 +77,9 @@ def torchft(index: int, address: str, rounds: int, fragments: int) -> Rounds:
       holds = time.monotonic()
       for _ in range(fragments):
         inner.step()
-      found.append((holds, time.monotonic()))
+      yield holds, time.monotonic()
   assert managed.current_step() == rounds * fragments, 'a round was not committed'
   managed.shutdown(wait=False)
-  return found
 
 
 def serve_torchft(address: str) -> None:
@@ -97,9 +93,9 @@ def serve_torchft(address: str) -> None:
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
-  for name in ('way', 'variant', 'address', 'out'):
+  for name in ('way', 'variant', 'address'):
     parser.add_argument(f'--{name}', default='')
-  for name in ('index', 'rounds'):
+  for name in ('index', 'rounds', 'pipe'):
     parser.add_argument(f'--{name}', type=int, default=0)
   flags = parser.parse_args()
   os.environ['GLOO_SOCKET_IFNAME'] = 'lo'
@@ -108,8 +104,10 @@ def main() -> None:
     serve_torchft(flags.address)
     return
   run = {'torch': gloo, 'torchft': torchft}[flags.way]
-  found = run(flags.index, flags.address, flags.rounds, int(flags.variant))
-  pathlib.Path(flags.out).write_text(json.dumps(found))
+  pipe = connection.Connection(flags.pipe)
+  for one in run(flags.index, flags.address, flags.rounds, int(flags.variant)):
+    pipe.send(one)
+    pipe.recv()
 
 
 if __name__ == '__main__':
