@@ -33,7 +33,6 @@ from diloco_jax.numerics import outer as outer_lib
 from diloco_jax.transport import payloads
 
 PIECE = 1 << 19
-MEASURED_PIECES = 4  # a call for the lengths takes so many: it keeps no values, and each call costs
 MOST_THREADS = 4  # a call takes them a quarter of a millisecond, a fifth of it with the GIL
 
 Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for each tensor
@@ -90,8 +89,9 @@ class Pieces:
     widest = min(piece, max(self._sizes))
     self._whole = not outer_lib.elementwise(tx)
     self._n = self._sizes if self._whole else [widest] * count
-    measured = min(MEASURED_PIECES * widest, max(self._sizes))
-    self._measured = self._sizes if self._whole else [measured] * count
+    # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
+    measured = 4 * widest // codec_up.encoded_size(widest) * widest
+    self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.
     blocks = [

@@ -1,6 +1,7 @@
 """The real files under the write-ahead log: limits, locks, and killed processes."""
 
 import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -78,6 +79,38 @@ def test_large_and_many_buffers_go_out_in_pieces(tmp_path: pathlib.Path, monkeyp
   monkeypatch.setattr(os, 'writev', lambda descriptor, buffers: 0)
   with pytest.raises(OSError, match='took nothing'):
     files.append('a', b'more')
+  files.close()
+
+
+@pytest.mark.parametrize('allowed', [True, False])
+def test_large_appends_go_around_the_page_cache(tmp_path: pathlib.Path, monkeypatch, allowed: bool):
+  """Whole blocks, from the end of any file; on a file system without such writes they do not."""
+  control, write, blocks = fcntl.fcntl, os.write, []
+
+  def refuse(descriptor: int, command: int, flags: int = 0) -> int:
+    if command == fcntl.F_SETFL and flags & os.O_DIRECT and not allowed:
+      raise OSError(errno.EINVAL, 'no direct writes')
+    return control(descriptor, command, flags)
+
+  def direct(descriptor: int, data: memoryview) -> int:
+    blocks.append(len(data))
+    half = len(data) // 2 // files_lib.BLOCK * files_lib.BLOCK  # a partial write ends them
+    return write(descriptor, data[:half] if len(blocks) % 7 == 0 else data)
+
+  monkeypatch.setattr(fcntl, 'fcntl', refuse)
+  monkeypatch.setattr(os, 'write', direct)
+  files, large = files_lib.Files(tmp_path), files_lib.DIRECT_BYTES
+  files.create('a')
+  whole = b''
+  for size in (1, large, 4095, large + 1, 4096 * 3, large + 8191, large - 1, 5, large):
+    data = random.Random(size).randbytes(size)
+    files.append('a', data[: size // 3], b'', data[size // 3 : size // 2], data[size // 2 :])
+    files.fsync('a')
+    whole += data
+    assert files.size('a') == len(whole)
+  assert files.read('a') == whole
+  assert bool(blocks) == allowed
+  assert all(0 < size <= files_lib.PIECE_BYTES and not size % files_lib.BLOCK for size in blocks)
   files.close()
 
 
@@ -185,12 +218,13 @@ FILL = """
 import resource, sys
 from diloco_jax.storage import wal, wal_format
 from diloco_jax.storage import files
+limit, size = int(sys.argv[2]), int(sys.argv[3])
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
 log = wal.open_log(files.Files(sys.argv[1]), 'files')
 try:
   while True:
-    log.append(1, bytes(7_001))
+    log.append(1, bytes(size))
     print(log.commit(), flush=True)
 except wal_format.WalFull as error:
   print(str(error).split()[0], log.committed, flush=True)
@@ -200,9 +234,10 @@ print(log.commit(), flush=True)
 """
 
 
-def test_a_file_at_its_size_limit_takes_the_record_later(tmp_path: pathlib.Path):
+@pytest.mark.parametrize('size', [7_001, files_lib.DIRECT_BYTES + 7_001])
+def test_a_file_at_its_size_limit_takes_the_record_later(tmp_path: pathlib.Path, size: int):
   """The limit gives a short write, then EFBIG: the log cuts off the part."""
-  child = python(FILL, tmp_path)
+  child = python(FILL, tmp_path, 14 * size, size)
   lines = child.communicate(timeout=120)[0].splitlines()
   assert child.returncode == 0
   assert lines == [*(str(n) for n in range(1, 14)), 'No 13', '14']
