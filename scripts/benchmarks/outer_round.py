@@ -2,8 +2,9 @@
 
     python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # ten minutes
 
-Four processes hold 25 million values each. A round begins when the last of them holds its
-pseudo-gradient, and ends when the slowest one has the result; none goes on before. Seconds, medians:
+Four processes with one thread of arithmetic hold 25 million values each. A round begins when the
+last of them holds its pseudo-gradient, and ends when the slowest one has the result; none goes on
+before. Medians in seconds:
 
   ours     loops of one's own with `diloco_jax.join` and `diloco syncer`, one fragment, lock step:
            encode, send, screen, merge, commit to the log on this disk, publish, adopt
@@ -236,7 +237,8 @@ def _start(python: str, words: list[str], *pipe: int) -> subprocess.Popen:
   return subprocess.Popen(
     [python, *words],
     cwd=ROOT,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'RUST_LOG': 'error'},  # torchft: 20 lines a round
+    # PJRT_NPROC: of XLA's threads. RUST_LOG: torchft prints 20 lines a round.
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'PJRT_NPROC': '1', 'RUST_LOG': 'error'},
     stdin=subprocess.PIPE,
     stdout=subprocess.DEVNULL,
     pass_fds=pipe,

@@ -223,3 +223,15 @@ def test_canonical_keeps_normal_values_and_removes_the_rest():
   want = np.array([0.0, 0.0, 0.0, 0.0, 2.0**-126, -(2.0**-126), 3.5], np.float32)
   for read in (jax.jit(codecs.canonical)(values), codecs_numpy.canonical(values)):
     np.testing.assert_array_equal(np.asarray(read).view(np.uint32), want.view(np.uint32))
+
+
+@pytest.mark.parametrize('name', codecs.CODECS)
+def test_the_squares_of_a_block_have_the_same_bits_among_any_number_of_blocks(name):
+  codec = codecs.get(name)
+  squares = jax.jit(codec.squares, static_argnums=1)
+  data, _ = _jitted(name)[0](np.random.default_rng(1).standard_normal(1 << 17, np.float32))
+  squares_B = np.asarray(squares(data, 1 << 17))
+  for n in (32, 7 * 32, 100 * 32, 1 << 14):
+    sections = [data[at] for at in codecs.ranges(codec, 1 << 17, 0, n)]
+    found_B = np.asarray(squares(jnp.concatenate(sections), n))
+    np.testing.assert_array_equal(found_B.view(np.uint32), squares_B[: n // 32].view(np.uint32))
