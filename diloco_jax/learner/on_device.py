@@ -8,6 +8,7 @@ from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
@@ -61,7 +62,9 @@ class Exchange:
     self._kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
-    # By size: a payload that was merged; the next one takes its place.
+    # On CPUs the first touch of a page costs more than the encoding. So there a payload that was
+    # merged, by its size, is kept, and the next one takes its place.
+    self._reuses = self._rebases and _platform(island.params) == 'cpu'
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled
     self._lock = threading.Lock()
@@ -136,11 +139,13 @@ class Exchange:
   def _lower_encode(self, kind: _Kind) -> jax.stages.Lowered:
     encode = functools.partial(exchange.pseudo_gradient, kind.pieces, self._codec_up)
     data_bytes = self._codec_up.encoded_size(kind.size)
-    return jax.jit(encode, donate_argnums=0, out_shardings=self._island.replicated).lower(
-      self._like((data_bytes,), np.uint8),
-      _named(kind.leaves),
-      self._like((kind.size,), np.float32),
-    )
+    held = _named(kind.leaves), self._like((kind.size,), np.float32)
+    at = self._island.replicated
+    if self._reuses:
+      data = self._like((data_bytes,), np.uint8)
+      return jax.jit(encode, donate_argnums=0, out_shardings=at).lower(data, *held)
+    anew = lambda *held: encode(jnp.zeros(data_bytes, jnp.uint8), *held)
+    return jax.jit(anew, out_shardings=at).lower(*held)
 
   def _lower_adopt(self, kind: _Kind) -> jax.stages.Lowered:
     adopt = functools.partial(
@@ -182,10 +187,12 @@ class Exchange:
     adoption of a version that contains them."""
     kind = self._kinds[p]
     encode = self._get(self._lower_encode, kind)
-    # While the transport still reads that payload, JAX leaves it alone and takes new memory.
-    merged = self._merged.pop(kind.size, None)
-    data = self._zeros(self._codec_up, kind.size) if merged is None else merged
-    data, ok = encode(data, self._leaves(p), self.anchors[p])
+    held = self._leaves(p), self.anchors[p]
+    if self._reuses:
+      # While the transport still reads that payload, JAX leaves it alone and takes new memory.
+      merged = self._merged.pop(kind.size, None)
+      held = self._zeros(self._codec_up, kind.size) if merged is None else merged, *held
+    data, ok = encode(*held)
     if self._rebases:
       self._captures[p] = data
     return data, ok
@@ -211,7 +218,7 @@ class Exchange:
     else:
       delta = self._put(np.frombuffer(data, np.uint8))
       digest = self._adopt(p, self.anchors[p], delta, capture, keep)
-    if capture is not None:
+    if capture is not None and self._reuses:
       self._merged[self._kinds[p].size] = capture
     return digest
 
@@ -272,6 +279,10 @@ class Exchange:
     for name, place in _named(self._places[p]).items():
       leaves[place] = values[name]
     self._island.params = jax.tree.unflatten(tree, leaves)
+
+
+def _platform(params: Any) -> str:
+  return next(iter(jax.tree.leaves(params)[0].devices())).platform
 
 
 def _flat(tree: Any) -> list[Any]:

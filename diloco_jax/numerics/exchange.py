@@ -249,7 +249,7 @@ def outer_step(
   published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))
   vectors = []
   for leaf in jax.tree.leaves(tx_state):
-    if leaf.shape == published_n.shape:
+    if (leaf.shape, leaf.dtype) == (published_n.shape, published_n.dtype):
       vectors.append(leaf)
     else:
       ok &= jnp.all(jnp.isfinite(leaf))

@@ -28,6 +28,7 @@ PIECES = 64  # most buffers in one write
 DIRECT_BYTES = 4 << 20  # of an append that goes around the page cache
 BLOCK = 4096  # bytes; such a write begins and ends with a block, in the file and in memory
 _DIRECT = getattr(os, 'O_DIRECT', 0)  # 0 on a system that has no such writes
+_NOT_DIRECT = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS  # a file system that refuses them
 _PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # a symbolic link is no file of a run
 LOCK = 'lock'
 PROBE = 'probe'
@@ -177,7 +178,7 @@ class Files:
         if written < count:
           break
     except OSError as error:
-      if error.errno != errno.EINVAL:
+      if error.errno not in _NOT_DIRECT:
         raise
     finally:
       fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)

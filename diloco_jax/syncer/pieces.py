@@ -2,8 +2,9 @@
 
 A piece is 512 Ki values, so that what one call reads and writes stays in the cache of a core, and
 one compiled function serves all pieces of all fragments; the last piece of a fragment is filled up
-with zeros. A byte of a payload is read twice (its norms, its row in the sum), a value of the state
-once. The M float32 rows never exist, and new values go into the buffers of old ones:
+with zeros. For the lengths it is as many bytes of a payload. A byte of a payload is read twice (its
+norms, its row in the sum), a value of the state once. The M float32 rows never exist, and new
+values go into the buffers of old ones:
 
   lengths      the length of each tensor of one payload
   sums         the sums u = sum_m factor_m v_m, and the lengths of their tensors
@@ -40,18 +41,21 @@ Row = tuple[np.ndarray, np.ndarray]  # a payload uint8[B], and its factor for ea
 
 def cores() -> int:
   """Those of this process."""
-  return len(os.sched_getaffinity(0))
+  if hasattr(os, 'sched_getaffinity'):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def share_cores() -> None:
   """Leaves XLA the cores that `threads` does not use, at least one: threads of its own that wait
-  for work spin, which costs as much again as the work. Call it before JAX looks for devices."""
+  for work spin, which costs as much again as the work. An evaluation has XLA's cores alone. Call
+  it before JAX looks for devices."""
   os.environ.setdefault('PJRT_NPROC', str(max(1, cores() - MOST_THREADS)))
 
 
 @functools.cache
 def threads() -> futures.ThreadPoolExecutor:
-  """One for each core."""
+  """One for each core, at most MOST_THREADS."""
   return futures.ThreadPoolExecutor(min(cores(), MOST_THREADS), thread_name_prefix='pieces')
 
 

@@ -16,17 +16,20 @@ Buffer = memoryview | bytes
 
 ALIGNMENT = 64  # of payloads in memory, in bytes: XLA then uses them as they are, without a copy
 SMALL_BYTES = 1 << 20  # such memory costs less from malloc
+KEPT_TAKES = 256  # memory that was not used again by then is given back
 
 
 class Memory:
   """Memory for payloads, used again when nothing refers to it any more: the first touch of a page
   costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
-  once. Safe to use from any thread.
+  once, and none for long that nothing uses, as those of a donation. Safe to use from any thread.
   """
 
   def __init__(self):
     self._lock = threading.Lock()
-    self._unused: list[np.ndarray] = []  # the longest unused first
+    # With the number of takes when each was found unused, the longest unused first.
+    self._unused: list[tuple[int, np.ndarray]] = []
+    self._takes = 0
     self._in_use_bytes = self._most_bytes = 0
     # A destructor may run in any thread, also in one that holds the lock: it only appends.
     self._returned: collections.deque[np.ndarray] = collections.deque()
@@ -36,22 +39,28 @@ class Memory:
     if size < SMALL_BYTES:
       return _aligned(size)
     with self._lock:
+      self._takes += 1
       while self._returned:
-        self._unused.append(self._returned.popleft())
-        self._in_use_bytes -= self._unused[-1].nbytes
-      # A block of up to twice the size will do.
-      fits = (i for i, block in enumerate(self._unused) if size <= block.nbytes <= 2 * size)
-      place = min(fits, key=lambda i: self._unused[i].nbytes, default=None)
-      block = _aligned(size) if place is None else self._unused.pop(place)
+        block = self._returned.popleft()
+        self._unused.append((self._takes, block))
+        self._in_use_bytes -= block.nbytes
+      # A block of up to twice the size will do; of equals the one used last.
+      fits = [one for one in self._unused if size <= one[1].nbytes <= 2 * size]
+      found = min(reversed(fits), key=lambda one: one[1].nbytes, default=None)
+      block = _aligned(size) if found is None else found[1]
+      self._unused = [one for one in self._unused if one is not found]
       self._in_use_bytes += block.nbytes
       self._most_bytes = max(self._most_bytes, self._in_use_bytes)
-      while self._in_use_bytes + self.unused_bytes > self._most_bytes:
+      while self._unused and (
+        self._unused[0][0] <= self._takes - KEPT_TAKES
+        or self._in_use_bytes + self.unused_bytes > self._most_bytes
+      ):
         del self._unused[0]
     return np.asarray(_Lease(block, self._returned))[:size]
 
   @property
   def unused_bytes(self) -> int:
-    return sum(block.nbytes for block in self._unused)
+    return sum(block.nbytes for _, block in self._unused)
 
 
 class _Lease:

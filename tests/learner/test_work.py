@@ -191,6 +191,25 @@ def test_an_adoption_keeps_a_share_only_where_it_is_told_to(tmp_path, adopt, sha
   island.close()
 
 
+def test_a_payload_has_the_same_bytes_in_new_memory_and_in_that_of_another(tmp_path):
+  """Only a learner that carries steps on has a payload to use again."""
+  found = set()
+  for adopt, ahead, overlap in (('rebase', 1, 3), ('overwrite', 0, 2)):
+    config = stdlib_lm.get_config('tiny')
+    config.sync.adopt, config.sync.ahead, config.sync.overlap = adopt, ahead, overlap
+    config.mesh.data = 1
+    assembled = build.assemble(config)
+    island = learner_process.make_island(assembled, tmp_path / adopt, 'l0', jax.devices()[:1])
+    exchange = on_device.Exchange(assembled, island)
+    island.params = jax.tree.map(lambda leaf: 0.5 * leaf + 0.01, island.params)
+    data, ok = exchange.encode(0)
+    assert ok
+    found.add((assembled.protocol.rebases, np.asarray(data).tobytes()))
+    island.close()
+  (_, first), (_, second) = sorted(found)
+  assert len(found) == 2 and first == second
+
+
 def test_a_merged_payload_gives_its_memory_to_the_next_one_unless_the_transport_reads_it(tmp_path):
   config = stdlib_lm.get_config('tiny')
   config.sync.fragments, config.mesh.data = 1, 1

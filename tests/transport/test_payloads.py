@@ -82,6 +82,16 @@ def test_memory_is_held_for_no_more_than_was_in_use_at_once():
   assert memory.unused_bytes == 0
 
 
+def test_memory_that_nothing_uses_is_given_back():
+  """A donation needs several times the memory of what follows it."""
+  memory = payloads.Memory()
+  whole = [memory.take(8 * MIB), memory.take(64 * MIB)]
+  whole.clear()
+  for _ in range(payloads.KEPT_TAKES + 1):
+    assert [memory.take(MIB), memory.take(MIB)]
+  assert memory.unused_bytes <= 2 * MIB
+
+
 @pytest.mark.parametrize('size', [1, 1000, MIB - 1, MIB, 2 * MIB + 7])
 def test_memory_is_aligned_and_can_be_written(size):
   memory = payloads.Memory()
