@@ -214,10 +214,12 @@ def _read_int(fraction_bits: int, data: jax.Array, n: int) -> tuple[jax.Array, j
   exponents = data[: n // BLOCK].astype(jnp.uint32)
   bits = jnp.where(exponents > fraction_bits + 1, (exponents - fraction_bits) << 23, jnp.uint32(0))
   scale_B = _from_bits(jnp.where(exponents == 255, jnp.uint32(_NAN_BITS), bits))
-  q = jax.lax.bitcast_convert_type(data[n // BLOCK :], jnp.int8)
-  if fraction_bits == 2:  # shifting right keeps the sign of the high nibble
-    q = jnp.stack([q << 4 >> 4, q >> 4], axis=1).reshape(-1)
-  return scale_B, q
+  elements = data[n // BLOCK :]
+  if fraction_bits == 2:  # the nibbles of a byte become two bytes; shifting right keeps their signs
+    pairs = elements.astype(jnp.uint16)
+    pairs = pairs & 0x0F | (pairs & 0xF0) << 4
+    return scale_B, jax.lax.bitcast_convert_type(pairs, jnp.int8).reshape(-1) << 4 >> 4
+  return scale_B, jax.lax.bitcast_convert_type(elements, jnp.int8)
 
 
 def squares_of(values_N: jax.Array) -> jax.Array:
