@@ -94,7 +94,7 @@ class Pieces:
     self._whole = not outer_lib.elementwise(tx)
     self._n = self._sizes if self._whole else [widest] * count
     # A call for the lengths keeps no values, so it takes as many bytes of a payload as a piece has.
-    measured = 4 * widest // codec_up.encoded_size(widest) * widest
+    measured = round(4 * widest / codec_up.encoded_size(widest)) * widest
     self._measured = self._sizes if self._whole else [min(measured, max(self._sizes))] * count
     self._tx = [outer_lib.by_tensor(tx, layout, p) if self._whole else tx for p in range(count)]
     # By fragment: how many blocks each tensor has, the first of them, how many values each has.

@@ -256,7 +256,7 @@ def main() -> None:
   held, fragments = [16, 64], [6, 24, 96, 384]
   if flags.short:
     learners, millions, rounds, at = [4, 8, 16, 32, 64], [1, 4, 16], 3, 4
-    held, fragments = [8, 24], [6, 24, 96]
+    fragments = [6, 24, 96]
   found = outer_steps(learners, millions, rounds, at)
   found['memory'] = one = memory(held)
   print(
