@@ -18,8 +18,8 @@ from diloco_jax.storage import wal
 RUN = 'files'
 
 
-def payload(number: int) -> bytes:
-  return random.Random(number).randbytes(1 + number * 7919 % 30_000)
+def payload(number: int, least: int = 1) -> bytes:
+  return random.Random(number).randbytes(least + number * 7919 % 30_000)
 
 
 def python(code: str, *arguments: object, **kwargs) -> subprocess.Popen:
@@ -275,7 +275,7 @@ import random, sys
 from diloco_jax.storage import wal
 from diloco_jax.storage import files
 def payload(number):
-  return random.Random(number).randbytes(1 + number * 7919 % 30_000)
+  return random.Random(number).randbytes(int(sys.argv[2]) + number * 7919 % 30_000)
 held = files.Files(sys.argv[1])
 held.lock()
 log = wal.open_log(held, 'files', segment_bytes=300_000)
@@ -286,13 +286,14 @@ while True:
 """
 
 
-def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path):
+@pytest.mark.parametrize('least', [1, files_lib.DIRECT_BYTES])
+def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path, least: int):
   """Five rounds on one log, each killed after a number of commits at an arbitrary moment."""
   draw, committed = random.Random(9), 0
   for _ in range(5):
-    writer = python(WRITE, tmp_path)
+    writer = python(WRITE, tmp_path, least)
     try:
-      for _ in range(draw.randrange(1, 25)):
+      for _ in range(draw.randrange(1, 25 if least == 1 else 5)):
         committed = int(writer.stdout.readline())
     finally:
       writer.kill()
@@ -305,7 +306,7 @@ def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path):
     log = wal.open_log(files, RUN, segment_bytes=300_000)
     assert log.last >= committed
     for record in log.records():
-      assert record.payload == payload(record.number)
+      assert record.payload == payload(record.number, least)
     assert record.number == log.last
     committed = log.last
     files.close()
