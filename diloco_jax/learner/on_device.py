@@ -62,8 +62,8 @@ class Exchange:
     self._kinds = self._make_kinds(order)
     # By fragment: its newest encoded pseudo-gradient, on the device.
     self._captures: dict[int, jax.Array] = {}
-    # On CPUs the first touch of a page costs more than the encoding. So there a payload that was
-    # merged, by its size, is kept, and the next one takes its place.
+    # On CPUs the first touch of a page costs more than the encoding. So there the exchange keeps a
+    # merged payload of each size, and the next payload takes its place.
     self._reuses = self._rebases and _platform(island.params) == 'cpu'
     self._merged: dict[int, jax.Array] = {}
     self._compiled = {} if compiled is None else compiled

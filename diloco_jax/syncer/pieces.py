@@ -2,9 +2,8 @@
 
 A piece is 512 Ki values, so that what one call reads and writes stays in the cache of a core, and
 one compiled function serves all pieces of all fragments; the last piece of a fragment is filled up
-with zeros. For the lengths it is as many bytes of a payload. A byte of a payload is read twice (its
-norms, its row in the sum), a value of the state once. The M float32 rows never exist, and new
-values go into the buffers of old ones:
+with zeros. A byte of a payload is read twice (its norms, its row in the sum), a value of the state
+once. The M float32 rows never exist, and new values go into the buffers of old ones:
 
   lengths      the length of each tensor of one payload
   sums         the sums u = sum_m factor_m v_m, and the lengths of their tensors

@@ -16,13 +16,14 @@ Buffer = memoryview | bytes
 
 ALIGNMENT = 64  # of payloads in memory, in bytes: XLA then uses them as they are, without a copy
 SMALL_BYTES = 1 << 20  # such memory costs less from malloc
-KEPT_TAKES = 256  # memory that was not used again by then is given back
+KEPT_TAKES = 256  # memory that so many calls of `take` had no use for is freed
 
 
 class Memory:
   """Memory for payloads, used again when nothing refers to it any more: the first touch of a page
   costs more than receiving or merging what goes into it. Never holds more bytes than were in use at
-  once, and none for long that nothing uses, as those of a donation. Safe to use from any thread.
+  once, and frees what later payloads have no use for, as after a donation. Safe to use from any
+  thread.
   """
 
   def __init__(self):

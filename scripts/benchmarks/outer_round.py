@@ -1,10 +1,10 @@
 """An outer round of four learners in lock step, against an all-reduce and a bare gRPC star.
 
-    python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # ten minutes
+    python scripts/benchmarks/outer_round.py [--short] [--torch] [--json=FILE]    # seven minutes
 
 Four processes with one thread of arithmetic hold 25 million values each. A round begins when the
-last of them holds its pseudo-gradient, and ends when the slowest one has the result; none goes on
-before. Medians in seconds:
+last process holds its pseudo-gradient, and ends when the slowest process has the result. All four
+begin their next step together. Medians in seconds:
 
   ours     loops of one's own with `diloco_jax.join` and `diloco syncer`, one fragment, lock step:
            encode, send, screen, merge, commit to the log on this disk, publish, adopt
@@ -223,8 +223,8 @@ def turn(way: str, variant: str, rounds: int, python: str = '') -> list[float]:
 
 
 def _meet(pipes: list[connection.Connection]) -> list[tuple[float, float]]:
-  """What each process found in a round; lets them go on once all have ended it: a next step would
-  take the cores of a process whose round lasts."""
+  """When each process held its values and had the result of a round. The processes begin the next
+  step together: the step of one would take the cores of another whose round lasts."""
   if not all(one.poll(DEADLINE_S) for one in pipes):
     raise TimeoutError(f'a process has not ended a round within {DEADLINE_S} s')
   found = [one.recv() for one in pipes]
