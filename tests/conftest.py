@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('MPLBACKEND', 'Agg')
+os.environ.pop('PYTHONUNBUFFERED', None)  # a test that rests on it would hang where it is not set
 
 import jax
 import pytest

@@ -453,7 +453,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
 
 def test_children_die_with_a_killed_supervisor(tmp_path):
   """After SIGKILL the supervisor cannot stop them; the kernel does (die_with_parent.py)."""
-  deaf = _DEAF + 'print("deaf"); threading.Event().wait()'
+  deaf = _DEAF + 'print("deaf", flush=True); threading.Event().wait()'
   script = f"""
 import asyncio, os, pathlib, sys
 from diloco_jax.launch import children
