@@ -15,7 +15,8 @@ phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 
 The weight of a learner is "quantity times quality": the tokens trained on since it last adopted the
 fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
-many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m])
+many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST times the lower median
+of the participants: counts are a learner's own word, and no word may make it outweigh all others.
 
 A rule sees the deltas through their lengths only: it says by which factor each row enters the sum
 u, and, once the length of u is known, by which factor the sum is stretched. So the syncer never
@@ -33,6 +34,8 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.numerics import spec
+
+MOST = 8.0  # times the lower median weight
 
 
 class MergeRule(NamedTuple):
@@ -111,16 +114,22 @@ def token_weights(
   """The weights float32[M], times `factors_M`; a learner without tokens or steps is absent and
   weighs 0.
 
-  Only ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
+  None counts more than MOST times the lower median of those present (an honest pause makes all of
+  them long). Only ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
   float64: counts may be larger than an int32, and their weights larger than a float32.
 
   >>> token_weights([800, 400, 0], [8, 8, 0]).tolist()
   [1.0, 0.25, 0.0]
+  >>> token_weights([8_000_000, 400, 400], [80_000, 4, 4]).tolist()
+  [1.0, 0.125, 0.125]
   """
   tokens_M, steps_M = np.asarray(tokens, np.float64), np.asarray(steps, np.float64)
   present = (tokens_M > 0) & (steps_M > 0)
   weights_M = np.where(present, tokens_M * (tokens_M / np.where(present, steps_M, 1.0)), 0.0)
   weights_M *= factors_M
+  ordered = np.sort(weights_M[present])
+  if len(ordered):
+    weights_M = np.minimum(weights_M, MOST * ordered[(len(ordered) - 1) // 2])
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)
 
 

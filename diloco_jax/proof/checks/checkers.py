@@ -82,6 +82,7 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   ids.OnlyMembers,
   pace.Pace,
   pace.LastWord,
+  pace.PossibleSteps,
   ids.LeaseEnds,
   liveness.NoStepWaits,
   liveness.DecidedInTime,
@@ -156,6 +157,8 @@ class Checkers(observers.Observer):
   ) -> None:
     book, role = self.run.books[life.number], life.start.role
     table, kind = self._on[role], type(event)
+    if role == SYNCER and book.began_ns is None:
+      book.began_ns = now_ns
     if kind is events.Received:
       kind = type(event.message)
       if role == SYNCER:

@@ -289,8 +289,12 @@ class Gathering:
     """Settles what is there, in the order of learner ids, for an outer step that begins now."""
     payloads = sorted(gather.payloads.items())
     gather.move('merging')
+    steps = [message.steps for _, (message, _) in payloads]
+    alone = len(steps) == 1 < len(self._members.by_session)
+    shared_steps = 0 if alone else pace_lib.lower_median(steps)
     gather.participants = tuple(
-      self._participant(learner, message, payload_id) for learner, (message, payload_id) in payloads
+      self._participant(learner, message, payload_id, shared_steps)
+      for learner, (message, payload_id) in payloads
     )
     contributions = ((learner, message) for learner, (message, _) in payloads)
     self._shards.merge(gather.sync, gather.fragment, contributions)
@@ -312,12 +316,12 @@ class Gathering:
     }
 
   def _participant(
-    self, learner: str, message: messages.Contribution, payload_id: int
+    self, learner: str, message: messages.Contribution, payload_id: int, shared_steps: int
   ) -> actions.Participant:
     member = self._members.by_id[learner]
     settled = self._settle(member, message, '')
     assert settled, (learner, message)  # `_withdraw` keeps ranges apart
-    least, limit = self._screening.limits(message.fragment, message.steps)
+    least, limit = self._screening.limits(message.fragment, message.steps, shared_steps)
     return actions.Participant(
       learner=learner,
       incarnation=member.incarnation,

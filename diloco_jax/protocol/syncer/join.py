@@ -134,7 +134,7 @@ class Membership:
     if refused is not None:
       self._refuse(session, refused)
       return
-    incarnation = self._members.offer(join.learner, join.nonce)
+    incarnation = self._members.offer(join)
     self._offered[session] = _Offered(join, incarnation)
     self._out.send(session, messages.Offer(run=self._run, incarnation=incarnation))
 
@@ -149,7 +149,11 @@ class Membership:
     ):
       self._out.close(session, 'confirmed what was not offered')
       return
-    fault = self.plausibility.confirm_fault(confirm)
+    before = self._members.by_id.get(offered.join.learner)
+    known = before if before is not None and before.nonce == confirm.nonce else None
+    fault = self.plausibility.confirm_fault(now_ns, known, confirm)
+    if fault and known is not None:
+      self.implausible(now_ns, known, fault)
     if fault:
       self._out.close(session, f'implausible: {fault}')
       return
@@ -159,16 +163,15 @@ class Membership:
     if refused is not None:
       self._refuse(session, refused)
       return
-    before = self._members.by_id.get(offered.join.learner)
-    if before is not None and before.live:  # the same process on a new session
-      self._close(before, 'the process opened a new session', 'replaced by a new session')
+    if known is not None and known.live:
+      self._close(known, 'the process opened a new session', 'replaced by a new session')
     self._admit(now_ns, session, offered.join, confirm)
 
   def _recheck_offer(self, now_ns: int, offered: _Offered, proved: str) -> messages.Refused | None:
     """Refuses if another process took the id between Offer and Confirm."""
     join = offered.join
     refused = verdicts.refuse_if_held(join, self._members, self._config, now_ns, proved)
-    if refused is None and self._members.offer(join.learner, join.nonce) != offered.incarnation:
+    if refused is None and self._members.offer(join) != offered.incarnation:
       return messages.Refused(
         code='OFFER_PASSED',
         text='Another process took this id after the offer.',
@@ -213,6 +216,7 @@ class Membership:
     account = self._ledger.of(member)
     account.closed = False  # the process may be older than the end of the run
     account.train(confirm.steps, confirm.tokens)
+    self._pace.mark_steps(now_ns, member, account.steps)
     self._waiting_room[session] = confirm
     if not self.started:
       self._out.send(session, messages.Heartbeat())  # so the transport knows a member
@@ -365,7 +369,7 @@ class Membership:
     account.train(progress.steps, progress.tokens)
     if progress.step_ns:
       member.step_ns.add(progress.step_ns)
-    self._pace.report(now_ns, member, progress.clock, new_steps)
+    self._pace.report(now_ns, member, progress.clock, account.steps, new_steps)
 
   def adopted(self, now_ns: int, member: members_lib.Member, adopted: messages.Adopted) -> None:
     if not adopted.matched:
@@ -419,7 +423,7 @@ class Membership:
     )
     if member.held_versions and self._screening.add_strike(member):
       self.quarantine(member)
-    else:
+    elif member.live:
       self._close(member, f'implausible: {fault}', f'implausible: {fault}')
 
   # --- Out ----------------------------------------------------------------------------------------

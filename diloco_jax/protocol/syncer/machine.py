@@ -212,7 +212,7 @@ class SyncerMachine:
         # the next syncer must handle the message.
         self._out.drop(payload_id)
         self._out.close(session, 'not a member')
-      case _ if fault := self._membership.plausibility.fault(member, message):
+      case _ if fault := self._membership.plausibility.fault(now_ns, member, message):
         self._out.drop(payload_id)
         self._membership.implausible(now_ns, member, fault)
       case messages.Progress():

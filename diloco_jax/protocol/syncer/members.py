@@ -16,6 +16,7 @@ process are lost. The code of joining is in join.py.
 import dataclasses
 
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import messages
 from diloco_jax.protocol.syncer import grace as grace_lib
 
 CLIP = 4
@@ -38,6 +39,8 @@ class Member:
   clock: int = 0  # as far as it counts for the pace (pace.py)
   claimed: int = 0  # its newest reported clock
   since: tuple[int, int] | None = None  # a clock and its time; None: of an earlier syncer process
+  # Steps and the times of their reports; empty: of an earlier syncer process.
+  steps_marks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   step_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # reported
   report_ns: grace_lib.Average = dataclasses.field(default_factory=grace_lib.Average)  # measured
   reported_ns: int = 0
@@ -100,12 +103,15 @@ class Members:
     """Live members in the order of their ids."""
     return sorted(self.by_session.values(), key=lambda member: member.learner)
 
-  def offer(self, learner: str, nonce: int) -> int:
-    """The incarnation that a process would get."""
-    member = self.by_id.get(learner)
-    if member is None:
-      return 1
-    return member.incarnation + (member.nonce != nonce)
+  def offer(self, join: messages.Join) -> int:
+    """The incarnation that a process would get. One that this syncer does not know never gets the
+    incarnation that it claims: a process that keeps its incarnation brings steps and tokens, and
+    nothing here could judge them."""
+    member = self.by_id.get(join.learner)
+    if member is not None and member.nonce == join.nonce:
+      return member.incarnation
+    offered = member.incarnation + 1 if member is not None else 1
+    return offered + (offered == join.incarnation)
 
   def held_by_other(self, learner: str, nonce: int) -> Member | None:
     """The live holder of the id, if it is another process."""
@@ -131,7 +137,7 @@ class Members:
       member = self.by_id[learner] = Member(learner=learner)
     if member.nonce != nonce:
       member.clock = member.claimed = 0
-      member.since = 0, now_ns
+      member.since, member.steps_marks = (0, now_ns), [(0, now_ns)]
       member.step_ns, member.report_ns = grace_lib.Average(), grace_lib.Average()
       member.anchor_tokens.clear()
       member.spoiled.clear()

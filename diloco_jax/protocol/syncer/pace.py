@@ -15,7 +15,11 @@ update both sets, so a report costs the same with any number of learners.
 
 A learner's clock counts for the pace at SPEED times the usual speed at most, measured by the syncer
 as the median over the learners of the time between two reports: a learner whose clock is wrong, or
-a lie, does not carry the others to the end of the run.
+a lie, does not carry the others to the end of the run. The same measure bounds the steps that a
+process may report at all: FASTEST times the usual speed and SPARE_STEPS more (plausible.py). A
+process of an earlier syncer has made steps that this one could not measure. Its clock counts as far
+as the lower median of the returned processes allows, and until a second one has returned, or a
+lease has passed, by one period.
 
 The syncer skips syncs that are a whole period late: opening them would sync a fragment again after
 a few inner steps, so H would shrink. Skipping whole periods keeps each fragment's turn.
@@ -28,6 +32,8 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
+FASTEST = 64
+SPARE_STEPS = 64  # for reports that the network held up, and for a usual time that includes compiling
 
 
 def lower_median(values: list[int]) -> int:
@@ -65,7 +71,7 @@ class Pace:
     self._close_ns: int | None = None  # when closing syncs wait for K learners only
     self._closes = False
     self._near: set[str] = set()  # contributors that are within `lead` steps of it
-    self._usual_ns = 0  # between two reports of a learner; 0: not measured yet
+    self.usual_ns = 0  # between two reports of a learner; 0: not measured yet
 
   def load(self, next_sync: int, opened: int) -> None:
     """Where the last process was."""
@@ -128,11 +134,14 @@ class Pace:
     """A process that continues its incarnation says where it is."""
     member.claimed = max(member.claimed, clock)
 
-  def report(self, now_ns: int, member: members_lib.Member, clock: int, new_steps: int) -> None:
-    """The learner reports its clock after so many more steps."""
+  def report(
+    self, now_ns: int, member: members_lib.Member, clock: int, steps: int, new_steps: int
+  ) -> None:
+    """The learner reports its clock and its steps, of which so many are new."""
     if new_steps:
       member.report_ns.add((now_ns - member.reported_ns) // new_steps)
       member.reported_ns = now_ns
+      self.mark_steps(now_ns, member, steps)
     self.claim(member, clock)
     self.advance(now_ns, member)
 
@@ -142,21 +151,50 @@ class Pace:
     member.clock = max(member.clock, min(member.claimed, free))
     self.mark(member)
 
+  def mark_steps(self, now_ns: int, member: members_lib.Member, steps: int) -> None:
+    """The process has reported so many steps: the bound of the next ones begins at the report
+    before the last lease, since a stalled network delivers the reports of a lease at once."""
+    if not member.steps_marks or now_ns - member.steps_marks[-1][1] >= self._config.lease_ns:
+      member.steps_marks = [*member.steps_marks[-1:], (steps, now_ns)]
+
+  def most_steps(
+    self, now_ns: int, member: members_lib.Member, fresh: bool = False
+  ) -> int | None:
+    """How many steps the process can have made since it began, by the time since its reports; None:
+    not known yet. `fresh`: by the usual speed of this moment, not of the last heartbeat, which may
+    be that of first steps, which compile."""
+    if not member.steps_marks or not self.usual_ns:
+      return None
+    usual_ns = max(1, self._median_ns() if fresh else self.usual_ns)
+    steps, since_ns = member.steps_marks[0]
+    return steps + FASTEST * (now_ns - since_ns) // usual_ns + SPARE_STEPS
+
+  def _median_ns(self) -> int:
+    live = self._members.by_session.values()
+    return lower_median([one.report_ns.value for one in live if one.report_ns.samples])
+
   def _limit(self, now_ns: int, member: members_lib.Member) -> int:
     """How far the clock may have come at SPEED times the usual speed."""
     if member.since is None:
-      return member.claimed
-    if not self._usual_ns:
+      return self._returned(now_ns)
+    if not self.usual_ns:
       return self.opened + self._config.period
     clock, since_ns = member.since
-    return clock + SPEED * (now_ns - since_ns) // self._usual_ns
+    return clock + SPEED * (now_ns - since_ns) // self.usual_ns
+
+  def _returned(self, now_ns: int) -> int:
+    """How far the clocks of processes of an earlier syncer count."""
+    clocks = [one.claimed for one in self._members.by_session.values() if one.since is None]
+    others = sum(not one.left for one in self._members.by_id.values()) > 1
+    waits = now_ns < (self._members.began_ns or 0) + self._config.lease_ns
+    if len(clocks) < 2 and others and waits:
+      return self.opened + self._config.period
+    return self.opened + SPEED * max(0, lower_median(clocks) - self.opened) + self._config.period
 
   def measure(self, now_ns: int) -> None:
     """Updates the usual speed, and what counts by it; once per heartbeat."""
-    live = self._members.by_session.values()
-    known = [one.report_ns.value for one in live if one.report_ns.samples]
-    self._usual_ns = lower_median(known) or self._usual_ns
-    for member in live:
+    self.usual_ns = self._median_ns() or self.usual_ns
+    for member in self._members.by_session.values():
       self.advance(now_ns, member)
 
   def mark(self, member: members_lib.Member) -> None:

@@ -8,13 +8,16 @@ rely on them:
 
     clock      at most T + H + 1; grows with the learner's steps, or jumps to an open sync; before
                the first step of an incarnation any, its process may have made steps before
-    steps      of this incarnation; at most the clock, since every step moves the clock
+    steps      of this incarnation; at most the clock, since every step moves the clock, and what
+               the time since earlier reports allows (pace.py)
+    a past     none, of a process that this syncer does not know
     tokens     at least 1 and at most `max_step_tokens` for each step
     a range    [tokens_from, tokens_to) of reported tokens, of at most the reported steps
     cursor     at most as many batches after the assigned one as there were steps since
     versions   at most the published ones, for what a learner says it has adopted or donates
 
-A lie inside these limits is not noticed here. How fast a clock may run: pace.py.
+A lie inside these limits is not noticed here. How fast a clock may run: pace.py; how much a merge
+makes of the steps of one learner: screening.py, numerics/merge.py.
 """
 
 from diloco_jax.protocol import config as config_lib
@@ -42,7 +45,9 @@ class Plausibility:
     self._pace = pace
     self._published = published
 
-  def fault(self, member: members_lib.Member, message: messages.FromLearner) -> str:
+  def fault(
+    self, now_ns: int, member: members_lib.Member, message: messages.FromLearner
+  ) -> str:
     """Why no learner of this run would send this message; '' if it is plausible."""
     if isinstance(message, messages.Heartbeat | messages.Leave):
       return ''
@@ -53,7 +58,7 @@ class Plausibility:
       return f'fragment {fragment} of {self._config.fragments}'
     match message:
       case messages.Progress():
-        return self._progress(member, message)
+        return self._progress(now_ns, member, message)
       case messages.Contribution():
         return self._contribution(member, message)
       case messages.Decline():
@@ -66,9 +71,23 @@ class Plausibility:
         return f'moments of transfer {message.transfer}'
     return ''
 
-  def confirm_fault(self, confirm: messages.Confirm) -> str:
-    """The same for a Confirm, whose sender is no member yet."""
-    return self._totals(confirm.clock, confirm.steps, confirm.tokens)
+  def confirm_fault(
+    self, now_ns: int, known: members_lib.Member | None, confirm: messages.Confirm
+  ) -> str:
+    """The same for a Confirm, whose sender is no member yet; `known`: its process has been one."""
+    if known is None and (confirm.steps or confirm.tokens or confirm.shard is not None):
+      return f'{confirm.steps} steps of a process that this syncer does not know'
+    return (known and self._steps(now_ns, known, confirm.steps)) or self._totals(
+      confirm.clock, confirm.steps, confirm.tokens
+    )
+
+  def _steps(self, now_ns: int, member: members_lib.Member, steps: int) -> str:
+    most = self._pace.most_steps(now_ns, member)
+    if most is not None and steps > most:
+      most = self._pace.most_steps(now_ns, member, fresh=True)
+    if most is None or steps <= most:
+      return ''
+    return f'{steps} steps, {most} are possible in the time since its earlier reports'
 
   def _totals(self, clock: int, steps: int, tokens: int) -> str:
     if clock > self._pace.last + 1:  # a step may have been running when the clock jumped
@@ -81,7 +100,9 @@ class Plausibility:
     most = steps * self._config.max_step_tokens
     return '' if steps <= tokens <= most else f'{tokens} tokens in {steps} steps, at most {most}'
 
-  def _progress(self, member: members_lib.Member, said: messages.Progress) -> str:
+  def _progress(
+    self, now_ns: int, member: members_lib.Member, said: messages.Progress
+  ) -> str:
     steps = self._ledger.of(member).steps
     new_steps = max(0, said.steps - steps)
     began = said.steps or steps
@@ -89,7 +110,8 @@ class Plausibility:
       return f'step {said.clock} after step {member.claimed} and {new_steps} more steps'
     if said.finished and said.clock < self._config.total_steps:
       return f'finished at step {said.clock} of {self._config.total_steps}'
-    return self._totals(said.clock, said.steps, said.tokens)
+    fault = self._steps(now_ns, member, said.steps)
+    return fault or self._totals(said.clock, said.steps, said.tokens)
 
   def _newest_clock(self, member: members_lib.Member) -> int:
     """The clock of the learner without a further step: adopting a version moves it to its sync,

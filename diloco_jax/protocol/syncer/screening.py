@@ -4,7 +4,8 @@ A learner with faulty hardware must ruin neither the model nor the work of other
 an outer step the shell, which has the arrays, looks at each payload by itself and leaves it out if
 
     its norm is not finite (NaN, Inf, or beyond float32), or
-    its norm > factor * usual norm * growth        growth = steps / usual steps, from 1 to 32
+    its norm > factor * usual norm * growth        growth = steps / usual steps, from 1 to 32, and
+                                                   to LONGER times that of the other participants
     its norm < 2^-20 * usual norm * share          share = steps / usual steps, at most 1
 
 What is usual follows from the last merged norms of each learner for this fragment: of each learner
@@ -13,7 +14,9 @@ one vote, however often it contributes, and no learner alone moves the limits fa
 middle the larger one is usual for the upper limit, the smaller one for the lower, and a single
 vote makes no norm too small, not even the voter's: its first norms may have been the wrong ones.
 There are no limits before `norm_warmup` commits. A pseudo-gradient of more steps than usual may be
-longer in proportion, because learners keep training while the syncer is down.
+longer in proportion, because learners keep training while the syncer is down; but then all of them
+do, so the steps that count are at most LONGER times the larger of the usual steps and the lower
+median over the participants. One participant alone has that median only if no other learner lives.
 
 The syncer merges the other payloads, tells the learner `bad_value`, discards its tokens and gives
 it a *strike*; a merged contribution clears its strikes. With `strikes` of them in a row the learner
@@ -43,6 +46,7 @@ NOT_FINITE = -1
 KEPT = config_lib.NORM_WINDOW  # norms of a fragment, of all learners together
 VOTES_AFTER = 2
 GROWTH = 32
+LONGER = 4
 LEAST_SHIFT = 20
 
 
@@ -98,8 +102,11 @@ class Usual:
     """The median norm and steps of each learner that has a vote."""
     return [medians(pairs, lower) for pairs in self.pairs.values() if len(pairs) >= VOTES_AFTER]
 
-  def limits(self, steps: int, config: config_lib.ProtocolConfig) -> tuple[int, int | None]:
-    """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps; None: any."""
+  def limits(
+    self, steps: int, config: config_lib.ProtocolConfig, shared_steps: int = 0
+  ) -> tuple[int, int | None]:
+    """The least and the greatest norm allowed to a pseudo-gradient of `steps` steps, where the
+    participants share `shared_steps`; None: any."""
     votes = self.votes()
     if not config.norm_factor or self.commits < config.norm_warmup or not votes:
       return 0, None
@@ -108,7 +115,8 @@ class Usual:
       norm, usual_steps = medians(self.votes(lower=True), lower=True)
       least = norm * min(steps, usual_steps) // usual_steps >> LEAST_SHIFT
     norm, usual_steps = medians(votes)
-    longer = min(max(steps, usual_steps), GROWTH * usual_steps)
+    longer = min(steps, LONGER * max(usual_steps, shared_steps), GROWTH * usual_steps)
+    longer = max(longer, usual_steps)
     return least, config.norm_factor * norm * longer // usual_steps
 
   def state(self) -> list[Any]:
@@ -155,9 +163,9 @@ class Screening:
     self.usual = [Usual() for _ in range(config.fragments)]
     self.notices = notices.Notices(config.say_again_ns, out)
 
-  def limits(self, fragment: int, steps: int) -> tuple[int, int | None]:
+  def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""
-    return self.usual[fragment].limits(steps, self._config)
+    return self.usual[fragment].limits(steps, self._config, shared_steps)
 
   def after_merge(
     self, now_ns: int, gather: gather_lib.Gather, done: events.MergeDone

@@ -31,7 +31,7 @@ class Visitors:
     self._session += 1
     session, nonce, machine = self._session, self._session, self._machine
     machine.handle(now_ns, single.received(session, single.join(learner, nonce)))
-    offers = machine._members.offer(learner, nonce)
+    offers = machine._members.offer(single.join(learner, nonce))
     confirm = messages.Confirm(
       nonce=nonce,
       incarnation=offers,

@@ -56,8 +56,14 @@ def test_the_limit_is_ten_times_the_median_of_the_learners_after_the_warm_up():
 
 
 def test_the_limit_grows_with_more_steps_up_to_a_bound_and_does_not_shrink_with_fewer():
-  limits = [usual(2 * UNIT).limits(steps, config())[1] for steps in (1, 4, 8, 400, 10**6)]
+  limits = [usual(2 * UNIT).limits(steps, config(), steps)[1] for steps in (1, 4, 8, 400, 10**6)]
   assert limits == [20 * UNIT, 20 * UNIT, 40 * UNIT, 640 * UNIT, 640 * UNIT]
+
+
+def test_the_steps_of_one_learner_alone_do_not_make_the_limit_grow():
+  """found A1: a claim of 900,000 steps made a norm of 320 times the usual one allowed."""
+  limits = [usual(2 * UNIT).limits(10**6, config(), shared)[1] for shared in (0, 4, 8, 100)]
+  assert limits == [80 * UNIT, 80 * UNIT, 160 * UNIT, 640 * UNIT]
 
 
 def test_a_norm_that_has_all_but_vanished_is_refused_and_fewer_steps_may_be_shorter():

@@ -12,8 +12,9 @@ LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
 class Incarnations(invariant.Invariant):
   id = 'I12'
   sentence = (
-    'The incarnations of a learner id are 1, 2, 3, ..., one process each; each merged payload '
-    'carries the incarnation that holds the id; a replaced process never rejoins.'
+    'The incarnations of a learner id grow, one process each; a process that the syncer does not '
+    'know continues none; each merged payload carries the incarnation that holds the id; a '
+    'replaced process never rejoins.'
   )
 
   @invariant.on(SYNCER, messages.Confirm)
@@ -22,12 +23,13 @@ class Incarnations(invariant.Invariant):
     if peer.member or peer.join is None or book.exiting or not _stays(peer, out):
       return
     holder = book.lineage.holders.get(peer.join.learner)
-    if holder is None:
-      due = 1
-    elif holder.nonce != peer.join.nonce and 0 < peer.join.incarnation < holder.incarnation:
+    known = holder is not None and holder.nonce == peer.join.nonce
+    last = 0 if holder is None else holder.incarnation
+    if not known and 0 < peer.join.incarnation < last:
       self.fail(event, f'it was replaced: {holder}')
-    else:
-      due = holder.incarnation + (holder.nonce != peer.join.nonce)
+    due = last if known else last + 1 + (peer.join.incarnation == last + 1)
+    if not known and (confirm.steps or confirm.tokens):
+      self.fail(event, 'nothing is known of its past')
     if confirm.incarnation != due or confirm.nonce != peer.join.nonce or peer.offered != due:
       self.fail(event, peer, holder)
 

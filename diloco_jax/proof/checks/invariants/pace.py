@@ -117,3 +117,24 @@ class LastWord(invariant.Invariant):
   def exit(self, book, now_ns, action, event):
     if not book.exiting or book.pending or book.saving:
       self.fail(action, book.pending)
+
+
+class PossibleSteps(invariant.Invariant):
+  id = 'P3'
+  sentence = (
+    'The steps that a merge counts for a learner are possible in the time since its last: at most '
+    '64 times as many as a usual learner makes, and 64, with two leases for a stalled network.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    for one in merge.participants:
+      holder = book.lineage.holders[one.learner]
+      since_ns = holder.merged_ns.get(merge.fragment, holder.joined_ns)
+      holder.merged_ns[merge.fragment] = now_ns
+      if since_ns is None or not book.least_report_ns:
+        continue  # a process of an earlier syncer, or nothing is measured yet
+      passed_ns = now_ns - since_ns + 2 * self.config.lease_ns
+      most = 64 * passed_ns // book.least_report_ns + 2 * 64
+      if one.steps > most:
+        self.fail(one, f'{most} steps are possible')

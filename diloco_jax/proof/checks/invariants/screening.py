@@ -20,11 +20,11 @@ class Screened(invariant.Invariant):
   def merge(self, book, now_ns, merge, event):
     for one in merge.participants:
       norms = book.lineage.norms.get(merge.fragment, lineage_book.Norms())
-      true = self._limits(norms, one)
+      true = self._limits(norms, merge, one)
       if (one.least, one.limit) != true:
         self.fail(one, f'its limits should be {true}')
 
-  def _limits(self, norms, one):
+  def _limits(self, norms, merge, one):
     """The rule of syncer/screening.py, implemented a second time."""
     config, usual, steps = self.config, norms.usual(), one.steps
     voters = [learner for learner, pairs in norms.last.items() if len(pairs) > 1]
@@ -34,7 +34,11 @@ class Screened(invariant.Invariant):
     least = small * min(steps, few_steps) // few_steps // 2**20
     if len(voters) == 1:
       least = 0
-    growth = max(usual_steps, min(steps, 32 * usual_steps))
+    all_steps = sorted(other.steps for other in merge.participants)
+    shared = all_steps[(len(all_steps) - 1) // 2]
+    if len(all_steps) == 1 and len(merge.live) > 1:
+      shared = 0
+    growth = max(usual_steps, min(steps, 32 * usual_steps, 4 * max(usual_steps, shared)))
     return least, config.norm_factor * norm * growth // usual_steps
 
   @invariant.on(SYNCER, events.MergeDone)

@@ -84,6 +84,9 @@ class Holder:
   strikes: int = 0  # refused updates in a row
   max_strikes: int = 0  # that count for its quarantine
   others_merged: bool = False  # since the first of its strikes
+  # By fragment: when it was merged last. None: the process joined an earlier syncer.
+  merged_ns: dict[int, int] = dataclasses.field(default_factory=dict)
+  joined_ns: int | None = None
   # Fragments of which it must drop its own steps when it adopts next, since the merge refused an
   # update; and those of which the syncer may ask for it, since a repair or a refusal was due once.
   refused: frozenset[int] = frozenset()

@@ -82,6 +82,8 @@ class SyncerBook:
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
     self.usual_report_ns = 0
+    self.began_ns: int | None = None  # its first turn
+    self.least_report_ns = 0  # the least of usual_report_ns
     self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
     self.merges = 0
     self.stopping = self.exiting = self.exited = self.dead = False
@@ -89,6 +91,7 @@ class SyncerBook:
     self.end_is_durable = self.over  # the disk shows that the run is over
     for holder in lineage.holders.values():
       holder.claimed, holder.since = holder.clock, None
+      holder.joined_ns, holder.merged_ns = None, {}
     self.finished_ns: int | None = None
     self.saving: collections.deque[lineage_book.Saved] = collections.deque()
 
@@ -181,6 +184,7 @@ class SyncerBook:
       self._release(self.members[learner])
     if nonce_is_new:
       holder.since = 0, now_ns
+      holder.joined_ns = now_ns
     holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
     peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
     peer.held = confirm.held
@@ -194,7 +198,16 @@ class SyncerBook:
     """The rule of syncer/pace.py, implemented a second time."""
     free = self.lineage.opened
     if holder.since is None:
-      free = max(free, holder.claimed)
+      clocks = sorted(
+        other.claimed
+        for name, other in self.lineage.holders.items()
+        if name in self.members and other.since is None
+      )
+      others = sum(not other.left for other in self.lineage.holders.values()) > 1
+      alone = len(clocks) < 2 and others
+      if not alone or now_ns >= self.began_ns + self.config.lease_ns:
+        free += 16 * max(0, (clocks or [0])[(len(clocks) - 1) // 2] - free)
+      free += self.config.period
     elif not self.usual_report_ns:
       free += self.config.period
     else:
@@ -432,6 +445,7 @@ class SyncerBook:
     self._sweep_ns = now_ns + self.config.heartbeat_ns
     usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
     self.usual_report_ns = usual_ns or self.usual_report_ns
+    self.least_report_ns = min(filter(None, (self.least_report_ns, usual_ns)), default=0)
     for peer in self.members.values():
       self._advance(now_ns, self.lineage.holders[peer.join.learner])
 
