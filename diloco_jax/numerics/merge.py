@@ -15,8 +15,9 @@ phi(0) = 0 demands, and up to 10,000 orthogonal learners are not affected.
 
 The weight of a learner is "quantity times quality": the tokens trained on since it last adopted the
 fragment, times the tokens per step (a pseudo-gradient of large batches is less noisy than one of
-many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST times the lower median
-of the participants: counts are a learner's own word, and no word may make it outweigh all others.
+many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST times the lower
+median of the participants: a learner reports its counts itself, and no report may make it outweigh
+all others.
 
 A rule sees the deltas through their lengths only: it says by which factor each row enters the sum
 u, and, once the length of u is known, by which factor the sum is stretched. So the syncer never
@@ -115,8 +116,8 @@ def token_weights(
   weighs 0.
 
   None counts more than MOST times the lower median of those present (an honest pause makes all of
-  them long). Only ratios matter to a merge rule, so the largest weight is 1. They are computed on the host in
-  float64: counts may be larger than an int32, and their weights larger than a float32.
+  them long). Only ratios matter to a merge rule, so the largest weight is 1. They are computed on
+  the host in float64: counts may be larger than an int32, and their weights larger than a float32.
 
   >>> token_weights([800, 400, 0], [8, 8, 0]).tolist()
   [1.0, 0.25, 0.0]

@@ -65,13 +65,13 @@ def received(session: int, message: Any, payload_id: int | None = None) -> event
   return events.Received(session=session, message=message, payload_id=payload_id)
 
 
-def join(learner: str = 'l0', nonce: int = 7) -> messages.Join:
+def join(learner: str = 'l0', nonce: int = 7, incarnation: int = 0) -> messages.Join:
   return messages.Join(
     protocol=messages.PROTOCOL_VERSION,
     run='',
     learner=learner,
     nonce=nonce,
-    incarnation=0,
+    incarnation=incarnation,
     agreement=world_lib.AGREEMENT,
     host='host',
     pid=1,

@@ -304,6 +304,7 @@ mutant(
   60,
   (PLAUSIBILITY, '_contribution', _believes),
   (screening, 'GROWTH', lambda original: 2**64),
+  (screening, 'LONGER', lambda original: 2**64),
 )
 mutant(
   'D6',

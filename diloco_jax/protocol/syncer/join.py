@@ -154,6 +154,8 @@ class Membership:
     fault = self.plausibility.confirm_fault(now_ns, known, confirm)
     if fault and known is not None:
       self.implausible(now_ns, known, fault)
+    elif fault:
+      self._say_implausible(now_ns, offered.join.learner, offered.join.host, fault)
     if fault:
       self._out.close(session, f'implausible: {fault}')
       return
@@ -415,16 +417,19 @@ class Membership:
 
   def implausible(self, now_ns: int, member: members_lib.Member, fault: str) -> None:
     """A message that no learner of this run could send: closes the session and counts a strike."""
-    self._notices.say(
-      now_ns,
-      f'implausible {member.learner}',
-      f'Learner {member.learner} on {member.host} sent a message that no learner of this run '
-      f'sends: {fault}. Its session is closed and nothing of the run has changed.',
-    )
+    self._say_implausible(now_ns, member.learner, member.host, fault)
     if member.held_versions and self._screening.add_strike(member):
       self.quarantine(member)
     elif member.live:
       self._close(member, f'implausible: {fault}', f'implausible: {fault}')
+
+  def _say_implausible(self, now_ns: int, learner: str, host: str, fault: str) -> None:
+    self._notices.say(
+      now_ns,
+      f'implausible {learner}',
+      f'Learner {learner} on {host} sent a message that no learner of this run sends: {fault}. '
+      'Its session is closed and nothing of the run has changed.',
+    )
 
   # --- Out ----------------------------------------------------------------------------------------
 

@@ -33,7 +33,9 @@ from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
 FASTEST = 64
-SPARE_STEPS = 64  # for reports that the network held up, and for a usual time that includes compiling
+SPARE_STEPS = (
+  64  # for reports that the network held up, and for a usual time that includes compiling
+)
 
 
 def lower_median(values: list[int]) -> int:
@@ -157,9 +159,7 @@ class Pace:
     if not member.steps_marks or now_ns - member.steps_marks[-1][1] >= self._config.lease_ns:
       member.steps_marks = [*member.steps_marks[-1:], (steps, now_ns)]
 
-  def most_steps(
-    self, now_ns: int, member: members_lib.Member, fresh: bool = False
-  ) -> int | None:
+  def most_steps(self, now_ns: int, member: members_lib.Member, fresh: bool = False) -> int | None:
     """How many steps the process can have made since it began, by the time since its reports; None:
     not known yet. `fresh`: by the usual speed of this moment, not of the last heartbeat, which may
     be that of first steps, which compile."""

@@ -45,9 +45,7 @@ class Plausibility:
     self._pace = pace
     self._published = published
 
-  def fault(
-    self, now_ns: int, member: members_lib.Member, message: messages.FromLearner
-  ) -> str:
+  def fault(self, now_ns: int, member: members_lib.Member, message: messages.FromLearner) -> str:
     """Why no learner of this run would send this message; '' if it is plausible."""
     if isinstance(message, messages.Heartbeat | messages.Leave):
       return ''
@@ -100,9 +98,7 @@ class Plausibility:
     most = steps * self._config.max_step_tokens
     return '' if steps <= tokens <= most else f'{tokens} tokens in {steps} steps, at most {most}'
 
-  def _progress(
-    self, now_ns: int, member: members_lib.Member, said: messages.Progress
-  ) -> str:
+  def _progress(self, now_ns: int, member: members_lib.Member, said: messages.Progress) -> str:
     steps = self._ledger.of(member).steps
     new_steps = max(0, said.steps - steps)
     began = said.steps or steps

@@ -122,7 +122,8 @@ def test_a_step_between_confirm_and_joined_of_a_new_incarnation_is_plausible():
 
 def three(**settings: Any) -> Any:
   """A syncer with l0, l1 and l2, of a long run; each makes a step per second."""
-  machine = single.new_machine(learners=3, total_steps=10**6, period=4, **settings)
+  more = {'lease_ms': 10_000, **settings}
+  machine = single.new_machine(learners=3, total_steps=10**6, period=4, **more)
   for m in range(3):
     machine.handle(0, single.received(m, single.join(learner=f'l{m}', nonce=7 + m)))
     machine.handle(0, single.received(m, single.confirm(nonce=7 + m)))
@@ -140,6 +141,64 @@ def test_one_clock_carries_nobody_to_the_end_of_the_run():
   assert machine.clock <= 16 * 5
   machine.handle(9 * SECOND_NS, events.Wake())
   assert machine.clock <= 16 * 9
+
+
+def test_steps_count_by_the_time_in_which_they_were_made():
+  """found A1: 900,000 steps in one report were counted, and weighed like 225,000 learners."""
+  machine = three()
+  leap = dataclasses.replace(single.progress(800), clock=800)
+  out = machine.handle(5 * SECOND_NS, single.received(2, leap))
+  assert 'steps, ' in said(out)[0] and 'possible in the time' in said(out)[0]
+  assert [m['strikes'] for m in machine.state()['members']] == [0, 0, 1]
+
+
+def test_a_pause_of_the_reports_is_no_lie():
+  """A session that was silent for long has made the steps of that time, and so has one whose
+  reports of a lease arrive at once."""
+  machine = three()
+  now_ns = 5 * SECOND_NS - 1
+  for m in range(2):
+    for step in range(5, 60):
+      out = machine.handle(now_ns, single.received(m, single.progress(step)))
+      assert not said(out) and not any(isinstance(one, actions.Close) for one in out)
+  steps, now_ns = 100_004, 100_000 * SECOND_NS
+  machine.handle(now_ns, events.Disconnected(session=2, reason='closed'))
+  machine.handle(now_ns, single.received(9, single.join(learner='l2', nonce=9, incarnation=1)))
+  out = machine.handle(
+    now_ns,
+    single.received(
+      9, dataclasses.replace(single.confirm(nonce=9), clock=steps, steps=steps, tokens=steps * 10)
+    ),
+  )
+  assert told(out, messages.Joined)
+
+
+def test_a_process_that_the_syncer_does_not_know_has_no_past():
+  """found A1, past.py: it is offered another incarnation than it claims, so an honest one begins
+  at 0, and a Confirm that claims steps or a shard is refused."""
+  machine = three()
+  claim = single.join(learner='x', nonce=99, incarnation=1)
+  (offer,) = told(machine.handle(5 * SECOND_NS, single.received(7, claim)), messages.Offer)
+  assert offer.incarnation == 2
+  past = dataclasses.replace(single.confirm(nonce=99), incarnation=2, clock=4, steps=4, tokens=40)
+  out = machine.handle(5 * SECOND_NS, single.received(7, past))
+  assert isinstance(out[-1], actions.Close) and 'x' not in machine._members.by_id
+
+
+def test_after_a_restart_one_clock_waits_for_another():
+  """A process of the syncer before may have made any number of steps. Its clock counts for one
+  period until a second one has come back, or a lease has passed."""
+  machine = three()
+  again = syncer_machine.SyncerMachine.restore(
+    machine._config, '{}', (64,), {**machine.state(), 'undecided': []}
+  )
+  for m, clock in ((2, 900_000), (0, 30)):
+    again.handle(0, single.received(m, single.join(learner=f'l{m}', nonce=7 + m, incarnation=1)))
+    claim = dataclasses.replace(single.confirm(nonce=7 + m), clock=clock)
+    again.handle(0, single.received(m, claim))
+    assert again.clock <= machine.clock + 4
+  again.handle(SECOND_NS, events.Wake())
+  assert max(one.clock for one in again._members.by_id.values()) <= 16 * 30 + 4
 
 
 def test_no_clock_skips_a_closing_sync():
