@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.proof.checks.invariants import data
+from diloco_jax.proof.checks.invariants import data, tokens
 from diloco_jax.proof.sim import network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import anchor as anchor_lib
@@ -1628,6 +1628,46 @@ def last_merged_batch_counts(original):
     return original(self, learner, later)
 
   return counts
+
+
+def _claims_a_million_steps(original):
+  def send(self, message, payload_id=None):
+    if isinstance(message, messages.Contribution):
+      steps, cursor = message.steps + 10**6, message.cursor + 10**6
+      message = dataclasses.replace(message, steps=steps, cursor=cursor)
+    original(self, message, payload_id)
+
+  return send
+
+
+@mutant(
+  'The syncer believes the steps of a contribution.',
+  plausible.Plausibility,
+  '_contribution',
+  'P3',
+  also=(
+    (connection.Connection, 'send', _claims_a_million_steps),
+    UNNOTICED,
+    (tokens.HonestLearner, 'fail', lambda original: lambda self, *seen: None),
+  ),
+)
+def steps_are_believed(original):
+  return lambda self, member, said: ''
+
+
+@mutant(
+  'A process that the syncer does not know continues the incarnation that it claims.',
+  members.Members,
+  'offer',
+  'I12',
+  also=((plausible.Plausibility, 'confirm_fault', lambda original: lambda self, *said: ''),),
+)
+def claimed_incarnations_continue(original):
+  def offer(self, join):
+    member = self.by_id.get(join.learner)
+    return 1 if member is None else member.incarnation + (member.nonce != join.nonce)
+
+  return offer
 
 
 @mutant(

@@ -49,6 +49,7 @@ class Phase:
     outer: outer steps.
     clock: by which the highest clock of the honest learners has moved.
     blocked: the share of the time for which each honest learner was blocked.
+    losses: of the inner steps of each honest learner.
     starts: processes of the syncer that started.
     more_bytes: by which the syncer has grown.
     said: lines of the syncer.
@@ -61,6 +62,7 @@ class Phase:
   outer: int = 0
   clock: int = 0
   blocked: dict[str, float] = dataclasses.field(default_factory=dict)
+  losses: dict[str, list[float]] = dataclasses.field(default_factory=dict)
   starts: int = 0
   more_bytes: int = 0
   said: list[str] = dataclasses.field(default_factory=list)
@@ -207,6 +209,9 @@ def measure(run: Run, phase: Phase, shares: dict[str, Shares]) -> None:
   phase.clock = max(clocks, default=0) - min(clocks, default=0)
   for name in LEARNERS:
     phase.steps[name] = within(name, 'step')
+    phase.losses[name] = [
+      one['loss'] for one in run.of(name, 'step') if phase.began_ns <= one['t_ns'] <= phase.ended_ns
+    ]
     phase.blocked[name] = shares[name].blocked(phase.began_ns, phase.ended_ns)
 
 
@@ -246,6 +251,15 @@ def test_outer_steps_go_on(run, name):
   share = 0.95 if run.full else 0.25
   as_many = quiet.outer * min(phase.clock / quiet.clock, phase.seconds / quiet.seconds)
   assert phase.outer >= max(1, share * as_many - quiet.outer / quiet.seconds)
+
+
+@every_attack
+def test_the_model_learns_on(run, name):
+  """At the end of the attack the honest loss is no worse than in the quiet time before all attacks;
+  a lie that merges has it at ln 256 = 5.5 within seconds."""
+  quiet = statistics.mean(itertools.chain(*run.phases['quiet'].losses.values()))
+  for losses in run.phases[name].losses.values():
+    assert statistics.mean(losses[len(losses) // 2 :]) < 1.1 * quiet, (quiet, losses)
 
 
 @every_attack

@@ -422,6 +422,50 @@ def steps_that_were_not_made(run: hostile.Run, seconds: float) -> None:
 
 
 @attack(says=True)
+def steps_in_one_report(run: hostile.Run, seconds: float) -> None:
+  """900,000 steps in one Progress, then payloads 256 times too long that weigh as so many."""
+  answer = answering(run, lambda p: hostile.gradient(run, p, NORMAL + 8))
+
+  def act(member: hostile.Member) -> None:
+    member.step()
+    for field, count in (
+      ('steps', 1),
+      ('clock', 1),
+      ('cursor', 1),
+      ('tokens', hostile.STEP_TOKENS),
+    ):
+      setattr(member, field, getattr(member, field) + 900_000 * count)
+    member.train(seconds, pause_s=0.06)
+
+  as_member(run, seconds, act, answer)
+
+
+class _Past(hostile.Member):
+  """A new process that claims to have trained for 900,000 steps."""
+
+  def say(self, message: messages.FromLearner, payload: bytes | None = None) -> None:
+    if isinstance(message, messages.Confirm):
+      self.steps = self.clock = 900_000
+      self.tokens = self.steps * hostile.STEP_TOKENS
+      message = dataclasses.replace(
+        message, clock=self.clock, steps=self.steps, tokens=self.tokens, shard=9, cursor=self.steps
+      )
+    super().say(message, payload)
+
+
+@attack(says=True)
+def a_past_that_was_not(run: hostile.Run, seconds: float) -> None:
+  """The same claim in a Confirm."""
+  answer = answering(run, lambda p: hostile.gradient(run, p, NORMAL + 8))
+  for _ in lives(seconds):
+    try:
+      with _Past(run, run.learner, answer) as member:
+        member.train(seconds, pause_s=0.06)
+    except hostile.Refused:
+      time.sleep(0.1)
+
+
+@attack(says=True)
 def huge_payloads(run: hostile.Run, seconds: float) -> None:
   """Payloads that are far too long, or hold NaN."""
   kinds = itertools.cycle((HUGE, NAN, 254))
