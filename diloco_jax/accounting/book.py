@@ -95,8 +95,10 @@ class Figures:
       for a batch): the paper's goodput.
     training_since_joined: the same, of the time since each learner first joined.
     token: tokens merged, as a share of those of the ideal pace in that time.
-    uptime: of the time since the first learner joined, with at least K learners that train.
-    system_uptime: of the time between the first and the last outer step, without long gaps.
+    uptime: of the time since the first learner trained, with at least K learners that train. The
+      time between the end of the last learner of an interrupted run and its first step after a
+      resume does not count.
+    system_uptime: of the same time between the first and the last outer step, without long gaps.
     merged: of the tokens trained.
     discarded: the same by reason; `unsettled` is one of them.
   """
@@ -219,6 +221,9 @@ class Book:
     self._pass(learner, at_ns)
     self._runs(name, at_ns, False)
     learner.doing = AFTER_END if name in self._trained else DOWN if killed else _GONE
+    if self._left:  # the time until the run is resumed is no downtime
+      self._count_until(at_ns)
+      self._running_at_ns = None
 
   def _learner(self, name: str, at_ns: int) -> Learner:
     if name not in self.learners:
@@ -295,10 +300,20 @@ class Book:
     """Counts the learners that train. One that has trained to the end is not missing."""
     if running == (name in self._training) or name in self._trained:
       return
+    if running and self._running_at_ns is None:
+      self._merged_ns = None  # no gap reaches over the time in which no learner took part
+    self._count_until(at_ns)
+    (self._training.add if running else self._training.discard)(name)
+
+  def _count_until(self, at_ns: int) -> None:
     if self._running_at_ns is not None:
       self._running_ns[len(self._training)] += at_ns - self._running_at_ns
     self._running_at_ns = at_ns
-    (self._training.add if running else self._training.discard)(name)
+
+  @property
+  def _left(self) -> bool:
+    """The last process of every learner has ended by itself."""
+    return all(one.doing in (_GONE, AFTER_END) for one in self.learners.values())
 
   # --- Results ------------------------------------------------------------------------------------
 
@@ -358,8 +373,7 @@ class Book:
 
   def _uptime(self, at_ns: int) -> float:
     times_ns = collections.Counter(self._running_ns)
-    over = all(one.doing in (_GONE, AFTER_END) for one in self.learners.values())
-    if self._running_at_ns is not None and not over:
+    if self._running_at_ns is not None and not self._left:
       times_ns[len(self._training)] += at_ns - self._running_at_ns
     enough_ns = sum(ns for count, ns in times_ns.items() if count >= self._quorum)
     return enough_ns * _inverse(sum(times_ns.values()))

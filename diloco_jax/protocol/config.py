@@ -182,7 +182,8 @@ class ProtocolConfig:
   )
   total_steps: int = setting(
     300,
-    'inner steps of every learner: the clock at which training ends',
+    'the clock at which training ends; a learner that joins late or adopts a newer version jumps '
+    'ahead on the clock and makes fewer inner steps itself',
     low=1,
     high=10**9,
     remedy='train at least one step',

@@ -21,7 +21,7 @@ from diloco_jax.report import records as records_lib
 
 _REASONS = {
   'late': 'arrived after their sync had closed',
-  'undone': 'undone after a fault: a repair, a refused update, another shard',
+  'undone': 'given up: back to the published value (after a repair or refusal), or shard lost',
   'stale': 'measured from an anchor that was too old',
   'overwritten': 'trained while a newer version was on its way',
   'bad_value': 'held NaN or Inf',
@@ -256,7 +256,7 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
       continue
     line = f'learner {name}  {row["steps"]} steps'
     if summary['outer_steps']:
-      line += f', {row["contributions_merged"]} contributions merged'
+      line += f', {row["contributions_merged"]} updates of a fragment merged'
     lines.append(line + _describe_status(row))
   return lines
 
@@ -301,8 +301,12 @@ def _token_lines(summary: Mapping[str, Any]) -> list[str]:
       )
   if summary['waited_steps_median'] is not None:
     lines.append(
-      f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} live '
-      f'learners; a sync is decided {summary["waited_steps_median"]:.2f} steps after it opens'
+      f'participants   {summary["participants_mean"]:.2f} of {summary["live_mean"]:.2f} connected '
+      'learners are in an outer step, on average'
+    )
+    lines.append(
+      f'               the syncer waits for their updates as long as '
+      f'{summary["waited_steps_median"]:.2f} inner steps take (median)'
     )
   return lines
 
@@ -325,7 +329,8 @@ def goodput_lines(found: Mapping[str, Any]) -> list[str]:
   )
   lines.append(
     f'uptime         {found["uptime"]:.1%} with a quorum that trained, '
-    f'{found["system_uptime"]:.1%} without long gaps between outer steps'
+    f'{found["system_uptime"]:.1%} without long gaps between outer steps (without the time between '
+    'an interruption of the whole run and its resume)'
   )
   return lines
 

@@ -223,6 +223,34 @@ def test_a_learner_of_an_ended_run_starts_anew_when_the_run_is_given_more_steps(
   assert (found[book_lib.INIT], found[book_lib.RESTORE], found[book_lib.AFTER_END]) == (20, 20, 80)
 
 
+def test_the_night_before_a_run_is_resumed_is_no_downtime():
+  book = book_lib.Book(quorum=1)
+  for start_ns in (0, 10_000):
+    for name in ('l0', 'l1'):
+      book.starts(name, start_ns)
+      book.joined(name, start_ns + 10)
+      book.trains(name, start_ns + 10)
+    for n in range(1, 10):
+      synced = facts.Synced(
+        sync=n,
+        fragment=0,
+        version=n,
+        participants=('l0',),
+        late=(),
+        waited_ns=0,
+        grace_ns=0,
+        tokens=1,
+        why='',
+        staleness=0,
+      )
+      book.take('syncer', start_ns + 10 + 10 * n, synced)
+    for name in ('l0', 'l1'):
+      book.stepped(name, start_ns + 110, tokens=1, step_ns=100)
+      book.died(name, start_ns + 110, killed=False)
+  figures = book.figures(20_000)
+  assert (figures.uptime, figures.system_uptime) == (1, 1)
+
+
 def test_a_process_without_a_recorded_end_was_down_since_its_last_step():
   """The host had failed, say; the run is resumed much later."""
   book = book_lib.Book(quorum=1)

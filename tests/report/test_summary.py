@@ -244,8 +244,8 @@ def test_the_text_has_the_summary(config, run, tmp_path):
   text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
   for words in (
     'held-out loss  5.500 before, 3.500 after',
-    'learner l0  3 steps, 1 contributions merged; killed once, down for 9.0 s',
-    'learner l1  2 steps, 1 contributions merged; refused: another model',
+    'learner l0  3 steps, 1 updates of a fragment merged; killed once, down for 9.0 s',
+    'learner l1  2 steps, 1 updates of a fragment merged; refused: another model',
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',

