@@ -1,6 +1,8 @@
 """Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
 
+import glob
 import importlib.util
+import os
 import pathlib
 import sys
 import traceback
@@ -11,6 +13,7 @@ from diloco_jax.storage import json_files
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
+_STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
 
 
@@ -46,8 +49,16 @@ def load(name: str) -> run_config.Config:
 
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
-  """Writes the config of the run in a folder. Raises OSError."""
-  json_files.write(workdir / FILE, config.to_dict())
+  """Writes the config of the run in a folder, with absolute paths of the task and the corpus, so
+  that the run can be continued from any folder. Raises OSError."""
+  values = config.to_dict()
+  file, dot_py, call = config.task.partition('.py:')
+  if dot_py:
+    values['task'] = os.path.abspath(file) + dot_py + call
+  corpus = config.data.corpus
+  if corpus != _STDLIB and config.task != run_config.VISION and glob.glob(corpus, recursive=True):
+    values['data']['corpus'] = os.path.abspath(corpus)
+  json_files.write(workdir / FILE, values)
 
 
 def read(workdir: pathlib.Path) -> run_config.Config:

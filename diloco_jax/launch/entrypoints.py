@@ -264,6 +264,8 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   try:
     run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
+  except ValueError as error:
+    raise program.NeverRetry(program.one_line(error)) from error
   except OSError as error:
     raise program.refusal(error)(
       f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
