@@ -38,14 +38,14 @@ import logging
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import files, json_files, leaves, manifests, seals
+from diloco_jax.storage import files, json_files, leaves, manifests, orbax_context, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
@@ -108,8 +108,8 @@ class Checkpoints:
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
-      context=_context(),
-      preservation_policy=_All(),
+      context=orbax_context.make(),
+      preservation_policy=orbax_context.KeepAll(),
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
@@ -289,7 +289,7 @@ class Checkpoints:
       response.result()
       json_files.fsync_tree(folder)
       if like is not None:
-        with _context():
+        with orbax_context.make():
           load = lambda part: ocp.load_checkpointables(folder, part)
           leaves.require_reads_back(like, digests, load)
         self._reads_back = True
@@ -398,7 +398,7 @@ def verify(
     record, proof = _read_record(folder)
     if not trust and (key or proof or (folder / SEAL).exists()):
       _require_seal(folder, key)
-    with _ONE_OPERATION, _context():
+    with _ONE_OPERATION, orbax_context.make():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
@@ -517,29 +517,6 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
   return arrays
-
-
-class _All:
-  """Tells Orbax to keep every checkpoint: it would remove old ones before the new one is durable,
-  and a failure of that would count as one of the save."""
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    del context
-    return [True] * len(checkpoints)
-
-
-def _context() -> ocp.Context:
-  """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
-
-  One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
-  more than half of the time that `save` blocks a small island.
-  """
-  registry = ocp.handlers.local_registry()
-  registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
-  context = ocp.Context()
-  context.checkpointables.registry = registry
-  context.array.saving.use_replica_parallel = False
-  return context
 
 
 def _require_writable(root: pathlib.Path) -> None:
