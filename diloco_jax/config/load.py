@@ -4,9 +4,12 @@ import glob
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import traceback
 import types
+
+from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.storage import json_files
@@ -71,14 +74,22 @@ def read(workdir: pathlib.Path) -> run_config.Config:
 
 
 def module(path: pathlib.Path) -> types.ModuleType:
-  """Runs a file as a module. Raises whatever the file raises, and OSError."""
+  """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it defines
+  a flag of the program's own."""
   folder = str(path.resolve().parent)
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does
   spec = importlib.util.spec_from_file_location(_MODULE, path)
   made = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
-  spec.loader.exec_module(made)
+  try:
+    spec.loader.exec_module(made)
+  except flags.DuplicateFlagError as error:
+    name = re.search("'(.*?)'", str(error))[1]
+    raise ValueError(
+      f'{path} defines the flag --{name}, which the program has, too: give it another name, or '
+      "define it under `if __name__ == '__main__':`"
+    ) from error
   return made
 
 

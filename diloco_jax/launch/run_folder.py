@@ -71,7 +71,7 @@ def open_workdir(
       load.write(workdir, config)
   except OSError as error:
     raise ValueError(
-      f'cannot write {workdir} ({error.strerror}); make space, or choose another --workdir'
+      f'cannot write {workdir} ({error.strerror}); make space, or choose another folder'
     ) from error
   return workdir
 
@@ -129,8 +129,8 @@ def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
     return
   holds = 'is not empty:'
   if (workdir / load.FILE).is_file():
-    holds = 'already holds a run: continue it (--resume), or'
-  raise ValueError(f'{workdir} {holds} choose another --workdir')
+    holds = 'already holds a run: continue it (`train --resume`), or'
+  raise ValueError(f'{workdir} {holds} choose another folder')
 
 
 def _check_ended(workdir: pathlib.Path) -> None:
@@ -148,12 +148,12 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   has_log = (manifests.syncer_folder(workdir) / 'wal').is_dir()
   if alone and has_log:
     raise ValueError(
-      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another --workdir'
+      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another folder'
     )
   if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
     raise ValueError(
       f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none, '
-      'or choose another --workdir'
+      'or choose another folder'
     )
 
 
@@ -168,5 +168,6 @@ def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config (leave --config out), or choose another --workdir'
+      'continue it with its own config (`train --resume` without --config), or choose another '
+      'folder'
     )

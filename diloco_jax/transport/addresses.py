@@ -45,7 +45,7 @@ def check(address: str, access: Access) -> None:
     if access.tls is not None:
       raise ValueError(
         f'address {address!r}: a Unix socket needs no certificates, only this user reaches it; '
-        'leave --tls out, or give HOST:PORT'
+        'leave tls out, or give HOST:PORT'
       )
     return
   host, colon, port = address.rpartition(':')
@@ -59,9 +59,10 @@ def check(address: str, access: Access) -> None:
   if access.tls is not None or (access.plaintext_loopback and number and number.is_loopback):
     return
   raise ValueError(
-    f'address {address!r} needs certificates: give --tls=FOLDER, made by `diloco certs`; or, on '
-    'one machine, use a Unix socket (--listen left out, --syncer=file:WORKDIR/syncer/address); or, '
-    'to debug on 127.0.0.1 where every user can connect, --plaintext_loopback on both sides'
+    f'address {address!r} needs certificates: give tls, a folder made by `diloco certs`; or, on '
+    'one machine, use a Unix socket (the syncer without listen, the learner with syncer='
+    'file:WORKDIR/syncer/address); or, to debug on 127.0.0.1 where every user can connect, '
+    'plaintext_loopback on both sides'
   )
 
 

@@ -221,3 +221,21 @@ def test_a_wrong_command_is_one_line_and_42(flags, words):
   assert done.returncode == program.NEVER_RETRY
   assert done.stderr.startswith('error: ') and done.stderr.count('\n') == 1, done.stderr
   assert words in done.stderr
+
+
+def test_a_flag_file_may_have_the_config_and_its_overrides(tmp_path):
+  (tmp_path / 'inner').write_text('--config.sync.quorum=2\n')
+  (tmp_path / 'flags').write_text(f'--config=stdlib_lm:tiny\n--flagfile={tmp_path}/inner\n')
+  done = launched(f'--flagfile={tmp_path}/flags', '--config.train.steps=9')
+  assert done.returncode == 0, done.stderr
+  flat, words, _ = json.loads(done.stdout)
+  assert (flat['name'], flat['sync.quorum'], flat['train.steps']) == ('tiny', 2, 9)
+  assert words[0] == '--config=stdlib_lm:tiny'
+  done = launched(f'--flagfile={tmp_path}/nowhere')
+  assert done.returncode == program.NEVER_RETRY and 'nowhere' in done.stderr
+
+
+def test_a_field_that_is_given_as_a_flag_is_named():
+  done = launched('--steps=30')
+  assert done.returncode == program.NEVER_RETRY
+  assert "'steps'" in done.stderr and 'In the config: --config.train.steps' in done.stderr

@@ -132,7 +132,7 @@ def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkey
 
 def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  with pytest.raises(ValueError, match='already holds a run: continue it .--resume.'):
+  with pytest.raises(ValueError, match='already holds a run: continue it .`train --resume`.'):
     run_folder.open_workdir(config, workdir, resume=False)
   (workdir / 'syncer').mkdir()
   (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
@@ -144,7 +144,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
 
 def test_a_folder_with_other_files_is_refused(config, tmp_path):
   (tmp_path / 'notes.txt').touch()
-  with pytest.raises(ValueError, match='is not empty: choose another --workdir'):
+  with pytest.raises(ValueError, match='is not empty: choose another folder'):
     run_folder.open_workdir(config, tmp_path, resume=False)
   assert [path.name for path in tmp_path.iterdir()] == ['notes.txt']
 
@@ -198,7 +198,9 @@ def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1
-  with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.5 there.*leave --config out'):
+  with pytest.raises(
+    ValueError, match='sync.alpha is 0.1 here, 0.5 there.*`train --resume` without --config'
+  ):
     run_folder.open_workdir(config, workdir, resume=True)
 
 
@@ -222,7 +224,7 @@ def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path
 
 
 def test_a_folder_that_cannot_be_written_is_refused(config):
-  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another --workdir'):
+  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another folder'):
     run_folder.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
 
 

@@ -75,7 +75,7 @@ def refused(address, access):
 @pytest.mark.parametrize('address', OTHERS)
 def test_an_address_of_other_machines_needs_certificates(address, access):
   reason = refused(address, access)
-  for way_out in ('--tls=FOLDER', 'Unix socket', '--plaintext_loopback'):
+  for way_out in ('give tls, a folder', 'Unix socket', 'plaintext_loopback'):
     assert way_out in reason
 
 
@@ -194,7 +194,7 @@ def test_a_relative_or_long_path_is_refused(tmp_path):
 def test_a_unix_socket_takes_no_certificates(tmp_path):
   owner = mint.owner(tmp_path / 'certs')
   access = addresses.Access(owner.folder / 'syncer')
-  assert 'leave --tls out' in refused(f'unix:{tmp_path}/socket', access)
+  assert 'leave tls out' in refused(f'unix:{tmp_path}/socket', access)
 
 
 def test_a_live_socket_is_never_stolen(tmp_path):
