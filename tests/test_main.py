@@ -103,3 +103,9 @@ def test_a_command_that_we_print_works_wherever_it_is_pasted(here, tmp_path, mon
   text = f'{program.command("--version")} && pwd'
   printed = subprocess.check_output(['sh', '-c', text], cwd=tmp_path, text=True)
   assert printed == f'diloco {diloco_jax.__version__}\n{here}\n'
+
+
+def test_a_flag_that_is_missing_is_explained():
+  done = diloco('learner', '--workdir=x', '--learner_id=l0')
+  assert done.returncode == 42
+  assert done.stderr.startswith('error: --syncer is missing: Where the syncer listens: HOST:PORT')

@@ -11,7 +11,7 @@ import pathlib
 from cryptography import exceptions, x509
 from cryptography.hazmat.primitives import serialization
 
-from diloco_jax.certs import private, proofs
+from diloco_jax.certs import names, private, proofs
 
 AUTHORITY, CERTIFICATE, KEY = 'ca.pem', 'cert.pem', 'key.pem'
 FILES = (AUTHORITY, CERTIFICATE, KEY)
@@ -32,8 +32,18 @@ def read(folder: pathlib.Path, role: str, now: datetime.datetime) -> Identity:
   """Reads the folder of a node. Raises ValueError that names everything that is wrong."""
   found, wrong = _examine(folder, role, now)
   if wrong:
-    raise ValueError(f'--tls={folder}: {"; ".join(wrong)}')
+    raise ValueError(f'tls={folder}: {"; ".join(wrong)}')
   return found
+
+
+def require_learner(folder: pathlib.Path, learner: str, now: datetime.datetime) -> None:
+  """Raises ValueError if the certificate in a folder is that of another learner."""
+  found, _ = _examine(folder, names.LEARNER, now)
+  if found and found.proof.name.id != learner:
+    raise ValueError(
+      f'the certificate in {folder} is that of {found.proof.name.id}, and this learner is '
+      f'{learner}: give each learner the folder of its own id. Nothing was sent'
+    )
 
 
 def problems(folder: pathlib.Path, role: str, now: datetime.datetime) -> list[str]:

@@ -23,6 +23,7 @@ from absl import flags
 from packaging import requirements
 
 from diloco_jax.launch import accelerators, local, program
+from diloco_jax.storage import files
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of a run; default runs, in this folder')
 
@@ -193,6 +194,10 @@ def ports(host: str = '127.0.0.1') -> str:
 
 def disk(workdir: pathlib.Path) -> str:
   """Space, and whether the folder or the nearest one above it can be written."""
+  try:
+    files.require_name(workdir)
+  except ValueError as error:
+    raise Bad(str(error)) from error
   folder = next(one for one in (workdir, *workdir.parents) if one.exists())
   _require_writable(folder, 'choose another --workdir')
   free = shutil.disk_usage(folder).free / _GIB

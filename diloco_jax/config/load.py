@@ -1,16 +1,22 @@
 """Loads the config that a command or a notebook names; writes and reads that of a run's folder."""
 
+import glob
 import importlib.util
+import os
 import pathlib
+import re
 import sys
 import traceback
 import types
+
+from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.storage import json_files
 
 FILE = 'config.json'  # in a run's folder: the config that started or continued the run
 _SHIPPED = pathlib.Path(__file__).resolve().parents[1] / 'configs'
+_STDLIB = 'stdlib'  # a corpus that is no path
 _MODULE = 'diloco_config'  # the name of a config file's module
 
 
@@ -46,8 +52,16 @@ def load(name: str) -> run_config.Config:
 
 
 def write(workdir: pathlib.Path, config: run_config.Config) -> None:
-  """Writes the config of the run in a folder. Raises OSError."""
-  json_files.write(workdir / FILE, config.to_dict())
+  """Writes the config of the run in a folder, with absolute paths of the task and the corpus, so
+  that the run can be continued from any folder. Raises OSError."""
+  values = config.to_dict()
+  file, dot_py, call = config.task.partition('.py:')
+  if dot_py:
+    values['task'] = os.path.abspath(file) + dot_py + call
+  corpus = config.data.corpus
+  if corpus != _STDLIB and config.task != run_config.VISION and glob.glob(corpus, recursive=True):
+    values['data']['corpus'] = os.path.abspath(corpus)
+  json_files.write(workdir / FILE, values)
 
 
 def read(workdir: pathlib.Path) -> run_config.Config:
@@ -60,14 +74,22 @@ def read(workdir: pathlib.Path) -> run_config.Config:
 
 
 def module(path: pathlib.Path) -> types.ModuleType:
-  """Runs a file as a module. Raises whatever the file raises, and OSError."""
+  """Runs a file as a module. Raises whatever the file raises, and OSError; ValueError if it defines
+  a flag of the program's own."""
   folder = str(path.resolve().parent)
   if folder not in sys.path:
     sys.path.append(folder)  # a config file may import files beside it, as a script does
   spec = importlib.util.spec_from_file_location(_MODULE, path)
   made = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = made  # dataclasses look up the module of a class by its name
-  spec.loader.exec_module(made)
+  try:
+    spec.loader.exec_module(made)
+  except flags.DuplicateFlagError as error:
+    name = re.search("'(.*?)'", str(error))[1]
+    raise ValueError(
+      f'{path} defines the flag --{name}, which the program has, too: give it another name, or '
+      "define it under `if __name__ == '__main__':`"
+    ) from error
   return made
 
 

@@ -215,8 +215,8 @@ class Config:
       train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()
-    self.chaos.validate(self.sync.learners)
     self.protocol()
+    self.chaos.validate(self.sync.learners)
 
   def protocol(self) -> protocol_config.ProtocolConfig:
     """The settings of the protocol: integers, times in nanoseconds."""

@@ -173,6 +173,7 @@ def learner(
     raise program.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
   with program.never_retry(ValueError):
     resolve = None if address == 'none' else resolver(address, access)
+    require_own_certificate(access, learner_id)
   prepare_jax(config.mesh.num_devices)
   folder, records = _open(workdir, learner_id)
   records_lib.report_startup(records, 'imported')
@@ -264,6 +265,8 @@ def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
   try:
     run_folder.claim(folder)
     return folder, records_lib.Recorder(folder, name)
+  except ValueError as error:
+    raise program.NeverRetry(program.one_line(error)) from error
   except OSError as error:
     raise program.refusal(error)(
       f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
@@ -281,6 +284,12 @@ def _address(folder: pathlib.Path, listen: str) -> str:
   """Where to listen: the Unix socket of the run, unless `listen` says otherwise."""
   with program.never_retry(OSError):
     return listen or addresses.in_folder(folder)
+
+
+def require_own_certificate(access: addresses.Access, learner: str) -> None:
+  """Raises ValueError if a learner was given the certificate of another one."""
+  if access.tls:
+    check.require_learner(access.tls, learner, proofs.utc_now())
 
 
 def resolver(address: str, access: addresses.Access) -> Callable[[], str]:

@@ -136,11 +136,11 @@ class SingleController:
     return self._exits
 
 
-def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, actions.Exit]:
+def run(config: run_config.Config | str, workdir: str | pathlib.Path) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
 
   Args:
-    config: of the run.
+    config: of the run, or its name as for `diloco train --config`: 'stdlib_lm:tiny'.
     workdir: its folder; if it holds this run already, the run is continued.
 
   Returns:
@@ -154,6 +154,8 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
+  if isinstance(config, str):
+    config = load.load(config)
   config.validate()
   entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
   folder = pathlib.Path(workdir).absolute()

@@ -300,6 +300,7 @@ def join(
   assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
   access = program.make_access(tls, plaintext_loopback)
   address = entrypoints.resolver(syncer, access)
+  entrypoints.require_own_certificate(access, learner)
   own_model.bring(model, address, access, wait_s)
   peer = Peer(jax.device_put(params), jax.device_put(opt_state))
   # Only a syncer begins with version 0; here it would be held beside the model for the whole run.

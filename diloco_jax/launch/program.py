@@ -134,6 +134,7 @@ def define_config() -> flags.FlagHolder:
 
   It has no default here, since a default would be read at import, outside every error handler.
   """
+  sys.argv = _with_flag_files(sys.argv)  # config_flags reads them now
   holder = config_flags.DEFINE_config_file(
     'config',
     help_string='FILE.py:VARIANT; NAME:VARIANT, a config of the package, for example '
@@ -312,6 +313,15 @@ def run_main(
   )
 
 
+def _with_flag_files(argv: list[str]) -> list[str]:
+  """The command line with the words of each --flagfile in its place: config_flags looks for
+  --config and its overrides on the command line alone."""
+  try:
+    return argv[:1] + flags.FLAGS.read_flags_from_files(argv[1:], force_gnu=False)
+  except (flags.Error, OSError) as error:
+    sys.exit(refuse(one_line(error)))
+
+
 def last_config_first(argv: list[str]) -> list[str]:
   """Keeps the last of several --config and puts it before its overrides, as config_flags requires.
 
@@ -400,8 +410,12 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
     sys.exit(NEVER_RETRY)
   except LookupError as error:
     sys.exit(refuse(_explain_lookup(argv, error)))
+  except flags.UnrecognizedFlagError as error:
+    sys.exit(refuse(f'{one_line(error)}{_fields_named(error.flagname)}'))
   except (NeverRetry, flags.Error, ValueError, TypeError, OSError) as error:
-    sys.exit(refuse(one_line(error)))
+    missing = re.match(r'flag --(\w+)=None: ', str(error))
+    text = f'--{missing[1]} is missing: {flags.FLAGS[missing[1]].help}' if missing else error
+    sys.exit(refuse(one_line(text)))
   if 'workdir' in flags.FLAGS and flags.FLAGS['workdir'].value == '':
     if flags.FLAGS['workdir'].default is None:
       sys.exit(refuse('--workdir is empty: name the folder of the run'))
@@ -411,6 +425,14 @@ def _parse(argv: list[str], positional: bool = False) -> list[str]:
   if len(rest) > 1 and not positional:
     sys.exit(refuse(f'unexpected argument {rest[1]!r}; every argument is a flag, --name=value'))
   return rest
+
+
+def _fields_named(flag: str) -> str:
+  """A hint at the fields of the config that have the name of an unknown flag."""
+  found = [field.name for field in fields.walk() if field.name.rpartition('.')[2] == flag]
+  if 'config' not in flags.FLAGS or not found:
+    return ''
+  return f'. In the config: {", ".join(f"--config.{name}" for name in found)}'
 
 
 def _explain_lookup(argv: list[str], error: LookupError) -> str:

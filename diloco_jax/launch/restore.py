@@ -91,6 +91,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     DirectoryError: a syncer or a learner runs there, or the folder cannot be written.
     OSError, WalFull, WalBroken: the disk is full or failed; repeat the restore.
   """
+  files_lib.require_name(workdir)
   if not manifests.syncer_folder(workdir).is_dir():
     raise ValueError(f'there is no run in {workdir} to restore')
   _require_plain_folders(workdir)

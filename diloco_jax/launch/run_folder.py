@@ -15,6 +15,7 @@ WORKDIR/report/            summary.json, timeline.png    (report/summary.py)
 """
 
 import contextlib
+import itertools
 import os
 import pathlib
 import stat
@@ -34,21 +35,20 @@ def open_workdir(
   config: run_config.Config, workdir: pathlib.Path | None, resume: bool, alone: bool = False
 ) -> pathlib.Path:
   """Makes the folder of a run, or opens the one to continue. `alone`: one learner without a syncer.
-  Raises ValueError; DirectoryError if its supervisor or its syncer runs."""
-  if workdir is None:
+  Raises ValueError; DirectoryError if its supervisor or its syncer runs, or another program makes
+  the same folder."""
+  named = workdir is not None
+  if not named:
     if resume:
       raise ValueError('--resume needs --workdir=DIR, the run to continue')
     workdir = pathlib.Path('runs') / f'{config.name}-{time.strftime("%Y%m%d-%H%M%S")}'
   workdir = workdir.absolute()
+  files.require_name(workdir)
   if resume:
     _check_same_run(config, workdir)
     _check_same_kind(workdir, alone)
-    _check_ended(workdir)
-  elif workdir.is_dir() and any(workdir.iterdir()):
-    holds = 'is not empty:'
-    if (workdir / load.FILE).is_file():
-      holds = 'already holds a run: continue it (--resume), or'
-    raise ValueError(f'{workdir} {holds} choose another --workdir')
+  elif named:
+    _check_empty(workdir, but_locked=True)
   if config.task == run_config.DECODER:
     corpus_files.list_files(config.data.corpus)
   if config.task == run_config.OWN_LOOP:
@@ -58,12 +58,20 @@ def open_workdir(
     )
   program.seal_key(workdir, make=True)  # before a child needs it
   try:
-    claim(workdir)
-    (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
-    load.write(workdir, config)
+    if named:
+      claim(workdir)
+    else:
+      workdir = _claim_new(workdir)
+    with held(workdir):  # of programs that start together, one gets the folder
+      if resume:
+        _check_ended(workdir)
+      else:
+        _check_empty(workdir)
+      (workdir / ADDRESS).unlink(missing_ok=True)  # the address of an ended run
+      load.write(workdir, config)
   except OSError as error:
     raise ValueError(
-      f'cannot write {workdir} ({error.strerror}); make space, or choose another --workdir'
+      f'cannot write {workdir} ({error.strerror}); make space, or choose another folder'
     ) from error
   return workdir
 
@@ -75,9 +83,21 @@ def write_config(workdir: pathlib.Path, config: run_config.Config) -> None:
     load.write(workdir, config)
 
 
+def _claim_new(workdir: pathlib.Path) -> pathlib.Path:
+  """Makes a folder that no other program has: this one, or else the same with a number. Raises
+  OSError."""
+  for number in itertools.count(1):
+    path = workdir if number == 1 else workdir.with_name(f'{workdir.name}-{number}')
+    with contextlib.suppress(FileExistsError):  # of a run that began in the same second
+      path.mkdir(mode=program.folder_mode(), parents=True)
+      return path
+  raise AssertionError
+
+
 def claim(workdir: pathlib.Path) -> None:
   """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
-  OSError."""
+  OSError, and ValueError for a path that `files.require_name` refuses."""
+  files.require_name(workdir)
   workdir.mkdir(mode=program.folder_mode(), parents=True, exist_ok=True)
   found = workdir.stat()
   if found.st_mode & 0o022:
@@ -100,13 +120,26 @@ def held(workdir: pathlib.Path) -> contextlib.AbstractContextManager[files.Files
   return contextlib.closing(folder)
 
 
+def _check_empty(workdir: pathlib.Path, but_locked: bool = False) -> None:
+  """Refuses a folder with anything but a lock. `but_locked`: not if it has one, since the program
+  that holds it may be writing its first files. Raises
+  ValueError."""
+  names = {path.name for path in workdir.iterdir()} if workdir.is_dir() else set()
+  if names <= {files.LOCK} or (but_locked and files.LOCK in names):
+    return
+  holds = 'is not empty:'
+  if (workdir / load.FILE).is_file():
+    holds = 'already holds a run: continue it (`train --resume`), or'
+  raise ValueError(f'{workdir} {holds} choose another folder')
+
+
 def _check_ended(workdir: pathlib.Path) -> None:
-  """Refuses a run whose supervisor is live, which starts its syncer again, or whose syncer has the
-  log: without the address, its learners could not come back. Raises DirectoryError."""
-  for folder in (workdir, manifests.syncer_folder(workdir) / 'wal'):
-    if folder.is_dir():
-      with held(folder):
-        pass
+  """Refuses a run whose syncer has the log: without the address, its learners could not come back.
+  A live supervisor, which starts its syncer again, holds the folder. Raises DirectoryError."""
+  log = manifests.syncer_folder(workdir) / 'wal'
+  if log.is_dir():
+    with held(log):
+      pass
 
 
 def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
@@ -115,12 +148,12 @@ def _check_same_kind(workdir: pathlib.Path, alone: bool) -> None:
   has_log = (manifests.syncer_folder(workdir) / 'wal').is_dir()
   if alone and has_log:
     raise ValueError(
-      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another --workdir'
+      f'the run in {workdir} has a syncer; leave --syncer=none out, or choose another folder'
     )
   if not alone and not has_log and any(workdir.glob('islands/*/ckpt/[0-9]*')):
     raise ValueError(
       f'the run in {workdir} is of one learner without a syncer; continue it with --syncer=none, '
-      'or choose another --workdir'
+      'or choose another folder'
     )
 
 
@@ -135,5 +168,6 @@ def _check_same_run(config: run_config.Config, workdir: pathlib.Path) -> None:
   if found:
     raise ValueError(
       f'the run in {workdir} was started with another config: {"; ".join(found)}; '
-      'continue it with its own config (leave --config out), or choose another --workdir'
+      'continue it with its own config (`train --resume` without --config), or choose another '
+      'folder'
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
-from diloco_jax.storage import arrays, checkpoint, manifests
+from diloco_jax.storage import arrays, checkpoint, files, manifests
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -41,6 +41,7 @@ def load_params(workdir: str | pathlib.Path) -> Any:
 def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
   """The objects of the run in a folder. Without `data`, to read its model only: the folder may have
   been copied to another machine. Raises ValueError."""
+  files.require_name(workdir)
   model = own_model.read(workdir)
   if not (workdir / load.FILE).is_file():
     raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')

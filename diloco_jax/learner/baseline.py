@@ -36,7 +36,7 @@ def _run(
   if restored is not None and restored.protocol:
     raise ValueError(
       'the checkpoints in this folder are of a learner with a syncer. Nothing was changed: leave '
-      '--syncer=none out, or choose another --workdir'
+      '--syncer=none out, or choose another folder'
     )
   step = 0 if restored is None else restored.step
   island.warm_up()

@@ -93,7 +93,7 @@ def run(
     if restored is not None and not restored.protocol:
       raise ValueError(
         'the checkpoints in this folder are of a learner without a syncer. Nothing was changed: '
-        'continue it with --syncer=none, or choose another --workdir'
+        'continue it with --syncer=none, or choose another folder'
       )
     records_lib.report_startup(records, 'restored')
     payloads = payloads_lib.PayloadStore()

@@ -3,14 +3,17 @@
   'rda'    'rda(floor=0.02)'    'nesterov(learning_rate=0.7, momentum=0.9)'
 
 The name is a key of a registry, a dict of factories beside the code; the arguments are keywords
-with literal values. A spec is never evaluated. A wrong spec raises a ValueError with the valid
-choices.
+with literal values. A spec is short and never evaluated. A wrong spec raises a ValueError with the
+valid choices.
 """
 
 import ast
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+_MAX_CHARS = 1_000
+_SHOWN_CHARS = 100
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -19,6 +22,11 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
   >>> parse('rda(floor=0.02)')
   ('rda', {'floor': 0.02})
   """
+  if len(text) > _MAX_CHARS:
+    raise ValueError(
+      f"'{text[:_SHOWN_CHARS]}...' has {len(text)} characters, at most {_MAX_CHARS} are read: "
+      "write a name, or a name with keyword arguments, such as 'rda(floor=0.02)'"
+    )
   try:
     call = ast.parse(text.strip(), mode='eval').body
     keywords: list[ast.keyword] = []
@@ -27,6 +35,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if isinstance(call, ast.Name) and all(one.arg for one in keywords):
       return call.id, {one.arg: ast.literal_eval(one.value) for one in keywords}
   except (SyntaxError, ValueError):  # not an expression, or an argument that is not a literal
+    pass
+  except (RecursionError, MemoryError):  # too many levels
     pass
   raise ValueError(
     f"{text!r} is neither a name nor a name with keyword arguments, such as 'rda(floor=0.02)'"
@@ -48,7 +58,7 @@ def make(text: str, registry: Mapping[str, Callable[..., Any]], use: Callable[[A
   try:
     made = registry[name](**arguments)
     use(made)
-  except (TypeError, ValueError) as error:
-    what, signature = str(error).splitlines()[0], inspect.signature(registry[name])
+  except (TypeError, ValueError, ArithmeticError) as error:
+    what, signature = (str(error) or 'wrong').splitlines()[0], inspect.signature(registry[name])
     raise ValueError(f'{text!r}: {what}; it is {name}{signature}') from None
   return made

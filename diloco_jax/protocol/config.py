@@ -17,6 +17,7 @@ SECOND_NS = 1_000_000_000
 PERMILLE = 1_000
 ADOPT = ('overwrite', 'blend', 'rebase')  # what becomes of a learner's own steps when it adopts
 WAIT_FOR = ('quorum', 'live')  # which learners a sync waits for
+MAX_FRAGMENTS = 10**4
 NORM_WINDOW = 16  # commits of a fragment by which a norm is judged (screening.py)
 
 Bound = int | Callable[['ProtocolConfig'], int]
@@ -31,7 +32,7 @@ class Setting:
     default: the protocol's value; None: the setting is optional.
     doc: its meaning.
     low, high: the least and the greatest value of the protocol; a function of the config where a
-      bound follows from other settings. `high` None: no limit.
+      bound follows from other settings.
     remedy: the reason for the bounds, or how to meet them, where `doc` does not say it.
     unit: the protocol's value of a written 1: SECOND_NS for a time that is written in seconds.
     shared: every learner must have the value of the syncer.
@@ -41,8 +42,8 @@ class Setting:
   name: str
   default: int | None
   doc: str
+  high: Bound
   low: Bound = 0
-  high: Bound | None = None
   remedy: str = ''
   unit: int = 1
   shared: bool = True
@@ -62,8 +63,8 @@ class Setting:
       return written
     return round(written * self.unit)
 
-  def bounds(self, config: 'ProtocolConfig') -> tuple[int, int | None]:
-    """The least and the greatest value; None: no limit."""
+  def bounds(self, config: 'ProtocolConfig') -> tuple[int, int]:
+    """The least and the greatest value."""
     low, high = (bound(config) if callable(bound) else bound for bound in (self.low, self.high))
     return low, high
 
@@ -76,13 +77,11 @@ class Setting:
       if value not in range(len(self.choices)):
         raise ValueError(f'{self.name} is {value!r}; use one of: {", ".join(self.choices)}')
       return
-    bounds = f'at least {self.written(low)}'
-    if high is not None:
-      bounds = f'between {self.written(low)} and {self.written(high)}'
+    bounds = f'between {self.written(low)} and {self.written(high)}'
     why = self.remedy or self.doc
     if type(value) is not int:
       raise ValueError(f'{self.name} is {value!r}, it must be a number {bounds}: {why}')
-    if value < low or (high is not None and value > high):
+    if not low <= value <= high:
       raise ValueError(f'{self.name} is {self.written(value)}, it must be {bounds}: {why}')
 
 
@@ -107,6 +106,7 @@ class ProtocolConfig:
     4,
     'M, how many learners are expected; more may join (see `shards`)',
     low=1,
+    high=10**4,
     remedy='a run needs a learner',
   )
   quorum: int = setting(
@@ -126,13 +126,14 @@ class ProtocolConfig:
     choices=WAIT_FOR,
     shared=False,
   )
-  period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1)
+  period: int = setting(12, 'H, inner steps between two syncs of one fragment', low=1, high=10**6)
   fragments: int = setting(
     12,
     'P, how many fragments the model is cut into',
     low=1,
-    high=lambda config: config.period,
-    remedy='the schedule syncs at most one fragment a step: fragments <= period',
+    high=lambda config: min(config.period, MAX_FRAGMENTS),
+    remedy='the schedule syncs at most one fragment a step: fragments <= period, and each has '
+    'messages of its own',
   )
   overlap: int = setting(
     3,
@@ -168,9 +169,10 @@ class ProtocolConfig:
     2,
     'of how many versions of a fragment in a row a learner may carry its steps on although none of '
     'them was merged; then it drops them, as too old',
+    high=10**6,
   )
   max_staleness: int = setting(
-    1, 'a payload whose anchor is more versions old than this is not merged'
+    1, 'a payload whose anchor is more versions old than this is not merged', high=10**6
   )
   grace_permille: int = setting(
     900,
@@ -215,6 +217,7 @@ class ProtocolConfig:
   start_wait_ns: int = setting(
     20 * SECOND_NS,
     'a new run starts once M learners have joined, or this long after the first of them',
+    high=86_400 * SECOND_NS,
   )
   longest_redial_ns: int = setting(
     10 * SECOND_NS,
@@ -236,6 +239,7 @@ class ProtocolConfig:
     'V, how many shards the text is cut into; further learners wait until a shard is free. None: '
     'as many as learners',
     low=lambda config: config.learners,
+    high=10**6,
     remedy='every learner reads a shard of its own, so that no text is read twice: '
     'data.shards >= sync.learners',
     name='data.shards',
@@ -267,6 +271,7 @@ class ProtocolConfig:
   save_syncs: int = setting(
     0,
     'after how many outer steps the syncer saves (0: only at the end)',
+    high=10**9,
     shared=False,
     name='sync.checkpoint_every_syncs',
   )
@@ -274,6 +279,7 @@ class ProtocolConfig:
     10,
     'the syncer refuses a pseudo-gradient whose norm is more than this many times the running '
     'median norm of its fragment (0: no such limit; NaN and Inf are always refused)',
+    high=10**6,
     shared=False,
   )
   norm_warmup: int = setting(
@@ -288,6 +294,7 @@ class ProtocolConfig:
     3,
     'how many refused updates or implausible messages in a row put a learner into quarantine '
     '(0: never)',
+    high=10**6,
     shared=False,
   )
   say_again_ns: int = setting(
@@ -300,6 +307,7 @@ class ProtocolConfig:
   snapshot_syncs: int = setting(
     0,
     'after how many outer steps the syncer takes a run snapshot (0: only on request)',
+    high=10**9,
     shared=False,
     name='sync.snapshot_every_syncs',
   )

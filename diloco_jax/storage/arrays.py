@@ -12,15 +12,21 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import checkpoint, json_files
+from diloco_jax.storage import checkpoint, files, json_files, leaves
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
-  """Writes a tree of numpy or jax arrays, replacing an older one, durably; without shardings, so
-  that any machine can read it. Raises CheckpointError."""
+  """Writes a tree of numpy or jax arrays, replacing an older one, durably, and reads it back;
+  without shardings, so that any machine can read it. Raises CheckpointError; ValueError for a path
+  that `files.require_name` refuses."""
+  files.require_name(path)
+  path = path.absolute()
+  tree = jax.tree.map(np.asarray, tree)
   try:
-    ocp.save(path.absolute(), jax.tree.map(np.asarray, tree), overwrite=True)
-    json_files.fsync_tree(path.absolute())
+    ocp.save(path, tree, overwrite=True)
+    json_files.fsync_tree(path)
+    digests = leaves.digests_of_host(tree)
+    leaves.require_reads_back(tree, digests, lambda part: ocp.load(path, part))
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from _by_number(error)
 
@@ -34,7 +40,9 @@ def _by_number(error: Exception) -> Exception:
 
 def load(path: pathlib.Path, like: Any = None, name: str = 'AUTO') -> Any:
   """Reads a tree: nested dicts of arrays, or the tree of ShapeDtypeStructs `like`. `name`: of one
-  tree in a checkpoint of several; Orbax finds a single one. Raises CheckpointError."""
+  tree in a checkpoint of several; Orbax finds a single one. Raises CheckpointError, and
+  ValueError for a path that `files.require_name` refuses."""
+  files.require_name(path)
   try:
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds

@@ -16,6 +16,8 @@ for a while.
 The seal is written last. A checkpoint with a proved record and no seal was cut short by a kill: it
 is set aside, in the place of the last such one, and a process starts without it.
 
+The first save of a process is read back before it counts: what was never read may be no checkpoint.
+
 A learner's anchors are not among them: it takes every fragment whole when it joins again.
 
 The number is the clock or, if that is taken, the next one after the newest: no save replaces
@@ -36,14 +38,14 @@ import logging
 import pathlib
 import shutil
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import json_files, leaves, manifests, seals
+from diloco_jax.storage import files, json_files, leaves, manifests, orbax_context, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
@@ -94,18 +96,20 @@ class Checkpoints:
       is not restored.
 
   Raises:
-    ValueError: the folder cannot be written.
+    ValueError: the folder cannot be written, or `files.require_name` refuses its path.
   """
 
   def __init__(self, root: str, key: seals.Key | None = None):
+    files.require_name(pathlib.Path(root))
     self._root = pathlib.Path(root).resolve()
     self._key = key
+    self._reads_back = False  # a save of this process has been read
     _require_writable(self._root)
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
-      context=_context(),
-      preservation_policy=_All(),
+      context=orbax_context.make(),
+      preservation_policy=orbax_context.KeepAll(),
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
@@ -192,8 +196,12 @@ class Checkpoints:
       raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
     saved = Saved(number, sha256)
+    like = None if self._reads_back else _shapes_of(arrays)
     threading.Thread(
-      target=self._complete, args=(saved, response, done), name='save', daemon=True
+      target=self._complete,
+      args=(saved, response, done, like, record['digests']),
+      name='save',
+      daemon=True,
     ).start()
     return done.result
 
@@ -266,13 +274,27 @@ class Checkpoints:
       self._checkpointer.wait()  # as in `wait`, for an error that another thread has waited for
     self._checkpointer.close()
 
-  def _complete(self, saved: Saved, response: Any, done: futures.Future[Saved]) -> None:
-    """Runs in a separate thread, so that the next save can start even if no caller waits."""
+  def _complete(
+    self,
+    saved: Saved,
+    response: Any,
+    done: futures.Future[Saved],
+    like: Any,
+    digests: dict[str, int],
+  ) -> None:
+    """Runs in a separate thread, so that the next save can start even if no caller waits. `like`:
+    the shapes of the arrays, of a save that is to be read back."""
+    folder = self._root / str(saved.number)
     try:
       response.result()
-      json_files.fsync_tree(self._root / str(saved.number))
+      json_files.fsync_tree(folder)
+      if like is not None:
+        with orbax_context.make():
+          load = lambda part: ocp.load_checkpointables(folder, part)
+          leaves.require_reads_back(like, digests, load)
+        self._reads_back = True
       if self._key:
-        seal(self._root / str(saved.number), self._key)
+        seal(folder, self._key)
       self._remove_old()
       done.set_result(saved)
     except Exception as error:
@@ -376,7 +398,7 @@ def verify(
     record, proof = _read_record(folder)
     if not trust and (key or proof or (folder / SEAL).exists()):
       _require_seal(folder, key)
-    with _ONE_OPERATION, _context():
+    with _ONE_OPERATION, orbax_context.make():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
@@ -497,29 +519,6 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
   return arrays
 
 
-class _All:
-  """Tells Orbax to keep every checkpoint: it would remove old ones before the new one is durable,
-  and a failure of that would count as one of the save."""
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    del context
-    return [True] * len(checkpoints)
-
-
-def _context() -> ocp.Context:
-  """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
-
-  One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
-  more than half of the time that `save` blocks a small island.
-  """
-  registry = ocp.handlers.local_registry()
-  registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
-  context = ocp.Context()
-  context.checkpointables.registry = registry
-  context.array.saving.use_replica_parallel = False
-  return context
-
-
 def _require_writable(root: pathlib.Path) -> None:
   try:
     root.mkdir(parents=True, exist_ok=True)
@@ -531,6 +530,10 @@ def _require_writable(root: pathlib.Path) -> None:
       f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
       'that this process may write to'
     ) from error
+
+
+def _shapes_of(tree: Any) -> Any:
+  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
 
 
 def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:

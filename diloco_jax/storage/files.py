@@ -32,10 +32,23 @@ _NOT_DIRECT = errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS  # a file system that
 _PLAIN = os.O_NOFOLLOW | os.O_CLOEXEC  # a symbolic link is no file of a run
 LOCK = 'lock'
 PROBE = 'probe'
+_PATTERN = frozenset('*?[]\\')
 
 
 class DirectoryError(RuntimeError):
   """The directory is unusable; one line says why and what to do."""
+
+
+def require_name(folder: pathlib.Path) -> None:
+  """Raises ValueError if checkpoints could not be read below this path. Orbax finds the parts of a
+  save by a pattern that begins with the path, so that a letter of a pattern in it finds nothing, or
+  the parts of a save in another folder."""
+  for path in (folder.absolute(), folder.resolve()):
+    if found := sorted(_PATTERN & set(str(path))):
+      raise ValueError(
+        f'{path} has {" ".join(found)} in its path, and below such a path no checkpoint could be '
+        'read. Nothing was changed. Choose another folder, or rename this one'
+      )
 
 
 class Files:

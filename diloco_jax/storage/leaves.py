@@ -1,9 +1,15 @@
 """What a checkpoint writes beside its arrays: shape and digest of each leaf of the tree."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+_PART_BYTES = 256 << 20  # that `require_reads_back` holds at once, beside a leaf that is larger
+_LEFT_OUT = ...  # Orbax reads no such leaf
+_CHUNK = 1 << 20  # elements
 
 
 class Mismatch(Exception):
@@ -72,3 +78,49 @@ def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
   for path, value in saved.items():
     if read.get(path) != value:
       raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
+
+
+def digests_of_host(tree: Any) -> dict[str, int]:
+  """As `digests`, of numpy arrays, on the host."""
+  return {path: _digest_of_host(leaf) for path, leaf in _by_path(tree).items()}
+
+
+def _digest_of_host(leaf: np.ndarray) -> int:
+  bits = np.ascontiguousarray(leaf).reshape(-1).view(f'uint{min(8 * leaf.dtype.itemsize, 32)}')
+  total = 0
+  for start in range(0, len(bits), _CHUNK):
+    part = bits[start : start + _CHUNK].astype(np.uint32)
+    weight = 2 * np.arange(start, start + len(part), dtype=np.uint64) + 1
+    total += int(np.sum(part * weight.astype(np.uint32), dtype=np.uint32))
+  return total % (1 << 32)
+
+
+def require_reads_back(tree: Any, saved: dict[str, int], load: Callable[[Any], Any]) -> None:
+  """Reads what was saved, on the host and in parts, since neither the devices nor the host may have
+  room for a second copy. Raises ValueError, which names the first leaf that differs, and whatever
+  `load` raises.
+
+  Args:
+    tree: arrays, or their shapes, as they were saved.
+    saved: their digests.
+    load: reads a part: the leaves of such a tree, numpy arrays, where it has `np.ndarray`.
+  """
+  read: dict[str, int] = {}
+  for part in _parts(tree):
+    found = _by_path(load(part))
+    read |= digests_of_host({path: leaf for path, leaf in found.items() if leaf is not _LEFT_OUT})
+  require_same_digests(saved, read)
+
+
+def _parts(tree: Any) -> Iterator[Any]:
+  """Trees of `np.ndarray` and _LEFT_OUT that have every leaf once."""
+  leaves, structure = jax.tree.flatten(tree)
+  sizes = [leaf.size * leaf.dtype.itemsize for leaf in leaves]
+  first = 0
+  while first < len(leaves):
+    end, total = first + 1, sizes[first]
+    while end < len(leaves) and total + sizes[end] <= _PART_BYTES:
+      end, total = end + 1, total + sizes[end]
+    wanted = [np.ndarray if first <= at < end else _LEFT_OUT for at in range(len(leaves))]
+    yield jax.tree.unflatten(structure, wanted)
+    first = end

@@ -9,6 +9,7 @@ then refused.
 Not covered: a file put back to an older state that was sealed, and a log cut off behind a record.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import hmac
@@ -79,11 +80,18 @@ def load(path: pathlib.Path, workdir: pathlib.Path, make: bool = False) -> Key:
     raise ValueError(f'--seal_key={path} lies in the folder of the run: keep it elsewhere')
   if make and not path.exists():
     path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f'{path.name}.{secrets.token_hex(4)}.new')
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), 'wb') as file:
-      file.write(secrets.token_hex(KEY_BYTES).encode() + b'\n')
-      file.flush()
-      os.fsync(file.fileno())
+    try:
+      with open(os.open(new, flags, 0o600), 'wb') as file:
+        file.write(secrets.token_hex(KEY_BYTES).encode() + b'\n')
+        file.flush()
+        os.fsync(file.fileno())
+      with contextlib.suppress(FileExistsError):  # of a run that began together with this one
+        os.link(new, path)
+    finally:
+      new.unlink(missing_ok=True)
+    json_files.fsync(path.parent)
   elif not path.exists():
     raise ValueError(
       f'--seal_key={path} does not exist: copy the one of the run there. `diloco syncer` and '

@@ -11,6 +11,8 @@ import math
 
 _ACTIVATION_DTYPES = ('float32', 'bfloat16')
 _OPTIMIZERS = ('adamw', 'muon')
+MAX_LAYERS = 10**4
+MAX_PARAMETERS = 10**12
 
 
 def _require_positive(config: object, *names: str) -> None:
@@ -65,6 +67,12 @@ class ModelConfig:
   dtype: str = 'float32'
   patch_size: int = 2
 
+  def _least_parameters(self) -> int:
+    """Of the embedding, the projections of attention, and the feed-forward blocks."""
+    heads = 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
+    blocks = 3 * self.hidden_dim * max(self.num_experts, 1)
+    return self.embed_dim * (self.vocab_size + self.num_layers * (heads + blocks))
+
   def validate(self) -> None:
     _require_positive(
       self,
@@ -79,6 +87,12 @@ class ModelConfig:
       'rope_theta',
       'patch_size',
     )
+    if self.num_layers > MAX_LAYERS:
+      raise ValueError(f'num_layers is {self.num_layers}: at most {MAX_LAYERS}')
+    if (least := self._least_parameters()) > MAX_PARAMETERS:
+      raise ValueError(
+        f'the model has {least} parameters or more: at most {MAX_PARAMETERS}; lower its sizes'
+      )
     if self.num_heads % self.num_kv_heads:
       raise ValueError(
         f'num_heads {self.num_heads} is not a multiple of num_kv_heads '

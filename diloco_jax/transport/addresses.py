@@ -19,6 +19,7 @@ from diloco_jax.certs import private
 
 UNIX = 'unix:'
 _MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
+_CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
 _HOST = re.compile(r'[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?')
 _PORT = re.compile(r'[0-9]{1,5}')
 
@@ -37,10 +38,14 @@ LOCAL = Access()
 def check(address: str, access: Access) -> None:
   """Raises ValueError unless the address is one, and `access` is enough for it."""
   if address.startswith(UNIX):
+    if _CUT in address:
+      raise ValueError(
+        f'address {address!r}: {_objection(pathlib.Path(address.removeprefix(UNIX)))}'
+      )
     if access.tls is not None:
       raise ValueError(
         f'address {address!r}: a Unix socket needs no certificates, only this user reaches it; '
-        'leave --tls out, or give HOST:PORT'
+        'leave tls out, or give HOST:PORT'
       )
     return
   host, colon, port = address.rpartition(':')
@@ -54,9 +59,10 @@ def check(address: str, access: Access) -> None:
   if access.tls is not None or (access.plaintext_loopback and number and number.is_loopback):
     return
   raise ValueError(
-    f'address {address!r} needs certificates: give --tls=FOLDER, made by `diloco certs`; or, on '
-    'one machine, use a Unix socket (--listen left out, --syncer=file:WORKDIR/syncer/address); or, '
-    'to debug on 127.0.0.1 where every user can connect, --plaintext_loopback on both sides'
+    f'address {address!r} needs certificates: give tls, a folder made by `diloco certs`; or, on '
+    'one machine, use a Unix socket (the syncer without listen, the learner with syncer='
+    'file:WORKDIR/syncer/address); or, to debug on 127.0.0.1 where every user can connect, '
+    'plaintext_loopback on both sides'
   )
 
 
@@ -73,14 +79,15 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def in_folder(workdir: pathlib.Path) -> str:
   """The address of the Unix socket of the run in a folder; makes the socket's own folder.
 
-  The kernel limits the length of a socket's path. For a long WORKDIR the socket's folder is in
-  XDG_RUNTIME_DIR or the folder of temporary files, the same one at every start.
+  The kernel limits the length of a socket's path, and gRPC has no way to write a comma. For a
+  WORKDIR that is long or has one, the socket's folder is in XDG_RUNTIME_DIR or the folder of
+  temporary files, the same one at every start.
   """
   folder = workdir / 'syncer' / 'door'
-  if len(os.fsencode(_socket(folder))) > _MAX_PATH_BYTES:
+  if _objection(_socket(folder).parent.resolve() / _socket(folder).name):
     short = hashlib.sha256(os.fsencode(workdir)).hexdigest()[:12]
     base = os.environ.get('XDG_RUNTIME_DIR', '')
-    if not os.access(base, os.W_OK | os.X_OK):  # none, or that of the user before `su`
+    if _CUT in base or not os.access(base, os.W_OK | os.X_OK):  # or that of the user before `su`
       base = tempfile.gettempdir()
     folder = pathlib.Path(base) / f'diloco-{os.geteuid()}-{short}'
   with contextlib.suppress(FileExistsError):
@@ -94,6 +101,19 @@ def _socket(folder: pathlib.Path) -> pathlib.Path:
   return folder / 'socket'
 
 
+def _objection(path: pathlib.Path) -> str:
+  """Why gRPC has no socket at this path; '' if it can have one."""
+  size = len(os.fsencode(path))
+  if size > _MAX_PATH_BYTES:
+    return (
+      f'the path of a socket has at most {_MAX_PATH_BYTES} bytes, this one {size}: choose a '
+      'shorter one'
+    )
+  if _CUT in str(path):
+    return f'gRPC knows no path with a comma, and {path} has one: choose another folder'
+  return ''
+
+
 def path_of(address: str) -> pathlib.Path:
   """The path of unix:PATH. Raises ValueError unless its folder is of this user alone, OSError
   if there is none."""
@@ -101,11 +121,8 @@ def path_of(address: str) -> pathlib.Path:
   if not path.is_absolute():
     raise ValueError(f'address {address!r}: the path of a socket must be absolute')
   path = path.parent.resolve() / path.name
-  if len(os.fsencode(path)) > _MAX_PATH_BYTES:
-    raise ValueError(
-      f'address {address!r}: the path of a socket has at most {_MAX_PATH_BYTES} bytes, this one '
-      f'{len(os.fsencode(path))}: choose a shorter one'
-    )
+  if objection := _objection(path):
+    raise ValueError(f'address {address!r}: {objection}')
   if not path.parent.is_dir():
     raise FileNotFoundError(f'address {address!r}: there is no folder {path.parent}')
   if objection := private.objection(path.parent):

@@ -48,7 +48,7 @@ class SyncerCredentials:
     self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
     if self._listed.run != self.run:
       raise ValueError(
-        f'--tls={folder}: the allowlist is of run {self._listed.run}, the certificate of {self.run}'
+        f'tls={folder}: the allowlist is of run {self._listed.run}, the certificate of {self.run}'
       )
 
   @property

@@ -95,7 +95,7 @@ class Door:
       self._lock.close()
       raise OSError(
         f'cannot listen on {address}: another syncer listens there; stop it, or choose another '
-        '--workdir or --listen'
+        'folder or address'
       ) from None
     path.unlink(missing_ok=True)
     self._bind(server, _quoted(path))

@@ -87,3 +87,12 @@ def test_a_run_of_another_version_is_refused(tmp_path):
   path.write_text(path.read_text().replace('"quorum"', '"quorums"'))
   with pytest.raises(ValueError, match=r'config.json: .*SyncConfig: missing quorum'):
     load.load(str(tmp_path))
+
+
+def test_a_file_that_defines_a_flag_of_the_program_is_told_to_rename_it(tmp_path):
+  (tmp_path / 'own.py').write_text(
+    "from absl import flags\nflags.DEFINE_string('verbosity', '', 'one of the program')\n"
+  )
+  match = 'defines the flag --verbosity, which the program has, too: give it another name'
+  with pytest.raises(ValueError, match=match):
+    load.module(tmp_path / 'own.py')

@@ -19,6 +19,7 @@ from diloco_jax.protocol import messages
 from diloco_jax.storage import arrays, files
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, chunks, link
+from tests.certs import mint
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
@@ -205,3 +206,21 @@ def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
     )
     waiting.push(publish, value[:size])
   assert waiting.queued_bytes == sum(assembled.publish_bytes)
+
+
+def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
+  mint.owner(tmp_path / 'certs')
+  access = addresses.Access(tls=tmp_path / 'certs' / 'l0')
+  match = 'is that of l0, and this learner is l1: give each learner the folder of its own id'
+  with pytest.raises(program.NeverRetry, match=match):
+    entrypoints.learner(
+      stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access
+    )
+  assert not (tmp_path / 'run').exists()
+  params = {'w': np.ones((4, 4), np.float32)}
+  with pytest.raises(ValueError, match=match):
+    with diloco_jax.join(
+      params, learner='l1', syncer='127.0.0.1:1', total_steps=5, tls=access.tls, wait_s=0.0
+    ):
+      pass
+  entrypoints.require_own_certificate(access, 'l0')

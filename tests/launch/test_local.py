@@ -1,17 +1,32 @@
 """The folder of a run and its programs: refusals, arguments passed on, settings of the user."""
 
 import contextlib
+import copy
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import threading
+from concurrent import futures
 
 import pytest
 
+import diloco_jax
+from diloco_jax.commands import doctor
+from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import accelerators, local, program, run_folder
-from diloco_jax.storage import files
+from diloco_jax.launch import (
+  accelerators,
+  entrypoints,
+  local,
+  peer,
+  program,
+  restore,
+  run_folder,
+)
+from diloco_jax.storage import files, seals
 
 
 @pytest.fixture(name='config')
@@ -30,9 +45,94 @@ def test_a_run_without_a_folder_gets_one_with_its_name(config, tmp_path, monkeyp
   assert workdir.parent == tmp_path / 'runs' and workdir.name.startswith('tiny-')
 
 
+def _open_at_once(
+  count: int, config, workdir: pathlib.Path | None
+) -> list[pathlib.Path | Exception]:
+  together = threading.Barrier(count)
+
+  def open_one(number: int) -> pathlib.Path | Exception:
+    own = copy.deepcopy(config)
+    own.train.seed = number
+    together.wait()
+    try:
+      return run_folder.open_workdir(own, workdir, resume=False)
+    except (ValueError, files.DirectoryError) as error:
+      return error
+
+  with futures.ThreadPoolExecutor(count) as pool:
+    return list(pool.map(open_one, range(count)))
+
+
+def test_runs_that_start_in_one_second_have_folders_of_their_own(config, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(run_folder.time, 'strftime', lambda form: '20260101-120000')
+  opened = _open_at_once(8, config, None)
+  first = tmp_path / 'runs' / 'tiny-20260101-120000'
+  assert sorted(opened) == [first, *(first.with_name(f'{first.name}-{n}') for n in range(2, 9))]
+  assert [load.read(workdir).train.seed for workdir in opened] == list(range(8))
+
+
+def test_one_folder_that_is_given_to_several_runs_belongs_to_one(config, tmp_path):
+  opened = _open_at_once(8, config, tmp_path / 'run')
+  (winner,) = [number for number, one in enumerate(opened) if isinstance(one, pathlib.Path)]
+  assert load.read(tmp_path / 'run').train.seed == winner
+  for refusal in opened[:winner] + opened[winner + 1 :]:
+    assert re.search('already (used by|holds a run)', str(refusal)), refusal
+
+
+def test_runs_that_make_one_key_together_have_the_same(tmp_path):
+  together = threading.Barrier(8)
+
+  def load_one(number: int) -> bytes:
+    together.wait()
+    return seals.load(tmp_path / 'keys' / 'key', tmp_path / 'run', make=True).secret
+
+  with futures.ThreadPoolExecutor(8) as pool:
+    assert len(set(pool.map(load_one, range(8)))) == 1
+  assert [path.name for path in (tmp_path / 'keys').iterdir()] == ['key']
+
+
+def test_a_run_continues_from_another_folder(config, tmp_path, monkeypatch):
+  """The paths in its config are those of the folder in which it began."""
+  (tmp_path / 'texts').mkdir()
+  (tmp_path / 'texts' / 'a.txt').write_text('x')
+  (tmp_path / 'elsewhere').mkdir()
+  monkeypatch.chdir(tmp_path)
+  config.data.corpus = 'texts/*.txt'
+  workdir = run_folder.open_workdir(config, pathlib.Path('run'), resume=False)
+  monkeypatch.chdir(tmp_path / 'elsewhere')
+  found = load.load('../run')
+  assert found.data.corpus == str(tmp_path / 'texts' / '*.txt')
+  run_folder.open_workdir(found, workdir, resume=True)
+  found.task = 'mlp.py:task(width=64)'
+  load.write(tmp_path, found)
+  assert load.read(tmp_path).task == f'{tmp_path}/elsewhere/mlp.py:task(width=64)'
+
+
+def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkeypatch):
+  """At the start, wherever a program is given a folder."""
+  (tmp_path / 'x[1]').mkdir()
+  monkeypatch.chdir(tmp_path / 'x[1]')
+  match = 'no checkpoint could be read. Nothing was changed. Choose another folder'
+  for workdir in (None, tmp_path / 'x[1]' / 'run'):
+    with pytest.raises(ValueError, match=match):
+      run_folder.open_workdir(config, workdir, resume=False)
+  with pytest.raises(ValueError, match=match):
+    diloco_jax.load_params('run')
+  with pytest.raises(ValueError, match=match):
+    restore.restore(config, pathlib.Path('run'), restore.Asked(restore.LATEST), print)
+  with pytest.raises(ValueError, match=match), contextlib.ExitStack() as cleanup:
+    peer.folder('run', cleanup)
+  with pytest.raises(program.NeverRetry, match=match):
+    entrypoints._open('run', 'syncer')
+  with pytest.raises(doctor.Bad, match=match):
+    doctor.disk(pathlib.Path('run').absolute())
+  assert not list(pathlib.Path().iterdir())
+
+
 def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
-  with pytest.raises(ValueError, match='already holds a run: continue it .--resume.'):
+  with pytest.raises(ValueError, match='already holds a run: continue it .`train --resume`.'):
     run_folder.open_workdir(config, workdir, resume=False)
   (workdir / 'syncer').mkdir()
   (workdir / 'syncer' / 'address').write_text('127.0.0.1:1')
@@ -44,7 +144,7 @@ def test_a_folder_with_a_run_is_refused_without_resume(config, tmp_path):
 
 def test_a_folder_with_other_files_is_refused(config, tmp_path):
   (tmp_path / 'notes.txt').touch()
-  with pytest.raises(ValueError, match='is not empty: choose another --workdir'):
+  with pytest.raises(ValueError, match='is not empty: choose another folder'):
     run_folder.open_workdir(config, tmp_path, resume=False)
   assert [path.name for path in tmp_path.iterdir()] == ['notes.txt']
 
@@ -98,7 +198,9 @@ def test_a_run_continues_with_or_without_a_syncer_as_it_began(config, tmp_path):
 def test_a_run_continues_with_its_own_config_only(config, tmp_path):
   workdir = run_folder.open_workdir(config, tmp_path / 'run', resume=False)
   config.sync.alpha = 0.1
-  with pytest.raises(ValueError, match='sync.alpha is 0.1 here, 0.5 there.*leave --config out'):
+  with pytest.raises(
+    ValueError, match='sync.alpha is 0.1 here, 0.5 there.*`train --resume` without --config'
+  ):
     run_folder.open_workdir(config, workdir, resume=True)
 
 
@@ -122,7 +224,7 @@ def test_a_corpus_without_a_file_is_refused_and_takes_no_folder(config, tmp_path
 
 
 def test_a_folder_that_cannot_be_written_is_refused(config):
-  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another --workdir'):
+  with pytest.raises(ValueError, match='cannot write /proc/run .* choose another folder'):
     run_folder.open_workdir(config, pathlib.Path('/proc/run'), resume=False)
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from diloco_jax.config import run_config
+from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import one_process
 
@@ -84,3 +84,14 @@ def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_pa
   interrupt_after('syncer', 'synced')
   interrupt_after('syncer', 'recovered')
   interrupt_after('syncer', 'synced')
+
+
+def test_a_config_may_be_given_by_its_name(tmp_path):
+  """As for `diloco train --config`; here the first refusal behind it shows that it was loaded."""
+  (tmp_path / 'notes.txt').touch()
+  config = _config(STEPS, learners=1)
+  load.write(tmp_path / 'before', config)
+  with pytest.raises(ValueError, match='is not empty: choose another folder'):
+    one_process.run(str(tmp_path / 'before'), tmp_path)
+  with pytest.raises(ValueError, match="there is no config 'stdlib_ml'"):
+    one_process.run('stdlib_ml:tiny', tmp_path)

@@ -28,6 +28,16 @@ def test_anything_else_is_refused(text):
 
 
 @pytest.mark.parametrize(
+  'text',
+  ['-' * 100_000 + '1', 'a' + '.a' * 50_000, f'x(a={"-" * 990}1)', f'x(a={"(" * 490}1{")" * 490})'],
+)
+def test_a_spec_that_is_too_long_or_too_deep_is_refused(text):
+  with pytest.raises(ValueError, match='with keyword arguments, such as') as caught:
+    outer.make(text)
+  assert len(str(caught.value)) < 1_200
+
+
+@pytest.mark.parametrize(
   'make, text, words',
   [
     (merge.make, 'mean', "'mean' is unknown; use one of: avg, rda"),
@@ -44,6 +54,7 @@ def test_anything_else_is_refused(text):
     (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),
     (outer.make, 'lbfgs', "missing 3 required keyword-only arguments: 'value'"),
     (outer.make, 'nesterov(learning_rate=-1)', 'learning_rate must be in (0, 10]'),
+    (outer.make, f'adam(learning_rate=1{"0" * 400})', 'it is adam('),
     (outer.make, "nesterov(momentum='x')", 'not supported between'),
     (outer.make, 'rmsprop(learning_rate=0.1, eps=0.0)', 'a gradient of zeros is not finite'),
   ],

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.serialization import ocdbt_utils
 
 from diloco_jax.storage import arrays, checkpoint, leaves, seals
 from diloco_jax.train import config as config_lib
@@ -63,6 +64,71 @@ def test_reads_back_the_saved_state(tmp_path):
   _assert_holds(restored, 7)
   assert restored.protocol == {'versions': [3, 4], 'steps': {'0': 1}}
   checkpoints.close()
+
+
+def _skipping_the_merge(*args, **kwargs):
+  """What Orbax does when it finds no part of a save (ocdbt_utils.merge_ocdbt_per_process_files)."""
+
+  async def nothing() -> None:
+    pass
+
+  return nothing()
+
+
+def test_a_save_that_cannot_be_read_is_none(tmp_path, monkeypatch):
+  """The caller would rely on it, and the log would drop what it holds."""
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  with monkeypatch.context() as patch:
+    patch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
+    with pytest.raises(checkpoint.CheckpointError, match='saving .* failed.* no earlier one'):
+      checkpoints.save(1, _state(1), 10)()
+  assert checkpoints.numbers == []
+  checkpoints.save(2, _state(2), 20)()
+  checkpoints.close()
+  _assert_holds(_restore(tmp_path), 2)
+
+
+def test_an_export_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
+  monkeypatch.setattr(ocdbt_utils, 'merge_ocdbt_per_process_files', _skipping_the_merge)
+  with pytest.raises(checkpoint.CheckpointError, match='cannot write .*model'):
+    arrays.save(tmp_path / 'model', _state(1))
+
+
+def test_a_save_is_read_back_in_parts(monkeypatch):
+  monkeypatch.setattr(leaves, '_PART_BYTES', 100)
+  kinds = {'a': bool, 'b': jnp.bfloat16, 'c': np.int8, 'd': np.float64, 'e': np.float32}
+  values = np.random.default_rng(0).normal(size=(6, 5))
+  tree = {name: values.astype(kind) for name, kind in kinds.items()} | {
+    'n': np.int32(3).reshape(())
+  }
+  parts = []
+
+  def load(part):
+    parts.append(part)
+    return jax.tree.map(lambda wanted, leaf: leaf if wanted is np.ndarray else ..., part, tree)
+
+  digests = leaves.digests_of_host(tree)
+  with jax.enable_x64(True):
+    assert digests == leaves.digests(tree)
+  leaves.require_reads_back(tree, digests, load)
+  assert len(parts) == 5
+  with pytest.raises(ValueError, match='n has digest'):
+    leaves.require_reads_back(tree, digests | {'n': 1}, load)
+
+
+@pytest.mark.parametrize('letter', list('[]*?\\'))
+def test_a_path_in_which_orbax_finds_nothing_is_refused(letter, tmp_path):
+  folder = tmp_path / f'lr{letter}1' / 'run'
+  link = tmp_path / 'link'
+  link.symlink_to(folder.parent)
+  for path in (folder, link / 'run'):
+    with pytest.raises(ValueError, match='no checkpoint could be read. Nothing was changed'):
+      checkpoint.Checkpoints(str(path))
+    with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
+      arrays.save(path, _state(1))
+    with pytest.raises(ValueError, match='Choose another folder, or rename this one'):
+      arrays.load(path)
+  assert not folder.parent.exists()
 
 
 def test_keeps_the_last_two(tmp_path):

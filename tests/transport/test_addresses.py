@@ -11,6 +11,7 @@ import tempfile
 
 import pytest
 
+from diloco_jax.certs import private
 from diloco_jax.protocol import events
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 from tests.certs import mint
@@ -74,7 +75,7 @@ def refused(address, access):
 @pytest.mark.parametrize('address', OTHERS)
 def test_an_address_of_other_machines_needs_certificates(address, access):
   reason = refused(address, access)
-  for way_out in ('--tls=FOLDER', 'Unix socket', '--plaintext_loopback'):
+  for way_out in ('give tls, a folder', 'Unix socket', 'plaintext_loopback'):
     assert way_out in reason
 
 
@@ -145,6 +146,31 @@ def test_a_long_workdir_has_its_socket_elsewhere(tmp_path, monkeypatch):
   pathlib.Path(other.removeprefix('unix:')).parent.rmdir()
 
 
+def test_a_workdir_with_a_comma_has_its_socket_elsewhere(tmp_path, monkeypatch):
+  """As sweeps name folders. gRPC would take its path for two addresses."""
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path))
+  workdir, link = tmp_path / 'lr=1e-3,wd=0.1', tmp_path / 'link'
+  link.symlink_to(workdir)
+  for folder in (workdir, link):
+    address = addresses.in_folder(folder)
+    assert ',' not in address and address == addresses.in_folder(folder)
+    syncer = listen(address)
+    assert connects(address)
+    syncer.shutdown(0.0)
+  monkeypatch.setenv('XDG_RUNTIME_DIR', str(workdir))
+  workdir.mkdir(exist_ok=True)
+  path = pathlib.Path(addresses.in_folder(workdir).removeprefix('unix:'))
+  assert path.parent.is_relative_to(tempfile.gettempdir()) and ',' not in str(path)
+  path.parent.rmdir()
+
+
+def test_a_socket_with_a_comma_in_its_path_is_refused(tmp_path):
+  private.make_folder(tmp_path / 'a,b')
+  (tmp_path / 'link').symlink_to('a,b')
+  for name in ('a,b', 'link'):
+    assert 'a comma' in refused(f'unix:{tmp_path}/{name}/socket', LOCAL)
+
+
 def test_a_runtime_folder_that_does_not_exist_is_not_used(tmp_path, monkeypatch):
   monkeypatch.setenv('XDG_RUNTIME_DIR', str(tmp_path / 'of another user'))
   path = pathlib.Path(addresses.in_folder(tmp_path / ('x' * 120)).removeprefix('unix:'))
@@ -168,7 +194,7 @@ def test_a_relative_or_long_path_is_refused(tmp_path):
 def test_a_unix_socket_takes_no_certificates(tmp_path):
   owner = mint.owner(tmp_path / 'certs')
   access = addresses.Access(owner.folder / 'syncer')
-  assert 'leave --tls out' in refused(f'unix:{tmp_path}/socket', access)
+  assert 'leave tls out' in refused(f'unix:{tmp_path}/socket', access)
 
 
 def test_a_live_socket_is_never_stolen(tmp_path):
