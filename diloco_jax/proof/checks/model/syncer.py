@@ -13,6 +13,7 @@ from diloco_jax.protocol.tape import observers
 
 Reason = messages.Reason
 Range = tuple[int, int]
+STRANGERS = 2  # ids of which nothing was merged, for each expected learner (syncer/join.py)
 
 
 @dataclasses.dataclass(slots=True)
@@ -87,6 +88,7 @@ class SyncerBook:
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
     self.end_is_durable = self.over  # the disk shows that the run is over
+    lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
     for holder in lineage.holders.values():
       holder.claimed, holder.since = holder.clock, None
     self.finished_ns: int | None = None
@@ -170,6 +172,7 @@ class SyncerBook:
     holder = self.lineage.holders.get(learner)
     nonce_is_new = holder is None or holder.nonce != nonce
     if holder is None:
+      self._forget_strangers()
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
@@ -189,6 +192,19 @@ class SyncerBook:
     self.account(peer).train(confirm.tokens)
     self.window.begins_life(now_ns, nonce, confirm.steps)
     self._advance(now_ns, holder)
+
+  def _forget_strangers(self) -> None:
+    """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
+    that came first among those that are absent and of which nothing was ever merged."""
+    lineage = self.lineage
+    useful = {learner for (learner, _), account in lineage.accounts.items() if account.merged}
+    strangers = [learner for learner in lineage.holders if learner not in useful]
+    taking_part = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
+    absent = [one for one in strangers if one not in self.members and one not in taking_part]
+    for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self.config.learners)]:
+      self.window.ends_life(lineage.holders[learner].nonce)
+      lineage.forget(learner)
+      self.run.forget_dead(lineage)
 
   def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
     """The rule of syncer/pace.py, implemented a second time."""
