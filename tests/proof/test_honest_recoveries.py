@@ -3,9 +3,10 @@
 import pytest
 
 from diloco_jax.proof.checks import checkers as checkers_lib
+from diloco_jax.proof.sim import processes
 from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.protocol import facts
-from tests.protocol import transcript
+from diloco_jax.protocol import messages
+from tests.protocol import hostile, transcript
 
 MS = transcript.MS
 
@@ -25,6 +26,54 @@ def start(world, name):
   process = world.start(name)
   process.island.step_ns = 100 * MS
   return process
+
+
+PROGRESS = messages.Progress(clock=1, steps=1, tokens=10, step_ns=100 * MS, finished=False)
+
+
+@pytest.mark.parametrize(
+  'word',
+  [
+    messages.Progress(clock=1, steps=9, tokens=90, step_ns=100 * MS, finished=False),
+    messages.Adopted(fragment=0, version=9, tokens=0, matched=True),
+    messages.Decline(sync=8, fragment=0, reason='bored', tokens_to=10),
+    messages.Contribution(
+      sync=8,
+      fragment=0,
+      version=0,
+      steps=1,
+      tokens_from=0,
+      tokens_to=10,
+      shard=1,
+      cursor=99,
+      payload=processes.PAYLOAD,
+    ),
+  ],
+)
+def test_sessions_that_are_closed_as_implausible(word):
+  """A liar without a tape is closed, and in quarantine after some strikes."""
+  world = watched(strikes=2)
+  liar = hostile.Stranger(world)
+  join = messages.Join(
+    protocol=messages.PROTOCOL_VERSION,
+    learner='x',
+    nonce=99,
+    agreement=world_lib.AGREEMENT,
+    host='bad',
+    pid=1,
+    run=world_lib.RUN,
+  )
+  held = (messages.Held(version=-1, digest=0),)
+  confirm = messages.Confirm(
+    nonce=99, incarnation=1, clock=0, steps=0, tokens=0, held=held, shard=None, cursor=0
+  )
+  for _ in range(3):
+    liar.say(join, confirm, PROGRESS, word)
+    merged = world.ledger().learners['l0']['merged']
+    world.run(world.now_ns + 3_000 * MS)
+    assert world.ledger().learners['l0']['merged'] > merged
+  member = world.syncer.machine._members.by_id['x']
+  assert member.max_strikes == 2 and not member.live
 
 
 @pytest.mark.parametrize('trains_ms', [0, 250])

@@ -80,6 +80,7 @@ class SyncerBook:
     self.promises: dict[int, Any] = {}  # those in hand, by transfer (model/donation.py)
     self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
     self.peer: Peer | None = None  # the sender in this turn
+    self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
     self.usual_report_ns = 0
@@ -97,14 +98,22 @@ class SyncerBook:
   def __repr__(self) -> str:
     return f'syncer (process {self.life.number})'
 
-  def receives(self, now_ns: int, session: int) -> None:
-    """A message arrives on this session."""
+  def receives(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """A message arrives. If the syncer closes the session in this turn because no learner of the
+    run would send it, it changes nothing and is a strike of a learner that has joined."""
+    session = event.session
     peer = self.peers.get(session)
     if peer is None:
       peer = self.peers[session] = Peer(session, now_ns)
     elif peer.member:
       peer.heard_ns = now_ns
     self.peer = peer
+    self.implausible = peer.member and any(
+      type(a) is actions.Close and a.session == session and _is_implausible(event.message, a)
+      for a in out
+    )
+    if self.implausible and peer.joined:
+      self.lineage.holders[peer.join.learner].add_strike()
 
   def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
     return self.run.learners.get(peer.join.nonce)
@@ -230,7 +239,7 @@ class SyncerBook:
     self.account(peer).train(message.tokens)
 
   def _counts(self, peer: Peer) -> bool:
-    return peer.joined and peer.member and not self.exiting
+    return peer.joined and peer.member and not self.exiting and not self.implausible
 
   def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     """The payload is held unless the syncer drops it in this turn, with a verdict. One that was
@@ -507,6 +516,14 @@ class SyncerBook:
     if self.finished_ns is None and self._finishes:
       self.finished_ns = now_ns
     self.exiting = self.stopping or self.can_end(now_ns)
+
+
+def _is_implausible(message: messages.Message, close: actions.Close) -> bool:
+  """Why a session is closed; a Decline of a bad value is a strike without being implausible."""
+  bad_value = type(message) is messages.Decline and message.reason == Reason.BAD_VALUE
+  return close.reason.startswith('implausible: ') or (
+    close.reason == 'QUARANTINED' and not bad_value
+  )
 
 
 SYNCER_UPDATES: dict[type, Callable] = {
