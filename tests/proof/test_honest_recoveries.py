@@ -3,9 +3,12 @@
 import pytest
 
 from diloco_jax.proof.checks import checkers as checkers_lib
+from diloco_jax.proof.checks import judge_tapes
 from diloco_jax.proof.sim import processes
+from diloco_jax.proof.sim import tapes as sim_tapes
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import messages
+from diloco_jax.storage import tapes
 from tests.protocol import hostile, transcript
 
 MS = transcript.MS
@@ -94,3 +97,38 @@ def test_ids_that_the_syncer_forgets(trains_ms):
   merged = rows['l0']['merged']
   world.run(world.now_ns + 3_000 * MS)
   assert world.ledger().learners['l0']['merged'] > merged
+
+
+def test_a_tape_that_ended_before_its_syncer_is_judged_up_to_its_end(tmp_path):
+  """Its disk was full; the syncer was killed later, and the next one continues after it."""
+  config = transcript.protocol_config(
+    learners=2, quorum=2, fragments=1, period=8, overlap=2, total_steps=60
+  )
+  world = world_lib.World(config, watchers=[sim_tapes.Tapes(tmp_path)])
+  for name in ('l0', 'l1'):
+    start(world, name)
+  world.run(3_000 * MS)
+  world.end(world.syncer)
+  world.run(world.now_ns + 300 * MS)
+  world.start_syncer()
+  world.run(60_000 * MS, lambda: world.finished)
+  assert judge(tmp_path).broken is None and not judge(tmp_path).unread
+  path = tmp_path / 'syncer.1.0.jsonl'
+  lines = path.read_bytes().splitlines(keepends=True)
+  unread = []
+  for kept in range(1, len(lines), 9):
+    path.write_bytes(b''.join(lines[:kept]))
+    verdict = judge(tmp_path)
+    assert verdict.broken is None, (kept, verdict.text())
+    assert ('Only up to here' in verdict.text()) == bool(verdict.unread)
+    unread.append(bool(verdict.unread))
+  assert all(unread[: len(unread) // 2]) and not unread[-1]
+  path.unlink()
+  assert judge(tmp_path).broken is None and judge(tmp_path).unread
+
+
+def judge(folder):
+  read = [tapes.read(one) for one in tapes.find(folder)]
+  return judge_tapes.judge(
+    [judge_tapes.Tape(one.header.node, one.header.start, one) for one in read]
+  )
