@@ -85,7 +85,9 @@ class HolderStays(invariant.Invariant):
         return
       if type(event.message) is messages.Confirm and book.peer.join.nonce == peer.join.nonce:
         return
-      if book.implausible and book.peer is peer and book.learner(peer) is None:
+      if book.implausible and book.peer is peer:
+        if book.learner(peer) is not None:
+          self.fail(close, peer, event, 'its tape shows an honest learner')
         return
     worst = book.lineage.holders[peer.join.learner].max_strikes
     if 0 < self.config.strikes <= worst:
