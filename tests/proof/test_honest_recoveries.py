@@ -8,6 +8,7 @@ from diloco_jax.proof.sim import processes
 from diloco_jax.proof.sim import tapes as sim_tapes
 from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import messages
+from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.storage import tapes
 from tests.protocol import hostile, transcript
 
@@ -132,3 +133,33 @@ def judge(folder):
   return judge_tapes.judge(
     [judge_tapes.Tape(one.header.node, one.header.start, one) for one in read]
   )
+
+
+@pytest.mark.parametrize('tells', [True, False])
+def test_wrong_bits_are_told_on_the_next_session(monkeypatch, tells):
+  """The session breaks while l0 adopts; a learner that keeps silent then is noticed (I7b)."""
+  world = watched()
+  learner = world.learners['l0']
+  learner.island.adopt_ns = 200 * MS
+  learner.flips.add(0)
+  world.run(world.now_ns + 10_000 * MS, lambda: bool(learner.machine._adopting))
+  world.network.reset(learner)
+  if not tells:
+    renew = learner_machine.LearnerMachine._renew
+
+    def silent(self, fragment, anchor, clock):
+      sound, anchor.sound = anchor.sound, True
+      renew(self, fragment, anchor, clock)
+      anchor.sound = sound
+
+    monkeypatch.setattr(learner_machine.LearnerMachine, '_renew', silent)
+  world.link('l0').cut.update(('up', 'down'))
+  world.run(world.now_ns + 400 * MS)
+  assert not learner.machine._anchors[0].sound
+  world.network.heal(world.link('l0'))
+  if tells:
+    world.run(world.now_ns + 3_000 * MS)
+    assert learner.machine._anchors[0].sound
+  else:
+    with pytest.raises(checkers_lib.Violation, match='I7b'):
+      world.run(world.now_ns + 3_000 * MS)
