@@ -17,6 +17,7 @@ from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.protocol import ids
 from diloco_jax.report import facts
 
+SET_BACK_S = 600  # facts of several machines may be out of order by less
 _SMOOTHING = 0.2  # weight of the newest step in the step time shown
 _GONE = ('down', 'done', 'refused', 'failed')
 _SAID = {'joined': 'training', 'disconnected': 'alone'}
@@ -238,9 +239,20 @@ class RunFacts:
           self.pauses.append((self.end_s, pause_s))
           self._cut_s += pause_s - self._longest_pause_s
           at_s -= pause_s - self._longest_pause_s
+        elif -pause_s > SET_BACK_S:
+          at_s = self._set_back(at_s)
         self.end_s = max(self.end_s, at_s)
         self._take(process, at_s, fact)
     return self
+
+  def _set_back(self, at_s: float) -> float:
+    """The wall clock was ahead and has been set right: what looked like a pause was none."""
+    undone_s = min(self.end_s - at_s, self._cut_s)
+    if self.pauses and undone_s >= self.pauses[-1][1] - self._longest_pause_s:
+      self.pauses.pop()
+    self._cut_s -= undone_s
+    self.end_s = at_s + undone_s
+    return self.end_s
 
   def _take(self, process: str, at_s: float, fact: facts.Fact) -> None:
     book(self.book, process, round(at_s * 1e9), fact)

@@ -7,6 +7,7 @@ of either side. A file that is half written leaves what was read before in force
 import datetime
 import pathlib
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from diloco_jax.certs import allowlist, check, names, proofs
 
 WATCH_S = 1.0  # between two looks at files and dates
 _WARN_AGAIN = datetime.timedelta(days=1)
+_JUMP = datetime.timedelta(minutes=10)  # a clock that is wrong by less may be believed at once
+_HELD = datetime.timedelta(minutes=5)  # after so long a clock that jumped ahead is believed
 _CERTIFICATE = 'x509_pem_cert'  # in gRPC's auth context, also of a resumed TLS session
 _REFUSED = 'Socket closed'  # all that gRPC tells a client whose certificate TLS refuses
 
@@ -24,25 +27,81 @@ Clock = Callable[[], datetime.datetime]
 Read = TypeVar('Read')
 
 
+class _Date:
+  """UTC that never goes back, and does not follow a wall clock that jumps ahead for a moment.
+
+  A wall clock that is set back would revive ended certificates; one wrong answer of a time server,
+  or a virtual machine that resumes, would end all of them for good. So between two looks the date
+  goes on by the monotonic clock at least, and a wall clock far ahead of that counts once it has
+  stayed there for minutes: then the machine slept, or the date was wrong before. Not thread-safe.
+  """
+
+  def __init__(self, say: Say, wall: Clock, monotonic: Callable[[], float]):
+    self._say, self._wall, self._monotonic = say, wall, monotonic
+    self._latest, self._looked_s = wall(), monotonic()
+    self._ahead: tuple[datetime.datetime, float] | None = None  # a jump: its date, and since when
+    self._behind = False
+
+  def now(self) -> datetime.datetime:
+    wall, looked_s = self._wall(), self._monotonic()
+    self._latest += datetime.timedelta(seconds=looked_s - self._looked_s)
+    self._looked_s = looked_s
+    if self._believes(wall, looked_s):
+      self._latest = max(self._latest, wall)
+    behind = wall < self._latest - _JUMP
+    if behind and not self._behind:
+      self._say(
+        f'the clock of this machine says {proofs.date(wall)}, and it was '
+        f'{proofs.date(self._latest)} already: certificates are judged at the later date. If the '
+        'earlier one is right, restart the syncer; nothing is lost'
+      )
+    self._behind = behind
+    return self._latest
+
+  def _believes(self, wall: datetime.datetime, looked_s: float) -> bool:
+    if wall <= self._latest + _JUMP:
+      self._ahead = None
+      return True
+    if self._ahead is not None:
+      date, since_s = self._ahead
+      held = datetime.timedelta(seconds=looked_s - since_s)
+      if abs(wall - date - held) <= _JUMP:
+        return held >= _HELD
+    self._ahead = wall, looked_s
+    self._say(
+      f'the clock of this machine has jumped ahead to {proofs.date(wall)}: until it has stayed '
+      f'there for {_HELD.seconds // 60} minutes certificates are judged at '
+      f'{proofs.date(self._latest)}. If the new date is wrong, set the clock; nothing is lost'
+    )
+    return False
+
+
 class SyncerCredentials:
   """The syncer's certificate, and its judgement of learners' certificates. Thread-safe.
 
   Args:
     folder: of the syncer: ca.pem, cert.pem, key.pem, allowlist.json.
     say: takes one line about files and dates.
-    now: UTC.
+    now: UTC, as the wall clock says.
+    monotonic: seconds, which no setting of the clock moves.
 
   Raises:
     ValueError: something is wrong in the folder.
   """
 
-  def __init__(self, folder: pathlib.Path, say: Say, now: Clock = proofs.utc_now):
-    self._folder, self._say, self._now = folder, say, now
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    say: Say,
+    now: Clock = proofs.utc_now,
+    monotonic: Callable[[], float] = time.monotonic,
+  ):
+    self._folder, self._say = folder, say
+    self._date = _Date(say, now, monotonic)
     self._lock = threading.Lock()
-    self._latest = now()
     # Before the files are read: one that changes meanwhile is read again.
     self._seen = {names: self._stamp(names) for names in (check.FILES, (allowlist.FILE,))}
-    self._own = check.read(folder, names.SYNCER, self._latest)
+    self._own = check.read(folder, names.SYNCER, self._date.now())
     self._listed = allowlist.read(folder)
     self._unread: dict[tuple[str, ...], str] = {}  # why changed files cannot be read
     self._warned: dict[str, datetime.datetime] = {}  # by SHA-256
@@ -74,8 +133,7 @@ class SyncerCredentials:
   def require(self, proof: proofs.Proof) -> None:
     """Raises Unproved once a certificate has ended, or is not on the allowlist any more."""
     with self._lock:
-      self._latest = max(self._latest, self._now())  # a clock set back revives no certificate
-      now, listed = self._latest, self._listed
+      now, listed = self._date.now(), self._listed
     proof.require_valid(now)
     listed.require(proof)
 
@@ -87,12 +145,12 @@ class SyncerCredentials:
       if listed is not None:
         self._listed = listed
         self._say('the allowlist has changed and is in force')
-      warn = [proof for proof in (self._own.proof, *live) if self._warns(proof)]
+      now = self._date.now()
+      warn = [proof for proof in (self._own.proof, *live) if self._warns(proof, now)]
     for proof in warn:
-      self._say(check.warning(proof, self._now()))
+      self._say(check.warning(proof, now))
 
-  def _warns(self, proof: proofs.Proof) -> bool:
-    now = self._now()
+  def _warns(self, proof: proofs.Proof, now: datetime.datetime) -> bool:
     if not check.warning(proof, now):
       return False
     last = self._warned.get(proof.sha256)
@@ -118,7 +176,7 @@ class SyncerCredentials:
     return listed
 
   def _read_own(self) -> check.Identity:
-    own = check.read(self._folder, names.SYNCER, self._now())
+    own = check.read(self._folder, names.SYNCER, self._date.now())
     if own.proof.name.run != self.run:
       raise ValueError(f'the certificate is of run {own.proof.name.run}')
     return own

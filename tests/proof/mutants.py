@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from diloco_jax.proof.checks.invariants import data, tokens
-from diloco_jax.proof.sim import network, processes, simulated_log
+from diloco_jax.proof.sim import faults, network, processes, simulated_log
 from diloco_jax.protocol import actions, events, messages, states
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
@@ -1084,6 +1084,32 @@ def last_step_is_implausible(original):
 )
 def jumped_clock_is_implausible(original):
   return lambda self, member: member.claimed
+
+
+def _rots(original):
+  """Every kill damages the disk: a version comes back with another value after a repair only."""
+
+  def _kill(self, process):
+    self._odds = self._odds._replace(rotten=1000)
+    original(self, process)
+
+  return _kill
+
+
+@mutant(
+  'A fragment of the same version and another digest is not due to a learner.',
+  published.Published,
+  'compare',
+  'I17',
+  also=((faults.Nemesis, '_kill', _rots),),
+)
+def versions_without_digests(original):
+  def compare(self, member, learner_held):
+    ours = (one.digest for one in self.fragments)
+    held = tuple(dataclasses.replace(one, digest=our) for one, our in zip(learner_held, ours))
+    original(self, member, held)
+
+  return compare
 
 
 @mutant(

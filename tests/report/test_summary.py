@@ -4,6 +4,7 @@ exists."""
 import dataclasses
 import io
 import json
+import math
 from typing import Any
 
 import pytest
@@ -175,6 +176,16 @@ def test_a_resumed_run_shows_its_processes_in_order():
     (99, None, ''),
   ]
   assert run.learners['l0'].seconds_down(run.end_s) == 0
+
+
+@pytest.mark.parametrize('longest_pause_s', [30, math.inf])
+def test_a_clock_that_was_wrong_for_a_moment_is_no_pause(longest_pause_s):
+  days = 40 * 86_400
+  run = run_facts.RunFacts(['l0'], 10, longest_pause_s=longest_pause_s).take(
+    ('l0', step(at + wrong, number, 1, 5.0))
+    for number, (at, wrong) in enumerate([(1, 0), (2, 0), (3, days), (4, days), (5, 0), (6, 0)])
+  )
+  assert run.end_s == 5 and not run.pauses
 
 
 def test_a_process_that_was_not_seen_to_end_ends_with_its_last_fact():

@@ -480,17 +480,67 @@ def test_a_learner_has_one_session_at_most_that_is_not_joined(run, closing):
   assert second.inbox.empty()
 
 
+class Clocks:
+  """A wall clock that can be set, and a monotonic one; every pass is seen by the syncer's watch."""
+
+  def __init__(self, world):
+    self.said, self._passed_s, self._set = [], 0.0, mint.seconds(0)
+    self._began = proofs.utc_now()
+    self.judge = credentials.SyncerCredentials(
+      world.syncer, self.said.append, self.wall, lambda: self._passed_s
+    )
+
+  def wall(self):
+    return self._began + mint.seconds(self._passed_s) + self._set
+
+  def set_to(self, when):
+    self._set += when - self.wall()
+    self.judge.refresh([])
+
+  def shift(self, seconds):
+    self.set_to(self.wall() + mint.seconds(seconds))
+
+  def passes(self, seconds):
+    for _ in range(10):
+      self._passed_s += seconds / 10
+      self.judge.refresh([])
+
+
 def test_a_clock_set_back_revives_no_certificate(world):
-  clock = [proofs.utc_now()]
-  judge = credentials.SyncerCredentials(world.syncer, print, lambda: clock[0])
+  clocks = Clocks(world)
   proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
-  judge.require(proof)
-  clock[0] = proof.not_after
+  clocks.judge.require(proof)
+  clocks.passes((proof.not_after - clocks.wall()).total_seconds())
+  clocks.set_to(proof.not_before)
   with pytest.raises(proofs.Unproved, match='has ended'):
-    judge.require(proof)
-  clock[0] = proof.not_before
+    clocks.judge.require(proof)
+  clocks.passes(1000)
+  assert len([line for line in clocks.said if 'restart the syncer' in line]) == 1
+
+
+def test_a_clock_that_jumps_ahead_for_a_moment_ends_no_certificate(world):
+  clocks = Clocks(world)
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  for _ in range(3):
+    clocks.shift(40 * 86400)
+    clocks.passes(240)
+    clocks.judge.require(proof)
+    clocks.shift(-40 * 86400)
+    clocks.passes(240)
+    clocks.judge.require(proof)
+  assert len(clocks.said) == 3 and all('has jumped ahead to' in line for line in clocks.said)
+
+
+def test_a_clock_that_stays_ahead_is_believed_after_minutes(world):
+  """The machine slept, and the monotonic clock with it."""
+  clocks = Clocks(world)
+  proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
+  clocks.shift(40 * 86400)
+  clocks.passes(290)
+  clocks.judge.require(proof)
+  clocks.passes(20)
   with pytest.raises(proofs.Unproved, match='has ended'):
-    judge.require(proof)
+    clocks.judge.require(proof)
 
 
 def test_changed_files_that_cannot_be_read_are_read_again(tmp_path, monkeypatch):
@@ -532,18 +582,19 @@ def test_a_revocation_while_the_syncer_reads_its_files_is_noticed(tmp_path, monk
 
 
 def test_the_syncer_warns_once_a_day_of_certificates_that_end_soon(world):
-  clock, said = [proofs.utc_now()], []
-  judge = credentials.SyncerCredentials(world.syncer, said.append, lambda: clock[0])
+  clocks = Clocks(world)
+  judge, said = clocks.judge, clocks.said
   proof = proofs.of_pem((world.of('l1') / check.CERTIFICATE).read_bytes(), names.LEARNER)
   judge.refresh([proof])
   assert not said
-  clock[0] = proof.not_after - mint.seconds(6 * 86400)
+  clocks.passes((proof.not_after - clocks.wall()).total_seconds() - 6 * 86400)
   for _ in range(3):
     judge.refresh([proof])
   assert len([line for line in said if 'learner/l1 ends at' in line]) == 1
-  clock[0] += mint.seconds(86401)
+  said.clear()
+  clocks.passes(86401)
   judge.refresh([proof])
-  assert len([line for line in said if 'learner/l1 ends at' in line]) == 2
+  assert len([line for line in said if 'learner/l1 ends at' in line]) == 1
 
 
 # --- Resumed TLS sessions -------------------------------------------------------------------------

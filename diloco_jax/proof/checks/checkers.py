@@ -162,7 +162,7 @@ class Checkers(observers.Observer):
     if kind is events.Received:
       kind = type(event.message)
       if role == SYNCER:
-        book.receives(now_ns, event.session)
+        book.receives(now_ns, event, out)
     for look in table.get(kind, ()):
       look(book, now_ns, event, out)
     for action in out:

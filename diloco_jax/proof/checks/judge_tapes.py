@@ -8,6 +8,9 @@ that watch the simulated world live (checkers.py); they never ask a machine.
 
 The judge knows the tapes, which processes were killed (their tapes have no Exit), and when the last
 injected fault ended. It also finds a crash of a machine: the tape ends with it.
+
+A full disk ends a tape and not its process. The judge notices that of a syncer by what the syncer
+did later, reads no further and says so: what is on no tape is neither right nor a violation.
 """
 
 import collections
@@ -18,6 +21,7 @@ from typing import Any
 
 from diloco_jax.proof.checks import checkers as checkers_lib
 from diloco_jax.proof.checks.invariants import invariant
+from diloco_jax.proof.checks.model import run as run_book
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol.tape import observers, tape
 
@@ -60,13 +64,15 @@ class Broken:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
   """The result for all tapes: how much was read, what held, and what did not. `open_ended` are the
-  invariants of `held` that say something about the end of a run that was stopped before it."""
+  invariants of `held` that say something about the end of a run that was stopped before it.
+  `unread`: why the turns after these could not be judged."""
 
   tapes: int
   turns: int
   held: tuple[Looked, ...]
   open_ended: tuple[str, ...]
   broken: Broken | None
+  unread: str = ''
 
   def text(self) -> str:
     """The verdict in text, with all invariants line by line."""
@@ -74,6 +80,11 @@ class Verdict:
     lines += [f'  {one.id:4} held {one.looks:7}x  {one.sentence}' for one in self.held]
     if self.broken is None:
       lines.append(f'All {len(self.held)} invariants held.')
+      if self.unread:
+        lines.append(
+          f'Only up to here: a tape of the syncer ended before its process, or is missing '
+          f'({self.unread}). What the run did later is not judged.'
+        )
       if self.open_ended:
         lines.append(
           'The run was stopped before its last step, so these invariants were not checked '
@@ -151,7 +162,7 @@ class _Reading:
     self._turns = 0
 
   def run(self) -> Verdict:
-    broken, node_tape, now_ns, open_ended = None, None, 0, ()
+    broken, node_tape, now_ns, open_ended, unread = None, None, 0, (), ''
     try:
       for node_tape, life, turn, last in in_order(self._node_tapes):
         now_ns = turn.now_ns
@@ -160,6 +171,8 @@ class _Reading:
       open_ended = self._checkers.finished(now_ns)
     except checkers_lib.Violation as error:
       broken = self._broken(node_tape, error.invariant, error.sentence, error.detail)
+    except run_book.TapeMissing as error:
+      unread = str(error)
     except _Crashed as error:
       broken = self._broken(node_tape, NO_CRASH, NO_CRASH_SENTENCE, str(error))
     except (LookupError, AttributeError, TypeError) as error:
@@ -174,7 +187,7 @@ class _Reading:
         Looked(one.id, one.sentence, self._count.checks(one)) for one in checkers_lib.INVARIANTS
       )
     )
-    return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken)
+    return Verdict(len(self._node_tapes), self._turns, held, open_ended, broken, unread)
 
   def _take(
     self,
@@ -192,6 +205,8 @@ class _Reading:
       self._checkers.born(turn.now_ns, life)
     if isinstance(turn, tape.Crash):
       raise _Crashed(turn.error)
+    if node_tape.start.role == invariant.LEARNER:
+      self._checkers.run.heard(turn.event)
     self._count.take(node_tape.start.role, turn.event, turn.actions)
     self._checkers.saw(life, turn.now_ns, turn.event, turn.actions)
     if last:

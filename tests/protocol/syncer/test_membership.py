@@ -162,6 +162,33 @@ def test_a_joiner_is_told_of_cancelled_syncs():
   assert messages.Settled(sync=3, fragment=1, merged=False, reason='cancelled') in told
 
 
+def test_another_value_of_the_same_version_is_due():
+  """After a restore a learner of the line before may hold the version number of this one."""
+  machine = new_machine(fragments=2)
+  held = tuple(messages.Held(version=0, digest=digest) for digest in (77, 78))
+  machine.handle(0, received(1, join()))
+  out = machine.handle(0, received(1, dataclasses.replace(confirm(), held=held)))
+  told = [a.message for a in out if isinstance(a, actions.Send)]
+  assert [one.due for one in told if isinstance(one, messages.Joined)] == [(1,)]
+  assert actions.ReadFragment(fragment=1) in out
+
+
+def test_the_shard_of_a_learner_that_left_is_handed_out_before_those_read_further():
+  """The next learner would take it in the end, if it were kept: once no other shard is free. But
+  then its text would wait, although it is the least read."""
+  machine = new_machine(learners=2, shards=3)
+  for session, (learner, nonce) in enumerate([('l0', 7), ('l1', 8), ('l2', 9)], 1):
+    machine.handle(0, received(session, join(learner=learner, nonce=nonce)))
+    out = machine.handle(0, received(session, confirm(nonce=nonce)))
+    joined_at = [
+      a.message.shard for a in out if isinstance(getattr(a, 'message', None), messages.Joined)
+    ]
+    if session == 1:
+      machine.handle(0, received(1, messages.Leave(reason='done')))
+  assert joined_at == [1]
+  assert [row[1] for row in machine.state()['data']['holders']] == ['l1', 'l2']
+
+
 def test_the_start_waits_for_the_expected_learners():
   # Config start_wait_ns. A process that died while it waited does not count.
   machine = new_machine(learners=2, start_wait_ms=300)

@@ -9,7 +9,7 @@ from tests.runs.lib import conductor
 def check(run: conductor.Run) -> judge_tapes.Verdict:
   """Every invariant holds on the tapes, every tape replays, the ledger adds up."""
   verdict = run.verdict()
-  assert verdict.broken is None, verdict.text()
+  assert verdict.broken is None and not verdict.unread, verdict.text()
   lives = run.tapes()
   assert lives
   for life in lives:

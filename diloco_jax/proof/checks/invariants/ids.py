@@ -65,7 +65,7 @@ class HolderStays(invariant.Invariant):
   sentence = (
     'The syncer never displaces or disconnects a process that holds an id and that it has heard '
     'within the lease, unless it has contributed nothing for a lease and a learner that did needs '
-    'its shard.'
+    'its shard, or a process without a tape sends what no learner would.'
   )
 
   @invariant.on(SYNCER, messages.Confirm)
@@ -86,6 +86,10 @@ class HolderStays(invariant.Invariant):
       if type(event.message) is messages.Leave and event.session == close.session:
         return
       if type(event.message) is messages.Confirm and book.peer.join.nonce == peer.join.nonce:
+        return
+      if book.implausible and book.peer is peer:
+        if book.learner(peer) is not None:
+          self.fail(close, peer, event, 'its tape shows an honest learner')
         return
     worst = book.lineage.holders[peer.join.learner].max_strikes
     if 0 < self.config.strikes <= worst:

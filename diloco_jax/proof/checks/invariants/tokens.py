@@ -57,7 +57,10 @@ class HonestLearner(invariant.Invariant):
 
 class HonestDigests(invariant.Invariant):
   id = 'I7b'
-  sentence = 'A learner reports that it holds the published bits if and only if it does.'
+  sentence = (
+    'A learner reports that it holds the published bits if and only if it does, and says so again '
+    'on its next session as long as it does not.'
+  )
 
   @invariant.on(LEARNER, messages.Adopted)
   def adopted(self, book, now_ns, send, event):
@@ -77,6 +80,22 @@ class HonestDigests(invariant.Invariant):
       return
     if not any(type(one) is actions.Send and type(one.message) is messages.Adopted for one in out):
       self.fail(book, done, anchor)
+
+  @invariant.on(LEARNER, messages.Joined)
+  def joined(self, book, now_ns, event, out):
+    """The syncer may not have heard it on the session before."""
+    if event.session != book.session or book.joined:
+      return  # of an old session, or a duplicate
+    told = {
+      one.message.fragment
+      for one in out
+      if type(one) is actions.Send
+      and type(one.message) is messages.Adopted
+      and not one.message.matched
+    }
+    for p, anchor in enumerate(book.anchors):
+      if not anchor.sound and p not in {*event.message.due, *told}:
+        self.fail(book, event, anchor)
 
 
 class TokensConserved(invariant.Invariant):

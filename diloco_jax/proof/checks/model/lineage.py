@@ -18,6 +18,7 @@ from diloco_jax.protocol import actions, messages
 Reason = messages.Reason
 Range = tuple[int, int]
 FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
+FORGOTTEN = '(forgotten)'  # the learner under which accounts of forgotten ids are summed up
 NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
 
@@ -174,11 +175,25 @@ class Lineage:
         key = learner, FORMER
     return self.accounts.setdefault(key, Account([0] * len(self.versions)))
 
-  def fold(self, learner: str, incarnation: int) -> None:
+  def forget(self, learner: str) -> None:
+    """The syncer's books lose an id: its accounts become part of one for all such ids."""
+    for name, incarnation in [key for key in self.accounts if key[0] == learner]:
+      account = self.accounts[name, incarnation]
+      account.close(Reason.LOST_WITH_PROCESS)
+      if account.trained:
+        self.fold(name, incarnation, FORGOTTEN)
+      else:
+        del self.accounts[name, incarnation]
+    for norms in self.norms.values():
+      norms.doubted.discard(learner)
+      norms.last.pop(learner, None)
+    del self.holders[learner]
+
+  def fold(self, learner: str, incarnation: int, into: str = '') -> None:
     """The process of an incarnation is replaced, so its account is closed: adds it to those of
     earlier ones, number FORMER."""
     gone = self.accounts.pop((learner, incarnation))
-    former = self.accounts.setdefault((learner, FORMER), Account([0] * len(self.versions)))
+    former = self.accounts.setdefault((into or learner, FORMER), Account([0] * len(self.versions)))
     former.cursors = [a + b for a, b in zip(former.cursors, gone.cursors)]
     former.trained, former.merged = former.trained + gone.trained, former.merged + gone.merged
     for reason, count in gone.discarded.items():

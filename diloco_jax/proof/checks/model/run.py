@@ -12,6 +12,7 @@ from diloco_jax.proof.checks.model import learner as learner_book
 from diloco_jax.proof.checks.model import lineage as lineage_book
 from diloco_jax.proof.checks.model import syncer as syncer_book
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import messages
 from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import recovery
@@ -27,6 +28,11 @@ class WrongState(LookupError):
   def __init__(self, text: str, lost: bool):
     super().__init__(text)
     self.lost = lost
+
+
+class TapeMissing(Exception):
+  """The syncer did something that is on no tape: one ended before its process did, or was removed.
+  What follows cannot be judged."""
 
 
 class Run:
@@ -62,7 +68,8 @@ class Run:
     self.lost: set[tuple[int, int, int]] = set()  # values that a repair lost
 
   def born(self, life: observers.ObservedProcess) -> Book:
-    """A new process. Raises WrongState if a syncer continues from a wrong state."""
+    """A new process. Raises WrongState if a syncer continues from a wrong state, TapeMissing if it
+    continues from one after the end of the tapes."""
     if life.start.role == 'learner':
       book = learner_book.LearnerBook(self.config, self.schedule, life)
       self.learners[book.nonce] = book
@@ -118,7 +125,25 @@ class Run:
       case 'repaired':
         self.repaired = True
 
+  def heard(self, event: Any) -> None:
+    """A learner receives a message. Raises TapeMissing if the syncer sent it after the end of its
+    tape."""
+    message, syncer = getattr(event, 'message', None), self.syncer
+    if type(message) is messages.Publish and syncer is not None and syncer.dead:
+      self._require_opened(message.sync)
+
+  def _require_opened(self, sync: int) -> None:
+    """The opening of a sync is on the tape before its effects, unless the tape ended before; in the
+    simulated world none does."""
+    opened = self.syncer.lineage.opened if self.syncer else 0
+    if self.durable is None and sync > opened:
+      raise TapeMissing(
+        f'sync {sync} was opened, the newest that is on a tape of the syncer is {opened}'
+      )
+
   def _lineage(self, start: Any) -> lineage_book.Lineage:
+    if start.state is not None:
+      self._require_opened(start.state['opened'])
     number, lineage = self._find_record(start)
     self.records, self.ended = self.records[:number], number
     self.saved = [saved for saved in self.saved if saved.position <= number]

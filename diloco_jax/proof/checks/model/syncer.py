@@ -13,6 +13,7 @@ from diloco_jax.protocol.tape import observers
 
 Reason = messages.Reason
 Range = tuple[int, int]
+STRANGERS = 2  # ids of which nothing was merged, for each expected learner (syncer/join.py)
 
 
 @dataclasses.dataclass(slots=True)
@@ -79,6 +80,7 @@ class SyncerBook:
     self.promises: dict[int, Any] = {}  # those in hand, by transfer (model/donation.py)
     self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
     self.peer: Peer | None = None  # the sender in this turn
+    self.implausible = False  # its message, according to the syncer
     self.ended: Gather | None = None  # the sync whose merge ended last
     self.window = grace_window.Window(run.config)
     self.usual_report_ns = 0
@@ -89,6 +91,7 @@ class SyncerBook:
     self.stopping = self.exiting = self.exited = self.dead = False
     self.first = lineage.next  # the sync that it opens first
     self.end_is_durable = self.over  # the disk shows that the run is over
+    lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
     for holder in lineage.holders.values():
       holder.claimed, holder.since = holder.clock, None
       holder.joined_ns, holder.merged_ns = None, {}
@@ -98,14 +101,22 @@ class SyncerBook:
   def __repr__(self) -> str:
     return f'syncer (process {self.life.number})'
 
-  def receives(self, now_ns: int, session: int) -> None:
-    """A message arrives on this session."""
+  def receives(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """A message arrives. If the syncer closes the session in this turn because no learner of the
+    run would send it, it changes nothing and is a strike of a learner that has joined."""
+    session = event.session
     peer = self.peers.get(session)
     if peer is None:
       peer = self.peers[session] = Peer(session, now_ns)
     elif peer.member:
       peer.heard_ns = now_ns
     self.peer = peer
+    self.implausible = peer.member and any(
+      type(a) is actions.Close and a.session == session and _is_implausible(event.message, a)
+      for a in out
+    )
+    if self.implausible and peer.joined:
+      self.lineage.holders[peer.join.learner].add_strike()
 
   def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
     return self.run.learners.get(peer.join.nonce)
@@ -173,6 +184,7 @@ class SyncerBook:
     holder = self.lineage.holders.get(learner)
     nonce_is_new = holder is None or holder.nonce != nonce
     if holder is None:
+      self._forget_strangers()
       holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
     elif holder.nonce != nonce:
       self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
@@ -193,6 +205,19 @@ class SyncerBook:
     self.account(peer).train(confirm.tokens)
     self.window.begins_life(now_ns, nonce, confirm.steps)
     self._advance(now_ns, holder)
+
+  def _forget_strangers(self) -> None:
+    """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
+    that came first among those that are absent and of which nothing was ever merged."""
+    lineage = self.lineage
+    useful = {learner for (learner, _), account in lineage.accounts.items() if account.merged}
+    strangers = [learner for learner in lineage.holders if learner not in useful]
+    taking_part = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
+    absent = [one for one in strangers if one not in self.members and one not in taking_part]
+    for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self.config.learners)]:
+      self.window.ends_life(lineage.holders[learner].nonce)
+      lineage.forget(learner)
+      self.run.forget_dead(lineage)
 
   def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
     """The rule of syncer/pace.py, implemented a second time."""
@@ -227,7 +252,7 @@ class SyncerBook:
     self.account(peer).train(message.tokens)
 
   def _counts(self, peer: Peer) -> bool:
-    return peer.joined and peer.member and not self.exiting
+    return peer.joined and peer.member and not self.exiting and not self.implausible
 
   def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
     """The payload is held unless the syncer drops it in this turn, with a verdict. One that was
@@ -505,6 +530,14 @@ class SyncerBook:
     if self.finished_ns is None and self._finishes:
       self.finished_ns = now_ns
     self.exiting = self.stopping or self.can_end(now_ns)
+
+
+def _is_implausible(message: messages.Message, close: actions.Close) -> bool:
+  """Why a session is closed; a Decline of a bad value is a strike without being implausible."""
+  bad_value = type(message) is messages.Decline and message.reason == Reason.BAD_VALUE
+  return close.reason.startswith('implausible: ') or (
+    close.reason == 'QUARANTINED' and not bad_value
+  )
 
 
 SYNCER_UPDATES: dict[type, Callable] = {
