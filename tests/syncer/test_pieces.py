@@ -98,10 +98,10 @@ def _expected(deltas_MxN, weights, p, tx, rules):
     merged = {}
     for key, rows in fragments.split(_layout(), p, np.float64(rows_MxN)).items():
       lengths_Mx1 = np.linalg.norm(rows.reshape(len(rows), -1), axis=1)[:, None]
-      rule, shares_M = rules[labels[key]], merge.shares(weights)
-      total = np.tensordot(rule.factors(shares_M, lengths_Mx1)[:, 0], rows, 1)
+      rule, seen = rules[labels[key]], merge.Rows(merge.shares(weights), lengths_Mx1)
+      total = np.tensordot(rule.factors(seen)[:, 0], rows, 1)
       length = np.array([np.linalg.norm(total)])
-      merged[key] = jnp.float32(total * rule.stretch(shares_M, lengths_Mx1, length)[0])
+      merged[key] = jnp.float32(total * rule.stretch(seen, length)[0])
     updates, state = tx.update(merged, state, params)
     params = optax.apply_updates(params, updates)
   return np.asarray(fragments.join(_layout(), p, params))
