@@ -39,12 +39,12 @@ def _config():
   [
     ('codec_up', 'fp8', "sync.codec_up: 'fp8' is unknown; use one of: float32, bfloat16, int8"),
     ('codec_down', 'fp8', 'sync.codec_down: '),
-    ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, majority, rda"),
+    ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, majority"),
     ('embedding_merge', 'rda(0.1)', "sync.embedding_merge: 'rda(0.1)' is neither"),
     (
       'router_merge',
       'mean',
-      "sync.router_merge: 'mean' is unknown; use one of: avg, majority, rda",
+      "sync.router_merge: 'mean' is unknown; use one of: avg, majority",
     ),
     ('outer', 'adam(lr=1.0)', "sync.outer: 'adam(lr=1.0)': "),
   ],

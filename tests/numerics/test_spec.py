@@ -30,7 +30,7 @@ def test_anything_else_is_refused(text):
 @pytest.mark.parametrize(
   'make, text, words',
   [
-    (merge.make, 'mean', "'mean' is unknown; use one of: avg, majority, rda"),
+    (merge.make, 'mean', "'mean' is unknown; use one of: avg, majority"),
     (
       merge.make,
       'rda(flor=1)',

@@ -40,6 +40,10 @@ class Fragment:
   def lengths(self, payload: np.ndarray) -> np.ndarray:
     return self._lib.lengths(self._p, payload)
 
+  def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
+    lengths_MxT = np.stack([self.lengths(one) for one in payloads])
+    return self._lib.cosines(self._p, payloads, lengths_MxT)
+
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> pieces_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
