@@ -29,7 +29,6 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       'liars',
       f'{rule}, {name}',
       quick,
-      seed=seed,
       steps=STEPS,
       learners=learners,
       where=arms.USUAL | {'faults': conditions.Faults(**lies)},
@@ -37,7 +36,6 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       quorum=3,
       **settings,
     )
-    for seed in study_lib.seeds(quick)[:1]
     for name, (learners, lies) in list(LIARS.items())[: 2 if quick else None]
     for rule, settings in RULES.items()
   ]
