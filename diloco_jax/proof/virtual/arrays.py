@@ -20,7 +20,6 @@ import numpy as np
 from diloco_jax.config import build, run_config
 from diloco_jax.learner import moments_work, on_device
 from diloco_jax.learner import work as learner_work
-from diloco_jax.numerics import fragments
 from diloco_jax.proof.virtual import no_arrays, world
 from diloco_jax.protocol import actions, events
 from diloco_jax.syncer import global_model
@@ -137,8 +136,9 @@ class Liar(Learner):
 
   def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
     values_N = np.array(self._codec.decode(data, self._layout.size(fragment)))
-    for _, start, stop in fragments.places(self._layout.fragments[fragment]):
-      values_N[start:stop] = self._lie(values_N[start:stop])
+    ends = np.cumsum([piece.padded_size for piece in self._layout.fragments[fragment]])
+    for values_n in np.split(values_N, ends[:-1]):  # views
+      values_n[:] = self._lie(values_n)
     super()._encoded(sync, fragment, *self._codec.encode(jnp.asarray(values_N)))
 
 
