@@ -115,7 +115,7 @@ def rda(floor: float = 0.01) -> MergeRule:
   return MergeRule(factors, stretch)
 
 
-def majority(agree: float = 0.05, floor: float = 0.01) -> MergeRule:
+def majority(learners: int = 0, agree: float = 0.05, floor: float = 0.01) -> MergeRule:
   """RDA of the rows that a majority agrees with, per tensor; not of the paper.
 
   With the trust g_m of numerics/contrib/majority.py, and the median l of the lengths (of an even
@@ -131,10 +131,14 @@ def majority(agree: float = 0.05, floor: float = 0.01) -> MergeRule:
   (Karimireddy et al., ICML 2021, arXiv 2012.10333). min(1, 2 W) makes the result go to 0
   continuously with the trust.
 
-  A lone row is a majority of itself: `sync.quorum` must be 3 or more for the rule to protect a run.
-  Honest rows whose cosine is below `agree` (tiny tensors, learners whose data differ) count less.
+  Without `learners` a lone row is a majority of itself, and two liars are one of three rows. With
+  it an outer step to which only half of them or fewer contribute leaves the model as it was, and
+  what they have trained is lost. Honest rows whose cosine is below `agree` (tiny tensors, learners
+  whose data differ) count less.
 
   Args:
+    learners: the majority is one of at least so many learners: those of the run. 0: of the rows of
+      the outer step.
     agree: the cosine from which on a row is trusted in full.
     floor: as for `rda`, for u / W.
 
@@ -143,10 +147,12 @@ def majority(agree: float = 0.05, floor: float = 0.01) -> MergeRule:
   """
   if not 0 < agree <= 1:
     raise ValueError('agree must be above 0 and at most 1, usually 0.05')
+  if type(learners) is not int or learners < 0:
+    raise ValueError('learners must be a whole number, and 0 or more: those of the run')
   radial = rda(floor)
 
   def trust(rows: Rows) -> np.ndarray:
-    return majority_lib.trust(rows.cosines_MxMxT, rows.lengths_MxT > 0, agree)
+    return majority_lib.trust(rows.cosines_MxMxT, rows.lengths_MxT > 0, agree, learners)
 
   def factors(rows: Rows) -> np.ndarray:
     return trust(rows) * radial.factors(rows)

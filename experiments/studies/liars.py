@@ -7,10 +7,7 @@ from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 
 STEPS = 300
-RULES: dict[str, dict[str, Any]] = {
-  'rda': {},
-  'majority': dict.fromkeys(('merge', 'embedding_merge', 'router_merge'), 'majority'),
-}
+RULES = ('rda', 'majority')
 LIARS: dict[str, tuple[int, dict[str, tuple[str, ...]]]] = {  # how many learners, and which lie
   '0 of 3': (3, {}),
   '1 of 3 flipped': (3, {'flipped': ('l0',)}),
@@ -34,11 +31,18 @@ def plan(quick: bool, book: study_lib.Book) -> list[arms.Arm]:
       where=arms.USUAL | {'faults': conditions.Faults(**lies)},
       against=f'rda, 0 of {learners}',
       quorum=3,
-      **settings,
+      **_settings(rule, learners),
     )
     for name, (learners, lies) in list(LIARS.items())[: 2 if quick else None]
-    for rule, settings in RULES.items()
+    for rule in RULES
   ]
+
+
+def _settings(rule: str, learners: int) -> dict[str, Any]:
+  """The defaults, or the majority rule for all tensors."""
+  if rule == 'rda':
+    return {}
+  return dict.fromkeys(('merge', 'embedding_merge'), f'majority(learners={learners})')
 
 
 STUDY = study_lib.Study(name='liars', title='Updates of ordinary length that are wrong', plan=plan)

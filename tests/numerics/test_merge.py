@@ -208,6 +208,24 @@ def test_the_weight_of_a_learner_is_not_a_vote():
   assert _cosine(_majority(v, np.array([1.5, 1, 1])), _rda(v[1:])) == pytest.approx(1, abs=1e-9)
 
 
+@pytest.mark.parametrize('present', [[0], [0, 1], [0, 1, 2], [2], [0, 2], [0, 2, 3]], ids=str)
+def test_half_of_the_learners_never_move_the_tensor_alone(present):
+  """Two of four learners lie; fewer rows than learners come to the outer step."""
+  v = _honest(4)
+  v[:2] *= -1
+  rows = {'v': v[present]}
+  assert not _merged(merge.majority(learners=4), rows, np.ones(len(present)))['v'].any()
+
+
+def test_a_majority_of_the_learners_moves_the_tensor_without_the_others():
+  v = _honest(3)
+  merged = _merged(merge.majority(learners=4), {'v': v}, np.ones(3))['v']
+  assert _cosine(merged, _rda(v)) == pytest.approx(1, abs=1e-9)
+  flipped = np.stack([v[0], v[1], -v[2]])
+  merged = _merged(merge.majority(learners=3), {'v': flipped}, np.ones(3))['v']
+  assert _cosine(merged, _rda(v[:2])) == pytest.approx(1, abs=1e-9)
+
+
 # --- by label ------------------------------------------------------------------------------------
 
 

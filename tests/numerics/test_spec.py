@@ -41,6 +41,7 @@ def test_anything_else_is_refused(text):
     (merge.make, 'rda(floor=-0.1)', 'floor must be above 0'),
     (merge.make, 'majority(agree=0)', 'agree must be above 0'),
     (merge.make, 'majority(floor=2)', 'floor must be above 0'),
+    (merge.make, 'majority(learners=-1)', 'learners must be a whole number'),
     (outer.make, 'sdg', 'use one of: adabelief'),
     (outer.make, 'clip(max_delta=1.0)', "'clip' is unknown"),  # of optax, but it does not descend
     (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),

@@ -8,7 +8,8 @@ With the cosines C_mk between the rows of one tensor, of the n rows that are not
 So more than half of all rows, m among them, have at least the cosine a_m with row m, and a row is
 trusted in full if that is `agree` or more. Fewer than half of the learners cannot make a row
 trusted, and cannot keep the trust from a row that agrees with the others. Each learner has one
-vote, whatever its weight.
+vote, whatever its weight. With `learners` above n, n is that number, and absent rows agree with
+none: otherwise liars could be the majority of an outer step to which few learners contribute.
 
 The score of a row by its closest majority is Krum's (Blanchard et al., NeurIPS 2017, arXiv
 1703.02757), with cosines for distances: pseudo-gradients are nearly orthogonal, so a flipped one is
@@ -20,20 +21,25 @@ the direction of a data set of its own for the reference.
 import numpy as np
 
 
-def trust(cosines_MxMxT: np.ndarray, there_MxT: np.ndarray, agree: float) -> np.ndarray:
+def trust(
+  cosines_MxMxT: np.ndarray, there_MxT: np.ndarray, agree: float, learners: int = 0
+) -> np.ndarray:
   """The trust g float64[M, T], from 0 to 1.
 
   Args:
     cosines_MxMxT: between the rows.
     there_MxT: whether the row is not zero; one that is zero has no vote and no trust.
     agree: the least cosine that is trusted in full.
+    learners: the least number of rows to be the majority of.
 
   >>> one, two = [1.0, 0.1, -0.1], [0.1, 1.0, -0.1]
   >>> trust(np.float64([one, two, [-0.1, -0.1, 1.0]])[..., None], np.ones((3, 1), bool), 0.05).T
   array([[1., 1., 0.]])
   """
   votes_MxMxT = np.where(there_MxT, cosines_MxMxT, -1.0)  # of the rows in the second axis
-  majority_T = there_MxT.sum(axis=0) // 2
+  absent = max(0, learners - len(votes_MxMxT))
+  votes_MxMxT = np.pad(votes_MxMxT, ((0, 0), (0, absent), (0, 0)), constant_values=-1.0)
+  majority_T = np.maximum(there_MxT.sum(axis=0), learners) // 2
   at_MxT = np.broadcast_to(majority_T, there_MxT.shape)
   ranked_MxMxT = -np.sort(-votes_MxMxT, axis=1)
   found_MxT = np.take_along_axis(ranked_MxMxT, at_MxT[:, None], axis=1)[:, 0]
