@@ -62,7 +62,8 @@ class SyncConfig(_Sync):
     age_decay: the factor of a payload's weight in a merge for every period by which its anchor is
       older than one period (numerics/contrib/aged.py); 1: the paper's weights.
     merge: how pseudo-gradients are merged, a spec of numerics/merge.py: 'rda(floor=0.02)', 'avg'
-      (paper section 4). For all tensors but those of the next two settings.
+      (paper section 4), or 'majority' against liars. For all tensors but those of the next two
+      settings.
     embedding_merge: the same for the embedding and an untied head.
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds

@@ -5,6 +5,7 @@ bit for bit), Theta the syncer's float32 master, C and D a codec's encode and de
 
   learner m   bytes_m = C_up(A_v - theta_m)                                     pseudo_gradient
   syncer      ||D_up(bytes_m)||, to reject outliers and for the merge rule       block_squares
+              <D_up(bytes_m), D_up(bytes_k)>, if the merge rule asks          block_products
               u       = sum_m factor_m D_up(bytes_m)                                 add_row
               D       = D_log(C_log(stretch u))                            outer_gradient
               Theta'  = Theta - OuterOpt(D)
@@ -185,6 +186,14 @@ def block_squares(codec: codecs.Codec, n: int, sections: Sequence[jax.Array]) ->
   `sections` are the sections of the payload (codecs.ranges): it is not copied to join them.
   """
   return codec.squares(jnp.concatenate(sections), n)
+
+
+def block_products(
+  codec: codecs.Codec, row_n: jax.Array, sections: Sequence[jax.Array]
+) -> jax.Array:
+  """Syncer: the sum of the products of each block of a decoded payload with another payload."""
+  decoded_n = codec.decode(jnp.concatenate(sections), row_n.shape[0])
+  return codecs.products_of(row_n, decoded_n)
 
 
 def add_row(

@@ -19,11 +19,12 @@ many small ones). w_m = c_tokens[m] * (c_tokens[m] / c_steps[m]), at most MOST t
 median of the participants: a learner reports its counts itself, and no report may make it outweigh
 all others.
 
-A rule sees the deltas through their lengths only: it says by which factor each row enters the sum
-u, and, once the length of u is known, by which factor the sum is stretched. So the syncer never
-holds the M float32 rows (syncer/pieces.py), and all else is a few numbers for each tensor, in
-float64 on the host. A new rule is a function here that returns a MergeRule, and its entry in RULES,
-from which the battery of tests/numerics/test_merge.py takes it.
+A rule sees the deltas through their lengths only, and the cosines between them if it asks for
+them: it says by which factor each row enters the sum u, and, once the length of u is known, by
+which factor the sum is stretched. So the syncer never holds the M float32 rows (syncer/pieces.py),
+and all else is a few numbers for each tensor, in float64 on the host. A new rule is a function here
+that returns a MergeRule, and its entry in RULES, from which the battery of
+tests/numerics/test_merge.py takes it. `majority` is not of the paper.
 
 The order of summation must not depend on the order of arrival: the rows are folded one after the
 other in the order of learner ids, also here, and an absent learner is no row at all.
@@ -35,6 +36,26 @@ from typing import NamedTuple
 import numpy as np
 
 from diloco_jax.numerics import spec
+from diloco_jax.numerics.contrib import majority as majority_lib
+
+
+class Rows(NamedTuple):
+  """The deltas of M learners, T tensors each, as a rule sees them.
+
+  Attributes:
+    shares_M: the weights, which add up to 1.
+    lengths_MxT: of the rows.
+    cosines_MxMxT: between the rows, 0 where one of them is zero; None: the rule does not ask.
+  """
+
+  shares_M: np.ndarray
+  lengths_MxT: np.ndarray
+  cosines_MxMxT: np.ndarray | None = None
+
+  def tensors(self, at: Sequence[int]) -> 'Rows':
+    """The same of these tensors."""
+    cosines = None if self.cosines_MxMxT is None else self.cosines_MxMxT[:, :, at]
+    return Rows(self.shares_M, self.lengths_MxT[:, at], cosines)
 
 MOST = 8.0  # times the lower median weight
 
@@ -45,24 +66,26 @@ class MergeRule(NamedTuple):
     merged = stretch * u,   u = sum_m factor_m v_m
 
   Attributes:
-    factors: (shares float64[M], which add up to 1, lengths of the rows float64[M, T])
-      -> float64[M, T].
-    stretch: (shares, lengths of the rows, lengths of the sums u float64[T]) -> float64[T].
+    factors: (the rows) -> float64[M, T].
+    stretch: (the rows, lengths of the sums u float64[T]) -> float64[T].
+    cosines: whether it asks for the cosines of the rows. They cost about M^2 / 2 more readings of
+      a payload in each outer step.
   """
 
-  factors: Callable[[np.ndarray, np.ndarray], np.ndarray]
-  stretch: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+  factors: Callable[[Rows], np.ndarray]
+  stretch: Callable[[Rows, np.ndarray], np.ndarray]
+  cosines: bool = False
 
 
 def avg() -> MergeRule:
   """The weighted mean sum w v / sum w.
 
-  >>> avg().factors(np.float64([0.75, 0.25]), np.ones((2, 1))).tolist()
+  >>> avg().factors(Rows(np.float64([0.75, 0.25]), np.ones((2, 1)))).tolist()
   [[0.75], [0.25]]
   """
   return MergeRule(
-    lambda shares_M, lengths_MxT: np.broadcast_to(shares_M[:, None], lengths_MxT.shape),
-    lambda shares_M, lengths_MxT, sums_T: np.ones_like(sums_T),
+    lambda rows: np.broadcast_to(rows.shares_M[:, None], rows.lengths_MxT.shape),
+    lambda rows, sums_T: np.ones_like(sums_T),
   )
 
 
@@ -78,34 +101,83 @@ def rda(floor: float = 0.01) -> MergeRule:
   Raises:
     ValueError: the floor is not above 0, so that a tensor of zeros would become NaN.
 
-  >>> rda().stretch(np.float64([0.5, 0.5]), np.full((2, 1), 3.0), np.float64([0.5])).tolist()
+  >>> rda().stretch(Rows(np.float64([0.5, 0.5]), np.full((2, 1), 3.0)), np.float64([0.5])).tolist()
   [6.0]
   """
 
   if not 0 < floor <= 1:
     raise ValueError('floor must be above 0 and at most 1, usually 0.01')
 
-  def factors(shares_M: np.ndarray, lengths_MxT: np.ndarray) -> np.ndarray:
-    there = lengths_MxT > 0
-    return np.where(there, shares_M[:, None] / np.where(there, lengths_MxT, 1.0), 0.0)
+  def factors(rows: Rows) -> np.ndarray:
+    there = rows.lengths_MxT > 0
+    return np.where(there, rows.shares_M[:, None] / np.where(there, rows.lengths_MxT, 1.0), 0.0)
 
-  def stretch(shares_M: np.ndarray, lengths_MxT: np.ndarray, sums_T: np.ndarray) -> np.ndarray:
-    radius_T = np.add.reduce(shares_M[:, None] * lengths_MxT, axis=0)
+  def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
+    radius_T = np.add.reduce(rows.shares_M[:, None] * rows.lengths_MxT, axis=0)
     return radius_T / np.maximum(sums_T, floor)
 
   return MergeRule(factors, stretch)
 
 
-RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda}
+def majority(learners: int = 0, agree: float = 0.05, floor: float = 0.01) -> MergeRule:
+  """RDA of the rows that a majority agrees with, per tensor; not of the paper.
+
+  With the trust g_m of numerics/contrib/majority.py, and the median l of the lengths (of an even
+  number of rows the lower one):
+
+    W = sum_m w_m g_m      u = sum_m w_m g_m phi(v_m)      R = sum_m w_m g_m min(||v_m||, l) / W
+
+    merged = min(1, 2 W) R phi(u)
+
+  Of M rows fewer than M / 2 that lie cannot turn the direction or stretch the length. If half of
+  the rows or more are against the others, no row is trusted and the tensor stands still: no rule
+  can know which half is right. Lengths are clipped to the median as in centered clipping
+  (Karimireddy et al., ICML 2021, arXiv 2012.10333). min(1, 2 W) makes the result go to 0
+  continuously with the trust.
+
+  Without `learners` a lone row is a majority of itself, and two liars are one of three rows. With
+  it an outer step to which only half of them or fewer contribute leaves the model as it was, and
+  what they have trained is lost. Honest rows whose cosine is below `agree` (tiny tensors, learners
+  whose data differ) count less.
+
+  Args:
+    learners: the majority is one of at least so many learners: those of the run. 0: of the rows of
+      the outer step.
+    agree: the cosine from which on a row is trusted in full.
+    floor: as for `rda`, for u / W.
+
+  Raises:
+    ValueError: an argument is outside its range.
+  """
+  if not 0 < agree <= 1:
+    raise ValueError('agree must be above 0 and at most 1, usually 0.05')
+  if type(learners) is not int or learners < 0:
+    raise ValueError('learners must be a whole number, and 0 or more: those of the run')
+  radial = rda(floor)
+
+  def trust(rows: Rows) -> np.ndarray:
+    return majority_lib.trust(rows.cosines_MxMxT, rows.lengths_MxT > 0, agree, learners)
+
+  def factors(rows: Rows) -> np.ndarray:
+    return trust(rows) * radial.factors(rows)
+
+  def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
+    trusted_MxT = trust(rows) * rows.shares_M[:, None]
+    all_T = np.add.reduce(trusted_MxT, axis=0)
+    long_T = np.add.reduce(trusted_MxT * majority_lib.clipped(rows.lengths_MxT), axis=0)
+    safe_T = np.where(all_T > 0, all_T, 1.0)
+    return np.minimum(1.0, 2 * all_T) * (long_T / safe_T) / np.maximum(sums_T, floor * safe_T)
+
+  return MergeRule(factors, stretch, cosines=True)
+
+
+RULES: dict[str, Callable[..., MergeRule]] = {'avg': avg, 'rda': rda, 'majority': majority}
 
 
 def make(text: str) -> MergeRule:
   """The rule of a spec. Raises ValueError, also for arguments with which it cannot compute."""
-  shares_M, lengths_MxT = np.ones(1), np.ones((1, 1))
-  use = lambda rule: (
-    rule.factors(shares_M, lengths_MxT),
-    rule.stretch(shares_M, lengths_MxT, np.ones(1)),
-  )
+  rows = Rows(np.ones(1), np.ones((1, 1)), np.ones((1, 1, 1)))
+  use = lambda rule: (rule.factors(rows), rule.stretch(rows, np.ones(1)))
   return spec.make(text, RULES, use=use)
 
 
@@ -151,7 +223,7 @@ def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule
     ValueError: a label without a rule.
 
   >>> rule = by_label({'avg': avg(), 'rda': rda()}, ['avg', 'rda'])
-  >>> rule.factors(np.float64([0.5, 0.5]), np.full((2, 2), 4.0)).tolist()
+  >>> rule.factors(Rows(np.float64([0.5, 0.5]), np.full((2, 2), 4.0))).tolist()
   [[0.5, 0.125], [0.5, 0.125]]
   """
   unknown = sorted(set(labels) - set(rules))
@@ -161,16 +233,16 @@ def by_label(rules: Mapping[str, MergeRule], labels: Sequence[str]) -> MergeRule
     label: [t for t, one in enumerate(labels) if one == label] for label in sorted(set(labels))
   }
 
-  def factors(shares_M: np.ndarray, lengths_MxT: np.ndarray) -> np.ndarray:
-    made_MxT = np.empty(lengths_MxT.shape)
+  def factors(rows: Rows) -> np.ndarray:
+    made_MxT = np.empty(rows.lengths_MxT.shape)
     for label, at in columns.items():
-      made_MxT[:, at] = rules[label].factors(shares_M, lengths_MxT[:, at])
+      made_MxT[:, at] = rules[label].factors(rows.tensors(at))
     return made_MxT
 
-  def stretch(shares_M: np.ndarray, lengths_MxT: np.ndarray, sums_T: np.ndarray) -> np.ndarray:
+  def stretch(rows: Rows, sums_T: np.ndarray) -> np.ndarray:
     made_T = np.empty(sums_T.shape)
     for label, at in columns.items():
-      made_T[at] = rules[label].stretch(shares_M, lengths_MxT[:, at], sums_T[at])
+      made_T[at] = rules[label].stretch(rows.tensors(at), sums_T[at])
     return made_T
 
-  return MergeRule(factors, stretch)
+  return MergeRule(factors, stretch, any(rules[label].cosines for label in columns))

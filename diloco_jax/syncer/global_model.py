@@ -176,13 +176,11 @@ class Theta:
       )
     )
     rule, lengths_MxT = self._rules[p], lengths_MxT[counts]
-    factors_MxT = rule.factors(shares_M, lengths_MxT)
-    rows = [
-      (np.frombuffer(payloads[m], np.uint8), factors_T)
-      for m, factors_T in zip(counts, factors_MxT, strict=True)
-    ]
-    totals, sums_T = self._pieces.sums(p, rows)
-    stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
+    given = [np.frombuffer(payloads[m], np.uint8) for m in counts]
+    cosines = self._pieces.cosines(p, given, lengths_MxT) if rule.cosines else None
+    rows = merge_lib.Rows(shares_M, lengths_MxT, cosines)
+    totals, sums_T = self._pieces.sums(p, list(zip(given, rule.factors(rows), strict=True)))
+    stretch_T = rule.stretch(rows, sums_T)
     made = self._pieces.merge(p, self._whole()[p], totals, stretch_T)
     length = float(np.sqrt(np.sum(np.square(stretch_T * sums_T))))
     return self._next(p, *made, length) if made else self._failed(p, NOT_FINITE)
@@ -217,6 +215,8 @@ class Theta:
       for p in self._pieces.unlike:
         zeros = np.zeros(self._assembled.payload_bytes[p], np.uint8)
         lengths_T = self.lengths(p, zeros)
+        if self._rules[p].cosines:
+          self._pieces.cosines(p, [zeros, zeros], np.stack([lengths_T] * 2))
         totals, sums_T = self._pieces.sums(p, [(zeros, lengths_T)])
         _, stepped = self._pieces.merge(p, values[p], totals, sums_T)
         self._pieces.recycle(p, stepped.pieces)

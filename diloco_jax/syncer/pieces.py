@@ -6,6 +6,7 @@ with zeros. A byte of a payload is read twice (its norms, its row in the sum), a
 once. The M float32 rows never exist, and new values go into the buffers of old ones:
 
   lengths      the length of each tensor of one payload
+  cosines      between the payloads, if the merge rule asks for them
   sums         the sums u = sum_m factor_m v_m, and the lengths of their tensors
   merge        the outer gradient, encoded; optimizer, delta, published value, digest
   redo         the same from the encoded outer gradient alone
@@ -17,6 +18,7 @@ fragments are one piece each (numerics/outer.py).
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
@@ -109,6 +111,7 @@ class Pieces:
     self._spare: dict[int, list[jax.Array]] = {}
 
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
+    self._products = jax.jit(exchange.block_products, static_argnums=0)
     self._add_row = jax.jit(exchange.add_row, static_argnums=0, donate_argnums=2)
     self._gradient = jax.jit(exchange.outer_gradient, static_argnums=0, donate_argnums=1)
     # Arguments without a use are buffers for results.
@@ -182,6 +185,29 @@ class Pieces:
       self._up, n, self._sections(self._up, p, payload, start, n)
     )
     return self._lengths(p, self._each(range(0, self._sizes[p], n), squares_of))
+
+  def cosines(self, p: int, payloads: Sequence[np.ndarray], lengths_MxT: np.ndarray) -> np.ndarray:
+    """Between the payloads, float64[M, M, T], of each tensor; 0 where one of them is zero. Of a
+    piece one decoded row exists at a time."""
+
+    def products(start: int) -> list[np.ndarray]:
+      found = []
+      for m, payload in enumerate(payloads[:-1]):
+        sections = self._sections(self._up, p, payload, start, self._n[p])
+        row_n = self._decode(self._up, self._buffer(p), sections)
+        for other in payloads[m + 1 :]:
+          sections = self._sections(self._up, p, other, start, self._n[p])
+          found.append(np.asarray(self._products(self._up, row_n, sections)))
+        self._keep(p, [row_n])
+      return found
+
+    there = lengths_MxT > 0
+    cosines_MxMxT = np.eye(len(payloads))[..., None] * there
+    pairs = itertools.combinations(range(len(payloads)), 2)
+    for (m, k), blocks in zip(pairs, zip(*self._each(self.starts(p), products)), strict=True):
+      scale_T = np.where(there[m] & there[k], lengths_MxT[m] * lengths_MxT[k], np.inf)
+      cosines_MxMxT[m, k] = cosines_MxMxT[k, m] = self._by_tensor(p, blocks) / scale_T
+    return cosines_MxMxT
 
   def sums(self, p: int, rows: Sequence[Row]) -> tuple[list[jax.Array], np.ndarray]:
     """(the sums u in pieces, the lengths of their tensors float64[T]) of at least one row."""
@@ -328,9 +354,13 @@ class Pieces:
 
   def _lengths(self, p: int, squares: Iterable[jax.Array]) -> np.ndarray:
     """From the sums of squares of the blocks, piece by piece."""
-    blocks_B = np.concatenate([np.asarray(one) for one in squares])
+    return np.sqrt(self._by_tensor(p, squares))
+
+  def _by_tensor(self, p: int, blocks: Iterable[jax.Array]) -> np.ndarray:
+    """The sum for each tensor, of one number for each block, piece by piece."""
+    blocks_B = np.concatenate([np.asarray(one) for one in blocks])
     blocks_B = blocks_B[: self._sizes[p] // codecs.BLOCK].astype(np.float64)
-    return np.sqrt(np.add.reduceat(blocks_B, self._first[p]))
+    return np.add.reduceat(blocks_B, self._first[p])
 
   def _buffer(self, p: int) -> jax.Array:
     try:

@@ -36,6 +36,7 @@ STUDIES = (
   'codecs',
   'speeds',
   'joining',
+  'liars',
   'unequal_data',
   'models',
   'beyond',

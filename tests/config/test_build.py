@@ -39,9 +39,13 @@ def _config():
   [
     ('codec_up', 'fp8', "sync.codec_up: 'fp8' is unknown; use one of: float32, bfloat16, int8"),
     ('codec_down', 'fp8', 'sync.codec_down: '),
-    ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, rda"),
+    ('merge', 'mean', "sync.merge: 'mean' is unknown; use one of: avg, majority"),
     ('embedding_merge', 'rda(0.1)', "sync.embedding_merge: 'rda(0.1)' is neither"),
-    ('router_merge', 'mean', "sync.router_merge: 'mean' is unknown; use one of: avg, rda"),
+    (
+      'router_merge',
+      'mean',
+      "sync.router_merge: 'mean' is unknown; use one of: avg, majority",
+    ),
     ('outer', 'adam(lr=1.0)', "sync.outer: 'adam(lr=1.0)': "),
   ],
 )
@@ -69,8 +73,8 @@ def test_a_config_can_choose_any_entry_of_a_registry(config, monkeypatch):
 
   def largest(times: float) -> merge.MergeRule:
     return merge.MergeRule(
-      lambda shares_M, lengths_MxT: lengths_MxT == lengths_MxT.max(axis=0),
-      lambda shares_M, lengths_MxT, sums_T: np.full(sums_T.shape, times),
+      lambda rows: rows.lengths_MxT == rows.lengths_MxT.max(axis=0),
+      lambda rows, sums_T: np.full(sums_T.shape, times),
     )
 
   float32 = codecs.get('float32')

@@ -9,19 +9,22 @@ _SHAPES = {'embed': (16, 4), 'w': (8, 24), 'scale': (5,), 'bias': ()}
 _LABELS = {'embed': 'avg', 'w': 'rda', 'scale': 'rda', 'bias': 'avg'}
 _RULES = {'avg': merge.avg(), 'rda': merge.rda()}
 _MIXED = lambda: merge.by_label(_RULES, list(_LABELS.values()))
+_DOUBTING = lambda: merge.by_label({'avg': merge.avg(), 'rda': merge.majority()}, _LABELS.values())
 
-RULES = merge.RULES | {'by_label': _MIXED}
+RULES = merge.RULES | {'by_label': _MIXED, 'majority_by_label': _DOUBTING}
 
 
 def _merged(rule, deltas, weights):
   """The merged outer gradient, tensor by tensor."""
-  shares_M = merge.shares(weights)
   rows = {key: np.reshape(x, (len(x), -1)) for key, x in deltas.items()}
   lengths_MxT = np.stack([np.linalg.norm(x, axis=1) for x in rows.values()], axis=1)
-  factors_MxT = rule.factors(shares_M, lengths_MxT)
+  units = [x / np.where(r > 0, r, 1)[:, None] for x, r in zip(rows.values(), lengths_MxT.T)]
+  cosines = np.stack([unit @ unit.T for unit in units], axis=2) if rule.cosines else None
+  seen = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
+  factors_MxT = rule.factors(seen)
   totals = [factors_MxT[:, t] @ x for t, x in enumerate(rows.values())]
   sums_T = np.array([np.linalg.norm(total) for total in totals])
-  stretch_T = rule.stretch(shares_M, lengths_MxT, sums_T)
+  stretch_T = rule.stretch(seen, sums_T)
   assert factors_MxT.shape == lengths_MxT.shape and stretch_T.shape == sums_T.shape
   return {key: factor * total for key, factor, total in zip(rows, stretch_T, totals)}
 
@@ -123,6 +126,107 @@ def test_rda_of_cancelling_learners_goes_to_zero_continuously():
   assert norm(0.0) == 0.0
   assert norm(1e-4) == pytest.approx(1e-2, rel=1e-3)  # u = 1e-4, divided by the floor 1e-2
   assert norm(1e-2) == pytest.approx(1.0, rel=1e-3)
+
+
+# --- majority ------------------------------------------------------------------------------------
+
+
+def _honest(learners, size=20_000, seed=3):
+  """Rows as learners send them: nearly orthogonal, with a cosine of about 0.1 with each other."""
+  rng = np.random.default_rng(seed)
+  return rng.standard_normal(size) * 0.33 + rng.standard_normal((learners, size))
+
+
+def _majority(v, weights=None):
+  return _merged(merge.majority(), {'v': v}, np.ones(len(v)) if weights is None else weights)['v']
+
+
+def _cosine(a, b):
+  return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def test_majority_is_rda_of_learners_that_agree():
+  v = _honest(4)
+  v /= np.linalg.norm(v, axis=1, keepdims=True)
+  _assert_close({'v': _majority(v)}, {'v': _rda(v)})
+
+
+@pytest.mark.parametrize('scale', [1.0, 8.0])
+@pytest.mark.parametrize('learners, liars', [(3, 1), (4, 1), (5, 2), (7, 3)])
+def test_fewer_than_half_flipped_rows_change_neither_direction_nor_length(learners, liars, scale):
+  v = _honest(learners)
+  v[:liars] *= -scale
+  alone = _rda(v[liars:])
+  assert _cosine(_majority(v), alone) == pytest.approx(1, abs=1e-9)
+  assert np.linalg.norm(_majority(v)) == pytest.approx(np.linalg.norm(alone), rel=0.02)
+  assert _cosine(_rda(v), alone) < 0.95
+
+
+@pytest.mark.parametrize('same', [True, False], ids=['one payload', 'payloads of their own'])
+@pytest.mark.parametrize('learners', [2, 4, 6])
+def test_between_halves_that_point_apart_the_tensor_stands_still(learners, same):
+  v = _honest(learners)
+  v[::2] *= -1
+  if same:
+    v[::2] = v[0]
+  assert not _majority(v).any()
+  assert np.linalg.norm(_rda(v)) > 100
+
+
+def test_noise_of_ordinary_length_is_hardly_heard():
+  v = _honest(3)
+  rng = np.random.default_rng(4)
+  v[0] = rng.standard_normal(v.shape[1])
+  alone = _rda(v[1:])
+  assert _cosine(_majority(v), alone) > 0.98 > _cosine(_rda(v), alone)
+
+
+def test_a_trusted_row_that_is_long_counts_with_the_median_length():
+  v = _honest(3)
+  usual = np.linalg.norm(_majority(v))
+  v[0] *= 8
+  assert np.linalg.norm(_majority(v)) == pytest.approx(usual, rel=0.02)
+
+
+def test_the_outer_gradient_goes_to_zero_with_the_agreement():
+  lengths = []
+  for angle in (1e-1, 1e-2, 1e-3, 0.0):  # of cosine about `angle`, between two learners
+    lengths.append(np.linalg.norm(_majority(np.array([[1.0, 0.0], [angle, 1.0]]))))
+  assert lengths[0] == pytest.approx(1, rel=0.01)
+  np.testing.assert_allclose(lengths[1:], [0.4, 0.04, 0.0], rtol=0.01)
+
+
+def test_a_row_of_zeros_has_no_vote():
+  v = _honest(3)
+  with_zeros = np.stack([*v, np.zeros_like(v[0])])
+  assert _cosine(_majority(with_zeros), _majority(v)) == pytest.approx(1, abs=1e-9)
+
+
+def test_the_weight_of_a_learner_is_not_a_vote():
+  v = _honest(3)
+  v[0] *= -1
+  assert _cosine(_majority(v, np.array([1.5, 1, 1])), _rda(v[1:])) == pytest.approx(1, abs=1e-9)
+
+
+@pytest.mark.parametrize('present', [[0], [0, 1], [0, 1, 2], [2], [0, 2], [0, 2, 3]], ids=str)
+def test_half_of_the_learners_never_move_the_tensor_alone(present):
+  """Two of four learners lie; fewer rows than learners come to the outer step."""
+  v = _honest(4)
+  v[:2] *= -1
+  rows = {'v': v[present]}
+  assert not _merged(merge.majority(learners=4), rows, np.ones(len(present)))['v'].any()
+
+
+def test_a_majority_of_the_learners_moves_the_tensor_without_the_others():
+  v = _honest(3)
+  merged = _merged(merge.majority(learners=4), {'v': v}, np.ones(3))['v']
+  assert _cosine(merged, _rda(v)) == pytest.approx(1, abs=1e-9)
+  flipped = np.stack([v[0], v[1], -v[2]])
+  merged = _merged(merge.majority(learners=3), {'v': flipped}, np.ones(3))['v']
+  assert _cosine(merged, _rda(v[:2])) == pytest.approx(1, abs=1e-9)
+
+
+# --- by label ------------------------------------------------------------------------------------
 
 
 def test_by_label_applies_each_rule_to_its_tensors():

@@ -40,7 +40,7 @@ def test_a_spec_that_is_too_long_or_too_deep_is_refused(text):
 @pytest.mark.parametrize(
   'make, text, words',
   [
-    (merge.make, 'mean', "'mean' is unknown; use one of: avg, rda"),
+    (merge.make, 'mean', "'mean' is unknown; use one of: avg, majority"),
     (
       merge.make,
       'rda(flor=1)',
@@ -49,6 +49,9 @@ def test_a_spec_that_is_too_long_or_too_deep_is_refused(text):
     (merge.make, "rda(floor='x')", 'not supported between'),
     (merge.make, 'rda(floor=0.0)', 'floor must be above 0'),
     (merge.make, 'rda(floor=-0.1)', 'floor must be above 0'),
+    (merge.make, 'majority(agree=0)', 'agree must be above 0'),
+    (merge.make, 'majority(floor=2)', 'floor must be above 0'),
+    (merge.make, 'majority(learners=-1)', 'learners must be a whole number'),
     (outer.make, 'sdg', 'use one of: adabelief'),
     (outer.make, 'clip(max_delta=1.0)', "'clip' is unknown"),  # of optax, but it does not descend
     (outer.make, 'adam', "missing 1 required positional argument: 'learning_rate'; it is adam("),
@@ -66,6 +69,6 @@ def test_a_wrong_spec_is_refused_in_one_line_with_the_choices(make, text, words)
 
 
 def test_arguments_arrive():
-  shares_M, lengths_MxT, half_T = np.full(2, 0.5), np.ones((2, 1)), np.full(1, 0.5)
-  assert merge.make('rda(floor=1.0)').stretch(shares_M, lengths_MxT, half_T) == [1.0]
-  assert merge.make('rda').stretch(shares_M, lengths_MxT, half_T) == [2.0]
+  rows, half_T = merge.Rows(np.full(2, 0.5), np.ones((2, 1))), np.full(1, 0.5)
+  assert merge.make('rda(floor=1.0)').stretch(rows, half_T) == [1.0]
+  assert merge.make('rda').stretch(rows, half_T) == [2.0]

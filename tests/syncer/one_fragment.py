@@ -40,13 +40,19 @@ class Fragment:
   def lengths(self, payload: np.ndarray) -> np.ndarray:
     return self._lib.lengths(self._p, payload)
 
+  def cosines(self, payloads: list[np.ndarray]) -> np.ndarray:
+    lengths_MxT = np.stack([self.lengths(one) for one in payloads])
+    return self._lib.cosines(self._p, payloads, lengths_MxT)
+
   def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> pieces_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
-    shares_M = merge.shares(weights)
-    rows = list(zip(payloads, self._rule.factors(shares_M, lengths_MxT), strict=True))
-    totals, sums_T = self._lib.sums(self._p, rows)
-    stretch_T = self._rule.stretch(shares_M, lengths_MxT, sums_T)
+    asked = self._rule.cosines
+    cosines = self._lib.cosines(self._p, payloads, lengths_MxT) if asked else None
+    rows = merge.Rows(merge.shares(weights), lengths_MxT, cosines)
+    factors = self._rule.factors(rows)
+    totals, sums_T = self._lib.sums(self._p, list(zip(payloads, factors, strict=True)))
+    stretch_T = self._rule.stretch(rows, sums_T)
     made = self._lib.merge(self._p, self._pieces, totals, stretch_T)
     if made is None:
       return None

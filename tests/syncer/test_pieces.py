@@ -98,10 +98,10 @@ def _expected(deltas_MxN, weights, p, tx, rules):
     merged = {}
     for key, rows in fragments.split(_layout(), p, np.float64(rows_MxN)).items():
       lengths_Mx1 = np.linalg.norm(rows.reshape(len(rows), -1), axis=1)[:, None]
-      rule, shares_M = rules[labels[key]], merge.shares(weights)
-      total = np.tensordot(rule.factors(shares_M, lengths_Mx1)[:, 0], rows, 1)
+      rule, seen = rules[labels[key]], merge.Rows(merge.shares(weights), lengths_Mx1)
+      total = np.tensordot(rule.factors(seen)[:, 0], rows, 1)
       length = np.array([np.linalg.norm(total)])
-      merged[key] = jnp.float32(total * rule.stretch(shares_M, lengths_Mx1, length)[0])
+      merged[key] = jnp.float32(total * rule.stretch(seen, length)[0])
     updates, state = tx.update(merged, state, params)
     params = optax.apply_updates(params, updates)
   return np.asarray(fragments.join(_layout(), p, params))
@@ -164,18 +164,53 @@ def test_an_outer_optimizer_may_hold_its_state_in_another_type():
   assert one.whole.tx_state.dtype == jnp.bfloat16
 
 
+@codec_names
+def test_cosines_are_those_of_the_tensors(name):
+  one, deltas_MxN = _fragment(1, name, piece=96), _deltas(1, 3)
+  deltas_MxN[1] += deltas_MxN[0]
+  deltas_MxN[2, : deltas_MxN.shape[1] // 2] = 0
+  payloads = [np.asarray(one.codec.encode(row_N)[0]) for row_N in deltas_MxN]
+  held = [np.asarray(one.codec.decode(each, deltas_MxN.shape[1])) for each in payloads]
+  found = one.cosines(payloads)
+  for t, (_, start, stop) in enumerate(fragments.places(_layout().fragments[1])):
+    rows = np.float64(held)[:, start:stop]
+    lengths_M = np.linalg.norm(rows, axis=1)
+    want = rows @ rows.T / np.where(lengths_M > 0, lengths_M, np.inf)[:, None]
+    want /= np.where(lengths_M > 0, lengths_M, np.inf)
+    np.testing.assert_allclose(found[..., t], want, atol=1e-6)
+  assert (found[2, 2] == 0).any() and found[0, 1].max() > 0.5
+
+
+def test_a_flipped_payload_changes_no_outer_step_that_does_not_trust():
+  rules = {label: merge.majority() for label in _RULES}
+  common_N = _deltas(1, 1, seed=7)[0]
+  deltas_MxN = 0.5 * common_N + _deltas(1, 3)
+  masters = []
+  for rows_MxN in (deltas_MxN[:2], deltas_MxN * np.float32([[1], [1], [-1]])):
+    one = _fragment(1, 'float32', optax.sgd(1.0), rules)
+    one.merge(rows_MxN, np.ones(len(rows_MxN)))
+    masters.append(np.asarray(one.whole.master_n))
+  moved = [master_N - np.asarray(_fragment(1).whole.master_n) for master_N in masters]
+  assert moved[0] @ moved[1] / np.linalg.norm(moved[0]) / np.linalg.norm(moved[1]) > 0.999
+
+
 # --- The bits -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-  'name, text',
-  [('int8', 'nesterov'), ('float32', 'rmsprop(learning_rate=0.05, momentum=0.9)')],
+  'name, text, rules',
+  [
+    ('int8', 'nesterov', _RULES),
+    ('float32', 'rmsprop(learning_rate=0.05, momentum=0.9)', _RULES),
+    ('int8', 'nesterov', {'avg': merge.avg(), 'rda': merge.majority(agree=1.0)}),
+  ],
+  ids=['int8', 'float32', 'majority'],
 )
-def test_the_size_of_the_pieces_changes_no_bit(name, text):
+def test_the_size_of_the_pieces_changes_no_bit(name, text, rules):
   """Nor do the threads: a single piece is computed by the caller."""
   found = set()
   for piece in (32, 640, 1 << 19):
-    one = _fragment(1, name, outer.make(text), piece=piece)
+    one = _fragment(1, name, outer.make(text), rules=rules, piece=piece)
     made = [one.merge(_deltas(1, 3, seed=10 * k), [3, 1, 2]) for k in range(2)]
     ends = [(stepped.delta.tobytes(), stepped.digest) for stepped in made]
     found.add(str((ends, _bits(one.whole))))

@@ -10,10 +10,11 @@ is compiled. So the second run of a study compiles nothing that the first one ha
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build, run_config
@@ -28,6 +29,7 @@ from diloco_jax.train import island as island_lib
 from diloco_jax.train import optimizer as optimizer_lib
 
 Evaluate = Callable[[int], None]
+Lie = Callable[[np.ndarray], np.ndarray]  # of the values of one tensor
 
 
 class Model:
@@ -37,10 +39,18 @@ class Model:
     assembled: of its config. The mesh of the config is not used: every island has one device.
     on_evaluation: called with a sync after which the global model is to be evaluated.
     keep_moments: whether saves keep a copy of the arrays, for learners that return.
+    lies: by learner, what becomes of the values of each pseudo-gradient that it sends.
   """
 
-  def __init__(self, assembled: build.Assembly, on_evaluation: Evaluate, keep_moments: bool):
+  def __init__(
+    self,
+    assembled: build.Assembly,
+    on_evaluation: Evaluate,
+    keep_moments: bool,
+    lies: Mapping[str, Lie],
+  ):
     self._assembled = assembled
+    self._lies = lies
     self._on_evaluation = on_evaluation
     self._keep_moments = keep_moments
     self._template = fresh_island(assembled)
@@ -58,7 +68,8 @@ class Model:
     island = (island or self._template).twin()
     exchange = on_device.Exchange(self._assembled, island, self._compiled)
     save = functools.partial(self._save, name, island)
-    return Learner(self._assembled, island, exchange, payloads, save)
+    arguments = self._assembled, island, exchange, payloads, save
+    return Liar(*arguments, self._lies[name]) if name in self._lies else Learner(*arguments)
 
   def _save(self, name: str, island: island_lib.Island, machine_state: dict[str, Any]) -> None:
     self._saved[name] = machine_state, island.twin() if self._keep_moments else None
@@ -113,6 +124,32 @@ class Learner(learner_work.LearnerWork):
   def _save(self, save: actions.Save) -> None:
     self._keep(save.machine_state)
     self._posted.append(no_arrays.saved(save))
+
+
+class Liar(Learner):
+  """A learner that trains honestly and lies in its payloads. What it keeps for itself is honest."""
+
+  def __init__(self, assembled: build.Assembly, *rest: Any):
+    *rest, self._lie = rest
+    self._layout, self._codec = assembled.layout, assembled.codec_up
+    super().__init__(assembled, *rest)
+
+  def _encoded(self, sync: int, fragment: int, data: jax.Array, ok: jax.Array) -> None:
+    values_N = np.array(self._codec.decode(data, self._layout.size(fragment)))
+    ends = np.cumsum([piece.padded_size for piece in self._layout.fragments[fragment]])
+    for values_n in np.split(values_N, ends[:-1]):  # views
+      values_n[:] = self._lie(values_n)
+    super()._encoded(sync, fragment, *self._codec.encode(jnp.asarray(values_N)))
+
+
+def noise(rng: np.random.Generator) -> Lie:
+  """Noise of the same length."""
+
+  def lie(values_n: np.ndarray) -> np.ndarray:
+    drawn_n = rng.standard_normal(values_n.shape)
+    return drawn_n * (np.linalg.norm(values_n) / np.linalg.norm(drawn_n))
+
+  return lie
 
 
 class _Moments(moments_work.Moments):

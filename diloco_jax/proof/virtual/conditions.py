@@ -98,6 +98,8 @@ class Faults:
     host_lost: the share of deaths after which the learner has no checkpoint.
     joins: when further learners start, beyond `sync.learners`.
     plan: further faults (proof/plans.py).
+    flipped: learners that send the opposite of what they have trained.
+    noisy: learners that send noise, of the length of what they have trained, tensor by tensor.
   """
 
   death_every: float = 0.0
@@ -106,6 +108,8 @@ class Faults:
   host_lost: float = 0.0
   joins: tuple[float, ...] = ()
   plan: tuple[plans.Fault, ...] = ()
+  flipped: tuple[str, ...] = ()
+  noisy: tuple[str, ...] = ()
 
   def __post_init__(self):
     _not_negative(self)

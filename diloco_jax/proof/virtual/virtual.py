@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from absl import flags
 
 from diloco_jax.config import build, run_config
@@ -159,7 +160,12 @@ def train(
       curve.append(Point(time=book.time, tokens=book.tokens, loss=model.evaluate()))
 
   held_out = bool(assembled.task.eval_batches())
-  model = arrays.Model(assembled, evaluate, keep_moments=bool(faults.death_every or faults.plan))
+  lies = dict.fromkeys(faults.flipped, np.negative) | {
+    name: arrays.noise(np.random.default_rng([seed, place]))
+    for place, name in enumerate(faults.noisy)
+  }
+  keep_moments = bool(faults.death_every or faults.plan)
+  model = arrays.Model(assembled, evaluate, keep_moments, lies)
   book = _Book(where, progress, trained_tokens or 0)
   evaluate(0)
   result = _run(assembled, model, where, book)
@@ -308,7 +314,8 @@ def _run(
   conditions.furnish(world, learners, hardware, where.network, assembled.task.tokens_per_batch)
   limit_ns = hardware.ns(LIMIT * assembled.protocol.total_steps * max(hardware.slowness)) + WAITS_NS
   nodes = (*learners, plans.SYNCER)
-  if strangers := sorted({fault.node for fault in faults.plan} - set(nodes)):
+  named = {fault.node for fault in faults.plan} | {*faults.flipped, *faults.noisy}
+  if strangers := sorted(named - set(nodes)):
     raise ValueError(f'the plan has faults of {strangers}; this run has {", ".join(nodes)}')
   plan = conditions.deaths(faults, hardware, where.seed, learners, limit_ns)
   faults_lib.Nemesis(world, plan, odds=faults.odds)

@@ -126,3 +126,24 @@ def test_a_fault_of_a_node_that_the_run_has_not_is_refused(config):
   kill = conditions.plans.Fault(at_ns=0, kind='kill', node='l7')
   with pytest.raises(ValueError, match=r"the plan has faults of \['l7'\]; this run has l0, l1, l2"):
     virtual.schedule(config, faults=conditions.Faults(plan=(kill,)))
+
+
+def test_a_lie_of_a_learner_that_the_run_has_not_is_refused(config):
+  with pytest.raises(ValueError, match=r"the plan has faults of \['l8'\]; this run has l0, l1, l2"):
+    virtual.schedule(config, faults=conditions.Faults(noisy=('l8',)))
+
+
+def test_liars_change_the_arrays_only_and_not_the_length_of_a_payload(config):
+  """All learners send noise: the loss stays where it began; all flip: it rises."""
+  everyone = ('l0', 'l1', 'l2')
+  honest = virtual.train(config, seed=5)
+  noise, flipped = (
+    virtual.train(config, seed=5, faults=conditions.Faults(**{name: everyone}))
+    for name in ('noisy', 'flipped')
+  )
+  assert honest.merges == noise.merges == flipped.merges
+  assert honest.ledger == noise.ledger == flipped.ledger
+  assert honest.final_loss < noise.final_loss < flipped.final_loss
+  lie = arrays.noise(np.random.default_rng(0))
+  values = np.float32([3.0, 4.0, 0.0])
+  assert np.linalg.norm(lie(values)) == pytest.approx(5) and abs(lie(values) - values).max() > 0.1
