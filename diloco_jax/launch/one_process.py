@@ -8,7 +8,6 @@ For tests, notebooks and `diloco train --controller=single`.
 import contextlib
 import functools
 import pathlib
-import threading
 from collections.abc import Callable
 
 import jax
@@ -17,7 +16,7 @@ from absl import flags
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import entrypoints, run_folder
 from diloco_jax.learner import process as learner_process
-from diloco_jax.node import loop
+from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import seals
@@ -69,7 +68,7 @@ class SingleController:
     self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
     self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}
     self._exits: dict[str, actions.Exit | BaseException] = {}
-    self._threads: list[threading.Thread] = []
+    self._threads: list[threads.Thread] = []
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -115,7 +114,7 @@ class SingleController:
         self._exits[name] = error
         self.stop(f'{name} failed')
 
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread = threads.Thread(target=guarded, name=name)
     self._threads.append(thread)
     thread.start()
 
@@ -159,8 +158,8 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
   folder = pathlib.Path(workdir).absolute()
   controller = SingleController(config, folder)  # a config that cannot work claims no folder
   run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
-  controller.start()
   try:
+    controller.start()
     return controller.join()
   except BaseException:  # else the nodes would train on, and the folder would stay locked
     controller.stop('interrupted')
