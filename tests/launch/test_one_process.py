@@ -29,7 +29,7 @@ def _config(steps: int, learners: int = 2) -> run_config.Config:
 
 def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
   rows = (folder / 'records' / f'{node}.jsonl').read_text().splitlines()
-  return [fact for fact in map(json.loads, filter(None, rows)) if fact['name'] == name]
+  return [fact for fact in map(json.loads, rows) if fact['name'] == name]
 
 
 def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
