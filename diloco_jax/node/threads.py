@@ -13,21 +13,27 @@ class Thread(threading.Thread):
 
   def __init__(self, **kwargs):
     super().__init__(daemon=True, **kwargs)
-    self._over = threading.Event()
+    # A signal may interrupt `join` anywhere, and an Event would then keep its own lock for ever.
+    self._over = False
+    self._runs = threading.Lock()
+    self._runs.acquire()
 
   def start(self) -> None:
     try:
       super().start()
     except RuntimeError:  # the system has no thread left: `join` has nothing to wait for
-      self._over.set()
+      self._over = True
       raise
 
   def run(self) -> None:
     try:
       super().run()
     finally:
-      self._over.set()
+      self._over = True
+      self._runs.release()
 
   def join(self, timeout: float | None = None) -> None:
-    if self._over.wait(timeout) and self.ident is not None:
+    if not self._over and self._runs.acquire(timeout=-1 if timeout is None else timeout):
+      self._runs.release()
+    if self._over and self.ident is not None:
       super().join()
