@@ -8,6 +8,7 @@ For tests, notebooks and `diloco train --controller=single`.
 import contextlib
 import functools
 import pathlib
+import threading
 from collections.abc import Callable
 
 import jax
@@ -15,6 +16,7 @@ from absl import flags
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import entrypoints, run_folder
+from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
@@ -37,6 +39,7 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     key: of the seals of its files; None: they have none.
+    alone: one learner and no syncer, the baseline.
 
   Raises:
     ValueError: the devices do not make M meshes of the config's shape.
@@ -48,15 +51,18 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     key: seals.Key | None = None,
+    alone: bool = False,
   ):
     self._assembled = build.assemble(config)
     self._workdir = workdir
     self._key = key
+    self._alone = alone
+    self._stopping = threading.Event()
     self._make_recorder = make_recorder or (
       lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
     )
     self._hub = in_process.InProcessHub()
-    names = run_config.learner_ids(config.sync.learners)
+    names = run_config.learner_ids(1 if alone else config.sync.learners)
     needed = config.mesh.num_devices * len(names)
     devices = jax.devices()
     if len(devices) < needed:
@@ -88,6 +94,8 @@ class SingleController:
       island = learner_process.make_island(
         self._assembled, self._workdir, name, self._islands[name], self._key
       )
+      if self._alone:
+        return baseline.run(self._assembled.config, island, recorder, self._stopping.is_set)
       return learner_process.run(
         self._assembled,
         island,
@@ -99,7 +107,8 @@ class SingleController:
         own_process=False,
       )
 
-    self._start('syncer', run_syncer)
+    if not self._alone:
+      self._start('syncer', run_syncer)
     for name in self._islands:
       self._start(name, functools.partial(run_learner, name))
 
@@ -120,6 +129,7 @@ class SingleController:
 
   def stop(self, reason: str) -> None:
     """Asks every node to end at its next boundary; safe to call from a signal handler."""
+    self._stopping.set()
     for event_queue in self._event_queues.values():
       event_queue.post(events.Stop(reason=reason))
 
@@ -135,12 +145,15 @@ class SingleController:
     return self._exits
 
 
-def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, actions.Exit]:
+def run(
+  config: run_config.Config, workdir: str | pathlib.Path, syncer: str = 'local'
+) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
 
   Args:
     config: of the run.
     workdir: its folder; if it holds this run already, the run is continued.
+    syncer: 'local', or 'none': one learner trains alone, the baseline.
 
   Returns:
     The exit of each node by its name.
@@ -153,11 +166,16 @@ def run(config: run_config.Config, workdir: str | pathlib.Path) -> dict[str, act
   """
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
+  if syncer not in ('local', 'none'):
+    raise ValueError(f"syncer is {syncer!r}: give 'local' or 'none'")
+  alone = syncer == 'none'
   config.validate()
-  entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
+  entrypoints.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
   folder = pathlib.Path(workdir).absolute()
-  controller = SingleController(config, folder)  # a config that cannot work claims no folder
-  run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
+  controller = SingleController(
+    config, folder, alone=alone
+  )  # a config that cannot work claims no folder
+  run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
   try:
     controller.start()
     return controller.join()
