@@ -330,8 +330,7 @@ class Supervisor:
     await self._wait(self._stop_s, interrupts=1)
     for name, child in list(self._running.items()):
       self._listen('local', f'{name}: did not end on SIGTERM; killed')
-      self._cut_off.add(name)
-      child.kill()
+      self._cut(name, child)
     await asyncio.wait(self._runners.values())
 
   def _is_natural_end(self) -> bool:
@@ -357,8 +356,13 @@ class Supervisor:
       self._stop()
       self._listen('local', 'stopping (interrupt again to kill at once)')
     else:
-      for child in list(self._running.values()):
-        child.kill()
+      for name, child in list(self._running.items()):
+        self._cut(name, child)
+
+  def _cut(self, name: str, child: children.Child) -> None:
+    """Kills a process to end the run."""
+    self._cut_off.add(name)
+    child.kill()
 
   def _stop(self) -> None:
     self._stopping.set()
