@@ -74,7 +74,7 @@ def _of_baseline(workdir: pathlib.Path) -> Any:
   for node in sorted(workdir.glob('islands/*')):
     folder = _verified(_checkpoints(node))
     if folder is not None:
-      protocol, saved = checkpoint.read(folder, trust=True)
+      protocol, saved = checkpoint.verify(folder, trust=True)
       if not protocol['protocol']:  # else of a learner whose syncer has another folder
         return saved['state']['params']
   return None

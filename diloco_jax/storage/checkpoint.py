@@ -354,13 +354,6 @@ class Checkpoints:
 
 def verify(
   folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
-) -> dict[str, Any]:
-  """As `read`; returns the machine's state alone."""
-  return read(folder, record_sha256, key, trust)[0]
-
-
-def read(
-  folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
   the SHA-256 that it had, if the caller knows it. Writes nothing.
