@@ -14,10 +14,21 @@ _HOME = {
   'Task': 'train.task',
   'join': 'launch.peer',
   'load_params': 'launch.trained',
+  'records': 'report.records',
   'run': 'launch.one_process',
   'run_syncer': 'launch.own_syncer',
 }
-__all__ = ['Ended', 'Peer', 'SyncConfig', 'Task', 'join', 'load_params', 'run', 'run_syncer']
+__all__ = [
+  'Ended',
+  'Peer',
+  'SyncConfig',
+  'Task',
+  'join',
+  'load_params',
+  'records',
+  'run',
+  'run_syncer',
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,5 +1,6 @@
 """The command `diloco`: its commands, and what it says about a wrong one."""
 
+import itertools
 import pathlib
 import pkgutil
 import subprocess
@@ -72,6 +73,9 @@ def test_help_of_a_command_shows_its_flags_and_is_no_error(command: str):
   assert done.returncode == 0 and not done.stderr, done.stderr
   assert f'diloco {command}' in done.stdout and '\n  --' in done.stdout
   assert 'allow_failpoints' not in done.stdout, 'it is for tests'
+  examples = done.stdout.partition('\nFlags:')[0].splitlines()
+  for line, following in itertools.pairwise(examples):  # each can be copied to a shell
+    assert not following.startswith('      --') or line.endswith('\\'), following
 
 
 @pytest.mark.parametrize(

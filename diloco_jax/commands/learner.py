@@ -1,4 +1,4 @@
-"""Runs a learner as a process; with --syncer=none it trains alone.
+r"""Runs a learner as a process; with --syncer=none it trains alone.
 
     diloco learner --config=stdlib_lm:cpu \
       --workdir=runs/by_hand --learner_id=l0 --syncer=file:runs/by_hand/syncer/address

@@ -3,7 +3,8 @@
     diloco sample --workdir=runs/x --prompt='def '
     diloco sample --workdir=runs/x --tokens=1000 --temperature=0 --seed=1
 
-The run may be under way: then it is the model of the syncer's newest checkpoint. For a model of
+The run may be under way: then it is the model of the syncer's newest checkpoint; of a run with
+--syncer=none it is that of the learner's. For a model of
 your own `diloco_jax.load_params(workdir)` gives the parameters. Exit codes: 0 done, 42 there is no
 such run, no model yet, or no decoder in it.
 """

@@ -1,4 +1,4 @@
-"""Runs the syncer as a process.
+r"""Runs the syncer as a process.
 
     diloco syncer --config=stdlib_lm:cpu \
       --workdir=runs/by_hand

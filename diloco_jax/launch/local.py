@@ -174,7 +174,7 @@ def run(
     with program.never_retry(files.DirectoryError):
       outcome = _run_processes(config, workdir, config_flags, alone, standby)
   if outcome.code == program.NEVER_RETRY:
-    raise program.NeverRetry(outcome.text)
+    raise program.NeverRetry(f'{outcome.text}{_never_began(workdir)}')
   wall_s = time.monotonic() - started_s
   summary = summary_lib.write(config, workdir, outcome.statuses, wall_s, not outcome.interrupted)
   print(summary_lib.text(summary, workdir))
@@ -184,6 +184,16 @@ def run(
     again = program.command('train', '--resume', f'--workdir={workdir}', *words)
     print(f'{outcome.text}; continue with: {again}', file=sys.stderr)
   return outcome.code
+
+
+def _never_began(workdir: pathlib.Path) -> str:
+  """What to do with the folder of a run that was refused before its first step; '' after one."""
+  if any(fact['name'] == 'step' for fact in records_lib.records(workdir)):
+    return ''
+  return (
+    f'. The run has made no step, and {workdir} holds nothing of worth: remove it, or choose '
+    'another --workdir, and start again'
+  )
 
 
 def _run_processes(

@@ -16,8 +16,9 @@ from absl import flags
 
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import entrypoints, run_folder
+from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
-from diloco_jax.node import loop
+from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import seals
@@ -38,6 +39,7 @@ class SingleController:
     make_recorder: returns the recorder of a node, by its name ('syncer', 'l0', ...); by default it
       writes to `workdir`, and each printed line begins with the name.
     key: of the seals of its files; None: they have none.
+    alone: one learner and no syncer, the baseline.
 
   Raises:
     ValueError: the devices do not make M meshes of the config's shape.
@@ -49,15 +51,18 @@ class SingleController:
     workdir: pathlib.Path,
     make_recorder: MakeRecorder | None = None,
     key: seals.Key | None = None,
+    alone: bool = False,
   ):
     self._assembled = build.assemble(config)
     self._workdir = workdir
     self._key = key
+    self._alone = alone
+    self._stopping = threading.Event()
     self._make_recorder = make_recorder or (
       lambda name: records_lib.Recorder(workdir, name, prefix=f'[{name}] ')
     )
     self._hub = in_process.InProcessHub()
-    names = run_config.learner_ids(config.sync.learners)
+    names = run_config.learner_ids(1 if alone else config.sync.learners)
     needed = config.mesh.num_devices * len(names)
     devices = jax.devices()
     if len(devices) < needed:
@@ -69,7 +74,7 @@ class SingleController:
     self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
     self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}
     self._exits: dict[str, actions.Exit | BaseException] = {}
-    self._threads: list[threading.Thread] = []
+    self._threads: list[threads.Thread] = []
 
   def start(self) -> None:
     """Starts each node on its own thread."""
@@ -89,6 +94,8 @@ class SingleController:
       island = learner_process.make_island(
         self._assembled, self._workdir, name, self._islands[name], self._key
       )
+      if self._alone:
+        return baseline.run(self._assembled.config, island, recorder, self._stopping.is_set)
       return learner_process.run(
         self._assembled,
         island,
@@ -100,7 +107,8 @@ class SingleController:
         own_process=False,
       )
 
-    self._start('syncer', run_syncer)
+    if not self._alone:
+      self._start('syncer', run_syncer)
     for name in self._islands:
       self._start(name, functools.partial(run_learner, name))
 
@@ -115,12 +123,13 @@ class SingleController:
         self._exits[name] = error
         self.stop(f'{name} failed')
 
-    thread = threading.Thread(target=guarded, name=name, daemon=True)
+    thread = threads.Thread(target=guarded, name=name)
     self._threads.append(thread)
     thread.start()
 
   def stop(self, reason: str) -> None:
     """Asks every node to end at its next boundary; safe to call from a signal handler."""
+    self._stopping.set()
     for event_queue in self._event_queues.values():
       event_queue.post(events.Stop(reason=reason))
 
@@ -136,12 +145,15 @@ class SingleController:
     return self._exits
 
 
-def run(config: run_config.Config | str, workdir: str | pathlib.Path) -> dict[str, actions.Exit]:
+def run(
+  config: run_config.Config | str, workdir: str | pathlib.Path, syncer: str = 'local'
+) -> dict[str, actions.Exit]:
   """Runs a whole experiment in this process, for notebooks: `diloco_jax.run`.
 
   Args:
     config: of the run, or its name as for `diloco train --config`: 'stdlib_lm:tiny'.
     workdir: its folder; if it holds this run already, the run is continued.
+    syncer: 'local', or 'none': one learner trains alone, the baseline.
 
   Returns:
     The exit of each node by its name.
@@ -156,13 +168,18 @@ def run(config: run_config.Config | str, workdir: str | pathlib.Path) -> dict[st
     flags.FLAGS.mark_as_parsed()  # grain reads absl flags
   if isinstance(config, str):
     config = load.load(config)
+  if syncer not in ('local', 'none'):
+    raise ValueError(f"syncer is {syncer!r}: give 'local' or 'none'")
+  alone = syncer == 'none'
   config.validate()
-  entrypoints.prepare_jax(config.mesh.num_devices * config.sync.learners)
+  entrypoints.prepare_jax(config.mesh.num_devices * (1 if alone else config.sync.learners))
   folder = pathlib.Path(workdir).absolute()
-  controller = SingleController(config, folder)  # a config that cannot work claims no folder
-  run_folder.open_workdir(config, folder, resume=(folder / load.FILE).is_file())
-  controller.start()
+  controller = SingleController(
+    config, folder, alone=alone
+  )  # a config that cannot work claims no folder
+  run_folder.open_workdir(config, folder, (folder / load.FILE).is_file(), alone)
   try:
+    controller.start()
     return controller.join()
   except BaseException:  # else the nodes would train on, and the folder would stay locked
     controller.stop('interrupted')

@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, peer, program, run_folder
-from diloco_jax.node import loop
+from diloco_jax.node import loop, threads
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
@@ -40,7 +40,7 @@ class Server:
     self._event_queue = loop.EventQueue()
     self._theta: global_model_lib.Theta | None = None
     self._result: actions.Exit | BaseException | None = None
-    self._thread: threading.Thread | None = None
+    self._thread: threads.Thread | None = None
 
   def wait(self, timeout_s: float | None = None) -> dict[str, Any]:
     """Waits for the end of the run; returns the global model, name -> array of the loop's type.
@@ -162,14 +162,13 @@ def run_syncer(
     records = cleanup.enter_context(
       contextlib.closing(records_lib.Recorder(folder, 'syncer', prefix='[syncer] '))
     )
-    server._thread = threading.Thread(
+    server._thread = threads.Thread(
       target=server._run,
       args=(model, folder, listen or addresses.in_folder(folder), access, config, records),
       name='syncer',
-      daemon=True,
     )
-    server._thread.start()
     cleanup.callback(server._stop)
+    server._thread.start()
     server._listens.wait()
     server._require_well()
     yield server

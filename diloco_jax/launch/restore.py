@@ -264,7 +264,7 @@ def _verify(
     json_files.require_plain(workdir, folder)
   except (OSError, safe_json.Unreadable) as error:
     raise checkpoint.CheckpointError(str(error)) from None
-  machine_state = checkpoint.verify(folder, record_sha256, asked.key, asked.trust)
+  machine_state, _ = checkpoint.verify(folder, record_sha256, asked.key, asked.trust)
   if node == manifests.syncer_folder(workdir):
     _require_books(machine_state, folder)
   return machine_state

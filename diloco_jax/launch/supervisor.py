@@ -113,6 +113,7 @@ class Supervisor:
     self._pauses: dict[str, float] = {}  # seconds until the restart of a program, by bring_down
     self._draw = random.Random()
     self._stopping = asyncio.Event()  # no process is started any more
+    self._cut_off: set[str] = set()  # programs whose process was killed to end the run
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._retired = False  # by `retire`
     self._interrupts = program_lib.EndRequests()
@@ -238,7 +239,9 @@ class Supervisor:
     finally:
       del self._running[name]
     status.last_error = child.last_error or status.last_error
-    self._recorder.report(facts.Exit(child=name, pid=child.pid, code=code))
+    self._recorder.report(
+      facts.Exit(child=name, pid=child.pid, code=code, stopped=name in self._cut_off)
+    )
     return code, _describe_exit(code), time.monotonic() - child.started_s
 
   async def _start(
@@ -327,7 +330,7 @@ class Supervisor:
     await self._wait(self._stop_s, interrupts=1)
     for name, child in list(self._running.items()):
       self._listen('local', f'{name}: did not end on SIGTERM; killed')
-      child.kill()
+      self._cut(name, child)
     await asyncio.wait(self._runners.values())
 
   def _is_natural_end(self) -> bool:
@@ -353,8 +356,13 @@ class Supervisor:
       self._stop()
       self._listen('local', 'stopping (interrupt again to kill at once)')
     else:
-      for child in list(self._running.values()):
-        child.kill()
+      for name, child in list(self._running.items()):
+        self._cut(name, child)
+
+  def _cut(self, name: str, child: children.Child) -> None:
+    """Kills a process to end the run."""
+    self._cut_off.add(name)
+    child.kill()
 
   def _stop(self) -> None:
     self._stopping.set()

@@ -1,7 +1,8 @@
 """The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint.
 
 WORKDIR/model is a tree of named arrays that plain Orbax reads (storage/arrays.py); the syncer
-writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments.
+writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments. A
+learner without a syncer has it in its own checkpoints.
 """
 
 import pathlib
@@ -21,7 +22,8 @@ from diloco_jax.syncer import process as syncer_process
 def load_params(workdir: str | pathlib.Path) -> Any:
   """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
   of loops of the user's own a dict, name -> array. The run may be under way: then it is the model
-  of the syncer's newest checkpoint.
+  of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
+  its newest checkpoint.
 
   Raises:
     ValueError: there is no run in the folder, or it has no model yet.
@@ -54,9 +56,9 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = manifests.syncer_folder(workdir)
-  folder = _verified(
-    [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
-  )
+  if not (node / 'wal').is_dir() and (params := _of_baseline(workdir)) is not None:
+    return params
+  folder = _verified(_checkpoints(node))
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   theta = global_model_lib.Theta(assembled)
@@ -66,6 +68,21 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   saved = arrays.load(folder, like, 'state')
   theta.restore(saved, [0] * assembled.layout.num_fragments)
   return theta.params()
+
+
+def _of_baseline(workdir: pathlib.Path) -> Any:
+  """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
+  for node in sorted(workdir.glob('islands/*')):
+    folder = _verified(_checkpoints(node))
+    if folder is not None:
+      protocol, saved = checkpoint.verify(folder, trust=True)
+      if not protocol['protocol']:  # else of a learner whose syncer has another folder
+        return saved['state']['params']
+  return None
+
+
+def _checkpoints(node: pathlib.Path) -> list[pathlib.Path]:
+  return [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
 
 
 def _verified(folders: list[pathlib.Path]) -> pathlib.Path | None:

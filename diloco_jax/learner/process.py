@@ -11,7 +11,6 @@ import os
 import pathlib
 import secrets
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 from typing import Any
@@ -20,7 +19,7 @@ import jax
 
 from diloco_jax.config import build
 from diloco_jax.learner import work as learner_work
-from diloco_jax.node import loop, ports
+from diloco_jax.node import loop, ports, threads
 from diloco_jax.protocol import actions, facts
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.tape import tape as tape_lib
@@ -165,11 +164,9 @@ def running_node(
     tape,
   )
   ended: futures.Future[actions.Exit] = futures.Future()
-  thread = threading.Thread(
-    target=_run_node, args=(node, work, tape, ended), name='node', daemon=True
-  )
-  thread.start()
+  thread = threads.Thread(target=_run_node, args=(node, work, tape, ended), name='node')
   try:
+    thread.start()
     yield ended
     thread.join()
   except BaseException as error:  # else the node would go on, and hold its arrays and its place

@@ -57,6 +57,7 @@ class Rows(NamedTuple):
     cosines = None if self.cosines_MxMxT is None else self.cosines_MxMxT[:, :, at]
     return Rows(self.shares_M, self.lengths_MxT[:, at], cosines)
 
+
 MOST = 8.0  # times the lower median weight
 
 

@@ -110,11 +110,13 @@ class Process:
 
 @protocol_facts.fact
 class Exit:
-  """A process of a program has ended; `code` is negative if a signal killed it."""
+  """A process of a program has ended; `code` is negative if a signal killed it. `stopped`: the
+  supervisor killed it to end the run, as after a second Ctrl-C."""
 
   child: str
   pid: int
   code: int
+  stopped: bool = False
 
 
 _OfSyncer = Goodput | Outer | Traffic | Recovered

@@ -1,9 +1,10 @@
 """The records of a process: facts as JSON lines, curves for TensorBoard, lines for people.
 
 There is one file per program, WORKDIR/records/NAME.jsonl, with one fact per line. Each line is
-flushed, so a process killed at any moment leaves at most one torn line, which readers skip. A later
-process of the program appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name":
-..., fields} (facts.py). The supervisor, the live table and the report read only these files.
+flushed, so a process killed at any moment leaves at most one torn line, which readers skip and a
+later process of the program cuts off before it appends. Each line is {"t_ns": monotonic, "time":
+wall clock in s, "name": ..., fields} (facts.py). The supervisor, the live table and the report read
+only these files.
 
 Writing never stops training: a full disk is reported once, and training continues. So is a file
 that has become LIMIT_BYTES long, which then grows no more.
@@ -11,6 +12,7 @@ that has become LIMIT_BYTES long, which then grows no more.
 
 import contextlib
 import dataclasses
+import errno
 import heapq
 import itertools
 import json
@@ -29,6 +31,7 @@ from diloco_jax.report import facts
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
+_BLOCK_BYTES = 1 << 12
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
 
@@ -58,9 +61,8 @@ class Recorder:
     self._failed = False
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
-    self._file = open(path, 'ab', buffering=0)
-    if self._file.tell():  # ends a torn line of a killed predecessor; readers skip blanks
-      self._guard(lambda: self._file.write(b'\n'))
+    self._file = open(path, 'a+b', buffering=0)
+    self._guard(self._cut_torn_line)
     self._curves = None
     if tensorboard:
       self._guard(lambda: self._open_curves(pathlib.Path(workdir) / TENSORBOARD / process))
@@ -104,7 +106,25 @@ class Recorder:
       raise OSError(
         f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
       )
-    self._file.write(line)
+    size = self._file.tell()
+    if self._file.write(line) < len(line):  # the disk became full: no half of a line stays
+      self._file.truncate(size)
+      self._file.seek(size)
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  def _cut_torn_line(self) -> None:
+    """Cuts off the torn line of a killed predecessor, so that each line is one fact."""
+    size = end = self._file.tell()
+    while end:
+      start = max(0, end - _BLOCK_BYTES)
+      newline = os.pread(self._file.fileno(), end - start, start).rfind(b'\n')
+      if newline >= 0:
+        end = start + newline + 1
+        break
+      end = start
+    if end < size:
+      self._file.truncate(end)
+      self._file.seek(end)
 
   def _open_curves(self, folder: pathlib.Path) -> None:
     self._curves = Curves(folder)
@@ -191,8 +211,7 @@ class Tail:
           if not line.endswith(b'\n'):
             return
           self._offset += len(line)
-          if line.strip():
-            yield line
+          yield line
 
 
 class TailAll:
@@ -217,6 +236,21 @@ class TailAll:
     for path in sorted(self._folder.glob('*.jsonl')):
       self._tails.setdefault(path.stem, Tail(path))
     return self._tails
+
+
+def records(workdir: str | os.PathLike) -> Iterator[dict[str, Any]]:
+  """The records of a run so far, in the order of the wall clock, also of one that is under way.
+
+  Each is a dict: 'process' ('syncer', 'l0', ...), 'name' ('step', 'eval', ...), 'time' in s, and
+  what that fact has (diloco_jax/report/facts.py): a step its 'step', 'loss' and 'tokens'.
+
+  Raises:
+    ValueError: the folder has no records.
+  """
+  folder = pathlib.Path(workdir) / RECORDS
+  if not folder.is_dir():
+    raise ValueError(f'there are no records in {workdir}: it has no folder {RECORDS}/')
+  return ({'process': process, **fact} for process, fact in TailAll(workdir).stream())
 
 
 def _time(row: tuple[str, dict[str, Any]]) -> float:

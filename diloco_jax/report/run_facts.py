@@ -280,10 +280,10 @@ class RunFacts:
         self._member(at_s, fact)
       case facts.Process():
         self._process(at_s, fact)
-      case facts.Exit(child=name, code=code):
+      case facts.Exit(child=name, code=code, stopped=stopped):
         if processes := self._processes(name):
           ended = {0: 'done', 42: 'refused'}.get(code, 'killed' if code < 0 else 'failed')
-          processes[-1].end(at_s, ended)
+          processes[-1].end(at_s, 'stopped' if stopped else ended)
 
   def _processes(self, name: str) -> list[Process]:
     """The processes of a program, oldest first."""
@@ -380,8 +380,8 @@ def book(account: book_lib.Book, process: str, at_ns: int, fact: facts.Fact) -> 
       account.starts(child, at_ns)
     case facts.Exit(child='syncer'):
       account.syncer_died(at_ns)
-    case facts.Exit(child=child, code=code):
-      account.died(child, at_ns, killed=code != 0)
+    case facts.Exit(child=child, code=code, stopped=stopped):
+      account.died(child, at_ns, killed=code != 0 and not stopped)
     case facts.Startup(phase='compiled') if process not in ids.NO_LEARNERS:
       account.waits(process, at_ns)
     case facts.Startup(phase=phase) if process not in ids.NO_LEARNERS:

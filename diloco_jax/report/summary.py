@@ -8,6 +8,7 @@ number of fragments and rounds so that the sums still add up.
 import contextlib
 import json
 import pathlib
+import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -102,6 +103,7 @@ def summarize(
   between = [n for learner in run.learners.values() for n in learner.steps_between]
   return {
     'name': config.name,
+    'task': config.task,
     'learners_expected': config.sync.learners,
     'steps': config.train.steps,
     'eval_loss_start': evaluations[0].loss if evaluations else None,
@@ -147,6 +149,7 @@ def _learner(
   return {
     'incarnations': max(account.get('incarnations', 0), learner.incarnation),
     'steps': account.get('steps', len(learner.steps)),
+    'tokens': account.get('tokens', round(learner.tokens_per_step * len(learner.steps))),
     'seconds_down': round(learner.seconds_down(run.end_s), 3),
     'contributions_merged': len(learner.merged_s),
     'processes': len(learner.processes),
@@ -224,17 +227,22 @@ def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
   if summary['goodput']:
     lines += ['', *goodput_lines(summary['goodput'])]
-  return '\n'.join([*lines, '', *_place_lines(workdir)])
+  return '\n'.join([*lines, '', *_place_lines(summary, workdir)])
 
 
-def _place_lines(workdir: pathlib.Path) -> list[str]:
-  """Where the files of the run are; an interrupted run has fewer."""
+def _place_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
+  """Where the files of the run are, and the model; an interrupted run has fewer."""
   report = workdir / REPORT
   files = [name for name in (TIMELINE, SUMMARY) if (report / name).is_file()]
   folders = [str(path) for path in (workdir / 'islands', workdir / 'syncer') if path.is_dir()]
   lines = [f'report       {report} ({", ".join(files)})'] if files else []
   if folders:
     lines.append(f'checkpoints  {" and ".join(folders)}')
+    model = workdir / 'model'
+    place = f'{model} (orbax.checkpoint.v1.load), ' if model.is_dir() else ''
+    lines.append(f'model        {place}diloco_jax.load_params({str(workdir)!r})')
+    if summary['task'] == run_config.DECODER:
+      lines.append(f'             diloco sample --workdir={shlex.quote(str(workdir))}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
     lines.append(f'curves       tensorboard --logdir {workdir / records_lib.TENSORBOARD}')
   return lines
@@ -254,10 +262,18 @@ def _learner_lines(summary: Mapping[str, Any]) -> list[str]:
   for name, row in summary['learners'].items():
     if not row['processes'] and not row['steps']:
       continue
-    line = f'learner {name}  {row["steps"]} steps'
+    line = f'learner {name}  {row["steps"]} steps, {row["tokens"]:,} tokens'
     if summary['outer_steps']:
       line += f', {row["contributions_merged"]} updates of a fragment merged'
     lines.append(line + _describe_status(row))
+  if summary['outer_steps'] and any(
+    0 < row['steps'] < summary['steps'] for row in summary['learners'].values()
+  ):
+    lines += [
+      f'train.steps={summary["steps"]} is a clock, not a number of steps: the clock of a learner '
+      'that is behind',
+      'jumps ahead when it adopts a newer version. Compare runs by their tokens.',
+    ]
   return lines
 
 

@@ -376,7 +376,7 @@ class Checkpoints:
 
 def verify(
   folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
   the SHA-256 that it had, if the caller knows it. Writes nothing.
 
@@ -387,7 +387,7 @@ def verify(
     trust: whether to take it with any seal.
 
   Returns:
-    The machine's state.
+    The machine's state, and the arrays by the name of their tree, on the first device.
 
   Raises:
     Unproved: its seal is missing or not of this key.
@@ -409,7 +409,7 @@ def verify(
     raise CheckpointError(
       f'{folder} does not read back as it was written: {_one_line(error)}'
     ) from error
-  return record['protocol']
+  return record['protocol'], arrays
 
 
 def has(folder: pathlib.Path, record_sha256: str) -> bool:

@@ -138,11 +138,10 @@ class Files:
     try:
       fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-      holder = _holder(descriptor)
+      holder, remedy = _holder(descriptor)
       os.close(descriptor)
       raise DirectoryError(
-        f'{self.place} is already used by {holder}. Nothing was changed. Stop that process, '
-        'or choose another folder or learner id.'
+        f'{self.place} is already used by {holder}. Nothing was changed. {remedy}'
       ) from error
     except OSError as error:
       os.close(descriptor)
@@ -253,11 +252,18 @@ def _cut(
   return views, []
 
 
-def _holder(descriptor: int) -> str:
-  """Names the process that wrote the lock file."""
+def _holder(descriptor: int) -> tuple[str, str]:
+  """Names the process that wrote the lock file, and what to do."""
+  remedy = 'Stop that process, or choose another folder or learner id.'
   try:
     holder = safe_json.parse(os.pread(descriptor, 4096, 0))
     role, host = (''.join(filter(str.isprintable, holder[name])) for name in ('role', 'host'))
-    return f'{role} pid {int(holder["pid"])} on {host}'
+    pid = int(holder['pid'])
   except (OSError, ValueError, TypeError, KeyError):
-    return 'another process'  # which has not written its name yet
+    return 'another process', remedy  # which has not written its name yet
+  if (pid, host) == (os.getpid(), socket.gethostname()):
+    return f'{role} pid {pid} on {host}, which is this process itself', (
+      'An earlier run of this program has not ended: wait for its end, or restart the program (in '
+      'a notebook, the kernel), or choose another folder or learner id.'
+    )
+  return f'{role} pid {pid} on {host}', remedy

@@ -26,6 +26,7 @@ from diloco_jax.launch import (
   restore,
   run_folder,
 )
+from diloco_jax.report import facts, records
 from diloco_jax.storage import files, seals
 
 
@@ -169,6 +170,13 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
   assert (workdir / 'syncer' / 'address').exists()
   assert (workdir / 'config.json').read_bytes() == before
   run_folder.open_workdir(config, workdir, resume=True)  # it has ended
+
+
+def test_a_run_that_was_refused_before_its_first_step_says_what_to_do_with_its_folder(tmp_path):
+  with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
+    assert f'{tmp_path} holds nothing of worth: remove it' in local._never_began(tmp_path)
+    recorder.report(facts.Step(step=1, steps=1, tokens=1, loss=1.0, seconds=1.0))
+    assert local._never_began(tmp_path) == ''
 
 
 def test_a_run_whose_supervisor_is_live_is_not_continued(config, tmp_path):

@@ -403,6 +403,9 @@ def test_an_interrupt_ends_even_a_child_that_ignores_sigterm(tmp_path):
   assert (outcome.code, outcome.interrupted) == (130, True)
   assert len(pids) >= 3
   await_true(lambda: all(gone(pid) for pid in pids), 'the death of them all')
+  exits = [fact for fact in records.records(tmp_path) if fact['name'] == 'exit']
+  # That one was not killed by an accident: the report does not count it.
+  assert {fact['child']: fact['stopped'] for fact in exits} == {'l0': True, 'l1': False}
 
 
 def test_a_process_that_holds_the_output_of_a_dead_child_does_not_stop_the_run(tmp_path):

@@ -59,6 +59,24 @@ def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_
   )
 
 
+def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments, config.train.eval_every = 2, 0
+  models = []
+  for steps in (6, 8):
+    config.train.steps = steps
+    exits = diloco_jax.run(config, tmp_path, syncer='none')
+    assert {name: one.code for name, one in exits.items()} == {'l0': 0}
+    models.append(diloco_jax.load_params(tmp_path))
+  assert exits['l0'].text.startswith('done at step 8: 2 steps')
+  first, last = (model['layers'][1]['query'] for model in models)
+  assert first.shape == (32, 2, 16) and (first != last).any()
+  with pytest.raises(ValueError, match='without a syncer; continue it with --syncer=none'):
+    diloco_jax.run(config, tmp_path)
+  with pytest.raises(ValueError, match="syncer is 'no': give 'local' or 'none'"):
+    diloco_jax.run(config, tmp_path, syncer='no')
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path):
   shutil.copytree(run, tmp_path / 'run')
   model = diloco_jax.load_params(run)

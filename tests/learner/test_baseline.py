@@ -52,7 +52,7 @@ def _train(tmp_path, config):
       recorder.say = said.append
       ended = baseline.run(config, island, recorder, stopping)
     lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()
-    facts = [json.loads(line) for line in lines if line]
+    facts = [json.loads(line) for line in lines]
     return ended, [fact['step'] for fact in facts if fact['name'] == 'eval'], said
 
   return train

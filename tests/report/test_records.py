@@ -9,7 +9,9 @@ import typing
 from typing import Any
 
 import numpy as np
+import pytest
 
+import diloco_jax
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.protocol import facts as protocol_facts
 from diloco_jax.report import facts, records, run_facts
@@ -44,20 +46,22 @@ def test_a_file_of_facts_ends_at_its_limit_and_says_so_once(tmp_path, capsys):
   recorder.close()
 
 
-def test_a_torn_line_of_a_killed_process_is_skipped(tmp_path):
+def test_a_torn_line_of_a_killed_process_is_skipped_and_then_cut_off(tmp_path):
   recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
   recorder.report(step(1))
   recorder.close()
   path = tmp_path / 'records' / 'l0.jsonl'
   with open(path, 'ab') as file:
-    file.write(b'{"name": "step", "st')
+    file.write(b'{"name": "step", "st' + b' ' * (1 << 13))
   tail = records.Tail(path)
   assert [fact['step'] for fact in tail.read()] == [1]
   again = records.Recorder(tmp_path, 'l0', tensorboard=False)
   again.report(step(2))
   again.close()
   assert [fact['step'] for fact in tail.read()] == [2]
-  assert tail.skipped == 1
+  assert tail.skipped == 0
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  assert [line['step'] for line in lines] == [1, 2]
 
 
 def test_lines_that_are_no_facts_are_skipped(tmp_path):
@@ -65,7 +69,7 @@ def test_lines_that_are_no_facts_are_skipped(tmp_path):
   path.write_bytes(b'\xff\xfe\n[1]\n{"step": 1}\n\n{"name": "step"}\n')
   tail = records.Tail(path)
   assert tail.read() == [{'name': 'step'}]
-  assert tail.skipped == 3
+  assert tail.skipped == 4
 
 
 def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
@@ -85,8 +89,14 @@ def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
     ('b', 4),
   ]
   assert tails.read() == streamed
+  assert next(diloco_jax.records(tmp_path)) == {'process': 'a', 'name': 'x', 'time': 1}
   (folder / 'c.jsonl').write_text('{"name": "x", "time": 0}\n')
   assert [name for name, _ in tails.read()] == ['c']
+
+
+def test_a_folder_without_records_is_named(tmp_path):
+  with pytest.raises(ValueError, match='no records in .*it has no folder records/'):
+    diloco_jax.records(tmp_path)
 
 
 def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
@@ -102,19 +112,20 @@ def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
 
 _FILLS_ITS_DISK = """
 import resource, signal, sys
-from diloco_jax.report import records
+from diloco_jax.report import facts, records
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, 1 << 14))
 recorder = records.Recorder(sys.argv[1], 'l0')
 for step in range(2_000):
   recorder.scalars(step, {'learning/loss': 1.0})
+  recorder.report(facts.Startup(phase='compiled', cpu_s=1.0))
 recorder.close()
 print('ended')
 """
 
 
 def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
-  """A queue behind a writer that has died would block the step thread."""
+  """A queue behind a writer that has died would block the step thread. No half of a fact stays."""
   ended = subprocess.run(
     [sys.executable, '-c', _FILLS_ITS_DISK, str(tmp_path)],
     cwd=pathlib.Path(__file__).parents[2],
@@ -124,6 +135,8 @@ def test_curves_on_a_full_disk_do_not_stop_training(tmp_path):
   )
   assert ended.stdout == 'ended\n'
   assert ended.stderr.count('records are incomplete') == 1
+  lines = (tmp_path / 'records' / 'l0.jsonl').read_text().splitlines()
+  assert {json.loads(line)['name'] for line in lines} == {'startup'}
 
 
 def test_curves_and_log_lines(tmp_path, capsys):

@@ -144,6 +144,15 @@ def test_downtime_lasts_until_the_next_step(config, run):
   assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'done']
 
 
+def test_a_process_that_the_supervisor_cut_off_counts_as_stopped_not_as_killed(config):
+  """After a second Ctrl-C."""
+  end = row(26, facts.Exit(child='l0', pid=1, code=-9, stopped=True))
+  run = run_facts.RunFacts(['l0', 'l1'], 10).take([*_ROWS[:-2], ('supervisor', end)])
+  assert [life.ended for life in run.learners['l0'].processes] == ['killed', 'stopped']
+  summary = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)
+  assert summary['learners']['l0']['kills'] == len(summary['kills']) == 1
+
+
 def test_the_time_of_a_learner_is_accounted_for_from_its_records(config, run):
   """l0 is killed after 13 s, starts again at 21 s, and trains no more after 22 s."""
   found = summary_lib.summarize(config, run, _FATES, wall_seconds=15.0)['goodput']
@@ -255,8 +264,9 @@ def test_the_text_has_the_summary(config, run, tmp_path):
   text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
   for words in (
     'held-out loss  5.500 before, 3.500 after',
-    'learner l0  3 steps, 1 updates of a fragment merged; killed once, down for 9.0 s',
-    'learner l1  2 steps, 1 updates of a fragment merged; refused: another model',
+    'learner l0  3 steps, 150 tokens, 1 updates of a fragment merged; killed once, down for 9.0 s',
+    'learner l1  2 steps, 100 tokens, 1 updates of a fragment merged; refused: another model',
+    'is a clock, not a number of steps',
     'tokens trained          250  in 9 outer steps',
     'late: arrived after their sync had closed',
     'would have moved 80.0 kB, 20 times as much',
@@ -286,7 +296,11 @@ def test_the_text_names_only_files_that_exist(config, workdir):
   for word in ('timeline.png', 'checkpoints', 'tensorboard'):
     assert word not in text
   (workdir / 'islands').mkdir()
-  assert f'checkpoints  {workdir / "islands"}\n' in summary_lib.text(summary, workdir) + '\n'
+  text = summary_lib.text(summary, workdir)
+  assert f'checkpoints  {workdir / "islands"}\n' in text
+  assert f'model        diloco_jax.load_params({str(workdir)!r})' in text
+  (workdir / 'model').mkdir()
+  assert f'model        {workdir / "model"} (orbax' in summary_lib.text(summary, workdir)
 
 
 def test_a_full_disk_costs_the_report_only(config, workdir, capsys):

@@ -41,7 +41,7 @@ def test_it_trains_a_run_and_a_loop_of_its_own_and_plots_them(notebook, tmp_path
   assert 'image/png' in outputs['cell-8'][-1].data
 
   facts = {
-    path.stem: [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    path.stem: [json.loads(line) for line in path.read_text().splitlines()]
     for path in (tmp_path / 'runs' / 'notebook' / 'records').glob('*.jsonl')
   }
   assert set(facts) == {'syncer', 'l0', 'l1', 'l2'}

@@ -105,7 +105,7 @@ def _start():
 
 def _facts(workdir: pathlib.Path, process: str) -> list[dict]:
   lines = (workdir / 'records' / f'{process}.jsonl').read_text().splitlines()
-  return [json.loads(line) for line in lines if line.strip()]
+  return [json.loads(line) for line in lines]
 
 
 def _refusal(program: Program) -> str:

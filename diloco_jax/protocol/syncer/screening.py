@@ -211,7 +211,9 @@ class Screening:
     return [member for member in quarantined if self._members.quarantined(member)]
 
   def _say_if_zero(self, now_ns: int, done: events.MergeDone, merged: dict[str, Any]) -> None:
-    if not any(norm for norm, _ in merged.values()):
+    # A warm-up from 0 with accumulated gradients begins with steps that move nothing.
+    begins = self.usual[done.fragment].commits <= self._config.norm_warmup
+    if not begins and not any(norm for norm, _ in merged.values()):
       self.notices.say(
         now_ns,
         'zero',

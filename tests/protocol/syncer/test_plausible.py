@@ -1,6 +1,7 @@
 """The syncer believes no number of a peer: a lie closes the session of the liar, is a strike, and
 changes nothing of the run. What honest and hostile learners say together: test_hostile_words.py."""
 
+import copy
 import dataclasses
 import json
 from typing import Any
@@ -363,11 +364,14 @@ def test_a_syncer_says_within_a_minute_that_nothing_is_merged():
   assert '1 learners contribute, an outer step needs 2' in lines[0]
 
 
-def test_a_syncer_says_that_only_zeros_are_merged():
+def test_a_syncer_says_that_only_zeros_are_merged_unless_the_run_has_just_begun():
   machine = member()
   machine.handle(3, single.received(1, single.contribution(), 5))
   done = dataclasses.replace(single.merge_done(2), norms=(0,))
-  assert any('merged only zeros' in line for line in said(machine.handle(4, done)))
+  again = copy.deepcopy(machine)
+  assert not any('merged only zeros' in line for line in said(machine.handle(4, done)))
+  again._screening.usual[0].commits = machine._config.norm_warmup
+  assert any('merged only zeros' in line for line in said(again.handle(4, done)))
 
 
 def test_a_learner_says_that_it_is_not_connected():
