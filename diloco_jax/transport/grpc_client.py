@@ -24,7 +24,6 @@ from diloco_jax.transport import (
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
-  ('grpc.enable_http_proxy', 0),  # an environment variable must not send the run elsewhere
   ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
 )
 
