@@ -214,7 +214,8 @@ def read(workdir: pathlib.Path) -> Model | None:
 def bring(
   model: Model, address: Callable[[], str], access: addresses.Access, wait_s: float
 ) -> None:
-  """Sends the model to the syncer, if it has none; waits until one listens.
+  """Sends the model to the syncer, if it has none; waits until one listens. Does nothing if the run
+  has ended.
 
   Raises:
     TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
@@ -242,6 +243,8 @@ def bring(
       if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
         deadline_s = time.monotonic() + wait_s
       reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
+    except addresses.RunEnded:
+      return  # the learner's node reads it, too
     except OSError as error:  # no address yet
       reason = str(error)
     if time.monotonic() >= deadline_s:
