@@ -84,7 +84,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
       with doors.dial(address, self._access, _OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
-      session.fail(self._describe(error))
+      session.lost(error, self._describe(error))
     except (OSError, ValueError) as error:
       session.fail(str(error))
     finally:  # in every case the machine hears that the session is over

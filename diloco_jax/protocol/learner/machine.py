@@ -214,8 +214,8 @@ class LearnerMachine:
         if self._connection.offered(message):
           self._confirm(now_ns, message.incarnation)
       case messages.Refused():
-        if self._connection.refused(now_ns, message):
-          self._refused = message.text
+        self._refused = self._connection.refused(now_ns, message) or self._refused
+        if self._refused:
           self._exit_refused()
       case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)

@@ -348,3 +348,31 @@ def test_a_syncer_that_answers_is_waited_for():
     out += machine.handle(now_ns, received(session, full))
     out += machine.handle(now_ns, events.Disconnected(session=session, reason='FULL'))
     assert not any(isinstance(action, actions.Exit) for action in out)
+
+
+def test_a_learner_whose_certificate_is_refused_says_so_and_ends_with_42_after_ten_minutes():
+  """It has trained for nothing meanwhile; but a revocation may be taken back."""
+  machine = new_learner(max_lag=None)
+  refused = messages.unproved('learner l0 is not on the allowlist')
+
+  def is_refused(session: int, now_s: int) -> list[actions.Action]:
+    now_ns = now_s * config_lib.SECOND_NS
+    out = machine.handle(now_ns, events.Wake())
+    out += machine.handle(now_ns, received(session, refused))
+    return out + machine.handle(now_ns, events.Disconnected(session=session, reason='refused'))
+
+  lines = lambda out: [action.text for action in out if isinstance(action, actions.Say)]
+  connect(machine, 1, 0)
+  out = is_refused(1, 1)  # the session ends
+  assert any('Nothing that it trains is merged' in line for line in lines(out))
+  assert not any('nothing is lost' in line for line in lines(out))
+  out = [action for number in range(2, 30) for action in is_refused(number, 20 * number)]
+  assert 8 <= len(lines(out)) <= 11, 'once a minute'
+  assert not any(isinstance(action, actions.Exit) for action in out)
+  connect(machine, 30, 600_000)  # it was let in again: the ten minutes are others
+  machine.handle(601 * config_lib.SECOND_NS, events.Disconnected(session=30, reason='cut'))
+  out = [action for number in range(31, 60) for action in is_refused(number, 20 * number)]
+  assert not any(isinstance(action, actions.Exit) for action in out)
+  out = is_refused(60, 2_000)
+  (end,) = [action for action in out if isinstance(action, actions.Exit)]
+  assert end.code == 42 and 'refused this learner for 10 min: learner l0 is not' in end.text
