@@ -100,7 +100,9 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
     assert steps.result() == 3
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
   assert loop('l1') == 0
-  assert '[l1] the run has ended at step 0: 0 steps, 0 tokens' in capfd.readouterr().out
+  said = capfd.readouterr().out
+  assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
+  assert '[l1] the run has ended at step 0: 0 steps, 0 tokens' in said
   assert entrypoints.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
 

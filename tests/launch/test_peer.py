@@ -489,7 +489,7 @@ def test_loops_over_mutual_tls(tmp_path):
     own = {'learner': 'l0', 'syncer': server.address, **kwargs}
     other = mint.owner(tmp_path / 'other', run='run-y').folder / 'l0'
     with pytest.raises(TimeoutError, match='no certificate of the syncer of this run'):
-      with diloco_jax.join(params, tls=other, wait_s=3.0, **own):
+      with diloco_jax.join(params, tls=other, wait_s=10.0, **own):
         pass
     with pytest.raises(diloco_jax.Ended, match='certificate of this process is of learner "l0"'):
       with diloco_jax.join(params, tls=owner.folder / 'l0', **own | {'learner': 'l1'}):

@@ -30,10 +30,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize('text', HOSTILE.values(), ids=HOSTILE)
 def test_hostile_text_is_refused_soon_and_in_one_line(text):
-  began = time.monotonic()
+  began = time.process_time()  # a busy machine does not count
   with pytest.raises(safe_json.Unreadable) as refused:
     safe_json.parse(text)
-  assert time.monotonic() - began < 2.0
+  assert time.process_time() - began < 2.0
   assert str(refused.value).isprintable() and len(str(refused.value)) < 200
 
 

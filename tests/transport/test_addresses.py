@@ -18,7 +18,7 @@ from tests.certs import mint
 
 DEADLINE_S = 20
 LIMITS = link.Limits(
-  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
 LOCAL, PLAIN = addresses.LOCAL, addresses.Access(plaintext_loopback=True)
 TLS = addresses.Access(tls=pathlib.Path('certs'))

@@ -33,7 +33,7 @@ from tests.certs import mint
 
 DEADLINE_S = 20
 LIMITS = link.Limits(
-  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
 PLAIN = addresses.Access(plaintext_loopback=True)
 
@@ -228,17 +228,21 @@ def _ask(channel, service):
   try:
     match service:
       case 'Control':
-        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()), timeout=4)
+        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
+          iter(()), timeout=DEADLINE_S
+        )
         if grpc_session.TOKEN not in dict(call.initial_metadata()):
           list(call)
         call.cancel()
       case 'Bulk':
-        list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=4))
+        list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=DEADLINE_S))
       case 'health':
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=4)
+        health_pb2_grpc.HealthStub(channel).Check(
+          health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
+        )
       case 'model':
         bring = channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}')
-        bring(iter([b'no header']), timeout=4)
+        bring(iter([b'no header']), timeout=DEADLINE_S)
   except grpc.RpcError as error:
     return f'{error.code().name}: {error.details()}'
   return None
@@ -413,7 +417,7 @@ def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run)
 
 def test_a_session_ends_with_its_certificate(run, closing):
   world, syncer, one = run
-  folder = world.node(uris=(_uri('l1'),), ends_s=4, listed='l1')
+  folder = world.node(uris=(_uri('l1'),), ends_s=11, listed='l1')
   syncer.transport._door.refresh([])
   two = learner(syncer.transport.address, addresses.Access(folder), closing)
   assert two.hears() == events.Connected(session=1)

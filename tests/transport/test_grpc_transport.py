@@ -38,7 +38,7 @@ LIMITS = link.Limits(
   publish_bytes=(4 * MIB, 4 * MIB),
   max_members=3,
   max_strangers=6,
-  handshake_s=2.0,
+  handshake_s=20.0,
   drain_s=1.0,
 )
 ACCESS = addresses.Access(plaintext_loopback=True)
