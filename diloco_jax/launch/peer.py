@@ -114,7 +114,7 @@ class _Admission:
 
   def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
     self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s
-    self._timer = threading.Timer(wait_s, self._give_up)
+    self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._give_up)
     self._timer.daemon = True
     self._refused = 0  # the session of the last refusal
     self._reason = 'no syncer has answered'
