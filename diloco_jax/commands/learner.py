@@ -12,7 +12,7 @@ r"""Runs a learner as a process; with --syncer=none it trains alone.
       --workdir=runs/data_parallel --learner_id=l0 --syncer=none
 
 Started again with the same --workdir, the learner continues from its checkpoint. Exit codes: 0
-done, 42 never retry, anything else retry.
+done, or the run has ended; 42 never retry; anything else retry.
 """
 
 from absl import flags
@@ -41,6 +41,8 @@ program.define_files()
 def main(argv: list[str]) -> int:
   del argv
   config = program.config()
+  if _SYNCER.value != 'none':  # the imports and the compilation take a while
+    print(f'{_LEARNER_ID.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
   with program.importing_jax():  # after the config is validated
     from diloco_jax.launch import entrypoints
 

@@ -11,11 +11,11 @@ r"""Runs the syncer as a process.
       --listen=0.0.0.0:7070 --tls=certs/syncer
 
 The syncer listens on a Unix socket of this user alone, unless --listen says otherwise, and writes
-the address to WORKDIR/syncer/address; learners may start earlier with
-`--syncer=file:WORKDIR/syncer/address`. Without certificates no other machine can connect. Started
-again with the same command after any end, the syncer continues from its checkpoint and its log in
-WORKDIR/syncer. Exit codes: 0 done, 42 never retry, 74 the disk failed or is full, or the
-syncer did not end in time (retry), anything else retry.
+the address to WORKDIR/syncer/address, and at the end of the run that it has ended; learners may
+start earlier with `--syncer=file:WORKDIR/syncer/address`. Without certificates no other machine can
+connect. Started again with the same command after any end, the syncer continues from its checkpoint
+and its log in WORKDIR/syncer. Exit codes: 0 done, 42 never retry, 74 the disk failed or is full, or
+the syncer did not end in time (retry), anything else retry.
 """
 
 import os

@@ -142,6 +142,10 @@ def _serve(
     records.say(f'the syncer listens on {transport.address}')
     return transport
 
+  def finished() -> None:
+    with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
+      _write_address(folder, addresses.ENDED)
+
   with (
     stops(
       lambda reason: event_queue.post(events.Stop(reason=reason)),
@@ -155,7 +159,9 @@ def _serve(
     _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
   ):
     key = program.seal_key(folder, make=True)
-    result = syncer_process.run(assembled, theta, folder, event_queue, listen, records, key)
+    result = syncer_process.run(
+      assembled, theta, folder, event_queue, listen, records, key, finished
+    )
   return _end(result, records)
 
 
@@ -218,12 +224,22 @@ def dialer(
   say: Callable[[str], None],
   transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
 ) -> ports.MakeTransport:
-  """Makes a learner's transport; says which inner steps a capped uplink allows."""
+  """Makes a learner's transport, which asks the learner to stop once the run has ended; says which
+  inner steps a capped uplink allows."""
   if note := uplink.note(assembled):
     say(note)
-  return lambda post, payloads: transport_class(
-    resolve, post, payloads, limits(assembled), access=access
-  )
+
+  def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
+    def address() -> str:
+      try:
+        return resolve()
+      except addresses.RunEnded:
+        post(events.Stop(reason=addresses.ENDED))
+        raise
+
+    return transport_class(address, post, payloads, limits(assembled), access=access)
+
+  return make
 
 
 def limits(assembled: build.Assembly) -> link.Limits:
@@ -294,12 +310,20 @@ def require_own_certificate(access: addresses.Access, learner: str) -> None:
 
 def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
   """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
-  'file:PATH' of a file with one. Raises ValueError if it is neither, or `access` is not enough."""
+  'file:PATH' of a file with one; it raises RunEnded if the file says so. Raises ValueError if it is
+  neither, or `access` is not enough."""
   if not address.startswith(FILE):
     addresses.check(address, access)
     return lambda: address
   path = pathlib.Path(address.removeprefix(FILE))
-  return lambda: json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
+
+  def read() -> str:
+    text = json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
+    if text == addresses.ENDED:
+      raise addresses.RunEnded(f'{text}: {path} says so')
+    return text
+
+  return read
 
 
 @contextlib.contextmanager
@@ -369,9 +393,10 @@ def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
 
 
 def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
-  if result.code == program.NEVER_RETRY:
-    records.close()
-    raise program.NeverRetry(result.text)
+  for refusal in (program.NeverRetry, program.NotInTime):
+    if result.code == refusal.code:
+      records.close()
+      raise refusal(result.text)
   records.say(result.text)
   records.close()
   return result.code

@@ -88,6 +88,7 @@ class SingleController:
         self._hub.syncer_transport,
         recorder,
         self._key,
+        self._over,
       )
 
     def run_learner(name: str, recorder: records_lib.Recorder) -> actions.Exit:
@@ -117,8 +118,8 @@ class SingleController:
       try:
         with contextlib.closing(self._make_recorder(name)) as recorder:
           self._exits[name] = run(recorder)
-        if name == 'syncer':  # of a run that had ended before, no learner hears a Finish
-          self.stop('the run is over')
+        if name == 'syncer':  # it may have been asked to stop
+          self._over()
       except BaseException as error:  # `join` raises it in the caller's thread
         self._exits[name] = error
         self.stop(f'{name} failed')
@@ -126,6 +127,11 @@ class SingleController:
     thread = threads.Thread(target=guarded, name=name)
     self._threads.append(thread)
     thread.start()
+
+  def _over(self) -> None:
+    """Ends the learners after the syncer. Of a run that had ended before, none hears a Finish."""
+    for name in self._islands:
+      self._event_queues[name].post(events.Stop(reason='the run is over'))
 
   def stop(self, reason: str) -> None:
     """Asks every node to end at its next boundary; safe to call from a signal handler."""

@@ -212,9 +212,14 @@ def read(workdir: pathlib.Path) -> Model | None:
 
 
 def bring(
-  model: Model, address: Callable[[], str], access: addresses.Access, wait_s: float
+  model: Model,
+  address: Callable[[], str],
+  access: addresses.Access,
+  wait_s: float,
+  now_s: Callable[[], float] = time.monotonic,
 ) -> None:
-  """Sends the model to the syncer, if it has none; waits until one listens.
+  """Sends the model to the syncer, if it has none; waits until one listens. Does nothing if the run
+  has ended.
 
   Raises:
     TimeoutError: no syncer has listened for `wait_s`. While another learner brings the model, the
@@ -228,7 +233,7 @@ def bring(
       f'{_MAX_HEADER_BYTES}; nothing was sent: use fewer or shorter names'
     )
   limit_s = wait_s + _size_bytes(model) / _UPLOAD_BYTES_PER_S
-  deadline_s = time.monotonic() + wait_s
+  deadline_s = now_s() + wait_s
   while True:
     try:
       with doors.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
@@ -240,11 +245,13 @@ def bring(
       if error.code() == grpc.StatusCode.INVALID_ARGUMENT:
         raise ValueError(f'the syncer refused the model: {error.details()}') from None
       if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # it listens, to another learner
-        deadline_s = time.monotonic() + wait_s
+        deadline_s = now_s() + wait_s
       reason = f'{error.details()}{credentials.explain(error.details()) if access.tls else ""}'
+    except addresses.RunEnded:
+      return  # the learner's node reads it, too
     except OSError as error:  # no address yet
       reason = str(error)
-    if time.monotonic() >= deadline_s:
+    if now_s() >= deadline_s:
       raise TimeoutError(f'no syncer answered within {wait_s:g} s: {reason}')
     threading.Event().wait(_DIAL_S)
 

@@ -18,6 +18,7 @@ import dataclasses
 import operator
 import pathlib
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
-from diloco_jax.node import loop
-from diloco_jax.protocol import actions, events, ids
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
 from diloco_jax.train import task as task_lib
@@ -105,6 +106,48 @@ def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
     if isinstance(sharding, jax.sharding.NamedSharding):
       return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
   return shardings[0]
+
+
+class _Admission:
+  """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
+  ended says nothing."""
+
+  def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
+    self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s
+    self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._give_up)
+    self._timer.daemon = True
+    self._refused = 0  # the session of the last refusal
+    self._reason = 'no syncer has answered'
+
+  def begin(self, post: ports.Post) -> ports.Post:
+    """Begins the wait, which what is posted ends."""
+    self._timer.start()
+
+    def watched(event: events.Event) -> None:
+      self._watch(event)
+      post(event)
+
+    return watched
+
+  def cancel(self) -> None:
+    self._timer.cancel()
+
+  def _watch(self, event: events.Event) -> None:
+    match event:
+      case events.Received(message=messages.Heartbeat() | messages.Joined()) | events.Stop():
+        self._timer.cancel()  # a syncer sends heartbeats to members only
+      case events.Received(session=session, message=messages.Refused(text=text)):
+        self._refused, self._reason = session, text
+      case events.Disconnected(session=session, reason=reason) if session != self._refused:
+        self._reason = reason
+
+  def _give_up(self) -> None:
+    self._event_queue.fail(
+      TimeoutError(
+        f'no syncer has admitted learner {self._learner} within {self._wait_s:g} s: '
+        f'{self._reason}. If the run has ended, it takes no more learners'
+      )
+    )
 
 
 class Peer:
@@ -283,7 +326,8 @@ def join(
     state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
       are. The values of the parameters come from the syncer in any case, as the run has gone on;
       the inner optimizer's state is kept unless a donor gives a newer one.
-    wait_s: how long to wait for a syncer to listen.
+    wait_s: how long to wait for a syncer that listens, and then for it to admit this learner. From
+      there on the learner waits for the run to begin.
     tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
       a Unix socket.
     plaintext_loopback: plain TCP on a loopback address, for debugging.
@@ -291,7 +335,7 @@ def join(
   Raises:
     ValueError: settings or arrays cannot work, and nothing was sent; or the syncer, which has other
       settings, refused the model.
-    TimeoutError: no syncer listens.
+    TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
     Ended: the syncer refused this learner.
   """
   if not ids.is_learner(learner):
@@ -301,6 +345,7 @@ def join(
   access = program.make_access(tls, plaintext_loopback)
   address = entrypoints.resolver(syncer, access)
   entrypoints.require_own_certificate(access, learner)
+  print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
   own_model.bring(model, address, access, wait_s)
   peer = Peer(jax.device_put(params), jax.device_put(opt_state))
   # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
@@ -317,6 +362,8 @@ def join(
     )
     work.compile_all()
     connect = entrypoints.dialer(assembled, address, access, records.say)
+    admission = _Admission(learner, event_queue, wait_s)
+    cleanup.callback(admission.cancel)
     cleanup.enter_context(work.egress())
     ended = cleanup.enter_context(
       learner_process.running_node(
@@ -326,7 +373,7 @@ def join(
         learner,
         None if state is None else {'learner': learner, 'run': '', **state},
         event_queue,
-        connect,
+        lambda post, payloads: connect(admission.begin(post), payloads),
         payloads,
         records,
       )

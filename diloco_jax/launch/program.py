@@ -7,7 +7,8 @@ Exit codes are the contract with the process manager (the supervisor, Kubernetes
       another run. A retry would fail in the same way; a person has to decide.
   74  the disk has failed or is full, no checkpoint can be read, or the syncer did not end in time;
       a retry recovers all committed outer steps
-  75  a learner did not end in time; a retry helps, as after every other code
+  75  a learner did not end in time, or waited for a syncer for too long; a retry helps, as after
+      every other code
 
 A program that ends with 42, 74 or 75 prints one line that starts with `error:` and shows the values
 and the remedy. Only unexpected errors print a traceback.
@@ -98,6 +99,12 @@ class DiskFailed(Exception):
   """The disk failed; committed outer steps are safe: one line, exit 74."""
 
   code = DISK_FAILED
+
+
+class NotInTime(Exception):
+  """A learner has waited for too long: one line, exit 75."""
+
+  code = NOT_IN_TIME
 
 
 class _OptionalIntParser(flags.ArgumentParser):
@@ -383,7 +390,7 @@ def _guarded(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
   os.umask(0o777 & ~folder_mode())  # weights, tapes and keys are for this user
   try:
     return main(argv) or 0
-  except (NeverRetry, DiskFailed) as error:
+  except (NeverRetry, DiskFailed, NotInTime) as error:
     return refuse(one_line(error), error.code)
   except app.UsageError as error:
     return refuse(one_line(error))

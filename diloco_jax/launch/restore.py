@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from diloco_jax.config import build, load, run_config
-from diloco_jax.launch import own_model
+from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids, safe_json
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
 from diloco_jax.storage import files as files_lib
@@ -348,6 +348,7 @@ def _go_back(
     )
     manifests.write_restored(workdir, note, asked.key)
   load.write(workdir, config)
+  (workdir / run_folder.ADDRESS).unlink(missing_ok=True)  # it may say that the run has ended
   (syncer / manifests.RESTORING).unlink()
   json_files.fsync(syncer)
   say(f'the run continues from {goal.text}')

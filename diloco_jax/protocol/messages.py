@@ -241,6 +241,11 @@ class Refused:
   retry_ns: int | None
 
 
+def unproved(why: str) -> Refused:
+  """What a learner's transport tells its machine when the syncer's end refuses the certificate."""
+  return Refused(code='UNPROVED', text=why, retry_ns=0)
+
+
 @_message
 class Joined:
   """The learner is a member. It sets its clock to `clock`; the `due` fragments follow before it may

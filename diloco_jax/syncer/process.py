@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -112,6 +112,7 @@ def run(
   make_transport: ports.MakeTransport,
   records: records_lib.Recorder,
   key: seals.Key | None = None,
+  finished: Callable[[], None] = lambda: None,
 ) -> actions.Exit:
   """Runs a syncer until every fragment is closed or a Stop arrives.
 
@@ -124,6 +125,7 @@ def run(
       the event queue until the machine exists.
     records: where facts go.
     key: seals what the process writes, and must have sealed what it reads; None: no seals.
+    finished: called once the run is over and no learner is waited for, before the last evaluation.
 
   Returns:
     The machine's Exit; its saves are on disk.
@@ -214,6 +216,7 @@ def run(
     result = node.run()
     work.stop()
     if machine.finished:  # a syncer that was asked to stop has no time for it
+      finished()
       evaluation.submit(machine.clock)
       _export(theta, workdir, records)
       _wait_or_stop(evaluation, event_queue)

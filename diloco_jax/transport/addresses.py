@@ -18,6 +18,7 @@ import tempfile
 from diloco_jax.certs import private
 
 UNIX = 'unix:'
+ENDED = 'the run has ended'  # in the place of an address: a syncer leaves it behind
 _MAX_PATH_BYTES = 100  # the kernel takes 107, and gRPC makes no longer ones known
 _CUT = ','  # gRPC takes a path with one for several addresses, however it is quoted
 _HOST = re.compile(r'[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?')
@@ -33,6 +34,10 @@ class Access:
 
 
 LOCAL = Access()
+
+
+class RunEnded(ConnectionError):
+  """The syncer has finished the run, and left ENDED where its address was."""
 
 
 def check(address: str, access: Access) -> None:

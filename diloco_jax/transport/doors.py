@@ -16,6 +16,10 @@ from diloco_jax.transport import addresses, credentials
 
 Options = tuple[tuple[str, object], ...]
 
+# The proxies that the environment names are for the web: they know no syncer, and a variable must
+# not send a run elsewhere.
+_NO_PROXY = ('grpc.enable_http_proxy', 0)
+
 
 class Door:
   """Where a gRPC server listens; it judges the callers.
@@ -106,6 +110,7 @@ def dial(address: str, access: addresses.Access, options: Options) -> grpc.Chann
   """A channel to a syncer. Raises ValueError if `access` is not enough for the address, or if
   something is wrong with its files; OSError if they cannot be read."""
   addresses.check(address, access)
+  options = (*options, _NO_PROXY)
   if address.startswith(addresses.UNIX):
     return grpc.insecure_channel(_quoted(addresses.path_of(address)), options=options)
   if access.tls is not None:

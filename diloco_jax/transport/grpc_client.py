@@ -24,7 +24,6 @@ from diloco_jax.transport import (
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
-  ('grpc.enable_http_proxy', 0),  # an environment variable must not send the run elsewhere
   ('grpc.max_receive_message_length', 2 << 20),  # twice a frame
 )
 
@@ -85,7 +84,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
       with doors.dial(address, self._access, _OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
-      session.fail(self._describe(error))
+      session.lost(error, self._describe(error))
     except (OSError, ValueError) as error:
       session.fail(str(error))
     finally:  # in every case the machine hears that the session is over

@@ -50,7 +50,6 @@ _WAITING_CALLS = 256  # calls that have no thread yet; gRPC refuses those beyond
 _SPARE_DESCRIPTORS = 64  # for files
 _AGAIN_S = 60.0  # between two lines of one kind
 _REFUSED, _DISPLACED = 'refused sessions', 'displaced sessions'
-_UNPROVED = 'refused certificates'
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.so_reuseport', 0),  # else a second syncer would silently share the port
@@ -197,7 +196,9 @@ class GrpcSyncerTransport(grpc_session.Sessions):
       else:
         self._unclaimed.pop(token, None)
     if session is None:
-      context.abort(grpc.StatusCode.UNAUTHENTICATED, 'unknown session token: open Control first')
+      context.abort(
+        grpc.StatusCode.FAILED_PRECONDITION, 'unknown session token: open Control first'
+      )
     self._watch(session, context)
     context.send_initial_metadata(((grpc_session.TOKEN, token),))
     session.open()
@@ -209,7 +210,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     try:
       return self._door.prove(context)
     except proofs.Unproved as error:
-      self._troubles.add(_UNPROVED, str(error))
+      self._troubles.add(grpc_session.UNPROVED, str(error))
       context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
   def _watch_proofs(self) -> None:
@@ -222,7 +223,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
         try:
           self._door.require(proof)
         except proofs.Unproved as error:
-          session.fail(str(error))
+          session.fail(str(error), trouble=grpc_session.UNPROVED)
 
   def _admit(
     self, context: grpc.ServicerContext, proof: proofs.Proof | None
@@ -358,7 +359,9 @@ def reserve_descriptors(places: int) -> None:
 def _conclude(session: grpc_session.Session, context: grpc.ServicerContext) -> None:
   """Ends a stream of an ended session and tells the learner why."""
   if session.failed:
-    context.abort(grpc.StatusCode.ABORTED, session.reason)
+    unproved = session.trouble == grpc_session.UNPROVED
+    code = grpc.StatusCode.UNAUTHENTICATED if unproved else grpc.StatusCode.ABORTED
+    context.abort(code, session.reason)
   # An orderly end must have status OK (any other lets gRPC drop what was sent before), and gRPC
   # does not transport the details of an OK.
   context.set_trailing_metadata(((grpc_session.REASON, session.reason.encode()),))

@@ -40,6 +40,7 @@ REASON = 'diloco-reason-bin'  # why the syncer closed the session, in its traili
 LOST = 'connection lost'
 REASON_CHARS = 600  # of a peer's reason: it may be a sentence that says what to do
 MAX_UNHANDLED = 16
+UNPROVED = 'refused certificates'
 UNUSED, BROKEN = "sessions that became no learner's", 'sessions that broke the protocol'
 
 COMMON_OPTIONS = (
@@ -174,6 +175,16 @@ class Session:
       if self._state is not _State.OVER:
         self.trouble = trouble
       self._change_state(_State.OVER, reason, failed=True)
+
+  def lost(self, error: grpc.RpcError, reason: str) -> None:
+    """Ends the session after the error of a stream. A learner whose certificate the syncer refuses
+    hears that it was refused."""
+    with self._changed:
+      if self._dialed and self._state is not _State.OVER and _is_unproved(error):
+        self._unhandled += 1
+        refused = messages.unproved(said_lib.said(error.details() or '', REASON_CHARS))
+        self._post(events.Received(session=self.number, message=refused))
+      self.fail(reason)
 
   def add_stream(self, cancel: Callable[[], None]) -> None:
     with self._changed:
@@ -340,7 +351,7 @@ class Session:
     except (wire.WireError, link.LinkError) as error:
       self.fail(f'the peer broke the protocol: {error}', trouble=BROKEN)
     except grpc.RpcError as error:
-      self.fail(describe(error))
+      self.lost(error, describe(error))
     except Exception as error:  # a reader that dies silently would leave a session deaf
       self.fail(f'{type(error).__name__}: {error}')
       raise
@@ -511,6 +522,10 @@ def describe(error: grpc.RpcError) -> str:
   code = error.code().name.lower().replace('_', ' ')
   details = said_lib.said(error.details() or '', REASON_CHARS)
   return f'{code}: {details}' if details else code
+
+
+def _is_unproved(error: grpc.RpcError) -> bool:
+  return isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 def start_thread(name: str, target: Callable, *args) -> threading.Thread:

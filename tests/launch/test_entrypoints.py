@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from concurrent import futures
 
 import jax
 import numpy as np
@@ -14,8 +15,9 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import entrypoints, own_model, program, restore
-from diloco_jax.protocol import messages
+from diloco_jax.launch import entrypoints, own_model, program, restore, run_folder
+from diloco_jax.protocol import actions, messages
+from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files
 from diloco_jax.syncer import global_model
 from diloco_jax.transport import addresses, chunks, link
@@ -78,6 +80,41 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
   restore.restore(load.read(tmp_path), tmp_path, restore.Asked(restore.CHECKPOINT), print)
+
+
+def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
+  """A learner that comes later, or was cut off, ends instead of dialing for ever."""
+  jax.devices()  # before the syncer asks for one
+  config = _without_haste(own_loop.get_config())
+  config.sync.learners = config.sync.fragments = config.sync.period = 1
+  config.sync.overlap, config.train.steps = 0, 3
+  where = f'file:{tmp_path}/{run_folder.ADDRESS}'
+
+  def loop(learner: str) -> int:
+    joins = {'learner': learner, 'syncer': where, 'total_steps': 3, 'sync': config.sync}
+    with diloco_jax.join({'w': jax.numpy.ones((8, 8))}, wait_s=60.0, **joins) as peer:
+      return sum(peer.sync(peer.params, tokens=1) is not None for _ in peer.steps())
+
+  with futures.ThreadPoolExecutor(1) as pool:
+    steps = pool.submit(loop, 'l0')
+    assert entrypoints.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert steps.result() == 3
+  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
+  assert loop('l1') == 0
+  said = capfd.readouterr().out
+  assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
+  assert '[l1] the run has ended at step 0: 0 steps, 0 tokens' in said
+  assert entrypoints.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+  assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
+
+
+def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_and_75(
+  tmp_path, capfd
+):
+  records = recording.Recorder(tmp_path, 'l0')
+  waited = actions.Exit(code=75, text='No syncer has answered.')
+  assert program._guarded(lambda argv: entrypoints._end(waited, records), []) == 75
+  assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 
 @pytest.mark.parametrize('moment', ['load', 'complete', 'theta'])

@@ -32,7 +32,7 @@ def _facts(folder: pathlib.Path, node: str, name: str) -> list[dict]:
   return [fact for fact in map(json.loads, rows) if fact['name'] == name]
 
 
-def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
+def test_a_run_that_has_ended_is_given_more_steps(tmp_path, capfd):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
@@ -52,6 +52,9 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path):
     assert ledger['trained'] * ledger['fragments'] == (
       ledger['merged'] + sum(ledger['discarded'].values())
     )
+  run(MORE)
+  said = capfd.readouterr().out
+  assert 'the run is over at step' in said and 'keeps dialing' not in said, said
 
 
 def test_a_run_that_cannot_start_claims_no_folder(tmp_path):

@@ -435,6 +435,28 @@ def test_an_interrupt_while_join_waits_leaves_no_learner(monkeypatch):
       assert peer.clock is not None
 
 
+def test_a_loop_that_joins_as_the_run_ends_waits_no_longer_than_it_was_told(monkeypatch):
+  """The syncer had a model, so the learner joins; but then the syncer is gone, or admits none."""
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=0)
+  kwargs = {'total_steps': 4, 'sync': sync, 'wait_s': _DEADLINE_S}
+
+  def late():
+    with diloco_jax.join(_params(), learner='l1', **kwargs | {'wait_s': 0.5}):
+      raise AssertionError('it has joined a run that is over')
+
+  with diloco_jax.run_syncer(total_steps=4, sync=sync) as server:
+    kwargs['syncer'] = server.address
+    with diloco_jax.join(_params(), learner='l0', **kwargs) as peer:
+      for _ in peer.steps():
+        peer.sync(peer.params, tokens=1)
+    server.wait(_DEADLINE_S)
+    monkeypatch.setattr(own_model, 'bring', lambda *args: None)
+    with pytest.raises(
+      TimeoutError, match='has admitted learner l1 within 0.5 s: .*the run has ended, it'
+    ):
+      _threads(late)
+
+
 def test_a_loop_ends_with_its_egress_thread(monkeypatch):
   """Or it would train on, and none of its work would reach the model."""
   keep = payloads.keep

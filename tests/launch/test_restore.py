@@ -26,6 +26,7 @@ from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import snapshot_work
+from diloco_jax.transport import addresses
 from tests.syncer import test_durability as durability
 
 # Orbax now and then leaves a coroutine of its own unawaited when a read fails; tests that make
@@ -280,8 +281,10 @@ def test_a_snapshot_that_was_named_is_the_one_or_none(config, workdir):
 
 
 def test_a_run_goes_on_from_its_snapshot_and_nothing_is_deleted(config, workdir):
-  before = _contents(workdir)
+  before, address = _contents(workdir), workdir / run_folder.ADDRESS
+  address.write_text(addresses.ENDED)
   said = _restore(config, workdir)
+  assert not address.exists(), 'a learner would believe that the run has ended'
   assert len(_contents(workdir)) == len(before) + 2, 'nothing is copied: a log and a note are new'
   for folder, step, seed in (('syncer', 200, 2), ('islands/l0', 205, 20), ('islands/l1', 205, 21)):
     held = _held(workdir / folder / 'ckpt')

@@ -210,6 +210,7 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     )
 
   first = learner('l0', 'first', paced=True)
+  assert f'then joins the syncer at {address}' in first.wait_for('l0 starts')
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')

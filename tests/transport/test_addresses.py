@@ -9,16 +9,17 @@ import subprocess
 import sys
 import tempfile
 
+import grpc
 import pytest
 
 from diloco_jax.certs import private
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, doors, grpc_client, grpc_server, link, payloads
 from tests.certs import mint
 
 DEADLINE_S = 20
 LIMITS = link.Limits(
-  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
 LOCAL, PLAIN = addresses.LOCAL, addresses.Access(plaintext_loopback=True)
 TLS = addresses.Access(tls=pathlib.Path('certs'))
@@ -258,3 +259,24 @@ def test_another_user_cannot_connect(tmp_path):
   else:
     assert path.parent.stat().st_mode & 0o077 == 0
   syncer.shutdown(0.0)
+
+
+@pytest.mark.parametrize('tls', [False, True])
+def test_no_channel_goes_through_a_web_proxy(tmp_path, monkeypatch, tls):
+  """A company's variables must not send a run elsewhere, nor the model that a loop brings."""
+  owner = mint.owner(tmp_path / 'certs')
+  access = lambda name: addresses.Access(owner.folder / name) if tls else PLAIN
+  syncer = grpc_server.GrpcSyncerTransport(
+    '127.0.0.1:0', lambda event: None, payloads.PayloadStore(), LIMITS, access=access('syncer')
+  )
+  with socket.socket() as nowhere:
+    nowhere.bind(('127.0.0.1', 0))  # and does not listen
+    for variable in ('grpc_proxy', 'http_proxy', 'https_proxy'):
+      monkeypatch.setenv(variable, f'http://127.0.0.1:{nowhere.getsockname()[1]}')
+    for variable in ('no_proxy', 'no_grpc_proxy'):
+      monkeypatch.delenv(variable, raising=False)
+    with doors.dial(syncer.address, access('l0'), ()) as channel:
+      with pytest.raises(grpc.RpcError) as answer:
+        channel.unary_unary('/diloco.v1.OwnModel/Bring')(b'', timeout=DEADLINE_S)
+  syncer.shutdown(0.0)
+  assert answer.value.code() is grpc.StatusCode.UNIMPLEMENTED, answer.value

@@ -11,7 +11,6 @@ import queue
 import socket
 import ssl
 import threading
-import time
 from concurrent import futures
 
 import grpc
@@ -34,7 +33,7 @@ from tests.certs import mint
 
 DEADLINE_S = 20
 LIMITS = link.Limits(
-  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=5.0, drain_s=0.5
+  contribution_bytes=(0,), publish_bytes=(1 << 20,), handshake_s=20.0, drain_s=0.5
 )
 PLAIN = addresses.Access(plaintext_loopback=True)
 
@@ -229,17 +228,21 @@ def _ask(channel, service):
   try:
     match service:
       case 'Control':
-        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(iter(()), timeout=4)
+        call = channel.stream_stream(f'/{grpc_session.SERVICE}/Control')(
+          iter(()), timeout=DEADLINE_S
+        )
         if grpc_session.TOKEN not in dict(call.initial_metadata()):
           list(call)
         call.cancel()
       case 'Bulk':
-        list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=4))
+        list(channel.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), timeout=DEADLINE_S))
       case 'health':
-        health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=4)
+        health_pb2_grpc.HealthStub(channel).Check(
+          health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
+        )
       case 'model':
         bring = channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}')
-        bring(iter([b'no header']), timeout=4)
+        bring(iter([b'no header']), timeout=DEADLINE_S)
   except grpc.RpcError as error:
     return f'{error.code().name}: {error.details()}'
   return None
@@ -278,6 +281,9 @@ def test_matrix(served, came, client, door, service):
 def _reason(end):
   """Why the first dial of a learner failed."""
   event = end.hears()
+  if isinstance(event, events.Received):  # its machine hears first that it is refused
+    assert isinstance(event.message, messages.Refused), event
+    event = end.hears()
   assert isinstance(event, events.Disconnected), event
   return event.reason
 
@@ -392,13 +398,15 @@ def _lives(syncer, one, session=1):
 
 def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run):
   world, syncer, one = run
-  began_s = time.monotonic()
+  assert credentials.WATCH_S < 5 / 2  # between two looks at the allowlist
   world.owner.revoke('l0')
-  reason = _reason(one)
-  assert 'learner l0 is not on the allowlist' in reason
-  assert time.monotonic() - began_s < 5
-  one.transport.dial(2)
-  assert 'learner l0 is not on the allowlist' in _reason(one)
+  for session in (1, 2):  # the open one, and that of the next dial
+    refused = one.hears()
+    assert refused.session == session and refused.message.code == 'UNPROVED'
+    assert 'learner l0 is not on the allowlist' in refused.message.text
+    assert 'learner l0 is not on the allowlist' in _reason(one)
+    if session == 1:
+      one.transport.dial(2)
   (line,) = [line for line in syncer.said if line.startswith('refused certificates: 1, ')]
   assert 'learner l0' in line
   world.owner.issue('l0', proofs.utc_now(), renew=True)
@@ -409,7 +417,7 @@ def test_a_revocation_ends_the_session_within_5_s_and_keeps_the_learner_out(run)
 
 def test_a_session_ends_with_its_certificate(run, closing):
   world, syncer, one = run
-  folder = world.node(uris=(_uri('l1'),), ends_s=4, listed='l1')
+  folder = world.node(uris=(_uri('l1'),), ends_s=11, listed='l1')
   syncer.transport._door.refresh([])
   two = learner(syncer.transport.address, addresses.Access(folder), closing)
   assert two.hears() == events.Connected(session=1)
@@ -462,7 +470,7 @@ def test_the_token_of_a_session_serves_its_own_certificate_only(run):
         bulk = other.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
         with pytest.raises(grpc.RpcError) as error:
           list(bulk)
-        assert error.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
     bulk = first.stream_stream(f'/{grpc_session.SERVICE}/Bulk')(iter(()), metadata=(token,))
     assert dict(bulk.initial_metadata())[grpc_session.TOKEN] == token[1]
     assert syncer.hears() == events.Connected(session=2, learner='l0')
@@ -643,7 +651,8 @@ def _call_over_tls(context, address, session=None):
 def test_a_resumed_tls_session_is_judged_anew(run, version, how):
   """TLS takes a ticket after the end of the certificate that it was given for."""
   world, syncer, _ = run
-  folder = world.node(uris=(_uri('l1'),), ends_s=3, listed='l1')
+  ends_s = 11 if how == 'ended' else 3600
+  folder = world.node(uris=(_uri('l1'),), ends_s=ends_s, listed='l1')
   syncer.transport._door.refresh([])
   context = ssl.create_default_context(cadata=(folder / check.AUTHORITY).read_text())
   context.load_cert_chain(folder / check.CERTIFICATE, folder / check.KEY)

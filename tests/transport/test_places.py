@@ -30,7 +30,7 @@ from diloco_jax.transport import (
   wire,
 )
 
-DEADLINE_S = 20
+DEADLINE_S = 60
 LIMITS = link.Limits(
   contribution_bytes=(8,),
   publish_bytes=(8,),
@@ -40,7 +40,7 @@ LIMITS = link.Limits(
   drain_s=1.0,
 )
 ACCESS = addresses.Access(plaintext_loopback=True)
-HASTY = dataclasses.replace(LIMITS, handshake_s=0.5, member_s=0.5)
+HASTY = dataclasses.replace(LIMITS, handshake_s=10.0, member_s=10.0)
 
 
 def join(learner='l0'):
@@ -180,8 +180,8 @@ def test_a_session_without_a_join_gives_its_place_back(made):
   syncer = made.syncer(HASTY)
   silent = made.learner(syncer)
   number = opened(syncer, silent)
-  assert 'no Join within 0.5 s' in silent.hears().reason
-  assert syncer.hears() == events.Disconnected(session=number, reason='no Join within 0.5 s')
+  assert 'no Join within 10 s' in silent.hears().reason
+  assert syncer.hears() == events.Disconnected(session=number, reason='no Join within 10 s')
   assert "sessions that became no learner's: 1, the last one: no Join" in made.said.get(
     timeout=DEADLINE_S
   )
@@ -195,7 +195,7 @@ def test_a_session_that_is_not_admitted_gives_its_place_back(made):
   syncer.hears()
   syncer.transport.send(number, messages.Offer(run='r0', incarnation=1))
   assert learner.hears().message == messages.Offer(run='r0', incarnation=1)
-  assert 'not admitted as a learner within 0.5 s' in learner.hears().reason
+  assert 'not admitted as a learner within 10 s' in learner.hears().reason
 
 
 def test_a_member_has_all_the_time_that_it_wants(made):
@@ -288,17 +288,18 @@ def test_a_flood_of_messages_costs_the_flooder_and_nobody_else(made):
   number = member(syncer, honest)
   flood = itertools.chain([join('l9')], map(progress, itertools.count()))
   with hostile(syncer, flood) as flooder:
-    start_s, count, waits_s = time.monotonic(), 0, []
-    while time.monotonic() < start_s + 3:
-      sent_s = time.monotonic()
+    rate, start_s, count, overtaken = LIMITS.messages_per_s, time.monotonic(), 0, []
+    while count <= rate:
+      before = count
       honest.transport.send(1, messages.Heartbeat())
       while (event := syncer.hears()).session != number:
         assert event.session == flooder
         count += isinstance(event, events.Received)
-      waits_s.append(time.monotonic() - sent_s)
-    rate, took_s = LIMITS.messages_per_s, time.monotonic() - start_s
-    assert rate < count <= rate * (took_s + 2) + 10, (count, took_s)
-    assert sorted(waits_s)[len(waits_s) // 2] < 0.1, waits_s
+      overtaken.append(count - before)
+    took_s = time.monotonic() - start_s
+    assert count <= rate * (took_s + 2) + 10, (count, took_s)
+    # The messages of the flood that came before the honest one: no more than what waits anyhow.
+    assert sorted(overtaken)[len(overtaken) // 2] <= 2 * grpc_session.MAX_UNHANDLED, overtaken
 
 
 def test_a_flood_of_acknowledgements_ends_its_session(made):
@@ -328,12 +329,11 @@ def test_a_learner_of_very_short_steps_reports_less_often(made):
   steps, count, clock = 5_000, 0, 0
   for step in range(steps):
     learner.transport.send(1, progress(step))
-  start_s = time.monotonic()
   while clock < steps - 1:
     event = syncer.hears()
     assert event.message.clock >= clock
     clock, count = event.message.clock, count + 1
-  assert count < steps / 2 and time.monotonic() - start_s < 5
+  assert count < steps / 2
 
 
 # --- A crowd --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import standing as standing_lib
 
+UNPROVED_NS = 600 * config_lib.SECOND_NS  # of refused certificates in a row: then the process ends
 CONNECTION_STATES = (
   ('away', 'dialing', 'the pause is over'),
   ('dialing', 'joining', 'the session is open: Join'),
@@ -63,6 +64,7 @@ class Connection:
     self._confirmed = False  # on this session: the learner has a lease to renew
     self.standing = standing_lib.Standing(out)
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
+    self._unproved_ns: int | None = None  # since when certificates are refused; None: they are not
 
   @property
   def joined(self) -> bool:
@@ -108,6 +110,7 @@ class Connection:
   def connected(self, now_ns: int) -> None:
     self._move('joining')
     self._heard_ns = now_ns
+    self._unproved_ns = None
     me = self._identity
     self.send(
       messages.Join(
@@ -142,33 +145,55 @@ class Connection:
     self.run, self.incarnation = self._offered_run, incarnation
     self._refusals = 0
 
-  def refused(self, now_ns: int, refused: messages.Refused) -> bool:
-    """Returns whether the refusal is final, which ends the process; else plans the next attempt. An
-    id in use may be held by this learner's previous process until its lease ends, so the learner
-    tries that one once more."""
+  def refused(self, now_ns: int, refused: messages.Refused) -> str:
+    """Returns the text of a final refusal, which ends the process, or plans the next attempt. An id
+    in use may be held by this learner's previous process until its lease ends, so the learner tries
+    that one once more."""
     if self._refused == self.session:
-      return False  # repeated
+      return ''  # repeated
     self._refused = self.session
+    if refused.code == 'UNPROVED':
+      return self._unproved(now_ns, refused.text)
     self._refusals += 1
     if refused.retry_ns is None or (refused.code == 'ID_IN_USE' and self._refusals > 1):
-      return True
+      return refused.text
     self._redial_ns = now_ns + refused.retry_ns
     self.standing.refused(now_ns)
     self._out.say(f'{refused.text} Trying again in {refused.retry_ns / 1e9:.1f} s.')
-    return False
+    return ''
+
+  def _unproved(self, now_ns: int, why: str) -> str:
+    """Dials on for a while: a certificate may be renewed, and a revocation taken back."""
+    if self._unproved_ns is None:
+      self._unproved_ns = now_ns
+    minutes = UNPROVED_NS // (60 * config_lib.SECOND_NS)
+    if now_ns < self._unproved_ns + UNPROVED_NS:
+      self.standing.unproved(
+        now_ns,
+        f'the syncer refuses this learner: {why}. Nothing that it trains is merged. It dials '
+        f'again, and ends once it has been refused for {minutes} min.',
+      )
+      return ''
+    return (
+      f'The syncer has refused this learner for {minutes} min: {why}. What it trained meanwhile is '
+      'not merged; what was merged before is safe. Give it a certificate that the syncer accepts '
+      '(diloco certs issue --renew), then start it again.'
+    )
 
   def disconnected(self, now_ns: int, reason: str) -> None:
     """The session has closed: pauses before the next attempt."""
     joined = self.joined
     self._move('away')
-    self.standing.disconnected(now_ns, reason)
+    unproved = self._refused == self.session and self._unproved_ns is not None
+    if not unproved:
+      self.standing.disconnected(now_ns, reason)
     self._out.closing.discard(self.session)
     self._confirmed = False
     longer_ns = min(self._config.longest_redial_ns, self._pause_ns * 5 // 4)
     self._pause_ns = self._config.redial_ns if joined else longer_ns
     jitter = 500 + int(self._random.random() * 1000)  # permille of the pause
     self._redial_ns = max(self._redial_ns, now_ns + self._pause_ns * jitter // 1000)
-    if joined:
+    if joined and not unproved:
       self._out.say(
         f'syncer unreachable ({reason}). Training continues, nothing is lost. Retrying.'
       )

@@ -10,7 +10,8 @@ from TRAINING_STATES)::
 moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
-learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
+learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted. A learner
+that has no step to make waits for a syncer for ALONE_NS, then it ends: the run may be over.
 
 At a step boundary the learner does this, in this order: use another shard, capture and encode the
 pulled fragments that are due, adopt arrived versions, save if a save is due, start the next step.
@@ -40,10 +41,13 @@ from diloco_jax.protocol.learner import pulls as pulls_lib
 TRAINING_STATES = (
   ('waiting', 'training', 'every due fragment is adopted, the moments are there'),
   ('training', 'trained', 'the clock reached T'),
-  ('waiting', 'ended', 'refused for good, asked to stop, or Finish'),
-  ('training', 'ended', 'asked to stop, fenced, or Finish'),
-  ('trained', 'ended', 'Finish: every fragment is closed'),
+  ('waiting', 'ended', 'refused for good, asked to stop, Finish, or alone for too long'),
+  ('training', 'ended', 'asked to stop, fenced, Finish, or alone for too long'),
+  ('trained', 'ended', 'Finish: every fragment is closed, or alone for too long'),
 )
+
+ALONE_NS = 3600 * config_lib.SECOND_NS  # with no step to make, and no word of a syncer
+_NOT_IN_TIME = 75
 
 Identity = connection_lib.Identity
 
@@ -98,6 +102,8 @@ class LearnerMachine:
     self._running = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
+    self._alone_ns: int | None = None  # since when it has no step to make and no word of a syncer
+    self._gave_up = ''
     self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
     self._exited = False
 
@@ -105,12 +111,16 @@ class LearnerMachine:
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
+    if self._alone_ns is None:
+      self._alone_ns = now_ns
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
       self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
+    if self._running:
+      self._alone_ns = None
     return self._out.take()
 
   @property
@@ -143,6 +153,7 @@ class LearnerMachine:
         self._out.drop(payload_id)
       case events.Received(message=message, payload_id=payload_id):
         self._connection.heard(now_ns)
+        self._alone_ns = now_ns
         self._receive(now_ns, message, payload_id)
       case events.Connected(session=session):
         if session == self._connection.session:
@@ -187,6 +198,15 @@ class LearnerMachine:
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason)
+    # After an attempt that has failed: a process that was frozen for long may find its syncer.
+    if not (self._running or self._leaving) and now_ns - self._alone_ns >= ALONE_NS:
+      minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
+      self._gave_up = (
+        f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to '
+        'make: it ends. If the run has ended, all is done. Else what was merged is safe: start '
+        'this learner again once the syncer listens.'
+      )
+      self._ending = 'no syncer'
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
     match message:
@@ -194,8 +214,8 @@ class LearnerMachine:
         if self._connection.offered(message):
           self._confirm(now_ns, message.incarnation)
       case messages.Refused():
-        if self._connection.refused(now_ns, message):
-          self._refused = message.text
+        self._refused = self._connection.refused(now_ns, message) or self._refused
+        if self._refused:
           self._exit_refused()
       case messages.Joined() if self._connection.state == 'joining':
         self._joined(now_ns, message)
@@ -502,6 +522,9 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
+    if self._gave_up:
+      self._exit(_NOT_IN_TIME, self._gave_up)
+      return
     self._exit(0, f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens')
 
   def _exit(self, code: int, text: str) -> None:

@@ -17,16 +17,23 @@ class Standing:
     self._next_ns: int | None = None  # of the next line, unless something is merged before
     self._reasons: dict[str, int] = {}
     self._failure = ''  # why there is no session
+    self._unproved = ''  # the line if that is because of a refused certificate
 
   def joined(self, now_ns: int) -> None:
-    self._failure = ''
+    self._failure = self._unproved = ''
     self._next_ns = now_ns + NOTICE_NS
 
   def disconnected(self, now_ns: int, reason: str) -> None:
     """Notes why there is no session. If there never was one, the first line is due at once."""
     if self._next_ns is None:
       self._next_ns = now_ns
-    self._failure = reason
+    self._failure, self._unproved = reason, ''
+
+  def unproved(self, now_ns: int, line: str) -> None:
+    """Notes that the syncer refuses the certificate. The first line is due at once."""
+    if not self._unproved:
+      self._next_ns = now_ns
+    self._unproved = line
 
   def refused(self, now_ns: int) -> None:
     """Notes that the operator has read the syncer's refusal, so that no other line follows."""
@@ -44,7 +51,9 @@ class Standing:
     if self._next_ns is None or now_ns < self._next_ns:
       return
     self._next_ns = now_ns + NOTICE_NS
-    if self._failure:
+    if self._unproved:
+      self._out.say(self._unproved)
+    elif self._failure:
       self._out.say(
         f'this learner is not connected: {self._failure}. It keeps dialing; after it has joined it '
         'sends what it has trained.'

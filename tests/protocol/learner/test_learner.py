@@ -8,6 +8,7 @@ import pytest
 from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import machine as learner_machine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS
@@ -280,3 +281,98 @@ def test_a_joiner_takes_moments_that_are_at_most_a_period_old(late, way):
     a.fact.by for a in out if isinstance(a, actions.Report) and isinstance(a.fact, facts.Moments)
   ]
   assert told == [way]
+
+
+def _unanswered(machine: Any, session: int, from_ns: int, every_s: int = 10) -> tuple[int, Any]:
+  """Lets every attempt from `session` on fail; the time of the learner's end, and the Exit."""
+  for number in range(1, 1000):
+    now_ns = from_ns + number * every_s * config_lib.SECOND_NS
+    out = machine.handle(now_ns, events.Wake())
+    if actions.Dial(session=session) in out:
+      out += machine.handle(now_ns, events.Disconnected(session=session, reason='nothing listens'))
+      session += 1
+    out += [
+      one
+      for action in out
+      if isinstance(action, actions.Save)
+      for one in machine.handle(now_ns, events.SaveDone(clock=action.clock))
+    ]
+    if ends := [action for action in out if isinstance(action, actions.Exit)]:
+      return now_ns - from_ns, ends[0]
+  raise AssertionError('it dials for ever')
+
+
+@pytest.mark.parametrize('state', ['never admitted', 'trained', 'in lock step'])
+def test_a_learner_without_a_step_to_make_waits_an_hour_for_a_syncer(state):
+  """The run may have ended while it was cut off."""
+  machine, session, from_ns = new_learner(total_steps=2, max_lag=0), 1, 0
+  if state != 'never admitted':
+    machine = new_learner(total_steps=2 if state == 'trained' else 20, max_lag=0)
+    connect(machine, 1, 0)
+    for number in range(2):
+      out = train(machine, 10 * (number + 1))
+    assert not any(isinstance(action, actions.Step) for action in out)
+    session, from_ns = 2, 7 * config_lib.SECOND_NS
+    machine.handle(from_ns, received(1, messages.Heartbeat()))
+    machine.handle(from_ns, events.Disconnected(session=1, reason='cut'))
+  after_ns, end = _unanswered(machine, session, from_ns)
+  assert learner_machine.ALONE_NS <= after_ns < learner_machine.ALONE_NS + 30 * config_lib.SECOND_NS
+  assert end.code == 75 and 'No syncer has answered for 60 min (nothing listens)' in end.text
+
+
+def test_a_learner_that_trains_waits_for_no_syncer():
+  machine = new_learner(total_steps=4, max_lag=None)
+  connect(machine, 1, 0)
+  machine.handle(MS, events.Disconnected(session=1, reason='cut'))
+  for session in (2, 3):
+    now_ns = session * learner_machine.ALONE_NS
+    machine.handle(now_ns, events.Wake())
+    out = machine.handle(now_ns, events.Disconnected(session=session, reason='cut'))
+    assert not any(isinstance(action, actions.Exit) for action in out)
+  from_ns = 4 * learner_machine.ALONE_NS  # the hour begins with its last step
+  for _ in range(4):
+    machine.handle(from_ns, events.StepDone(tokens=10, step_ns=MS))
+  machine.handle(from_ns, events.Disconnected(session=4, reason='cut'))
+  after_ns, _ = _unanswered(machine, 5, from_ns)
+  assert after_ns >= learner_machine.ALONE_NS
+
+
+def test_a_syncer_that_answers_is_waited_for():
+  """With a refusal for now, say: a learner may wait for its place for days."""
+  machine = new_learner()
+  full = messages.Refused(code='FULL', text='Nothing is lost.', retry_ns=config_lib.SECOND_NS)
+  for session in range(1, 500):
+    now_ns = session * 60 * config_lib.SECOND_NS
+    out = machine.handle(now_ns, events.Wake())
+    out += machine.handle(now_ns, events.Connected(session=session))
+    out += machine.handle(now_ns, received(session, full))
+    out += machine.handle(now_ns, events.Disconnected(session=session, reason='FULL'))
+    assert not any(isinstance(action, actions.Exit) for action in out)
+
+
+def test_a_learner_whose_certificate_is_refused_says_so_and_ends_with_42_after_ten_minutes():
+  """It has trained for nothing meanwhile; but a revocation may be taken back."""
+  machine = new_learner(max_lag=None)
+  refused = messages.unproved('learner l0 is not on the allowlist')
+
+  def is_refused(session: int, now_s: int) -> list[actions.Action]:
+    now_ns = now_s * config_lib.SECOND_NS
+    out = machine.handle(now_ns, events.Wake())
+    out += machine.handle(now_ns, received(session, refused))
+    return out + machine.handle(now_ns, events.Disconnected(session=session, reason='refused'))
+
+  lines = lambda out: [action.text for action in out if isinstance(action, actions.Say)]
+  connect(machine, 1, 0)
+  out = is_refused(1, 1)  # the session ends
+  assert any('Nothing that it trains is merged' in line for line in lines(out))
+  assert not any('nothing is lost' in line for line in lines(out))
+  out = [action for number in range(2, 30) for action in is_refused(number, 20 * number)]
+  assert 8 <= len(lines(out)) <= 11, 'once a minute'
+  assert not any(isinstance(action, actions.Exit) for action in out)
+  connect(machine, 30, 600_000)  # it was let in again: the ten minutes are others
+  machine.handle(601 * config_lib.SECOND_NS, events.Disconnected(session=30, reason='cut'))
+  out = [action for number in range(31, 60) for action in is_refused(number, 20 * number)]
+  assert not any(isinstance(action, actions.Exit) for action in out)
+  out = is_refused(60, 2_000)
+  (end,) = [action for action in out if isinstance(action, actions.Exit)]
+  assert end.code == 42 and 'refused this learner for 10 min: learner l0 is not' in end.text
