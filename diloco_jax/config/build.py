@@ -150,6 +150,7 @@ def _assemble(
     'embedding': vocabulary,
     'head': vocabulary,
     'router': _make(config, 'router_merge', merge.make),
+    fragments.STATISTIC: merge.avg(),
   }
   labels = {piece.label for pieces in layout.fragments for piece in pieces}
   if unknown := sorted(labels - rules.keys()):

@@ -34,6 +34,7 @@ from diloco_jax.protocol import safe_json
 from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, checkpoint, json_files
 from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -90,9 +91,12 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
 
-def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) -> Model:
-  """The model of a tree of parameters; `label` maps a name to a label."""
+def describe(params: Any, label: Callable[[str], str] | None, opt_state: Any = None) -> Model:
+  """The model of a tree of parameters; `label` maps a name to a label, None: the usual ones."""
   named = by_name(params)
+  if label is None:
+    counted = statistics(params)
+    label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
   shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
   return Model(
     shapes={name: shape(leaf) for name, leaf in named.items()},
@@ -100,6 +104,19 @@ def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) ->
     moments=tuple(map(shape, jax.tree.leaves(opt_state))),
     values=lambda: {name: np.asarray(leaf, np.float32) for name, leaf in named.items()},
   )
+
+
+def statistics(params: Any) -> set[str]:
+  """The names of leaves that look like running statistics, by their name or as a BatchStat of
+  flax.nnx."""
+  is_counted = lambda node: any(kind.__name__ == 'BatchStat' for kind in type(node).__mro__)
+  counted = jax.tree.map(lambda node: jax.tree.map(lambda _: is_counted(node), node), params,
+                         is_leaf=is_counted)  # fmt: skip
+  return {
+    name
+    for name, found in by_name(counted).items()
+    if found or task_lib.embeddings(name) == 'statistic'
+  }
 
 
 def _ends(name: str) -> list[int]:

@@ -22,7 +22,6 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
-from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_server
 
 
@@ -123,7 +122,7 @@ def run_syncer(
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
-  label: Callable[[str], str] = task_lib.embeddings,
+  label: Callable[[str], str] | None = None,
   shards: int = 16,
   listen: str = '',
   tls: str | pathlib.Path | None = None,

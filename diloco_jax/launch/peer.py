@@ -32,7 +32,6 @@ from diloco_jax.node import loop
 from diloco_jax.protocol import actions, events, ids
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
-from diloco_jax.train import task as task_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -251,7 +250,7 @@ def join(
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
-  label: Callable[[str], str] = task_lib.embeddings,
+  label: Callable[[str], str] | None = None,
   shards: int = 16,
   workdir: str | pathlib.Path | None = None,
   state: dict[str, int] | None = None,
@@ -277,7 +276,8 @@ def join(
     opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
       none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
-      of a Task (train/task.py), which selects its merge rule.
+      of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
+      'statistic' for a BatchStat of flax.nnx.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
     workdir: a folder for the tape and the records of this learner; None: a temporary one.
     state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
@@ -300,8 +300,11 @@ def join(
   assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
   access = program.make_access(tls, plaintext_loopback)
   address = entrypoints.resolver(syncer, access)
+  unlabelled = sorted(
+    name for name in own_model.statistics(params) if model.labels[name] != 'statistic'
+  )
   own_model.bring(model, address, access, wait_s)
-  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
+  peer = Peer(params, opt_state)
   # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
   assembled = dataclasses.replace(assembled, init=None)
   del params, opt_state, model
@@ -314,6 +317,12 @@ def join(
     work = learner_work.LearnerWork(
       assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
     )
+    if unlabelled:
+      records.say(
+        f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and '
+        'the outer optimizer would move them beyond what the learners have counted: give them the '
+        "label 'statistic', on all learners. Parameters that are trained are right as they are."
+      )
     work.compile_all()
     connect = entrypoints.dialer(assembled, address, access, records.say)
     cleanup.enter_context(work.egress())

@@ -19,6 +19,7 @@ Partition = Sequence[tuple[str, PartitionSpec]]
 Axes = tuple[int, ...]
 Matrices = Sequence[tuple[str, tuple[Axes, Axes] | None]]
 _Rule = TypeVar('_Rule')
+_STATISTIC = re.compile('batch_stats|(running|moving)_(mean|var|variance)|(mean|var)_ema')
 
 
 def first_match(rules: Sequence[tuple[str, _Rule]], path: str, otherwise: _Rule) -> _Rule:
@@ -39,7 +40,8 @@ class Batches(Protocol):
 
 def embeddings(path: str) -> str:
   """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer that
-  is called `head`, `lm_head` or so, else 'body'. The syncer merges the first two by
+  is called `head`, `lm_head` or so, 'statistic' for a running mean or variance (linen's
+  `batch_stats`; `mean` and `var` of nnx), else 'body'. The syncer merges the first two by
   `sync.embedding_merge` (paper section 4). A Mixture of Experts has labels of its own (Task).
 
   Args:
@@ -49,11 +51,17 @@ def embeddings(path: str) -> str:
   ('embedding', 'body')
   >>> embeddings("['lm_head']['kernel']"), embeddings("['MultiHeadDotProductAttention_0']['query']")
   ('head', 'body')
+  >>> embeddings("['batch_stats']['BatchNorm_0']['var']"), embeddings("['mean']['kernel']")
+  ('statistic', 'body')
   """
   lowered = path.lower()
+  names = [name for name in re.split(r'[^a-z0-9_]+', lowered) if name]
+  while names[-1:] == ['value']:  # of flax.nnx
+    names.pop()
+  if names[-1:] in (['mean'], ['var']) or any(map(_STATISTIC.fullmatch, names)):
+    return 'statistic'
   if 'embed' in lowered:
     return 'embedding'
-  names = re.split(r'[^a-z0-9_]+', lowered)
   return 'head' if any(re.fullmatch(r'(.*_|lm)?head(_\d+)?', name) for name in names) else 'body'
 
 
@@ -73,7 +81,9 @@ class Task:
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
-      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself.
+      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself; or
+      'statistic' for running statistics, which become the mean of the learners': no outer optimizer
+      moves them.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a

@@ -229,3 +229,23 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
   assert own_model.config(np.int64(10), None, 4) == own_model.config(10, None, 4)
   with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
     own_model.config(10.0, None, 4).validate()
+
+
+def test_running_statistics_are_labelled_by_default():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.bn = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+      self.seen = nnx.BatchStat(jnp.zeros(4))
+
+  leaf = jnp.ones(4)
+  linen = {'params': {'bn': {'scale': leaf}}, 'batch_stats': {'bn': {'mean': leaf, 'var': leaf}}}
+  for params, counted in (
+    (nnx.state(Model()), {'bn/mean', 'bn/var', 'seen'}),
+    (linen, {'batch_stats/bn/mean', 'batch_stats/bn/var'}),
+    ({'running_mean': leaf, 'mean': {'kernel': leaf}}, {'running_mean'}),
+  ):
+    model = own_model.describe(params, None)
+    assert {name for name, label in model.labels.items() if label == 'statistic'} == counted
+    assert counted < model.labels.keys()
+    assert own_model.statistics(params) == counted
+    assert set(own_model.describe(params, lambda name: 'body').labels.values()) == {'body'}
