@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 Params = Any  # a tree of float arrays whose paths do not change during a run
-Batch = Any  # a tree of host arrays with the batch as their leading axis
+Batch = Any  # a tree of host arrays; each has the batch as its first axis, none is a scalar
 Partition = Sequence[tuple[str, PartitionSpec]]
 Axes = tuple[int, ...]
 Matrices = Sequence[tuple[str, tuple[Axes, Axes] | None]]
@@ -87,8 +87,11 @@ class Task:
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
-      matrix, or as several of them, one for each index of the other axes (experts). Without a match
-      a tensor of two axes maps the first to the second. AdamW has the rest, and what maps to None.
+      matrix, or as several of them, one for each index of the other axes (experts, or layers that
+      are stacked for a scan). Without a match a tensor of two axes maps the first to the second.
+      AdamW has the rest, and what maps to None. Weight decay is for tensors of several axes. What
+      maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
+      has: without Muon and without decay.
     data_digest: a text that differs if the data does; compared when a learner joins.
   """
 
