@@ -18,6 +18,7 @@ import pathlib
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -89,6 +90,41 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     return Model(shapes, {name: str(given['labels'][name]) for name in shapes}, moments, values)
   except (ValueError, KeyError, TypeError, AttributeError) as error:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
+
+
+def as_arrays(tree: Any, what: str) -> Any:
+  """The tree with jax arrays for leaves; a number becomes a scalar. Warns once of values that lose
+  bits. Raises ValueError for what is no array of numbers."""
+  narrowed = []
+
+  def one(path: jax.tree_util.KeyPath, leaf: Any) -> jax.Array:
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+      raise ValueError(
+        f'{what}: {name} is a typed PRNG key, which has no bytes to exchange. Nothing was sent: '
+        'keep the key out of the tree, or put jax.random.key_data(key) there'
+      )
+    if value.dtype != bool and not jax.dtypes.issubdtype(value.dtype, np.number):
+      raise ValueError(
+        f'{what}: {name} is a {type(leaf).__name__}, not an array of numbers. Nothing was sent: '
+        'leave it out'
+      )
+    if value is leaf and isinstance(leaf, jax.Array):
+      return leaf
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype != value.dtype and not isinstance(leaf, int | float):
+      narrowed.append(name)
+    return jax.device_put(value.astype(dtype))
+
+  made = jax.tree_util.tree_map_with_path(one, tree)
+  if narrowed:
+    warnings.warn(
+      f'{what}: {len(narrowed)} leaves of NumPy have 64 bits, and jax takes 32 of them '
+      f'({", ".join(narrowed[:3])}): give float32, or set JAX_ENABLE_X64=1 on all nodes',
+      stacklevel=2,
+    )
+  return made
 
 
 def describe(params: Any, label: Callable[[str], str] | None, opt_state: Any = None) -> Model:

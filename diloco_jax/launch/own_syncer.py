@@ -155,7 +155,9 @@ def run_syncer(
   if init is not None:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
-    model = own_model.describe(tree, label, opt_state)
+    model = own_model.describe(
+      own_model.as_arrays(tree, 'init'), label, own_model.as_arrays(opt_state, 'opt_state')
+    )
   with contextlib.ExitStack() as cleanup:
     folder = peer.folder(workdir, cleanup)
     records = cleanup.enter_context(

@@ -9,6 +9,7 @@ import time
 from concurrent import futures
 
 import grpc
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -229,6 +230,25 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
   assert own_model.config(np.int64(10), None, 4) == own_model.config(10, None, 4)
   with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
     own_model.config(10.0, None, 4).validate()
+
+
+def test_numbers_are_arrays_and_what_cannot_travel_is_named():
+  with pytest.warns(UserWarning, match=r'params: 1 leaves of NumPy have 64 bits.*\(wide\)') as seen:
+    made = own_model.as_arrays(
+      {'rate': 0.5, 'count': 3, 'wide': np.ones(2), 'w': jnp.ones(2, jnp.bfloat16)}, 'params'
+    )
+    own_model.describe(made, None, made)
+  assert len(seen) == 1
+  assert {name: str(leaf.dtype) for name, leaf in made.items()} == {
+    'rate': 'float32',
+    'count': 'int32',
+    'wide': 'float32',
+    'w': 'bfloat16',
+  }
+  with pytest.raises(ValueError, match='opt_state: rng is a typed PRNG key.*jax.random.key_data'):
+    own_model.as_arrays({'rng': jax.random.key(0)}, 'opt_state')
+  with pytest.raises(ValueError, match='params: name is a str, not an array of numbers'):
+    own_model.as_arrays({'name': 'l0'}, 'params')
 
 
 def test_running_statistics_are_labelled_by_default():
