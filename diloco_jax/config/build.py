@@ -31,6 +31,7 @@ from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
 # The name of a folder may have '(' in it, and an argument ':', so neither is where a task is cut.
+_ARRAYS_CHARS = 1 << 10  # an agreement has room for 3 KiB
 _NAMED = re.compile(r'(?P<where>[\w.]+|.+?\.py):(?P<call>\w+\s*(\(.*)?)', re.DOTALL)
 
 
@@ -128,9 +129,22 @@ def assemble_own_loop(
     labels: name -> label of its merge rule.
     moments: shapes of the inner optimizer's state; {} if it is not donated.
   """
-  shared = {**config.agreement(), 'moments_bytes': moments_lib.size_bytes(moments)}
+  moments_bytes = moments_lib.size_bytes(moments)
+  shared = {**config.agreement(), **_arrays(shapes, labels), 'moments_bytes': moments_bytes}
   label = lambda path: labels[path.removeprefix("['").removesuffix("']")]
   return _assemble(config, init, shapes, label, moments, shared, None)
+
+
+def _arrays(shapes: Any, labels: Mapping[str, str]) -> dict[str, Any]:
+  """What an agreement says of the arrays, so that a learner with another model is told which of
+  them differ: each, if there is room for that, else how many."""
+  each = {
+    f'array {name}': f'{leaf.dtype}{list(leaf.shape)}, {labels.get(name)}'
+    for name, leaf in shapes.items()
+  }
+  if len(agreement.encode(each)) <= _ARRAYS_CHARS:
+    return each
+  return {'arrays': len(shapes), 'parameters': sum(leaf.size for leaf in shapes.values())}
 
 
 def _assemble(
@@ -150,6 +164,7 @@ def _assemble(
     'embedding': vocabulary,
     'head': vocabulary,
     'router': _make(config, 'router_merge', merge.make),
+    fragments.STATISTIC: merge.avg(),
   }
   labels = {piece.label for pieces in layout.fragments for piece in pieces}
   if unknown := sorted(labels - rules.keys()):

@@ -68,8 +68,8 @@ class SingleController:
     if len(devices) < needed:
       raise ValueError(
         f'{len(names)} learners with meshes of {config.mesh.num_devices} devices need {needed} '
-        f'devices, there are {len(devices)}: set JAX_NUM_CPU_DEVICES={needed} or lower '
-        'sync.learners'
+        f'devices, there are {len(devices)}: set JAX_NUM_CPU_DEVICES={needed} before '
+        'jax is first used (in a notebook: restart the kernel), or lower sync.learners'
       )
     self._islands = dict(zip(names, mesh_lib.islands(devices[:needed], len(names))))
     self._event_queues = {name: loop.EventQueue() for name in ('syncer', *names)}

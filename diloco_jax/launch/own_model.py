@@ -18,6 +18,7 @@ import pathlib
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
@@ -34,6 +35,7 @@ from diloco_jax.protocol import safe_json
 from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, checkpoint, json_files
 from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, credentials, doors, grpc_session
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
@@ -90,9 +92,47 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
     raise ValueError(f'not the header of a model: {type(error).__name__}: {error}') from None
 
 
-def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) -> Model:
-  """The model of a tree of parameters; `label` maps a name to a label."""
+def as_arrays(tree: Any, what: str) -> Any:
+  """The tree with jax arrays for leaves; a number becomes a scalar. Warns once of values that lose
+  bits. Raises ValueError for what is no array of numbers."""
+  narrowed = []
+
+  def one(path: jax.tree_util.KeyPath, leaf: Any) -> jax.Array:
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+      raise ValueError(
+        f'{what}: {name} is a typed PRNG key, which has no bytes to exchange. Nothing was sent: '
+        'keep the key out of the tree, or put jax.random.key_data(key) there'
+      )
+    if value.dtype != bool and not jax.dtypes.issubdtype(value.dtype, np.number):
+      raise ValueError(
+        f'{what}: {name} is a {type(leaf).__name__}, not an array of numbers. Nothing was sent: '
+        'leave it out'
+      )
+    if value is leaf and isinstance(leaf, jax.Array):
+      return leaf
+    dtype = jax.dtypes.canonicalize_dtype(value.dtype)
+    if dtype != value.dtype and not isinstance(leaf, int | float):
+      narrowed.append(name)
+    return jax.device_put(value.astype(dtype))
+
+  made = jax.tree_util.tree_map_with_path(one, tree)
+  if narrowed:
+    warnings.warn(
+      f'{what}: {len(narrowed)} leaves of NumPy have 64 bits, and jax takes 32 of them '
+      f'({", ".join(narrowed[:3])}): give float32, or set JAX_ENABLE_X64=1 on all nodes',
+      stacklevel=2,
+    )
+  return made
+
+
+def describe(params: Any, label: Callable[[str], str] | None, opt_state: Any = None) -> Model:
+  """The model of a tree of parameters; `label` maps a name to a label, None: the usual ones."""
   named = by_name(params)
+  if label is None:
+    counted = statistics(params)
+    label = lambda name: 'statistic' if name in counted else task_lib.embeddings(name)
   shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
   return Model(
     shapes={name: shape(leaf) for name, leaf in named.items()},
@@ -100,6 +140,19 @@ def describe(params: Any, label: Callable[[str], str], opt_state: Any = None) ->
     moments=tuple(map(shape, jax.tree.leaves(opt_state))),
     values=lambda: {name: np.asarray(leaf, np.float32) for name, leaf in named.items()},
   )
+
+
+def statistics(params: Any) -> set[str]:
+  """The names of leaves that look like running statistics, by their name or as a BatchStat of
+  flax.nnx."""
+  is_counted = lambda node: any(kind.__name__ == 'BatchStat' for kind in type(node).__mro__)
+  counted = jax.tree.map(lambda node: jax.tree.map(lambda _: is_counted(node), node), params,
+                         is_leaf=is_counted)  # fmt: skip
+  return {
+    name
+    for name, found in by_name(counted).items()
+    if found or task_lib.embeddings(name) == 'statistic'
+  }
 
 
 def _ends(name: str) -> list[int]:

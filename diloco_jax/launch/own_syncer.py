@@ -22,7 +22,6 @@ from diloco_jax.report import records as records_lib
 from diloco_jax.storage import arrays
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
-from diloco_jax.train import task as task_lib
 from diloco_jax.transport import addresses, grpc_server
 
 
@@ -123,7 +122,7 @@ def run_syncer(
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
-  label: Callable[[str], str] = task_lib.embeddings,
+  label: Callable[[str], str] | None = None,
   shards: int = 16,
   listen: str = '',
   tls: str | pathlib.Path | None = None,
@@ -156,7 +155,9 @@ def run_syncer(
   if init is not None:
     tree = init() if callable(init) else init
     tree = arrays.load(pathlib.Path(tree)) if isinstance(tree, str | pathlib.Path) else tree
-    model = own_model.describe(tree, label, opt_state)
+    model = own_model.describe(
+      own_model.as_arrays(tree, 'init'), label, own_model.as_arrays(opt_state, 'opt_state')
+    )
   with contextlib.ExitStack() as cleanup:
     folder = peer.folder(workdir, cleanup)
     records = cleanup.enter_context(

@@ -17,13 +17,16 @@ import contextlib
 import dataclasses
 import operator
 import pathlib
+import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from diloco_jax.config import run_config
 from diloco_jax.launch import entrypoints, own_model, program, run_folder
@@ -33,7 +36,6 @@ from diloco_jax.node import loop, ports
 from diloco_jax.protocol import actions, events, ids, messages
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
-from diloco_jax.train import task as task_lib
 from diloco_jax.transport import payloads as payloads_lib
 
 WAIT_S = 120.0
@@ -159,8 +161,13 @@ class Peer:
     self._arrays = _Arrays(own_model.by_name(params), moments)
     self._work: learner_work.LearnerWork | None = None
     self._post: Callable[[events.Event], None] | None = None
+    self._say: Callable[[str], None] | None = None
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
+    self._replaced: dict[
+      str, weakref.ref
+    ] = {}  # arrays given to `sync` for which it returned others
+    self._told = False
     self._boundary_ns = self._data_ns = 0
     self._steps = self._tokens = self._reached = 0
     self.clock: int | None = None
@@ -192,6 +199,7 @@ class Peer:
       if not self._synced:
         raise RuntimeError('peer.sync was not called after the last step: call it once per step')
       self._synced = False
+      self._check_taken()
       begun_ns = time.monotonic_ns()
       given = self.clock if stream is None else (self.clock, stream(*self.shard))
       self._data_ns = time.monotonic_ns() - begun_ns
@@ -235,8 +243,30 @@ class Peer:
       )
     )
     self._data_ns = 0
+    before = dict(self._arrays.params)
     self._next()
+    self._replaced = {
+      name: weakref.ref(leaf)
+      for name, leaf in before.items()
+      if leaf is not self._arrays.params[name]
+    }
     return self.params
+
+  def _check_taken(self) -> None:
+    """Says once that the loop goes on with arrays other than those that `sync` returned: it still
+    holds replaced ones, and nothing holds those that took their places."""
+    held = self._arrays.params
+    stale = [name for name, ref in self._replaced.items() if ref() is not None]
+    self._replaced = {}
+    unheld = {'': object()}
+    least = sys.getrefcount(unheld[''])
+    if not self._told and any(sys.getrefcount(held[name]) <= least for name in stale):
+      self._told = True
+      self._say(
+        'The loop has not taken what peer.sync returned, so it trains without what other learners '
+        'have learned, on arrays that may be deleted. Nothing else is lost. Write `params = '
+        'peer.sync(params, ...)`, or put the result where the step reads its parameters.'
+      )
 
   def state_dict(self) -> dict[str, int]:
     """Plain integers for the user's own checkpoint, for `join(..., state=...)` after a restart."""
@@ -245,13 +275,19 @@ class Peer:
 
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
+    self._check_taken()
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
     for name in sorted(held.keys() | named.keys()):
       mine, its = held.get(name), named.get(name)
-      if mine is None or its is None or (mine.shape, mine.dtype) != (its.shape, its.dtype):
+      if mine is None or its is None or _shape(mine) != _shape(its):
         raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
+      if isinstance(its, jax.Array) and its.is_deleted():
+        raise ValueError(
+          f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
+          '`params = peer.sync(params, ...)`'
+        )
       committed = self._arrays.shardings.params[name] is not None
       if not committed and isinstance(its, jax.Array) and its.devices() != self._arrays.devices:
         raise ValueError(
@@ -282,7 +318,12 @@ def _like(tree: Any) -> tuple[Any, list[str]]:
 
 
 def _shape(leaf: Any) -> str:
-  return 'absent' if leaf is None else f'{leaf.dtype}{list(leaf.shape)}'
+  if leaf is None:
+    return 'absent'
+  value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number
+  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+  dtype = value.dtype if is_key else jax.dtypes.canonicalize_dtype(value.dtype)
+  return f'{dtype}{list(value.shape)}'
 
 
 @contextlib.contextmanager
@@ -294,7 +335,7 @@ def join(
   total_steps: int,
   sync: run_config.SyncConfig | None = None,
   opt_state: Any = None,
-  label: Callable[[str], str] = task_lib.embeddings,
+  label: Callable[[str], str] | None = None,
   shards: int = 16,
   workdir: str | pathlib.Path | None = None,
   state: dict[str, int] | None = None,
@@ -312,15 +353,17 @@ def join(
   called after it, the learner is lost as by a crash, and with it what was not merged yet.
 
   Args:
-    params: a tree of float jax arrays, all on the devices of this learner.
+    params: a tree of float arrays, all on the devices of this learner. They are copied before a
+      merged value replaces them.
     learner: the id of this learner, for example 'l0'; one process per id.
     syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
     total_steps: T, the clock at which the run ends; as for the syncer.
     sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
-    opt_state: the inner optimizer's state, a tree of jax arrays; on all learners of a run or on
+    opt_state: the inner optimizer's state, a tree of arrays; on all learners of a run or on
       none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
     label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
-      of a Task (train/task.py), which selects its merge rule.
+      of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
+      'statistic' for a BatchStat of flax.nnx.
     shards: how many shards `Peer.steps` deals out; as for the syncer.
     workdir: a folder for the tape and the records of this learner; None: a temporary one.
     state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
@@ -340,14 +383,20 @@ def join(
   """
   if not ids.is_learner(learner):
     raise ValueError(f'learner is {learner!r}: {ids.RULE}')
+  params, opt_state = (
+    own_model.as_arrays(tree, name) for tree, name in ((params, 'params'), (opt_state, 'opt_state'))
+  )
   model = own_model.describe(params, label, opt_state)
   assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
   access = program.make_access(tls, plaintext_loopback)
   address = entrypoints.resolver(syncer, access)
+  unlabelled = sorted(
+    name for name in own_model.statistics(params) if model.labels[name] != 'statistic'
+  )
   entrypoints.require_own_certificate(access, learner)
   print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
   own_model.bring(model, address, access, wait_s)
-  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
+  peer = Peer(params, opt_state)
   # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
   assembled = dataclasses.replace(assembled, init=None)
   del params, opt_state, model
@@ -360,6 +409,12 @@ def join(
     work = learner_work.LearnerWork(
       assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
     )
+    if unlabelled:
+      records.say(
+        f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and '
+        'the outer optimizer would move them beyond what the learners have counted: give them the '
+        "label 'statistic', on all learners. Parameters that are trained are right as they are."
+      )
     work.compile_all()
     connect = entrypoints.dialer(assembled, address, access, records.say)
     admission = _Admission(learner, event_queue, wait_s)
@@ -378,12 +433,13 @@ def join(
         records,
       )
     )
-    peer._work, peer._post = work, event_queue.post
+    peer._work, peer._post, peer._say = work, event_queue.post, records.say
     peer._next()
     _require_well(peer, ended)
     try:
       yield peer
     finally:
+      peer._check_taken()
       lost = peer._arrays.consumed
       if lost:  # there is nothing to contribute or to adopt into, as after a crash
         event_queue.fail(Ended('left after a step that had consumed the parameters'))

@@ -1,8 +1,10 @@
 """The exchange of fragments on the devices of an island: its anchors, encodings, adoptions."""
 
+import collections
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -21,7 +23,8 @@ class _Kind(NamedTuple):
   """All that the functions of a fragment depend on: fragments of one kind share them.
 
   Attributes:
-    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`.
+    pieces: of the fragment; their paths are '0', '1' ..., the places of their leaves in `leaves`;
+      of their labels only that of statistics is kept.
     leaves: shape, dtype and sharding of the parameters with rows in the fragment.
   """
 
@@ -48,6 +51,8 @@ class Exchange:
   ):
     """`compiled`: the functions of an equal model on the same devices, to share them."""
     self._island = island
+    # Its first arrays are a program's own; a dead one is none of any tree.
+    self._borrowed = [weakref.ref(leaf) for leaf in jax.tree.leaves(island.params)]
     self._layout = assembled.layout
     self._codec_up, self._codec_down = assembled.codec_up, assembled.codec_down
     self._rebases = assembled.protocol.rebases
@@ -81,8 +86,10 @@ class Exchange:
     kinds = []
     for pieces, places in zip(self._layout.fragments, self._places):
       names = {place: name for name, place in _named(places).items()}
+      label = lambda piece: piece.label if piece.label == fragments.STATISTIC else ''
       named = (
-        dataclasses.replace(piece, path=names[order[piece.path]], label='') for piece in pieces
+        dataclasses.replace(piece, path=names[order[piece.path]], label=label(piece))
+        for piece in pieces
       )
       kinds.append(_Kind(tuple(named), tuple(like[place] for place in places)))
     return kinds
@@ -258,6 +265,7 @@ class Exchange:
   ) -> jax.Array:
     """Adopts base + delta; without a delta the base. `capture`: the one that it contains."""
     kind, merged = self._kinds[p], capture is not None
+    self._own(p)
     if delta is None:
       delta = self._zeros(self._codec_down, kind.size)
     if capture is None:  # its bytes do not count: those of another array of the same size will do
@@ -268,6 +276,16 @@ class Exchange:
     self._assign(p, adopted)
     self.anchors[p], digest = self._get(self._lower_apply, kind.size)(base_N, delta)
     return digest
+
+  def _own(self, p: int) -> None:
+    """Copies those parameters of fragment p that an adoption must not consume: they are the arrays
+    that the program gave first, or have two places in the tree, as tied ones."""
+    uses = collections.Counter(map(id, jax.tree.leaves(self._island.params)))
+    uses.update(id(leaf) for ref in self._borrowed if (leaf := ref()) is not None)
+    leaves = self._leaves(p)
+    if any(uses[id(leaf)] > 1 for leaf in leaves.values()):
+      own = lambda leaf: leaf.copy() if uses[id(leaf)] > 1 else leaf
+      self._assign(p, jax.tree.map(own, leaves))
 
   def _zeros(self, codec: codecs.Codec, size: int) -> jax.Array:
     """Encoded zeros."""

@@ -162,6 +162,9 @@ def adopt(
       f'{published.base_N.shape} were published; learner and syncer have different layouts'
     )
   leaves, n = dict(leaves), anchor_N.shape[0]
+  # A sum of differences of a statistic may be a value that no learner has had, as a variance below
+  # 0. Published values are means of what learners had.
+  kept = lambda piece: published.keep if piece.label != fragments.STATISTIC else False
   for piece, start, stop in fragments.places(pieces):
     # In the shape of the tensor, or XLA's CPU backend would copy it instead of writing in place.
     shaped = functools.partial(fragments.shaped, piece)
@@ -175,7 +178,7 @@ def adopt(
       carried = theta - shaped(_held(anchor_N[start:stop], rows.dtype) - merged_n)
     else:
       carried = alpha * (theta - value) if alpha else 0.0
-    fragments.replace_rows(leaves, piece, value + jnp.where(published.keep, carried, 0.0))
+    fragments.replace_rows(leaves, piece, value + jnp.where(kept(piece), carried, 0.0))
   return leaves
 
 
@@ -245,14 +248,18 @@ def outer_step(
   piece: Values,
   first: jax.Array,
   count: jax.Array,
+  statistic_B: jax.Array | None = None,
 ) -> OuterResult:
   """Syncer: the outer optimizer and the down-link of one piece.
 
   Args:
     merged_n: the outer gradient, decoded.
     first, count: the place of the piece in its fragment, as for digest.digest.
+    statistic_B: whether each block belongs to a statistic, which becomes the learners' mean.
   """
   updates_n, tx_state = tx.update(merged_n, piece.tx_state, piece.master_n)
+  if statistic_B is not None:
+    updates_n = jnp.where(codecs.spread(statistic_B), -merged_n, updates_n)
   master_n = optax.apply_updates(piece.master_n, updates_n)
   data, ok = codec.encode(master_n - piece.published_n)
   published_n = codecs.canonical(piece.published_n + codec.decode(data, master_n.shape[0]))

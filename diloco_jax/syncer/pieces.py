@@ -109,6 +109,13 @@ class Pieces:
       padding = [one.padded_size - one.size for one in layout.fragments[p]]
       self._counts[p][np.cumsum(blocks[p]) - 1] -= np.array(padding, np.int32)
     self._spare: dict[int, list[jax.Array]] = {}
+    statistic = [[one.label == fragments.STATISTIC for one in its] for its in layout.fragments]
+    # By fragment: whether each block belongs to a statistic; None if the model has none.
+    self._statistic = (
+      [np.repeat(one, its) for one, its in zip(statistic, blocks)]
+      if any(map(any, statistic))
+      else None
+    )
 
     self._squares = jax.jit(exchange.block_squares, static_argnums=(0, 1))
     self._products = jax.jit(exchange.block_products, static_argnums=0)
@@ -280,7 +287,8 @@ class Pieces:
       spare = [self._buffer(p) for _ in self._vectors(p, before[start])[1:]]
       place = np.uint32(start), np.uint32(min(n, size - start))
       donated = spare[:1], merged_n, spare[1:]
-      result = self._step(self._down, self._tx[p], *donated, before[start], *place)
+      statistic_B = self._statistic and self._of_blocks(p, self._statistic[p], start)
+      result = self._step(self._down, self._tx[p], *donated, before[start], *place, statistic_B)
       self._write(self._down, p, delta, start, result.delta_bytes)
       return result.piece, np.asarray(result.digest, np.uint64), finite and bool(result.ok)
 

@@ -105,5 +105,18 @@ def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def put_batch(mesh: jax.sharding.Mesh, batch: task_lib.Batch) -> Any:
-  """Places the host arrays of a batch with their rows split over `data` and `fsdp`."""
-  return jax.tree.map(lambda values: put(values, batch_sharding(mesh)), batch)
+  """Places the host arrays of a batch with their rows split over `data` and `fsdp`. Raises
+  ValueError for a leaf without rows, or with a number of them that does not split."""
+  ways = mesh.shape['data'] * mesh.shape['fsdp']
+
+  def placed(path: jax.tree_util.KeyPath, values: np.ndarray) -> jax.Array:
+    if not np.ndim(values) or len(values) % ways:
+      name = jax.tree_util.keystr(path) or 'the array'
+      raise ValueError(
+        f'{name} of a batch has shape {np.shape(values)}: each leaf of a batch has the batch as '
+        f'its first axis, here a multiple of {ways} rows. Nothing is lost: repeat a number once '
+        'per row, or close over it in the loss'
+      )
+    return put(values, batch_sharding(mesh))
+
+  return jax.tree_util.tree_map_with_path(placed, batch)

@@ -84,7 +84,7 @@ def make_optimizer(
   return optax.chain(
     clip,
     _promoting(adam if config.name == 'adamw' else _muon(config, task, adam)),
-    optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
+    optax.add_decayed_weights(config.weight_decay, mask=functools.partial(_decayed, task)),
     optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), _descend),
   )
 
@@ -110,8 +110,8 @@ def _matrix_axes(
   """The input and output axes of a matrix of the body, else None."""
   if task.label(jax.tree_util.keystr(path)) not in ('body', fragments.EXPERT):
     return None
-  text = jax.tree_util.keystr(path, simple=True, separator='/')
-  axes = task_lib.first_match(task.matrices, text, ((0,), (1,)) if leaf.ndim == 2 else None)
+  is_matrix = leaf.ndim == 2 and not _is_vectors(path)
+  axes = task_lib.first_match(task.matrices, _text(path), ((0,), (1,)) if is_matrix else None)
   return optax.contrib.MuonDimensionNumbers(*axes) if axes else None
 
 
@@ -131,8 +131,23 @@ def _promoting(tx: optax.GradientTransformation) -> optax.GradientTransformation
   return optax.GradientTransformation(tx.init, update)
 
 
-def _is_matrix(params: Any) -> Any:
-  return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+def _decayed(task: task_lib.Task, params: Any) -> Any:
+  """Which tensors decay: those of several axes that are no vectors, unless `matrices` says so."""
+
+  def decays(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
+    is_matrix = leaf.ndim > 1 and not _is_vectors(path)
+    return bool(task_lib.first_match(task.matrices, _text(path), is_matrix))
+
+  return jax.tree_util.tree_map_with_path(decays, params)
+
+
+def _is_vectors(path: jax.tree_util.KeyPath) -> bool:
+  """Whether a tensor is the scales or biases of layers or heads, one beside the other."""
+  return task_lib.first_match([(r'(scale|bias)(.value)?', True)], _text(path), False)
+
+
+def _text(path: jax.tree_util.KeyPath) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
 def _descend(updates, state, params=None, *, rate, **extra_args):

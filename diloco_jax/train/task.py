@@ -14,11 +14,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 Params = Any  # a tree of float arrays whose paths do not change during a run
-Batch = Any  # a tree of host arrays with the batch as their leading axis
+Batch = Any  # a tree of host arrays; each has the batch as its first axis, none is a scalar
 Partition = Sequence[tuple[str, PartitionSpec]]
 Axes = tuple[int, ...]
 Matrices = Sequence[tuple[str, tuple[Axes, Axes] | None]]
 _Rule = TypeVar('_Rule')
+_STATISTIC = re.compile('batch_stats|(running|moving)_(mean|var|variance)|(mean|var)_ema')
 
 
 def first_match(rules: Sequence[tuple[str, _Rule]], path: str, otherwise: _Rule) -> _Rule:
@@ -39,7 +40,8 @@ class Batches(Protocol):
 
 def embeddings(path: str) -> str:
   """The default label of a parameter: 'embedding' if its path says so, 'head' for a last layer that
-  is called `head`, `lm_head` or so, else 'body'. The syncer merges the first two by
+  is called `head`, `lm_head` or so, 'statistic' for a running mean or variance (linen's
+  `batch_stats`; `mean` and `var` of nnx), else 'body'. The syncer merges the first two by
   `sync.embedding_merge` (paper section 4). A Mixture of Experts has labels of its own (Task).
 
   Args:
@@ -49,11 +51,17 @@ def embeddings(path: str) -> str:
   ('embedding', 'body')
   >>> embeddings("['lm_head']['kernel']"), embeddings("['MultiHeadDotProductAttention_0']['query']")
   ('head', 'body')
+  >>> embeddings("['batch_stats']['BatchNorm_0']['var']"), embeddings("['mean']['kernel']")
+  ('statistic', 'body')
   """
   lowered = path.lower()
+  names = [name for name in re.split(r'[^a-z0-9_]+', lowered) if name]
+  while names[-1:] == ['value']:  # of flax.nnx
+    names.pop()
+  if names[-1:] in (['mean'], ['var']) or any(map(_STATISTIC.fullmatch, names)):
+    return 'statistic'
   if 'embed' in lowered:
     return 'embedding'
-  names = re.split(r'[^a-z0-9_]+', lowered)
   return 'head' if any(re.fullmatch(r'(.*_|lm)?head(_\d+)?', name) for name in names) else 'body'
 
 
@@ -73,12 +81,17 @@ class Task:
     tokens_per_batch: tokens (or examples) of a batch: the learner's weight in a merge.
     eval_batches: the held-out batches, the same at every call; () for no evaluation.
     label: path of a parameter -> 'embedding', 'head', 'router' or 'body', which selects its merge
-      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself.
+      rule; or 'expert' for tensors of the body with one row per expert, each merged by itself; or
+      'statistic' for running statistics, which become the mean of the learners': no outer optimizer
+      moves them.
     partition: (regular expression on the end of a path such as 'layers/3/query', partition) pairs,
       the first match counts; the rest is replicated. Mesh axes: train/mesh.py.
     matrices: (the same, (input axes, output axes)) pairs: how Muon reads a tensor of the body as a
-      matrix, or as several of them, one for each index of the other axes (experts). Without a match
-      a tensor of two axes maps the first to the second. AdamW has the rest, and what maps to None.
+      matrix, or as several of them, one for each index of the other axes (experts, or layers that
+      are stacked for a scan). Without a match a tensor of two axes maps the first to the second.
+      AdamW has the rest, and what maps to None. Weight decay is for tensors of several axes. What
+      maps to None, and what is called `scale` or `bias`, is taken for vectors, however many axes it
+      has: without Muon and without decay.
     data_digest: a text that differs if the data does; compared when a learner joins.
   """
 

@@ -8,7 +8,9 @@
 
 `train_alone` is a plain loop, `train` the same loop as a learner. The model predicts the token
 after a token. `LABEL` says which arrays are merged by averaging: the table of embeddings and the
-last layer; the rest is merged by RDA (paper section 4).
+last layer; the rest is merged by RDA (paper section 4). `RATE` is a schedule of the clock. A
+schedule that is given to optax follows the updates that this learner has made, and is late by the
+time that it was away.
 
 On two cores, measured 2026-11-22: alone 300 steps, mean loss of the last 20 0.80, in 2 s; together
 0.81 and 0.83, in 13 s, of which most is compilation by three processes.
@@ -26,7 +28,8 @@ STEPS = 300
 VOCABULARY, WIDTH, BATCH = 64, 32, 1024
 AFTER = np.random.default_rng(0).permutation(VOCABULARY)
 LABEL = {'table': 'embedding', 'hidden': 'body', 'bias': 'body', 'last': 'head'}.get
-TX = optax.adamw(3e-3)
+RATE = optax.warmup_cosine_decay_schedule(0.0, 5e-3, 20, STEPS, 5e-4)
+TX = optax.inject_hyperparams(optax.adamw)(learning_rate=0.0)
 
 
 def init() -> dict[str, jax.Array]:
@@ -49,13 +52,14 @@ def read(shard: int, index: int) -> np.ndarray:
 
 
 @jax.jit
-def step(params, opt_state, batch_Bx2):
+def step(params, opt_state, batch_Bx2, rate):
   def loss_of(params):
     hidden_BxD = params['table'][batch_Bx2[:, 0]] @ params['hidden'] + params['bias'][None]
     logits_BxV = jax.nn.gelu(hidden_BxD) @ params['last']
     return optax.softmax_cross_entropy_with_integer_labels(logits_BxV, batch_Bx2[:, 1]).mean()
 
   loss, grads = jax.value_and_grad(loss_of)(params)
+  opt_state = optax.tree.set(opt_state, learning_rate=rate)
   updates, opt_state = TX.update(grads, opt_state, params)
   return optax.apply_updates(params, updates), opt_state, loss
 
@@ -66,7 +70,7 @@ def train_alone() -> list[float]:
   losses = []
   for clock in range(STEPS):
     batch = read(0, clock)
-    params, opt_state, loss = step(params, opt_state, batch)
+    params, opt_state, loss = step(params, opt_state, batch, RATE(clock))
     losses.append(float(loss))
   return losses
 
@@ -77,8 +81,8 @@ def train(**run: str) -> list[float]:
   losses = []
   with diloco_jax.join(params, total_steps=STEPS, label=LABEL, **run) as peer:
     params = peer.params
-    for _, batch in peer.steps(read):
-      params, opt_state, loss = step(params, opt_state, batch)
+    for clock, batch in peer.steps(read):
+      params, opt_state, loss = step(params, opt_state, batch, RATE(clock))
       params = peer.sync(params, tokens=BATCH)
       losses.append(float(loss))
   return losses

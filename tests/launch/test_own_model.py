@@ -9,6 +9,7 @@ import threading
 from concurrent import futures
 
 import grpc
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -242,3 +243,42 @@ def test_steps_may_be_a_numpy_integer_and_nothing_but_a_whole_number():
   assert own_model.config(np.int64(10), None, 4) == own_model.config(10, None, 4)
   with pytest.raises(ValueError, match='train.steps is 10.0, a float; it must be int'):
     own_model.config(10.0, None, 4).validate()
+
+
+def test_numbers_are_arrays_and_what_cannot_travel_is_named():
+  with pytest.warns(UserWarning, match=r'params: 1 leaves of NumPy have 64 bits.*\(wide\)') as seen:
+    made = own_model.as_arrays(
+      {'rate': 0.5, 'count': 3, 'wide': np.ones(2), 'w': jnp.ones(2, jnp.bfloat16)}, 'params'
+    )
+    own_model.describe(made, None, made)
+  assert len(seen) == 1
+  assert {name: str(leaf.dtype) for name, leaf in made.items()} == {
+    'rate': 'float32',
+    'count': 'int32',
+    'wide': 'float32',
+    'w': 'bfloat16',
+  }
+  with pytest.raises(ValueError, match='opt_state: rng is a typed PRNG key.*jax.random.key_data'):
+    own_model.as_arrays({'rng': jax.random.key(0)}, 'opt_state')
+  with pytest.raises(ValueError, match='params: name is a str, not an array of numbers'):
+    own_model.as_arrays({'name': 'l0'}, 'params')
+
+
+def test_running_statistics_are_labelled_by_default():
+  class Model(nnx.Module):
+    def __init__(self):
+      self.bn = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+      self.seen = nnx.BatchStat(jnp.zeros(4))
+
+  leaf = jnp.ones(4)
+  linen = {'params': {'bn': {'scale': leaf}}, 'batch_stats': {'bn': {'mean': leaf, 'var': leaf}}}
+  for params, counted in (
+    (nnx.state(Model()), {'bn/mean', 'bn/var', 'seen'}),
+    (linen, {'batch_stats/bn/mean', 'batch_stats/bn/var'}),
+    ({'running_mean': leaf, 'mean': {'kernel': leaf}}, {'running_mean'}),
+  ):
+    model = own_model.describe(params, None)
+    assert {name for name, label in model.labels.items() if label == 'statistic'} == counted
+    assert counted < model.labels.keys()
+    assert own_model.statistics(params) == counted
+    assert set(own_model.describe(params, lambda name: 'body').labels.values()) == {'body'}

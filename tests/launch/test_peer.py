@@ -3,6 +3,8 @@
 import threading
 import time
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -323,7 +325,9 @@ def test_wrong_calls_are_refused_with_a_remedy():
     with pytest.raises(diloco_jax.Ended, match='train.steps is 5 here, 4 there'):
       with diloco_jax.join(params, sync=sync, **kwargs | {'total_steps': 5, 'learner': 'l1'}):
         pass
-    with pytest.raises(diloco_jax.Ended, match='layout is .* here, .* there'):
+    with pytest.raises(
+      diloco_jax.Ended, match=r"array v is 'float32\[8, 8\], body' here, 'absent' there"
+    ):
       with diloco_jax.join({'v': params['w']}, sync=sync, **kwargs | {'learner': 'l2'}):
         pass
   with pytest.raises(ValueError, match="learner is 'L 0'"):
@@ -335,6 +339,42 @@ def test_wrong_calls_are_refused_with_a_remedy():
   with pytest.raises(TimeoutError, match='no syncer answered within 0.5 s'):
     with diloco_jax.join(params, sync=sync, wait_s=0.5, **kwargs):
       pass
+
+
+def _train_alone(learner: str, step: Callable[[Any], Any], params: Any, take: bool = True) -> None:
+  sync = diloco_jax.SyncConfig(learners=1, fragments=1, period=2, overlap=1)
+  run = {'total_steps': 8, 'sync': sync}
+  with diloco_jax.run_syncer(**run) as server:
+    with diloco_jax.join(params, learner=learner, syncer=server.address, **run) as peer:
+      params = peer.params
+      for _ in peer.steps():
+        params = step(params)
+        returned = peer.sync(params, tokens=1)
+        if take:
+          params = returned
+        del returned
+
+
+def test_tied_and_frozen_arrays_are_adopted_and_those_of_the_program_stay(capfd):
+  table = jnp.ones((8, 8))
+  inner = jax.jit(lambda trained: 0.9 * trained)
+  params = {'w': jnp.ones((8, 8)), 'embed': table, 'head': table, 'scale': 1.0}
+  _train_alone('l0', lambda held: {**held, 'w': inner(held['w'])}, params)
+  assert not table.is_deleted() and not params['w'].is_deleted()
+  assert 'has not taken' not in capfd.readouterr().out
+
+
+def test_a_loop_that_does_not_take_what_sync_returns_is_told_once(capfd):
+  held = [jnp.ones((8, 8))]  # so the arrays that adoptions replace are in use
+
+  def step(params):
+    if held[-1].is_deleted():
+      held[-1] = jnp.ones((8, 8))
+    held[-1] = 0.9 * held[-1]
+    return {'w': held[-1]}
+
+  _train_alone('l0', step, {'w': jnp.ones((8, 8))}, take=False)
+  assert capfd.readouterr().out.count('has not taken what peer.sync returned') == 1
 
 
 def test_a_syncer_continues_with_the_model_that_a_learner_brought(tmp_path):

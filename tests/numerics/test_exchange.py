@@ -205,3 +205,17 @@ def test_no_step_is_lost_or_counted_twice_in_many_rounds(name):
     left.append(float(jnp.abs(_local(p, params) - anchor_N).max()))
     np.testing.assert_allclose(_local(p, params) - anchor_N, steps_N + merged_N, atol=2e-5)
   assert max(left[-3:]) < 2 * max(left[:3]), 'the codec errors do not pile up'
+
+
+@pytest.mark.parametrize('alpha', [None, 0.5])
+def test_a_statistic_is_adopted_as_it_is(alpha):
+  """The steps since the capture, carried onto a lower value, would make a variance negative."""
+  pieces, codec = (fragments.Piece('0', 0, 4, (4,), fragments.STATISTIC),), codecs.get('float32')
+  flat_N = lambda value: jnp.full(32, value, jnp.float32)
+  capture, _ = codec.encode(flat_N(0.1))
+  value = exchange.Published(
+    flat_N(0.2), jnp.zeros_like(capture), capture, jnp.bool_(True), jnp.bool_(True)
+  )
+  local = {'0': jnp.full(4, 0.01)}  # 0.9 at the capture
+  adopted = exchange.adopt(pieces, codec, codec, alpha, local, flat_N(1.0), value)
+  np.testing.assert_array_equal(adopted['0'], np.full(4, 0.2, np.float32))

@@ -107,7 +107,7 @@ def _expected(deltas_MxN, weights, p, tx, rules):
   return np.asarray(fragments.join(_layout(), p, params))
 
 
-@pytest.mark.parametrize('text', [*_OUTERS, 'lamb(learning_rate=0.1)'])
+@pytest.mark.parametrize('text', [*_OUTERS, 'lars(learning_rate=0.1)'])
 @jax.numpy_dtype_promotion('standard')  # optax's lamb multiplies a float with an int
 def test_it_is_the_rule_of_each_tensor_then_the_transform(text):
   """Also with a transform that looks at whole tensors."""
@@ -299,3 +299,26 @@ print(sum('XLA' in name for name in names))
     [sys.executable, '-c', code], env=environment, check=True, capture_output=True, text=True
   )
   assert int(found.stdout) == max(1, pieces.cores() - pieces.MOST_THREADS)
+
+
+@pytest.mark.parametrize('outer_spec', ['nesterov', 'lars(learning_rate=0.1)'])
+def test_a_statistic_becomes_the_mean_of_the_learners_with_any_outer_optimizer(outer_spec):
+  """A variance that falls from 1 to 0.01 does not fall below 0, as by momentum."""
+  layout = fragments.make_layout(
+    'balanced',
+    {'var': jnp.ones(70), 'w': jnp.ones(70)},
+    1,
+    lambda path: 'statistic' if 'var' in path else 'body',
+  )
+  rules = {'statistic': merge.avg(), 'body': merge.avg()}
+  value_N = np.ones(layout.size(0), np.float32)
+  one = one_fragment.Fragment(layout, 0, value_N, rules, outer.make(outer_spec), piece=64)
+  for _ in range(3):
+    var_N, w_N = np.split(np.asarray(one.whole.published_n), 2)
+    held_N = np.concatenate([0.2 * var_N, w_N - 1.0])
+    lower_N = np.concatenate([0.4 * var_N, w_N - 1.0])
+    published_N = np.concatenate([var_N, w_N])
+    assert one.merge(published_N - np.stack([held_N, lower_N]), np.ones(2))
+    after_N = np.asarray(one.whole.published_n)
+    np.testing.assert_allclose(after_N[:70], (0.3 * var_N)[:70], rtol=1e-5)
+    assert not np.allclose(after_N[96:166], w_N[:70] - 1.0)

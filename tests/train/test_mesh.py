@@ -106,6 +106,14 @@ def test_mesh_takes_exactly_its_devices():
     mesh_lib.make_mesh(config, jax.devices()[:3])
 
 
+@pytest.mark.parametrize('shape, said', [((), r'shape \(\)'), ((3, 2), r'shape \(3, 2\)')])
+def test_a_batch_without_rows_is_refused(shape, said):
+  mesh = mesh_lib.make_mesh(config_lib.MeshConfig(data=2), jax.devices()[:2])
+  batch = {'x': np.zeros((4, 2)), 'scale': np.zeros(shape)}
+  with pytest.raises(ValueError, match=rf"\['scale'\] of a batch has {said}: each leaf of a batch"):
+    mesh_lib.put_batch(mesh, batch)
+
+
 def test_the_error_names_the_tensor_that_does_not_split():
   mesh = mesh_lib.make_mesh(config_lib.MeshConfig(tensor=4), jax.devices()[:4])
   tree = {'layers': [{'key': jax.ShapeDtypeStruct((16, 2, 8), np.float32)}]}

@@ -20,8 +20,10 @@ _TASK = task_lib.Task(
   loss=lambda params, batch, sharding: jnp.float32(0),
   batches=lambda shard: [],
   tokens_per_batch=1,
-  label=lambda path: 'expert' if 'up' in path else task_lib.embeddings(path),
-  matrices=(('query', ((0,), (1, 2))), ('up', ((1,), (2,))), ('router', None)),
+  label=lambda path: (
+    {"['up']": 'expert', "['router']": 'router'}.get(path) or task_lib.embeddings(path)
+  ),
+  matrices=(('query', ((0,), (1, 2))), ('up', ((1,), (2,))), ('norms', None)),
 )
 
 
@@ -65,6 +67,8 @@ def test_muon_is_optax_muon_for_matrices_and_adamw_for_the_rest():
     'router': draw(6, 3),
     'kernel': draw(3, 3, 2, 4),
     'norm': draw(6),
+    'norms': draw(3, 6),  # of three layers
+    'bias': draw(3, 6),
   }
   config = dataclasses.replace(_MUON, clip_norm=0.0)
   ours = _three_steps(optimizer_lib.make_optimizer(config, _TASK), matrices | rest)
@@ -79,7 +83,9 @@ def test_muon_is_optax_muon_for_matrices_and_adamw_for_the_rest():
     },
     consistent_rms=0.2,
   )
-  adamw = _adamw({name: leaf.ndim > 1 for name, leaf in rest.items()})
+  adamw = _adamw(
+    {name: leaf.ndim > 1 and name not in ('norms', 'bias') for name, leaf in rest.items()}
+  )
   _assert_close(ours, _three_steps(muon, matrices) | _three_steps(adamw, rest))
 
 

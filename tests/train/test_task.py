@@ -46,4 +46,4 @@ def test_the_text_example_needs_text_for_its_evaluation_before_it_trains():
 
 
 def test_examples_in_docstrings():
-  assert doctest.testmod(task_lib) == (0, 3)
+  assert doctest.testmod(task_lib) == (0, 4)

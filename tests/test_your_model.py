@@ -1,0 +1,68 @@
+"""The code of docs/your_model.md runs as it is written, and says the truth."""
+
+import pathlib
+import re
+
+import jax
+import numpy as np
+
+import diloco_jax
+from diloco_jax.config import build, load
+from diloco_jax.configs import own_loop
+from diloco_jax.train import island as island_lib
+from tests.runs.lib import gated_loop
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = (ROOT / 'docs' / 'your_model.md').read_text()
+TASK, LOOP = re.findall(r'```python\n(.*?)\n```', PAGE, re.S)
+
+
+def test_the_task_of_the_page_learns(tmp_path):
+  file = tmp_path / 'my_model.py'
+  file.write_text(TASK)
+  config = load.load(str(file))
+  config.validate()
+  assembled = build.assemble(config)
+  island = island_lib.Island(
+    task=assembled.task,
+    optimizer=config.optimizer,
+    mesh=config.mesh,
+    total_steps=config.train.steps,
+    devices=jax.devices()[:1],
+    seed=config.train.seed,
+  )
+  before = island.evaluate()
+  for clock in range(20):
+    island.step(clock)
+  assert island.evaluate() < before
+
+
+def test_the_loop_of_the_page_learns_by_the_clock():
+  steps, sync = 40, own_loop.get_config().sync
+  with jax.numpy_dtype_promotion('standard'), jax.numpy_rank_promotion('allow'):
+    with diloco_jax.run_syncer(total_steps=steps, sync=sync) as server:
+      page = {'steps': steps, 'address': server.address}
+      exec(compile(LOOP, 'docs/your_model.md', 'exec'), page)
+      merged = server.wait(60)
+    last = page['opt_state'].inner_opt_state.hyperparams['learning_rate']
+    np.testing.assert_allclose(last, page['rate'](page['clock']), rtol=1e-6)
+    assert {'batch_stats/mean', 'batch_stats/var'} < merged.keys()
+    assert merged['batch_stats/var'].min() > 0
+    assert float(page['loss']) < np.square(page['batch']['y']).mean()
+
+
+def test_the_example_with_a_schedule_follows_the_clock_and_not_its_updates():
+  module = gated_loop.example('loop_optax')
+  params = module.init()
+  batch, opt_state = module.read(0, 0), module.TX.init(params)
+  with jax.numpy_dtype_promotion('standard'):
+    rates = [
+      module.step(params, opt_state, batch, module.RATE(clock))[1].hyperparams['learning_rate']
+      for clock in (10, 200)
+    ]
+    np.testing.assert_allclose(rates, [module.RATE(10), module.RATE(200)], rtol=1e-6)
+
+
+def test_the_page_names_files_that_exist():
+  links = re.findall(r'\]\((?!https?:|#)([^)#]+)\)', PAGE)
+  assert links and all((ROOT / 'docs' / link).exists() for link in links)
