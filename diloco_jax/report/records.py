@@ -5,8 +5,9 @@ flushed, so a process killed at any moment leaves at most one torn line, which r
 process of the program appends. Each line is {"t_ns": monotonic, "time": wall clock in s, "name":
 ..., fields} (facts.py). The supervisor, the live table and the report read only these files.
 
-Writing never stops training: a full disk is reported once, and training continues. So is a file
-that has become LIMIT_BYTES long, which then grows no more.
+Writing never stops training: a full disk is reported once, and training continues; once there is
+space again, a fact says how many others are missing (facts.Missing). A file that has become
+LIMIT_BYTES long is reported once, too, and grows no more.
 """
 
 import contextlib
@@ -56,6 +57,7 @@ class Recorder:
     self._limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._failed = False
+    self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'ab', buffering=0)
@@ -67,9 +69,7 @@ class Recorder:
 
   def report(self, fact: facts.Fact) -> None:
     """Appends one fact."""
-    row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
-    values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
-    line = json.dumps({**row, **values}, default=float).encode() + b'\n'
+    line = _line(fact)
     with self._lock:
       self._guard(lambda: self._append(line))
 
@@ -104,7 +104,26 @@ class Recorder:
       raise OSError(
         f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
       )
-    self._file.write(line)
+    try:
+      if self._missing:
+        self._write(_line(facts.Missing(facts=self._missing, error=self._why)))
+        self._missing = 0
+      self._write(line)
+    except OSError as error:
+      self._missing, self._why = self._missing + 1, error.strerror or str(error)
+      raise
+
+  def _write(self, line: bytes) -> None:
+    """Appends a line or nothing: a disk that becomes full takes a part."""
+    start = self._file.tell()
+    try:
+      done = 0
+      while done < len(line):
+        done += self._file.write(line[done:])
+    except OSError:
+      with contextlib.suppress(OSError):
+        self._file.seek(self._file.truncate(start))
+      raise
 
   def _open_curves(self, folder: pathlib.Path) -> None:
     self._curves = Curves(folder)
@@ -150,6 +169,12 @@ class Curves:
   def close(self) -> None:
     """Writes the buffer to disk. Raises OSError."""
     self._writer.close()
+
+
+def _line(fact: facts.Fact) -> bytes:
+  row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
+  values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+  return json.dumps({**row, **values}, default=float).encode() + b'\n'
 
 
 def report_startup(records: ports.Records, phase: str) -> None:

@@ -35,7 +35,9 @@ import json
 import logging
 import pathlib
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -43,10 +45,12 @@ from typing import Any, NamedTuple
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.protocol import notices
 from diloco_jax.storage import json_files, leaves, manifests, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
+SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
 _UNREADABLE = 0  # no snapshot has this number
@@ -109,6 +113,8 @@ class Checkpoints:
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
+    self._awaited: futures.Future[Saved] | None = None  # its caller hears how it ended
+    self._notices = notices.Notices(SAY_AGAIN_NS, _LOG.warning)
     for number in self.numbers:
       snapshot = self._snapshot_of(number)
       if snapshot is not None:
@@ -195,7 +201,12 @@ class Checkpoints:
     threading.Thread(
       target=self._complete, args=(saved, response, done), name='save', daemon=True
     ).start()
-    return done.result
+
+    def result() -> Saved:
+      self._awaited = done
+      return done.result()
+
+    return result
 
   def restore(self, shardings: Any, like: Any) -> Restored | None:
     """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint whose
@@ -290,17 +301,21 @@ class Checkpoints:
       try:
         shutil.rmtree(self._root / str(number))
       except OSError as error:
-        _LOG.warning('an old checkpoint cannot be removed: %s. Remove it by hand', error)
+        text = f'an old checkpoint cannot be removed: {error}. Remove it by hand'
+        self._notices.say(time.monotonic_ns(), 'old', text)
     if old:
       with contextlib.suppress(Exception):  # or `_complete` would remove the new one
         self._checkpointer.reload()
 
   def _wait_or_warn(self) -> None:
-    """Waits like `wait`, but only warns of a failure, since the next save may succeed."""
+    """Waits like `wait`, but only warns of a failure, since the next save may succeed; not if the
+    caller of that save hears of it."""
+    told = self._under_way is self._awaited
     try:
       self.wait()
     except CheckpointError as error:
-      _LOG.warning('%s', error)
+      if not told:
+        self._notices.say(time.monotonic_ns(), 'save', str(error))
 
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
@@ -339,7 +354,8 @@ class Checkpoints:
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
     for partial in (
-      *self._root.glob(f'{number}.orbax-checkpoint-tmp*'),
+      # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
+      *self._root.glob('*.orbax-checkpoint-tmp*'),
       self._root / str(number),  # only its seal is missing
     ):
       with contextlib.suppress(OSError):
@@ -546,4 +562,18 @@ def _is_news(record: logging.LogRecord) -> bool:
   return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
 
 
+def _hide_threads_of_failed_saves() -> None:
+  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
+  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
+  has been raised in the thread that waits for the save."""
+  before = sys.unraisablehook
+
+  def hook(unraisable: Any) -> None:
+    if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
+      before(unraisable)
+
+  sys.unraisablehook = hook
+
+
 logging.getLogger('absl').addFilter(_is_news)
+_hide_threads_of_failed_saves()

@@ -98,7 +98,7 @@ class LearnerMachine:
     self._running = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
+    self._saving = checkpoints_lib.Saving(config, self._connection, self._out)
     self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class LearnerMachine:
       case events.MomentsTaken():
         self._taker.on_replaced(event, self.clock)
       case events.SaveDone():
-        self._saving.saved(event)
+        self._saving.saved(now_ns, event)
         if self._refused:
           self._exit_refused()
       case events.Stop(reason=reason):

@@ -280,3 +280,21 @@ def test_a_joiner_takes_moments_that_are_at_most_a_period_old(late, way):
     a.fact.by for a in out if isinstance(a, actions.Report) and isinstance(a.fact, facts.Moments)
   ]
   assert told == [way]
+
+
+# --- Saves ----------------------------------------------------------------------------------------
+
+
+def test_failing_saves_are_one_line_a_minute():
+  """On a full disk each of them fails, several in a second."""
+  machine = new_learner()
+  said = []
+  for second in range(0, 130, 5):
+    failed = events.SaveDone(clock=second, error='no space')
+    out = machine.handle(second * 1_000 * MS, failed)
+    said += [one.text for one in out if isinstance(one, actions.Say)]
+  assert said == [
+    'checkpoint of step 0 failed: no space',
+    'checkpoint of step 60 failed: no space (11 more since the last such line)',
+    'checkpoint of step 120 failed: no space (11 more since the last such line)',
+  ]
