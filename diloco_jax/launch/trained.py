@@ -30,7 +30,8 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
   if (folder / syncer_process.MODEL).is_dir():
-    tree = arrays.load(folder / syncer_process.MODEL)
+    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
   named = own_model.by_name(tree)
@@ -54,7 +55,8 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = manifests.syncer_folder(workdir)
   folder = _verified(
-    [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
+    [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)],
+    checkpoint.most_bytes(assembled.parameters),
   )
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
@@ -67,12 +69,12 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   return theta.params()
 
 
-def _verified(folders: list[pathlib.Path]) -> pathlib.Path | None:
+def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | None:
   """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
   failed = None
   for folder in reversed(folders):
     try:
-      checkpoint.verify(folder, trust=True)
+      checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
       return folder
     except checkpoint.CheckpointError as error:
       warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)

@@ -30,6 +30,7 @@ from diloco_jax.report import facts
 
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
+MAX_LINE_BYTES = 16 << 20  # that are read as one fact
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
 
@@ -212,9 +213,9 @@ class Tail:
     with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on
       with open(self._path, 'rb') as file:
         file.seek(self._offset)
-        for line in file:
-          if not line.endswith(b'\n'):
-            return
+        while line := file.readline(MAX_LINE_BYTES):
+          if not line.endswith(b'\n') and len(line) < MAX_LINE_BYTES:
+            return  # else it is a piece of a line that is no fact
           self._offset += len(line)
           if line.strip():
             yield line

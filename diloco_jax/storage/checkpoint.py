@@ -33,6 +33,7 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 import contextlib
 import json
 import logging
+import math
 import pathlib
 import shutil
 import sys
@@ -53,6 +54,7 @@ SEAL = 'seal'
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
+_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 _UNREADABLE = 0  # no snapshot has this number
 _UNCHANGED = (
   'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
@@ -369,7 +371,11 @@ class Checkpoints:
 
 
 def verify(
-  folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
+  folder: pathlib.Path,
+  record_sha256: str = '',
+  key: seals.Key | None = None,
+  trust: bool = False,
+  most_bytes: int | None = None,
 ) -> dict[str, Any]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
   the SHA-256 that it had, if the caller knows it. Writes nothing.
@@ -379,6 +385,7 @@ def verify(
     record_sha256: as `save` returned it.
     key: must have sealed it; None: it must have no seal.
     trust: whether to take it with any seal.
+    most_bytes: of its arrays in memory; None: it is of this process's own folder.
 
   Returns:
     The machine's state.
@@ -395,7 +402,7 @@ def verify(
     with _ONE_OPERATION, _context():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
-      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
+      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       leaves.require_same_digests(record['digests'], leaves.digests(arrays))
   except seals.Unproved:
     raise
@@ -496,7 +503,9 @@ def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
   return record, proof
 
 
-def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any]:
+def _abstract_of(
+  folder: pathlib.Path, shapes: dict[str, list], most_bytes: int | None
+) -> dict[str, Any]:
   """The arrays of a checkpoint by its own description, which must be that of its record, all on the
   first device."""
   place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -510,7 +519,31 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
     if name != 'record'
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
+  del described['record']
+  require_size(described, most_bytes)
   return arrays
+
+
+def most_bytes(parameters: int) -> int:
+  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
+  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
+
+
+def require_size(described: Any, most_bytes: int | None) -> None:
+  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
+  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
+  size = sum(map(_bytes, jax.tree.leaves(described)))
+  if most_bytes is not None and size > most_bytes:
+    raise ValueError(
+      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
+    )
+
+
+def _bytes(leaf: Any) -> int:
+  """What reading a leaf takes: at least one chunk, however small the array is."""
+  storage = getattr(leaf, 'storage_metadata', None)
+  chunk = (storage and storage.chunk_shape) or ()
+  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
 
 
 class _All:

@@ -69,6 +69,15 @@ def test_lines_that_are_no_facts_are_skipped(tmp_path):
   assert tail.skipped == 3
 
 
+def test_a_line_that_is_far_too_long_is_skipped_in_pieces(tmp_path, monkeypatch):
+  monkeypatch.setattr(records, 'MAX_LINE_BYTES', 1 << 12)
+  path = tmp_path / 'l0.jsonl'
+  path.write_bytes(b'{"name": "' + b'x' * (1 << 14) + b'"}\n{"name": "y", "time": 0}\n{"torn')
+  tail = records.Tail(path)
+  assert [fact['name'] for fact in tail.read()] == ['y']
+  assert tail.skipped > 1 and tail.read() == []
+
+
 def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   folder = tmp_path / 'records'
   folder.mkdir()
