@@ -96,7 +96,9 @@ class Records:
 class Rig:
   """One process of the syncer's work in a folder; `start`: the start of its machine."""
 
-  def __init__(self, assembled: build.Assembly, folder: pathlib.Path, full_s: float):
+  def __init__(
+    self, assembled: build.Assembly, folder: pathlib.Path, full_s: float = commit.FULL_S
+  ):
     self.assembled = assembled
     self.records = Records()
     self.disk = Disk(folder / 'wal')
