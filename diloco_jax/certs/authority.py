@@ -75,7 +75,7 @@ class Authority:
     found = []
     for path in sorted(self.folder.glob(f'*/{check.CERTIFICATE}')):
       role = names.SYNCER if path.parent.name == names.SYNCER else names.LEARNER
-      found.append(proofs.of_pem(path.read_bytes(), role))
+      found.append(proofs.of_pem(private.read(path), role))
     return found
 
   def _name(self, id: str) -> names.Name:
@@ -152,7 +152,7 @@ def load(folder: pathlib.Path) -> Authority:
     if objection:
       raise ValueError(objection)
   key = _private_key(folder / AUTHORITY_KEY)
-  certificate = x509.load_pem_x509_certificate((folder / check.AUTHORITY).read_bytes())
+  certificate = x509.load_pem_x509_certificate(private.read(folder / check.AUTHORITY))
   if key.public_key() != certificate.public_key():
     raise ValueError(f'{folder}: {AUTHORITY_KEY} is not the key of {check.AUTHORITY}')
   (run,) = certificate.subject
@@ -174,7 +174,7 @@ def request(folder: pathlib.Path) -> pathlib.Path:
 
 def _private_key(path: pathlib.Path) -> ec.EllipticCurvePrivateKey:
   try:
-    key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    key = serialization.load_pem_private_key(private.read(path), password=None)
   except (ValueError, TypeError, exceptions.UnsupportedAlgorithm):
     key = None
   if not isinstance(key, ec.EllipticCurvePrivateKey):

@@ -73,11 +73,13 @@ def _examine(
   for name in FILES:
     path = folder / name
     try:
-      data[name] = path.read_bytes()
+      data[name] = private.read(path)
       if name == KEY and (objection := private.objection(path)):
         wrong.append(objection)
     except OSError as error:
       wrong.append(f'{name} cannot be read ({error.strerror})')
+    except ValueError as error:
+      wrong.append(str(error))
   if len(data) < len(FILES):
     return None, wrong
   try:

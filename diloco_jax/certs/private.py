@@ -7,6 +7,7 @@ import pathlib
 import stat
 from collections.abc import Iterator
 
+_MAX_BYTES = 1 << 20  # of a certificate, a key or a request
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -61,3 +62,13 @@ def objection(path: pathlib.Path) -> str:
       f'chmod {right} {path}'
     )
   return ''
+
+
+def read(path: pathlib.Path) -> bytes:
+  """The content of a certificate, a key or a request, perhaps of another person. Raises OSError,
+  and ValueError if it is far too large to be one."""
+  with open(path, 'rb') as file:
+    data = file.read(_MAX_BYTES + 1)
+  if len(data) > _MAX_BYTES:
+    raise ValueError(f'{path} has more than {_MAX_BYTES} bytes: it is no certificate and no key')
+  return data

@@ -24,7 +24,7 @@ import pathlib
 
 from absl import flags
 
-from diloco_jax.certs import allowlist, authority, check, names, proofs
+from diloco_jax.certs import allowlist, authority, check, names, private, proofs
 from diloco_jax.launch import program
 
 POSITIONAL = True
@@ -86,7 +86,7 @@ def _sign(words: list[str]) -> None:
   if _LEARNER.value == names.SYNCER:
     raise ValueError("sign is for learners; the syncer's key is made by init")
   owner = authority.load(_folder())
-  request = pathlib.Path(words[0]).read_bytes()
+  request = private.read(pathlib.Path(words[0]))
   proof = owner.sign(request, _LEARNER.value, proofs.utc_now(), _RENEW.value)
   made = owner.folder / _LEARNER.value
   print(

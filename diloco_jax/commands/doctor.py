@@ -18,7 +18,6 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Sequence
 
-import psutil
 from absl import flags
 from packaging import requirements
 
@@ -31,8 +30,6 @@ PYTHON = (3, 11)
 MEMORY_GIB = 4  # the demo: five processes of about half a GiB, and their compilers
 DISK_GIB = 2  # the demo writes a few hundred MiB
 OPEN_FILES = 1024
-# Settings of jax that the programs do not work with; a value means on.
-_FORBIDDEN = ('JAX_ENABLE_X64', 'JAX_DISABLE_JIT', 'JAX_DEBUG_NANS')
 _OFF = ('', '0', 'false', 'f', 'no', 'off')
 _GIB = 1 << 30
 
@@ -50,7 +47,7 @@ def main(argv: list[str]) -> int:
     'settings': lambda: settings(os.environ),
     'devices': devices,
     'cores': cores,
-    'memory': lambda: memory(available_memory()),
+    'memory': lambda: memory(accelerators.available_memory()),
     'open files': lambda: open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     'ports': ports,
     'disk': lambda: disk(workdir),
@@ -109,11 +106,8 @@ def _needed() -> list[str]:
 
 def settings(environment: os._Environ[str] | dict[str, str]) -> str:
   """The settings of jax in the environment."""
-  bad = [name for name in _FORBIDDEN if environment.get(name, '').lower() not in _OFF]
-  if 'xla_force_host_platform_device_count' in environment.get('XLA_FLAGS', ''):
-    bad.append('XLA_FLAGS')  # the number of emulated devices follows from the mesh of the config
-  if bad:
-    raise Bad(f'{", ".join(bad)} set: the programs do not work with it; unset {" ".join(bad)}')
+  if environment.get('JAX_DISABLE_JIT', '').lower() not in _OFF:
+    raise Bad(accelerators.NO_JIT)
   found = [
     f'{name}={value}' for name, value in environment.items() if name.startswith(('JAX_', 'XLA_'))
   ]
@@ -130,12 +124,7 @@ def devices() -> str:
   try:
     found = jax.devices()
   except Exception as error:  # of several types, also AssertionError
-    platforms = os.environ.get('JAX_PLATFORMS')
-    remedy = f'unset JAX_PLATFORMS={platforms}' if platforms else 'JAX_PLATFORMS=cpu uses the CPU'
-    raise Bad(
-      f'jax finds no device ({program.one_line(error)}): another process may hold it, or jax lacks '
-      f'the package for it; {remedy}'
-    ) from error
+    raise Bad(accelerators.no_device(error)) from error
   kinds = sorted({f'{one.platform} ({one.device_kind})' for one in found})
   text = f'{len(found)} of {", ".join(kinds)}'
   if found[0].platform != 'cpu':
@@ -149,16 +138,6 @@ def cores() -> str:
   usable = len(local.available_cpus()) or os.cpu_count()
   slow = '; the demo needs two for its two minutes' if usable < 2 else ''
   return f'{usable} of {os.cpu_count()} may be used{slow}'
-
-
-def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> int:
-  """Bytes that this process and its children may take; a container may have less than its host."""
-  host = psutil.virtual_memory().available
-  try:
-    limit, used = ((group / f'memory.{name}').read_text() for name in ('max', 'current'))
-    return min(host, int(limit) - int(used))
-  except (OSError, ValueError):  # no control group of version 2, or "max", no limit
-    return host
 
 
 def memory(available: int) -> str:

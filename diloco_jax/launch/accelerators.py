@@ -1,12 +1,21 @@
-"""The accelerators of this machine, found without importing jax, and their shares for learners."""
+"""The accelerators of this machine, found without importing jax, their shares for learners, and its
+memory."""
 
 import glob
 import importlib.util
 import itertools
 import os
+import pathlib
 from typing import NamedTuple
 
+import psutil
+
 _VISIBLE = 'CUDA_VISIBLE_DEVICES'  # set by the user, or by a scheduler such as Slurm
+
+NO_JIT = (
+  'JAX_DISABLE_JIT is set: the functions of a run exist only compiled, since they donate and shard '
+  'their arrays; unset JAX_DISABLE_JIT'
+)
 
 
 class Accelerators(NamedTuple):
@@ -76,3 +85,24 @@ def share(found: Accelerators | None, learners: int, devices: int) -> list[dict[
   return [
     {_VISIBLE: ','.join(found.names[m * devices : (m + 1) * devices])} for m in range(learners)
   ]
+
+
+def no_device(error: Exception) -> str:
+  """What to do after jax has found no device; its own errors may be empty."""
+  said = ' '.join(str(error).split()) or type(error).__name__
+  platforms = os.environ.get('JAX_PLATFORMS')
+  remedy = f'unset JAX_PLATFORMS={platforms}' if platforms else 'JAX_PLATFORMS=cpu uses the CPU'
+  return (
+    f'jax finds no device ({said}): another process may hold it, or jax lacks the package for it; '
+    f'{remedy}'
+  )
+
+
+def available_memory(group: pathlib.Path = pathlib.Path('/sys/fs/cgroup')) -> int:
+  """Bytes that this process and its children may take; a container may have less than its host."""
+  host = psutil.virtual_memory().available
+  try:
+    limit, used = ((group / f'memory.{name}').read_text() for name in ('max', 'current'))
+    return min(host, int(limit) - int(used))
+  except (OSError, ValueError):  # no control group of version 2, or "max", no limit
+    return host

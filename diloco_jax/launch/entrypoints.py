@@ -19,7 +19,7 @@ import jax
 
 from diloco_jax.certs import check, names, proofs
 from diloco_jax.config import build, run_config, uplink
-from diloco_jax.launch import own_model, program, run_folder, standby
+from diloco_jax.launch import accelerators, own_model, program, run_folder, standby
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.learner import work as learner_work
@@ -263,11 +263,18 @@ def limits(assembled: build.Assembly) -> link.Limits:
 
 def prepare_jax(devices: int) -> None:
   """Emulates as many devices as the mesh needs and turns asynchronous dispatch off: data-parallel
-  steps on emulated CPU devices have aborted when the host ran ahead of the devices."""
+  steps on emulated CPU devices have aborted when the host ran ahead of the devices. Raises
+  NeverRetry: jax finds no device, or does not compile."""
+  if jax.config.jax_disable_jit:
+    raise program.NeverRetry(accelerators.NO_JIT)
   if 'JAX_NUM_CPU_DEVICES' not in os.environ:
     with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
       jax.config.update('jax_num_cpu_devices', devices)
   jax.config.update('jax_cpu_enable_async_dispatch', False)
+  try:
+    jax.local_devices()
+  except Exception as error:  # of several types, also an AssertionError without a text
+    raise program.NeverRetry(accelerators.no_device(error)) from error
 
 
 def prepare_syncer() -> None:

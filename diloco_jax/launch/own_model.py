@@ -26,11 +26,11 @@ from typing import Any
 import grpc
 import jax
 import numpy as np
-import psutil
 
 from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
+from diloco_jax.launch import accelerators
 from diloco_jax.protocol import safe_json
 from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, checkpoint, json_files
@@ -355,7 +355,7 @@ def receive(
   arrived: queue.SimpleQueue[Model | Exception] = queue.SimpleQueue()
   busy = threading.Lock()  # held for good once a model is kept
   if max_bytes is None:
-    max_bytes = psutil.virtual_memory().available // 2
+    max_bytes = accelerators.available_memory() // 2
 
   def brought(requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
     try:

@@ -56,12 +56,14 @@ class Asked:
     without: learners whose parts are not restored.
     key: proves and makes seals; None: what has a seal is refused.
     trust: take what cannot be proved.
+    most_bytes: of the arrays of one checkpoint; None: any.
   """
 
   which: str
   without: Collection[str] = ()
   key: seals.Key | None = None
   trust: bool = False
+  most_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +105,14 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
       if (node / manifests.CHECKPOINTS).is_dir():
         _lock(node / manifests.CHECKPOINTS, locked)
     model = own_model.read(workdir)
-    assembled = None if model is None else own_model.complete(model, config)
+    # It may refuse: before anything moves.
+    assembled = build.assemble(config) if model is None else own_model.complete(model, config)
+    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    asked = dataclasses.replace(asked, most_bytes=most_bytes)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)
     else:
-      goal = choose(assembled.config if assembled else config, workdir, asked, say)
-    assembled = assembled or build.assemble(config)  # it may refuse: before anything moves
+      goal = choose(config if model is None else assembled.config, workdir, asked, say)
     _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
 
 
@@ -264,7 +268,9 @@ def _verify(
     json_files.require_plain(workdir, folder)
   except (OSError, safe_json.Unreadable) as error:
     raise checkpoint.CheckpointError(str(error)) from None
-  machine_state, _ = checkpoint.verify(folder, record_sha256, asked.key, asked.trust)
+  machine_state, _ = checkpoint.verify(
+    folder, record_sha256, asked.key, asked.trust, asked.most_bytes
+  )
   if node == manifests.syncer_folder(workdir):
     _require_books(machine_state, folder)
   return machine_state

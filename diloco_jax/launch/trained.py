@@ -32,7 +32,8 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
   if (folder / syncer_process.MODEL).is_dir():
-    tree = arrays.load(folder / syncer_process.MODEL)
+    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
   named = own_model.by_name(tree)
@@ -56,9 +57,10 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = manifests.syncer_folder(workdir)
-  if not (node / 'wal').is_dir() and (params := _of_baseline(workdir)) is not None:
+  most_bytes = checkpoint.most_bytes(assembled.parameters)
+  if not (node / 'wal').is_dir() and (params := _of_baseline(workdir, most_bytes)) is not None:
     return params
-  folder = _verified(_checkpoints(node))
+  folder = _verified(_checkpoints(node), most_bytes)
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
   theta = global_model_lib.Theta(assembled)
@@ -70,12 +72,12 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   return theta.params()
 
 
-def _of_baseline(workdir: pathlib.Path) -> Any:
+def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
   """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
   for node in sorted(workdir.glob('islands/*')):
-    folder = _verified(_checkpoints(node))
+    folder = _verified(_checkpoints(node), most_bytes)
     if folder is not None:
-      protocol, saved = checkpoint.verify(folder, trust=True)
+      protocol, saved = checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
       if not protocol['protocol']:  # else of a learner whose syncer has another folder
         return saved['state']['params']
   return None
@@ -85,12 +87,12 @@ def _checkpoints(node: pathlib.Path) -> list[pathlib.Path]:
   return [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
 
 
-def _verified(folders: list[pathlib.Path]) -> pathlib.Path | None:
+def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | None:
   """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
   failed = None
   for folder in reversed(folders):
     try:
-      checkpoint.verify(folder, trust=True)
+      checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
       return folder
     except checkpoint.CheckpointError as error:
       warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)

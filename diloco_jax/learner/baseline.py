@@ -1,11 +1,12 @@
 """A learner without a syncer: the data-parallel baseline, with the same jitted step."""
 
 import contextlib
+import time
 from collections.abc import Callable
 
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
-from diloco_jax.protocol import actions
+from diloco_jax.protocol import actions, notices
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
@@ -45,6 +46,7 @@ def _run(
     _evaluate(island, records, 0)
   steps = tokens = 0
   save = None  # the newest one, while no step has followed it
+  failures = notices.Notices(checkpoint.SAY_AGAIN_NS, records.say)
   while step < train.steps and not stopping():
     result = island.step(step)
     step, steps, tokens, save = step + 1, steps + 1, tokens + result.tokens, None
@@ -55,7 +57,8 @@ def _run(
       try:
         save = island.save(step)
       except checkpoint.CheckpointError as error:
-        records.say(f'checkpoint of step {step} failed: {error}. Training continues.')
+        text = f'checkpoint of step {step} failed: {error}. Training continues.'
+        failures.say(time.monotonic_ns(), 'save', text)
   if steps and save is None:
     save = island.save(step)
   if step >= train.steps and (loss := _evaluate(island, records, step)) is not None:

@@ -1,6 +1,6 @@
 """Lines for people about what happens again and again: one for each subject and pause."""
 
-from diloco_jax.protocol import action_list
+from collections.abc import Callable
 
 SUBJECTS_KEPT = 1_000  # peers may invent subjects
 
@@ -8,7 +8,7 @@ SUBJECTS_KEPT = 1_000  # peers may invent subjects
 class Notices:
   """Says a line about a subject, and counts those that follow within the pause."""
 
-  def __init__(self, pause_ns: int, out: action_list.ActionList):
+  def __init__(self, pause_ns: int, out: Callable[[str], None]):
     self._pause_ns = pause_ns
     self._out = out
     self._said: dict[str, tuple[int, int]] = {}  # subject: time of its last line, events since
@@ -23,4 +23,4 @@ class Notices:
     self._said[subject] = now_ns, 0
     if len(self._said) > SUBJECTS_KEPT:
       del self._said[next(iter(self._said))]
-    self._out.say(f'{text} ({more} more since the last such line)' if more else text)
+    self._out(f'{text} ({more} more since the last such line)' if more else text)

@@ -51,6 +51,14 @@ class Startup:
   cpu_s: float
 
 
+@protocol_facts.fact
+class Missing:
+  """So many facts of this process, right before this one, could not be written; `error`: why."""
+
+  facts: int
+  error: str
+
+
 # --- Of the syncer --------------------------------------------------------------------------------
 
 
@@ -120,7 +128,7 @@ class Exit:
 
 
 _OfSyncer = Goodput | Outer | Traffic | Recovered
-Fact = protocol_facts.Fact | Step | Eval | Startup | _OfSyncer | Process | Exit
+Fact = protocol_facts.Fact | Step | Eval | Startup | Missing | _OfSyncer | Process | Exit
 
 name = protocol_facts.name
 _KINDS = {

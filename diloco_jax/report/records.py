@@ -6,13 +6,13 @@ later process of the program cuts off before it appends. Each line is {"t_ns": m
 wall clock in s, "name": ..., fields} (facts.py). The supervisor, the live table and the report read
 only these files.
 
-Writing never stops training: a full disk is reported once, and training continues. So is a file
-that has become LIMIT_BYTES long, which then grows no more.
+Writing never stops training: a full disk is reported once, and training continues; once there is
+space again, a fact says how many others are missing (facts.Missing). A file that has become
+LIMIT_BYTES long is reported once, too, and grows no more.
 """
 
 import contextlib
 import dataclasses
-import errno
 import heapq
 import itertools
 import json
@@ -32,6 +32,7 @@ from diloco_jax.report import facts
 RECORDS = 'records'
 TENSORBOARD = 'tensorboard'
 _BLOCK_BYTES = 1 << 12
+MAX_LINE_BYTES = 16 << 20  # that are read as one fact
 LIMIT_BYTES = 2 << 30  # of the records of one program: some million steps
 
 
@@ -59,6 +60,7 @@ class Recorder:
     self._limit_bytes = limit_bytes
     self._lock = threading.Lock()
     self._failed = False
+    self._missing, self._why = 0, ''  # facts that could not be written since the last one, and why
     path = pathlib.Path(workdir) / RECORDS / f'{process}.jsonl'
     path.parent.mkdir(parents=True, exist_ok=True)
     self._file = open(path, 'a+b', buffering=0)
@@ -69,9 +71,7 @@ class Recorder:
 
   def report(self, fact: facts.Fact) -> None:
     """Appends one fact."""
-    row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
-    values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
-    line = json.dumps({**row, **values}, default=float).encode() + b'\n'
+    line = _line(fact)
     with self._lock:
       self._guard(lambda: self._append(line))
 
@@ -106,11 +106,26 @@ class Recorder:
       raise OSError(
         f'{self._file.name} has {self._limit_bytes >> 20} MiB, the most that it may have'
       )
-    size = self._file.tell()
-    if self._file.write(line) < len(line):  # the disk became full: no half of a line stays
-      self._file.truncate(size)
-      self._file.seek(size)
-      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    try:
+      if self._missing:
+        self._write(_line(facts.Missing(facts=self._missing, error=self._why)))
+        self._missing = 0
+      self._write(line)
+    except OSError as error:
+      self._missing, self._why = self._missing + 1, error.strerror or str(error)
+      raise
+
+  def _write(self, line: bytes) -> None:
+    """Appends a line or nothing: a disk that becomes full takes a part."""
+    start = self._file.tell()
+    try:
+      done = 0
+      while done < len(line):
+        done += self._file.write(line[done:])
+    except OSError:
+      with contextlib.suppress(OSError):
+        self._file.seek(self._file.truncate(start))
+      raise
 
   def _cut_torn_line(self) -> None:
     """Cuts off the torn line of a killed predecessor, so that each line is one fact."""
@@ -172,6 +187,12 @@ class Curves:
     self._writer.close()
 
 
+def _line(fact: facts.Fact) -> bytes:
+  row = {'t_ns': time.monotonic_ns(), 'time': time.time(), 'name': facts.name(fact)}
+  values = {field.name: getattr(fact, field.name) for field in dataclasses.fields(fact)}
+  return json.dumps({**row, **values}, default=float).encode() + b'\n'
+
+
 def report_startup(records: ports.Records, phase: str) -> None:
   records.report(facts.Startup(phase=phase, cpu_s=round(time.process_time(), 3)))
 
@@ -207,9 +228,9 @@ class Tail:
     with contextlib.suppress(OSError):  # no file yet, or not readable now: the next call reads on
       with open(self._path, 'rb') as file:
         file.seek(self._offset)
-        for line in file:
-          if not line.endswith(b'\n'):
-            return
+        while line := file.readline(MAX_LINE_BYTES):
+          if not line.endswith(b'\n') and len(line) < MAX_LINE_BYTES:
+            return  # else it is a piece of a line that is no fact
           self._offset += len(line)
           yield line
 

@@ -171,6 +171,7 @@ class RunFacts:
     goodput: the newest figures of the syncer.
     wire: bytes that the syncer received and sent.
     tokens: trained by all learners.
+    missing: of each process, how many facts could not be written, and why.
     last_event: the newest event of a process, for people.
     began_s: wall-clock time of the first fact; end_s: seconds from there to the last one.
     pauses: (when, seconds) of each time without a fact that was longer than `longest_pause_s`; all
@@ -201,6 +202,7 @@ class RunFacts:
     self.goodput: facts.Goodput | None = None
     self.wire = Wire()
     self.tokens = 0
+    self.missing: dict[str, tuple[int, str]] = {}
     self.last_event = ''
     self.began_s: float | None = None
     self.end_s = 0.0
@@ -270,6 +272,8 @@ class RunFacts:
           del column[place:]
       case facts.Traffic():
         self.wire.take(fact)
+      case facts.Missing(facts=count, error=error):
+        self.missing[process] = self.missing.get(process, (0, ''))[0] + count, error
       case facts.Goodput():
         self.goodput = fact
       case protocol_facts.Ledger():

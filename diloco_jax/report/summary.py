@@ -52,7 +52,9 @@ def write(
   run.take(records_lib.TailAll(workdir).stream())
   summary = summarize(config, run, statuses, wall_seconds)
   folder = workdir / REPORT
-  _write(folder / SUMMARY, lambda path: path.write_text(json.dumps(summary, indent=2) + '\n'))
+  text = json.dumps(summary, indent=2) + '\n'
+  if why := _write(folder / SUMMARY, lambda path: path.write_text(text)):
+    summary['disk'] = why
   if plot and any(learner.steps for learner in run.learners.values()):
     from diloco_jax.report import picture  # pylint: disable=g-import-not-at-top  # 1 s
 
@@ -65,17 +67,20 @@ def write(
   return summary
 
 
-def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> None:
+def _write(path: pathlib.Path, write: Callable[[pathlib.Path], object]) -> str:
+  """Replaces a file; returns why it could not be written."""
   new = path.with_stem(f'{path.stem}.new')
   try:
     path.parent.mkdir(parents=True, exist_ok=True)
     write(new)
     new.replace(path)
+    return ''
   except OSError as error:
     for stale in (new, path):
       with contextlib.suppress(OSError):
         stale.unlink()
     print(f'error: {path} could not be written: {error.strerror}', file=sys.stderr)
+    return error.strerror or str(error)
 
 
 def pace(config: run_config.Config) -> dict[str, Any]:
@@ -124,6 +129,9 @@ def summarize(
       if process.ended == 'killed'
     ],
     'goodput': _goodput(run),
+    'missing_facts': {
+      name: {'facts': count, 'error': error} for name, (count, error) in run.missing.items()
+    },
     'wire_bytes_up': run.wire.bytes_up,
     'wire_bytes_down': run.wire.bytes_down,
     'wire_bytes_data_parallel': run.wire.bytes_data_parallel,
@@ -221,7 +229,12 @@ def _median(values: list[float]) -> float | None:
 
 def text(summary: Mapping[str, Any], workdir: pathlib.Path) -> str:
   """The summary for people."""
-  lines = ['', f'{summary["name"]}: {summary["wall_seconds"]:.0f} s', *_loss_lines(summary)]
+  lines = [
+    '',
+    f'{summary["name"]}: {summary["wall_seconds"]:.0f} s',
+    *_disk_lines(summary, workdir),
+  ]
+  lines += _loss_lines(summary)
   lines += ['', *_learner_lines(summary), *_kill_lines(summary)]
   if summary['outer_steps']:
     lines += ['', *_token_lines(summary), '', *_wire_lines(summary)]
@@ -245,6 +258,22 @@ def _place_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]
       lines.append(f'             diloco sample --workdir={shlex.quote(str(workdir))}')
   if (workdir / records_lib.TENSORBOARD).is_dir():
     lines.append(f'curves       tensorboard --logdir {workdir / records_lib.TENSORBOARD}')
+  return lines
+
+
+def _disk_lines(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[str]:
+  """What a disk that was full, or is, has cost; nothing else in the report would say it."""
+  lines = []
+  if why := summary.get('disk'):
+    lines.append(
+      f'disk           {workdir} cannot be written: {why}. Records end early, and outer steps wait '
+      'for the disk: make space and continue the run'
+    )
+  for name, row in summary['missing_facts'].items():
+    lines.append(
+      f'disk           {row["facts"]} facts of {name} could not be written ({row["error"]}): '
+      'its figures are too small'
+    )
   return lines
 
 

@@ -38,12 +38,18 @@ def _by_number(error: Exception) -> Exception:
   return OSError(int(number[1]), str(error)) if number else error
 
 
-def load(path: pathlib.Path, like: Any = None, name: str = 'AUTO') -> Any:
+def load(
+  path: pathlib.Path, like: Any = None, name: str = 'AUTO', most_bytes: int | None = None
+) -> Any:
   """Reads a tree: nested dicts of arrays, or the tree of ShapeDtypeStructs `like`. `name`: of one
-  tree in a checkpoint of several; Orbax finds a single one. Raises CheckpointError, and
-  ValueError for a path that `files.require_name` refuses."""
+  tree in a checkpoint of several; Orbax finds a single one. `most_bytes`: of the arrays in memory,
+  for a folder from elsewhere. Raises CheckpointError, and ValueError for a path that
+  `files.require_name` refuses."""
   files.require_name(path)
   try:
+    if most_bytes is not None:
+      described = ocp.metadata(path.absolute(), name).metadata
+      checkpoint.require_size(described, most_bytes)
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error

@@ -35,9 +35,12 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 import contextlib
 import json
 import logging
+import math
 import pathlib
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -45,12 +48,15 @@ from typing import Any, NamedTuple
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.protocol import notices
 from diloco_jax.storage import files, json_files, leaves, manifests, orbax_context, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
+SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
+_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 _UNREADABLE = 0  # no snapshot has this number
 _UNCHANGED = (
   'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
@@ -113,6 +119,8 @@ class Checkpoints:
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
+    self._awaited: futures.Future[Saved] | None = None  # its caller hears how it ended
+    self._notices = notices.Notices(SAY_AGAIN_NS, _LOG.warning)
     for number in self.numbers:
       snapshot = self._snapshot_of(number)
       if snapshot is not None:
@@ -203,7 +211,12 @@ class Checkpoints:
       name='save',
       daemon=True,
     ).start()
-    return done.result
+
+    def result() -> Saved:
+      self._awaited = done
+      return done.result()
+
+    return result
 
   def restore(self, shardings: Any, like: Any) -> Restored | None:
     """Returns the newest checkpoint that verifies, or None if the folder has no checkpoint whose
@@ -312,17 +325,21 @@ class Checkpoints:
       try:
         shutil.rmtree(self._root / str(number))
       except OSError as error:
-        _LOG.warning('an old checkpoint cannot be removed: %s. Remove it by hand', error)
+        text = f'an old checkpoint cannot be removed: {error}. Remove it by hand'
+        self._notices.say(time.monotonic_ns(), 'old', text)
     if old:
       with contextlib.suppress(Exception):  # or `_complete` would remove the new one
         self._checkpointer.reload()
 
   def _wait_or_warn(self) -> None:
-    """Waits like `wait`, but only warns of a failure, since the next save may succeed."""
+    """Waits like `wait`, but only warns of a failure, since the next save may succeed; not if the
+    caller of that save hears of it."""
+    told = self._under_way is self._awaited
     try:
       self.wait()
     except CheckpointError as error:
-      _LOG.warning('%s', error)
+      if not told:
+        self._notices.say(time.monotonic_ns(), 'save', str(error))
 
   def _read(self, number: int, shardings: Any, like: Any) -> Restored:
     folder = self._root / str(number)
@@ -361,7 +378,8 @@ class Checkpoints:
 
   def _failed(self, number: int, error: Exception) -> CheckpointError:
     for partial in (
-      *self._root.glob(f'{number}.orbax-checkpoint-tmp*'),
+      # Also of earlier saves: threads of Orbax may write on for a while after it has raised.
+      *self._root.glob('*.orbax-checkpoint-tmp*'),
       self._root / str(number),  # only its seal is missing
     ):
       with contextlib.suppress(OSError):
@@ -375,7 +393,11 @@ class Checkpoints:
 
 
 def verify(
-  folder: pathlib.Path, record_sha256: str = '', key: seals.Key | None = None, trust: bool = False
+  folder: pathlib.Path,
+  record_sha256: str = '',
+  key: seals.Key | None = None,
+  trust: bool = False,
+  most_bytes: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
   """Reads a whole checkpoint of any model and compares it with its record, and the record with
   the SHA-256 that it had, if the caller knows it. Writes nothing.
@@ -385,6 +407,7 @@ def verify(
     record_sha256: as `save` returned it.
     key: must have sealed it; None: it must have no seal.
     trust: whether to take it with any seal.
+    most_bytes: of its arrays in memory; None: it is of this process's own folder.
 
   Returns:
     The machine's state, and the arrays by the name of their tree, on the first device.
@@ -401,7 +424,7 @@ def verify(
     with _ONE_OPERATION, orbax_context.make():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
-      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes']))
+      arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
       leaves.require_same_digests(record['digests'], leaves.digests(arrays))
   except seals.Unproved:
     raise
@@ -502,7 +525,9 @@ def _read_record(folder: pathlib.Path) -> tuple[dict[str, Any], object]:
   return record, proof
 
 
-def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any]:
+def _abstract_of(
+  folder: pathlib.Path, shapes: dict[str, list], most_bytes: int | None
+) -> dict[str, Any]:
   """The arrays of a checkpoint by its own description, which must be that of its record, all on the
   first device."""
   place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -516,7 +541,31 @@ def _abstract_of(folder: pathlib.Path, shapes: dict[str, list]) -> dict[str, Any
     if name != 'record'
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
+  del described['record']
+  require_size(described, most_bytes)
   return arrays
+
+
+def most_bytes(parameters: int) -> int:
+  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
+  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
+
+
+def require_size(described: Any, most_bytes: int | None) -> None:
+  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
+  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
+  size = sum(map(_bytes, jax.tree.leaves(described)))
+  if most_bytes is not None and size > most_bytes:
+    raise ValueError(
+      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
+    )
+
+
+def _bytes(leaf: Any) -> int:
+  """What reading a leaf takes: at least one chunk, however small the array is."""
+  storage = getattr(leaf, 'storage_metadata', None)
+  chunk = (storage and storage.chunk_shape) or ()
+  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
 
 
 def _require_writable(root: pathlib.Path) -> None:
@@ -549,4 +598,18 @@ def _is_news(record: logging.LogRecord) -> bool:
   return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
 
 
+def _hide_threads_of_failed_saves() -> None:
+  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
+  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
+  has been raised in the thread that waits for the save."""
+  before = sys.unraisablehook
+
+  def hook(unraisable: Any) -> None:
+    if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
+      before(unraisable)
+
+  sys.unraisablehook = hook
+
+
 logging.getLogger('absl').addFilter(_is_news)
+_hide_threads_of_failed_saves()

@@ -35,7 +35,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import actions, events, safe_json
 from diloco_jax.protocol.tape import replay as replay_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import json_files
@@ -45,6 +45,7 @@ SEGMENT_BYTES = 64 << 20
 LIMIT_BYTES = 2 << 30
 _SEGMENTS = 32  # at least so many segments in `limit_bytes`
 PIECE_BYTES = 128 << 10  # zlib and the disk release the interpreter lock within each piece
+MAX_LINE_BYTES = safe_json.MAX_BYTES  # of a line that is read; gzip makes 1000 of each byte
 UNKNOWN = 'unknown'
 
 _NAME = re.compile(r'(?P<node>[a-z0-9_-]+)\.(?P<life>\d+)\.(?P<segment>\d+)\.jsonl(?:\.gz)?')
@@ -297,11 +298,15 @@ class Lines:
     while True:
       self._number += 1
       try:
-        line = file.readline()
+        line = file.readline(MAX_LINE_BYTES + 1)
       except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise tape.TapeError(f'{self.place()}: cannot be unpacked: {error}') from None
       if not line:
         return
+      if len(line) > MAX_LINE_BYTES:
+        raise tape.TapeError(
+          f'{self.place()}: it is longer than {MAX_LINE_BYTES} bytes, which no line of a tape is'
+        )
       yield line
 
   def place(self) -> str:

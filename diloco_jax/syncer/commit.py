@@ -1,7 +1,8 @@
 """The log of outer steps (storage/outer_log.py) in the process that owns its folder.
 
 While the disk is full nothing is committed: the outer step waits, and all later ones with it, while
-learners keep training. A failing disk ends the process.
+learners keep training. After FULL_S without space, or if the disk fails, the process ends: learners
+would train for nothing.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ AGREEMENT = 'agreement.json'  # beside the log, which holds only a hash of it
 MAX_AGREEMENT_BYTES = 1 << 20
 RETRY_S = 5.0  # an attempt fills the disk for a moment, also for other processes
 SAY_AGAIN_S = 60.0
+FULL_S = 300.0
 
 
 class Closed(Exception):
@@ -36,6 +38,7 @@ class CommitLog(outer_log.OuterLog):
     say: Callable[[str], None],
     retry_s: float = RETRY_S,
     key: seals.Key | None = None,
+    full_s: float = FULL_S,
   ):
     """Locks the folder for this process.
 
@@ -43,13 +46,14 @@ class CommitLog(outer_log.OuterLog):
       files: the folder; closed by `close`, and by an error.
       agreement, say, key: as for OuterLog.
       retry_s: pause before another write to a full disk.
+      full_s: how long an outer step waits for space.
 
     Raises:
       DirectoryError: the folder cannot be written, or another syncer has it.
     """
     super().__init__(files, agreement, say, key=key)
     self._agreement = agreement
-    self._retry_s = retry_s
+    self._retry_s, self._full_s = retry_s, full_s
     self._closed = threading.Event()
     try:
       files.lock()
@@ -77,6 +81,7 @@ class CommitLog(outer_log.OuterLog):
 
     Raises:
       Closed: `stop` was called before it was written.
+      WalFull: there was no space for too long.
       WalBroken: the disk failed; nothing about this outer step may leave the process.
     """
     failpoints.reached('wal.before_append')
@@ -86,15 +91,22 @@ class CommitLog(outer_log.OuterLog):
     failpoints.reached('wal.after_commit')
 
   def _append(self, step: outer_log.OuterStep) -> None:
-    said_s = None
+    said_s = full_s = None  # times of the last line, and of the first refusal
     while not self._closed.is_set():
       try:
         self.append(step)
         break
       except wal_format.WalFull as full:
-        if said_s is None or time.monotonic() - said_s >= SAY_AGAIN_S:
+        now_s = time.monotonic()
+        full_s = now_s if full_s is None else full_s
+        if now_s - full_s >= self._full_s:
+          raise wal_format.WalFull(
+            f'{full} There was none for {self._full_s / 60:g} minutes, so the process ends: make '
+            'space and start it again; it continues from there.'
+          ) from full
+        if said_s is None or now_s - said_s >= SAY_AGAIN_S:
           self._say(str(full))
-          said_s = time.monotonic()
+          said_s = now_s
       self._closed.wait(self._retry_s)
     else:
       raise Closed

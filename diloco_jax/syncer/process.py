@@ -258,7 +258,7 @@ def run_name(workdir: pathlib.Path) -> str:
   path = workdir / RUN
   if not path.exists():
     json_files.replace(path, secrets.token_hex(8).encode())
-  name = path.read_text()
+  name = json_files.read_bytes(path, 64).decode()
   if not re.fullmatch('[0-9a-f]{16}', name):
     raise ValueError(f'{path} holds no name of a run; restore it from a copy of the folder')
   return name

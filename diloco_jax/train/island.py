@@ -13,7 +13,9 @@ A step blocks until the device is done: a step boundary must be one moment for t
 collectives on emulated devices have aborted when the host ran ahead.
 """
 
+import contextlib
 import copy
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +32,10 @@ from diloco_jax.train import mesh as mesh_lib
 from diloco_jax.train import optimizer as optimizer_lib
 from diloco_jax.train import step as step_lib
 from diloco_jax.train import task as task_lib
+
+MAX_DAMAGED = 8  # batches in a row that cannot be read
+MAX_SAID = 20  # damaged batches that one process tells of
+_LOG = logging.getLogger(__name__)
 
 
 class StepResult(NamedTuple):
@@ -84,6 +90,7 @@ class Island:
     self._train_step = step_lib.make_train_step(task, tx, self.mesh, self.shardings)
     self._eval_step = evaluate_lib.make_eval_step(task, self.mesh, self.shardings.params)
     self._eval_batches = None
+    self._damaged: set[tuple[int, int]] = set()  # batches that were said to be
     self._folder = self._checkpoints = None
     if checkpoint_dir:
       self._folder = files_lib.Files(checkpoint_dir)
@@ -124,7 +131,7 @@ class Island:
   def warm_up(self) -> None:
     """Compiles the step without running it, and what a save computes. Optional, before the first
     step."""
-    batch = jax.eval_shape(lambda: self._shard[self._next_index])
+    batch = jax.eval_shape(self._read)
     rate = jax.ShapeDtypeStruct((), np.float32)
     self._train_step = self._train_step.lower(self._state, batch, rate).compile()
     if self._checkpoints is not None:
@@ -144,7 +151,7 @@ class Island:
 
   def _step(self, clock: int) -> StepResult:
     start_ns = time.monotonic_ns()
-    batch = mesh_lib.put_batch(self.mesh, self._shard[self._next_index])
+    batch = mesh_lib.put_batch(self.mesh, self._read())
     data_ns = time.monotonic_ns() - start_ns
     rate = jax.device_put(np.float32(self._rate(clock)), mesh_lib.replicated(self.mesh))
     self._state, metrics = jax.block_until_ready(self._train_step(self._state, batch, rate))
@@ -156,6 +163,35 @@ class Island:
       (time.monotonic_ns() - start_ns) / 1e9,
       data_ns / 1e9,
     )
+
+  def _read(self) -> task_lib.Batch:
+    """The next batch of the shard. For one that cannot be read, twice, one after it is read: else
+    a damaged record would end each process of the learner at the same step. Raises the error if
+    none of the next ones can be read: then it is no matter of a record."""
+    try:
+      return self._shard[self._next_index]
+    except Exception as error:
+      for ahead in range(1 + MAX_DAMAGED):  # first the same again: the disk may have failed once
+        with contextlib.suppress(Exception):
+          batch = self._shard[self._next_index + ahead]
+          if ahead:
+            self._say_damaged(error, ahead)
+          return batch
+      raise
+
+  def _say_damaged(self, error: Exception, ahead: int) -> None:
+    place = self._shard_index, self._next_index
+    if place not in self._damaged and len(self._damaged) < MAX_SAID:
+      self._damaged.add(place)
+      _LOG.warning(
+        'batch %d of shard %d cannot be read (%s: %s): batch %d is trained on instead, once more; '
+        'nothing else is lost. Mend or remove the record',
+        self._next_index,
+        self._shard_index,
+        type(error).__name__,
+        ' '.join(str(error).split())[:200],
+        self._next_index + ahead,
+      )
 
   def evaluate(self, params: Any = None) -> float | None:
     """Held-out loss of the island's parameters or of `params`; None: the task has no batches for

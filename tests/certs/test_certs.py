@@ -266,3 +266,14 @@ def test_no_key_is_part_of_the_project():
   folders = ('diloco_jax', 'docs', 'experiments', 'scripts', 'tests')
   for path in (path for folder in folders for path in (root / folder).rglob('*')):
     assert not path.is_file() or b'PRIVATE ' + b'KEY-----' not in path.read_bytes(), path
+
+
+def test_a_file_that_is_far_too_large_is_no_certificate(owner, tmp_path):
+  """A request to sign comes from another person."""
+  large = tmp_path / 'request.pem'
+  large.write_bytes(b'-' * (1 << 21))
+  with pytest.raises(ValueError, match='request.pem has more than 1048576 bytes'):
+    private.read(large)
+  folder = owner.folder / 'l0'
+  (folder / check.CERTIFICATE).write_bytes(large.read_bytes())
+  assert any('more than' in one for one in check.problems(folder, names.LEARNER, NOW))

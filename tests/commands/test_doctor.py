@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from diloco_jax.commands import doctor
+from diloco_jax.launch import accelerators
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -35,11 +36,7 @@ def test_a_machine_that_runs_the_tests_is_well(tmp_path):
     (lambda: doctor.python((3, 9, 1)), 'install Python 3.11 or newer'),
     (lambda: doctor.packages(['numpy', 'no-such-package']), 'pip install no-such-package'),
     (lambda: doctor.packages(['numpy>=99']), "pip install 'numpy>=99'"),
-    (lambda: doctor.settings({'JAX_ENABLE_X64': '1'}), 'unset JAX_ENABLE_X64'),
-    (
-      lambda: doctor.settings({'XLA_FLAGS': '--xla_force_host_platform_device_count=8'}),
-      'unset XLA_FLAGS',
-    ),
+    (lambda: doctor.settings({'JAX_DISABLE_JIT': '1'}), 'unset JAX_DISABLE_JIT'),
     (lambda: doctor.memory(1 << 30), 'run fewer learners'),
     (lambda: doctor.open_files(256), 'ulimit -n 4096'),
     (lambda: doctor.ports('192.0.2.1'), 'allow it in the firewall'),
@@ -54,11 +51,24 @@ def test_what_would_not_work_has_a_remedy(check, remedy, capsys):
 
 
 def test_a_container_may_have_less_memory_than_its_host(tmp_path):
-  host = doctor.available_memory(tmp_path)
+  host = accelerators.available_memory(tmp_path)
   (tmp_path / 'memory.current').write_text('1000\n')
   for limit, available in (('max\n', host), ('5000\n', 4000)):
     (tmp_path / 'memory.max').write_text(limit)
-    assert doctor.available_memory(tmp_path) == pytest.approx(available, rel=0.2)
+    assert accelerators.available_memory(tmp_path) == pytest.approx(available, rel=0.2)
+
+
+@pytest.mark.parametrize(
+  'name, value',
+  [
+    ('JAX_ENABLE_X64', '1'),
+    ('JAX_DEBUG_NANS', 'true'),
+    ('XLA_FLAGS', '--xla_force_host_platform_device_count=8'),
+    ('JAX_DISABLE_JIT', '0'),
+  ],
+)
+def test_a_setting_that_works_is_not_bad(name, value):
+  assert f'{name}={value}' in doctor.settings({name: value})
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch):
@@ -79,3 +89,25 @@ def test_a_device_that_jax_cannot_find_is_no_traceback():
   assert done.returncode == 1 and 'Traceback' not in done.stderr
   (line,) = [line for line in done.stdout.splitlines() if 'devices ' in line[:16]]
   assert line.startswith('BAD') and 'unset JAX_PLATFORMS=cuda' in line
+
+
+@pytest.mark.parametrize(
+  'setting, remedy',
+  [
+    ({'JAX_PLATFORMS': 'cuda'}, 'unset JAX_PLATFORMS=cuda'),
+    ({'JAX_PLATFORMS': 'cpu', 'JAX_DISABLE_JIT': '1'}, 'unset JAX_DISABLE_JIT'),
+  ],
+)
+def test_a_learner_says_what_doctor_says_and_is_not_started_again(setting, remedy, tmp_path):
+  words = ['--config=stdlib_lm:tiny', f'--workdir={tmp_path}/run', '--learner_id=l0']
+  done = subprocess.run(
+    [sys.executable, '-m', 'diloco_jax', 'learner', *words, '--syncer=none'],
+    cwd=ROOT,
+    env={**os.environ, **setting},
+    text=True,
+    capture_output=True,
+    check=False,
+  )
+  errors = [line for line in done.stderr.splitlines() if line.startswith('error: ')]
+  assert done.returncode == 42 and remedy in errors[0] and 'Traceback' not in done.stderr
+  assert not (tmp_path / 'run').exists()

@@ -1,5 +1,6 @@
 """The call that brings a model to a syncer, before peers that are not what they should be."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,7 +17,7 @@ import pytest
 from flax import nnx
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import own_model, program
+from diloco_jax.launch import accelerators, own_model, program
 from diloco_jax.transport import addresses, doors
 
 _DEADLINE_S = 60
@@ -282,3 +283,12 @@ def test_running_statistics_are_labelled_by_default():
     assert counted < model.labels.keys()
     assert own_model.statistics(params) == counted
     assert set(own_model.describe(params, lambda name: 'body').labels.values()) == {'body'}
+
+
+def test_the_limit_of_a_model_is_half_of_the_memory_of_the_container(tmp_path, monkeypatch):
+  """A host may have far more; the syncer would be killed with the model half read."""
+  pieces = list(own_model._pieces(_MODEL.header().encode(), _MODEL))
+  monkeypatch.setattr(accelerators, 'available_memory', lambda: 2 * 255)
+  with contextlib.closing(Waiting(tmp_path)) as waiting:
+    code, text = waiting.refuses(iter(pieces))
+  assert code == grpc.StatusCode.INVALID_ARGUMENT and '255' in text

@@ -207,7 +207,12 @@ def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
       assert all(_same(_held(root), before) for root, before in zip(roots, truth)), path
     path.write_bytes(whole)
   gc.collect()
-  assert restore.choose(config, workdir, restore.Asked('latest'), print).manifest.snapshot == 1
+  asked = restore.Asked('latest')
+  assert restore.choose(config, workdir, asked, print).manifest.snapshot == 1
+  for which in ('latest', 'checkpoint'):  # more than the model of the run can take
+    with pytest.raises(ValueError, match='whole'):
+      find = restore.choose if which == 'latest' else restore.newest_checkpoint
+      find(config, workdir, restore.Asked(which, most_bytes=8), lambda text: None)
   assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -19,7 +20,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import program, run_folder, trained
 from diloco_jax.node import loop
 from diloco_jax.report import records
-from diloco_jax.storage import checkpoint
+from diloco_jax.storage import arrays, checkpoint
 from diloco_jax.syncer import global_model
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import decoder
@@ -46,6 +47,25 @@ def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
   assert tree['layers']['1']['query'].shape == (32, 2, 16)
   params = diloco_jax.load_params(run)
   np.testing.assert_array_equal(params['layers'][1]['query'], tree['layers']['1']['query'])
+
+
+@pytest.mark.parametrize('door', ['model', 'checkpoint'])
+def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
+  """The folder of a run may be from somebody else; 128 MiB of zeros take some KB."""
+  folder = shutil.copytree(run, tmp_path / 'run')
+  shutil.rmtree(folder / 'model')
+  zeros = {'embedding': np.zeros((1 << 25,), np.float32)}
+  if door == 'model':
+    arrays.save(folder / 'model', zeros)
+  else:
+    shutil.rmtree(folder / 'syncer' / 'ckpt')
+    with contextlib.closing(checkpoint.Checkpoints(str(folder / 'syncer' / 'ckpt'))) as bomb:
+      bomb.save(1, jax.tree.map(jax.numpy.asarray, zeros), 0)()
+  with (
+    warnings.catch_warnings(action='ignore'),
+    pytest.raises(checkpoint.CheckpointError, match='nothing was read'),
+  ):
+    diloco_jax.load_params(folder)
 
 
 def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_path):

@@ -11,6 +11,7 @@ from diloco_jax.configs import stdlib_lm
 from diloco_jax.learner import moments_work
 from diloco_jax.learner import process as learner_process
 from diloco_jax.protocol import actions
+from diloco_jax.train import moments as moments_lib
 from diloco_jax.transport import payloads
 
 DEADLINE_S = 60
@@ -62,6 +63,21 @@ def test_a_donation_whose_digest_differs_is_noticed_and_not_taken(sides):
   assert _same(joiner.moments(), own) and not _same(own, donor.moments())
   assert joiner.takes(bytes(donor.kept.get(read.payload_id)), read.digest)
   assert _same(joiner.moments(), donor.moments())
+
+
+def test_a_donation_that_is_not_finite_is_not_taken_whatever_its_digest(sides):
+  """The donor's own check is not enough: the donor may lie, or its memory may fail."""
+  donor, joiner = sides
+  moments = donor.island.moments
+  own = joiner.moments()
+  for wrong in (np.nan, np.inf):
+    leaves, tree = jax.tree.flatten(moments)
+    place = next(i for i, leaf in enumerate(leaves) if leaf.ndim > 1)
+    leaves[place] = leaves[place].at[0, 0].set(wrong)
+    copied = moments_lib.snapshot(jax.tree.unflatten(tree, leaves))
+    data = bytes(moments_lib.to_bytes(copied.moments))
+    assert not joiner.takes(data, moments_lib.digest(copied.digests))
+    assert _same(joiner.moments(), own)
 
 
 def test_a_copy_that_does_not_reach_the_host_ends_the_node(sides, monkeypatch):

@@ -1782,8 +1782,8 @@ def failed_saves_are_named(original):
   'I16c',
 )
 def failed_saves_are_told(original):
-  def saved(self, done):
-    original(self, dataclasses.replace(done, error=''))
+  def saved(self, now_ns, done):
+    original(self, now_ns, dataclasses.replace(done, error=''))
 
   return saved
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import resource
 import subprocess
 import sys
 import typing
@@ -72,6 +73,15 @@ def test_lines_that_are_no_facts_are_skipped(tmp_path):
   assert tail.skipped == 4
 
 
+def test_a_line_that_is_far_too_long_is_skipped_in_pieces(tmp_path, monkeypatch):
+  monkeypatch.setattr(records, 'MAX_LINE_BYTES', 1 << 12)
+  path = tmp_path / 'l0.jsonl'
+  path.write_bytes(b'{"name": "' + b'x' * (1 << 14) + b'"}\n{"name": "y", "time": 0}\n{"torn')
+  tail = records.Tail(path)
+  assert [fact['name'] for fact in tail.read()] == ['y']
+  assert tail.skipped > 1 and tail.read() == []
+
+
 def test_all_files_are_merged_by_time_and_new_ones_are_found(tmp_path):
   folder = tmp_path / 'records'
   folder.mkdir()
@@ -107,6 +117,26 @@ def test_a_full_disk_is_reported_once_and_training_continues(tmp_path, capsys):
     recorder.report(step(number))
   recorder.close()
   recorder.report(step(9))
+  assert capsys.readouterr().err.count('records are incomplete') == 1
+
+
+def test_what_a_full_disk_has_cost_is_a_fact_once_there_is_space(tmp_path, capsys):
+  soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  recorder = records.Recorder(tmp_path, 'l0', tensorboard=False)
+  recorder.report(step(1))
+  path = tmp_path / 'records' / 'l0.jsonl'
+  try:  # as a full disk does, it takes a part of the line first
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
+    for number in (2, 3):
+      recorder.report(step(number))
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+  recorder.report(step(4))
+  recorder.close()
+  tail = records.Tail(path)
+  found = [facts.parse(row) for row in tail.read()]
+  assert found == [step(1), facts.Missing(facts=2, error='File too large'), step(4)]
+  assert not tail.skipped
   assert capsys.readouterr().err.count('records are incomplete') == 1
 
 

@@ -312,7 +312,18 @@ def test_a_full_disk_costs_the_report_only(config, workdir, capsys):
   errors = capsys.readouterr().err.splitlines()
   assert [line.split(': ', 2)[2] for line in errors] == ['No space left on device'] * 2
   assert list((workdir / 'report').iterdir()) == []
-  assert 'report  ' not in summary_lib.text(summary, workdir)
+  text = summary_lib.text(summary, workdir)
+  assert 'report  ' not in text and 'disk  ' in text and 'make space' in text
+
+
+def test_the_report_says_what_a_full_disk_has_cost(config, run, tmp_path):
+  assert 'disk  ' not in summary_lib.text(
+    summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path
+  )
+  for count in (3, 4):
+    run.take([('l0', row(30, facts.Missing(facts=count, error='No space left on device')))])
+  text = summary_lib.text(summary_lib.summarize(config, run, _FATES, wall_seconds=15.0), tmp_path)
+  assert '7 facts of l0 could not be written (No space left on device)' in text
 
 
 def test_the_report_is_written_from_the_records_of_a_run(config, workdir):

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 from collections.abc import Iterator
 from concurrent import futures
 
@@ -324,7 +325,45 @@ def test_a_last_save_that_failed_and_was_reported_is_no_error_at_the_end(tmp_pat
       wait()
   with caplog.at_level(logging.WARNING, logger=checkpoint.__name__):
     checkpoints.close()
-  assert 'saving' in caplog.text and 'Traceback' not in caplog.text
+  assert not caplog.text  # its caller has said it
+
+
+def test_failing_saves_are_warned_of_once_a_minute_and_leave_nothing(tmp_path, caplog):
+  """With a wait for each save its caller says it; without one there is one warning."""
+  checkpoints = checkpoint.Checkpoints(str(tmp_path))
+  (tmp_path / '1.orbax-checkpoint-tmp').mkdir()  # threads of an earlier save have written on
+  with _small_files():
+    for step in range(2, 5):
+      with pytest.raises(checkpoint.CheckpointError):
+        checkpoints.save(step, _noise(), 20)()
+    checkpoints.save(5, _state(5), 20)
+  assert not caplog.text
+  with _small_files():
+    for step in range(6, 9):
+      checkpoints.save(step, _noise(), 20)
+    checkpoints.close()
+  assert caplog.text.count('failed') == 1 and 'Traceback' not in caplog.text
+  assert [one.name for one in tmp_path.iterdir()] == ['5']
+
+
+_IN_A_THREAD_OF_TENSORSTORE = """
+import sys, types
+sys.unraisablehook = lambda error: print('said', error.exc_value, file=sys.stderr)
+from diloco_jax.storage import checkpoint
+for text in ('Event loop is closed', 'another'):
+  sys.unraisablehook(types.SimpleNamespace(exc_value=RuntimeError(text), object=None))
+"""
+
+
+def test_threads_of_a_failed_save_print_no_traceback():
+  ended = subprocess.run(
+    [sys.executable, '-c', _IN_A_THREAD_OF_TENSORSTORE],
+    cwd=pathlib.Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert ended.stderr.splitlines() == ['said another'] and ended.returncode == 0
 
 
 def test_the_end_of_a_save_can_be_awaited_in_another_thread(tmp_path):
@@ -388,6 +427,26 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
   with pytest.raises(ValueError, match='state/w was saved as .* no such leaf'):
     _restore(tmp_path, {'count': jnp.int32(0)})
   _assert_holds(_restore(tmp_path), 1)
+
+
+def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, monkeypatch):
+  """Zeros take no space on a disk: 35 KB held 3 GiB."""
+  _save(tmp_path, 1)
+  folder, most = tmp_path / '1', checkpoint.most_bytes(1_000)
+  checkpoint.verify(folder, most_bytes=most)
+  arrays.save(tmp_path / 'model', _state(1))
+  arrays.load(tmp_path / 'model', most_bytes=most)
+  with monkeypatch.context() as patch:
+    for name in ('load', 'load_checkpointables'):
+      patch.setattr(checkpoint.ocp, name, lambda *given: pytest.fail('it was read'))
+    with pytest.raises(checkpoint.CheckpointError, match='at most 8; nothing was read'):
+      checkpoint.verify(folder, most_bytes=8)
+    with pytest.raises(checkpoint.CheckpointError, match='at most 8; nothing was read'):
+      arrays.load(tmp_path / 'model', most_bytes=8)
+  chunk = types.SimpleNamespace(chunk_shape=(1 << 20,))  # a small array in a large chunk
+  leaf = types.SimpleNamespace(shape=(1,), dtype=np.dtype('f4'), storage_metadata=chunk)
+  with pytest.raises(ValueError, match=f'take {4 << 20} bytes'):
+    checkpoint.require_size([leaf], 1 << 20)
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):

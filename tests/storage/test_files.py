@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from diloco_jax.storage import files as files_lib
-from diloco_jax.storage import wal
+from diloco_jax.storage import json_files, wal
 
 RUN = 'files'
 
@@ -311,3 +311,35 @@ def test_a_killed_writer_loses_no_committed_record(tmp_path: pathlib.Path, least
     assert record.number == log.last
     committed = log.last
     files.close()
+
+
+# --- Files that are replaced as a whole -----------------------------------------------------------
+
+
+def test_a_replaced_file_is_durable_before_it_has_its_name_and_its_name_on_return(
+  tmp_path, monkeypatch
+):
+  """After a loss of power the file is the old one or the new one, and once the call has returned
+  the new one."""
+  path, events = tmp_path / 'a' / 'note.json', []
+  fsync, replace = os.fsync, os.replace
+
+  def spy_fsync(descriptor: int) -> None:
+    fsync(descriptor)
+    where = pathlib.Path(os.readlink(f'/proc/self/fd/{descriptor}'))
+    events.append(('fsync', where.name, where.read_bytes() if where.is_file() else b''))
+
+  def spy_replace(*names) -> None:
+    replace(*names)
+    events.append(('replace', *(pathlib.Path(name).name for name in names)))
+
+  monkeypatch.setattr(os, 'fsync', spy_fsync)
+  monkeypatch.setattr(os, 'replace', spy_replace)
+  json_files.write(path, {'a': 1})
+  data = path.read_bytes()
+  assert json.loads(data) == {'a': 1}
+  assert events == [
+    ('fsync', 'note.json.new', data),
+    ('replace', 'note.json.new', 'note.json'),
+    ('fsync', 'a', b''),
+  ]

@@ -61,6 +61,17 @@ def program(*words: str, **more) -> subprocess.CompletedProcess[str]:
   )
 
 
+def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+  """Some megabytes of gzip are gigabytes of one line; a tape may be from elsewhere."""
+  monkeypatch.setattr(tapes, 'MAX_LINE_BYTES', 1 << 16)
+  path = tmp_path / 'l1.1.0.jsonl.gz'
+  with gzip.open(path, 'wb') as file:
+    file.write(b' ' * (1 << 20))
+  for read in (tapes.replay, tapes.read):
+    with pytest.raises(tape.TapeError, match='l1.1.0.jsonl.gz, line 1: it is longer than 65536'):
+      read(tapes.find(tmp_path)[0])
+
+
 # --- Processes and segments -----------------------------------------------------------------------
 
 

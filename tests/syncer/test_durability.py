@@ -28,6 +28,7 @@ from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import ledger as ledger_lib
 from diloco_jax.protocol.tape import tape
+from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, wal_format
 from diloco_jax.storage import files as files_lib
@@ -95,11 +96,15 @@ class Records:
 class Rig:
   """One process of the syncer's work in a folder; `start`: the start of its machine."""
 
-  def __init__(self, assembled: build.Assembly, folder: pathlib.Path):
+  def __init__(
+    self, assembled: build.Assembly, folder: pathlib.Path, full_s: float = commit.FULL_S
+  ):
     self.assembled = assembled
     self.records = Records()
     self.disk = Disk(folder / 'wal')
-    self.log = commit.CommitLog(self.disk, assembled.agreement, self.records.say, retry_s=0.01)
+    self.log = commit.CommitLog(
+      self.disk, assembled.agreement, self.records.say, retry_s=0.01, full_s=full_s
+    )
     try:
       self.theta = global_model_lib.Theta(assembled)
       self.checkpoints = checkpoint.Checkpoints(str(folder / 'ckpt'))
@@ -160,8 +165,8 @@ class Rig:
 def _rig(assembled, tmp_path):
   rigs = []
 
-  def make() -> Rig:
-    rigs.append(Rig(assembled, tmp_path))
+  def make(full_s: float = commit.FULL_S) -> Rig:
+    rigs.append(Rig(assembled, tmp_path, full_s))
     return rigs[-1]
 
   yield make
@@ -524,12 +529,29 @@ def test_a_full_disk_commits_nothing_until_there_is_space(rig, expected):
   for _ in range(3):  # it is tried again, and not talked about again
     life.disk.refused.get(timeout=DEADLINE_S)
   assert life.posted.empty() and life.records.lines.empty() and life.failed.empty()
+  outer = [fact.sync for fact in life.records.reported if isinstance(fact, facts.Outer)]
+  assert outer == [1], 'no metric before the fsync'
   life.disk.full = False
   assert [life.posted.get(timeout=DEADLINE_S).sync for _ in range(2)] == [2, 3]
   assert 'space' in life.records.lines.get(timeout=DEADLINE_S)
   assert bits(life.theta) == expected[3]
   life.crash()
   assert bits(rig().theta) == expected[3]
+
+
+def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
+  """Learners would train for nothing."""
+  life = rig(full_s=0.0)
+  life.merge(1)
+  life.disk.full = True
+  life.submit(2)
+  error = life.failed.get(timeout=DEADLINE_S)
+  assert isinstance(error, wal_format.WalFull) and life.posted.empty()
+  with pytest.raises(program.DiskFailed, match='record 1 is safe.*make space and start it again'):
+    with program.log_failures():
+      raise error
+  life.crash()
+  assert bits(rig().theta) == expected[1]
 
 
 def test_a_crash_on_a_full_disk_loses_only_unpublished_outer_steps(rig, expected):

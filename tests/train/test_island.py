@@ -8,6 +8,7 @@ import pytest
 
 from diloco_jax.storage import checkpoint, files
 from diloco_jax.train import config as config_lib
+from diloco_jax.train import island as island_lib
 
 
 def _host(tree):
@@ -50,6 +51,45 @@ def test_continues_from_a_checkpoint_bit_for_bit(make_island, optimizer, tmp_pat
   optimizer.name = 'adamw'
   with pytest.raises(ValueError, match='opt_state'):
     make_island(checkpoint_dir=str(tmp_path)).restore()
+
+
+class _Damaged:
+  """Batches of which some cannot be read; `once`: at the first attempt only."""
+
+  def __init__(self, whole, damaged, once=False):
+    self.read, self._whole, self._damaged, self._once = [], whole, set(damaged), once
+
+  def __getitem__(self, index):
+    if index in self._damaged:
+      if self._once:
+        self._damaged.remove(index)
+      raise OSError(f'record {index} is damaged')
+    self.read.append(index)
+    return self._whole[index]
+
+
+def test_a_damaged_record_costs_its_batch_and_not_the_learner(make_island, caplog):
+  """Each new process of the learner would read the same batch first."""
+  island = make_island()
+  island._shard = batches = _Damaged(island._shard, {0, 3, 4})
+  island.warm_up()
+  for clock in range(6):
+    island.step(clock)
+  assert batches.read == [1, 1, 1, 2, 5, 5, 5] and island.data_state == 6
+  assert [record.getMessage().split(':')[0] for record in caplog.records] == [
+    f'batch {index} of shard 0 cannot be read (OSError' for index in (0, 3, 4)
+  ]
+  island._shard = _Damaged(batches, range(6, 6 + island_lib.MAX_DAMAGED + 1))
+  with pytest.raises(OSError, match='record 6 is damaged'):  # no matter of one record
+    island.step(6)
+
+
+def test_a_read_that_failed_once_is_made_again(make_island, caplog):
+  island = make_island()
+  island._shard = batches = _Damaged(island._shard, {1}, once=True)
+  for clock in range(3):
+    island.step(clock)
+  assert batches.read == [0, 1, 2] and not caplog.records
 
 
 def test_a_learner_that_comes_back_holds_its_state_once(make_island, tmp_path, monkeypatch):

@@ -8,7 +8,8 @@ counts. The learner answers a request on the session of the request or not at al
 
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages
+from diloco_jax.protocol import action_list, actions, events, messages, notices
+from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection as connection_lib
 
 ERROR_CHARS = 200  # of an error that are sent to the syncer
@@ -18,10 +19,13 @@ class Saving:
   """Tracks the last saved step, the requested snapshot and the save in progress."""
 
   def __init__(
-    self, every: int, connection: connection_lib.Connection, out: action_list.ActionList
+    self,
+    config: config_lib.ProtocolConfig,
+    connection: connection_lib.Connection,
+    out: action_list.ActionList,
   ):
-    """`every`: how many steps between two saves, 0: only the last one."""
-    self._every = every
+    self._every = config.save_steps
+    self._notices = notices.Notices(config.say_again_ns, out.say)
     self._connection = connection
     self._out = out
     self._saved_steps = 0
@@ -61,10 +65,11 @@ class Saving:
       actions.Save(clock=clock, machine_state=machine_state, snapshot=snapshot, keep=keep)
     )
 
-  def saved(self, done: events.SaveDone) -> None:
+  def saved(self, now_ns: int, done: events.SaveDone) -> None:
     self.running = False
     if done.error:
-      self._out.say(f'checkpoint of step {done.clock} failed: {done.error}')
+      text = f'checkpoint of step {done.clock} failed: {done.error}'
+      self._notices.say(now_ns, 'save', text)  # on a full disk each of them fails
     answers, self._answers = self._answers, None
     if answers is not None and self._connection.joined and answers[0] == self._connection.session:
       self._connection.send(

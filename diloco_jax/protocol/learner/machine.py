@@ -104,7 +104,7 @@ class LearnerMachine:
     self._ending = self._refused = ''
     self._alone_ns: int | None = None  # since when it has no step to make and no word of a syncer
     self._gave_up = ''
-    self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
+    self._saving = checkpoints_lib.Saving(config, self._connection, self._out)
     self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class LearnerMachine:
       case events.MomentsTaken():
         self._taker.on_replaced(event, self.clock)
       case events.SaveDone():
-        self._saving.saved(event)
+        self._saving.saved(now_ns, event)
         if self._refused:
           self._exit_refused()
       case events.Stop(reason=reason):

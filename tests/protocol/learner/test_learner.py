@@ -376,3 +376,21 @@ def test_a_learner_whose_certificate_is_refused_says_so_and_ends_with_42_after_t
   out = is_refused(60, 2_000)
   (end,) = [action for action in out if isinstance(action, actions.Exit)]
   assert end.code == 42 and 'refused this learner for 10 min: learner l0 is not' in end.text
+
+
+# --- Saves ----------------------------------------------------------------------------------------
+
+
+def test_failing_saves_are_one_line_a_minute():
+  """On a full disk each of them fails, several in a second."""
+  machine = new_learner()
+  said = []
+  for second in range(0, 130, 5):
+    failed = events.SaveDone(clock=second, error='no space')
+    out = machine.handle(second * 1_000 * MS, failed)
+    said += [one.text for one in out if isinstance(one, actions.Say)]
+  assert said == [
+    'checkpoint of step 0 failed: no space',
+    'checkpoint of step 60 failed: no space (11 more since the last such line)',
+    'checkpoint of step 120 failed: no space (11 more since the last such line)',
+  ]
