@@ -10,7 +10,7 @@ send an older version to a learner that holds a lost one.
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from diloco_jax.protocol import actions, messages
@@ -18,6 +18,7 @@ from diloco_jax.protocol import actions, messages
 Reason = messages.Reason
 Range = tuple[int, int]
 FORMER = 0  # the incarnation under which accounts of replaced processes are summed up
+STRANGERS = 2  # ids of which nothing was merged, for each expected learner
 FORGOTTEN = '(forgotten)'  # the learner under which accounts of forgotten ids are summed up
 NORMS_KEPT = 16  # of a fragment, at least two of each learner
 
@@ -174,6 +175,14 @@ class Lineage:
       if incarnation != self.holders[learner].incarnation:
         key = learner, FORMER
     return self.accounts.setdefault(key, Account([0] * len(self.versions)))
+
+  def surplus(self, present: Collection[str], learners: int) -> list[str]:
+    """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
+    that came first among those that are absent and of which nothing was ever merged."""
+    useful = {learner for (learner, _), account in self.accounts.items() if account.merged}
+    strangers = [learner for learner in self.holders if learner not in useful]
+    absent = [learner for learner in strangers if learner not in present]
+    return absent[: max(0, len(strangers) + 1 - STRANGERS * learners)]
 
   def forget(self, learner: str) -> None:
     """The syncer's books lose an id: its accounts become part of one for all such ids."""

@@ -13,7 +13,6 @@ from diloco_jax.protocol.tape import observers
 
 Reason = messages.Reason
 Range = tuple[int, int]
-STRANGERS = 2  # ids of which nothing was merged, for each expected learner (syncer/join.py)
 
 
 @dataclasses.dataclass(slots=True)
@@ -207,17 +206,11 @@ class SyncerBook:
     self._advance(now_ns, holder)
 
   def _forget_strangers(self) -> None:
-    """The rule of syncer/join.py, implemented a second time: a new id takes the place of the one
-    that came first among those that are absent and of which nothing was ever merged."""
-    lineage = self.lineage
-    useful = {learner for (learner, _), account in lineage.accounts.items() if account.merged}
-    strangers = [learner for learner in lineage.holders if learner not in useful]
-    taking_part = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
-    absent = [one for one in strangers if one not in self.members and one not in taking_part]
-    for learner in absent[: max(0, len(strangers) + 1 - STRANGERS * self.config.learners)]:
-      self.window.ends_life(lineage.holders[learner].nonce)
-      lineage.forget(learner)
-      self.run.forget_dead(lineage)
+    busy = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
+    for learner in self.lineage.surplus({*self.members, *busy}, self.config.learners):
+      self.window.ends_life(self.lineage.holders[learner].nonce)
+      self.lineage.forget(learner)
+      self.run.forget_dead(self.lineage)
 
   def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
     """The rule of syncer/pace.py, implemented a second time."""
@@ -533,11 +526,9 @@ class SyncerBook:
 
 
 def _is_implausible(message: messages.Message, close: actions.Close) -> bool:
-  """Why a session is closed; a Decline of a bad value is a strike without being implausible."""
+  """A Decline of a bad value is a strike, too."""
   bad_value = type(message) is messages.Decline and message.reason == Reason.BAD_VALUE
-  return close.reason.startswith('implausible: ') or (
-    close.reason == 'QUARANTINED' and not bad_value
-  )
+  return close.reason.startswith('implausible: ') or close.reason == 'QUARANTINED' and not bad_value
 
 
 SYNCER_UPDATES: dict[type, Callable] = {
