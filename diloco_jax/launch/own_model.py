@@ -93,11 +93,11 @@ def from_header(text: str, values: Callable[[], dict[str, Any]]) -> Model:
 
 
 def as_arrays(tree: Any, what: str) -> Any:
-  """The tree with jax arrays for leaves; a number becomes a scalar. Warns once of values that lose
-  bits. Raises ValueError for what is no array of numbers."""
+  """The tree with arrays for leaves, of types that jax has; a number becomes a scalar. Warns once
+  of values that lose bits. Raises ValueError for what is no array of numbers."""
   narrowed = []
 
-  def one(path: jax.tree_util.KeyPath, leaf: Any) -> jax.Array:
+  def one(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
     name = jax.tree_util.keystr(path, simple=True, separator='/')
     value = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
     if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -110,12 +110,12 @@ def as_arrays(tree: Any, what: str) -> Any:
         f'{what}: {name} is a {type(leaf).__name__}, not an array of numbers. Nothing was sent: '
         'leave it out'
       )
-    if value is leaf and isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array):
       return leaf
     dtype = jax.dtypes.canonicalize_dtype(value.dtype)
     if dtype != value.dtype and not isinstance(leaf, int | float):
       narrowed.append(name)
-    return jax.device_put(value.astype(dtype))
+    return value.astype(dtype, copy=False)
 
   made = jax.tree_util.tree_map_with_path(one, tree)
   if narrowed:

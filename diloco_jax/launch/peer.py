@@ -164,9 +164,8 @@ class Peer:
     self._say: Callable[[str], None] | None = None
     self._taken = False  # the loop has read `params`
     self._synced = True  # since the last step that `steps` yielded
-    self._replaced: dict[
-      str, weakref.ref
-    ] = {}  # arrays given to `sync` for which it returned others
+    # Trained arrays that `sync` was given, by the names for which it returned others.
+    self._replaced: dict[str, weakref.ref] = {}
     self._told = False
     self._boundary_ns = self._data_ns = 0
     self._steps = self._tokens = self._reached = 0
@@ -230,7 +229,9 @@ class Peer:
       raise ValueError(f'tokens is {tokens}: a step trains on at least one')
     if not self._taken:
       raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
+    held = self._arrays.params
     self._give(params, opt_state)
+    trained = self._arrays.params
     step_ns = time.monotonic_ns() - self._boundary_ns
     self._arrays.next_index += 1
     self._steps, self._tokens = self._steps + 1, self._tokens + tokens
@@ -243,24 +244,24 @@ class Peer:
       )
     )
     self._data_ns = 0
-    before = dict(self._arrays.params)
     self._next()
+    after = self._arrays.params
     self._replaced = {
       name: weakref.ref(leaf)
-      for name, leaf in before.items()
-      if leaf is not self._arrays.params[name]
+      for name, leaf in trained.items()
+      if leaf is not after[name] and leaf is not held[name]
     }
     return self.params
 
   def _check_taken(self) -> None:
     """Says once that the loop goes on with arrays other than those that `sync` returned: it still
     holds replaced ones, and nothing holds those that took their places."""
-    held = self._arrays.params
-    stale = [name for name, ref in self._replaced.items() if ref() is not None]
-    self._replaced = {}
-    unheld = {'': object()}
+    replaced, self._replaced = self._replaced, {}
+    if self._told or all(ref() is None for ref in replaced.values()):
+      return
+    held, unheld = self._arrays.params, {'': object()}
     least = sys.getrefcount(unheld[''])
-    if not self._told and any(sys.getrefcount(held[name]) <= least for name in stale):
+    if all(sys.getrefcount(held[name]) <= least for name in replaced):
       self._told = True
       self._say(
         'The loop has not taken what peer.sync returned, so it trains without what other learners '
@@ -275,7 +276,6 @@ class Peer:
 
   def _give(self, params: Any, opt_state: Any) -> None:
     leaves, structure = jax.tree.flatten(params)
-    self._check_taken()
     same = structure == self._structure
     named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
     held, moments = self._arrays.params, self._arrays.moments
@@ -396,7 +396,7 @@ def join(
   entrypoints.require_own_certificate(access, learner)
   print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
   own_model.bring(model, address, access, wait_s)
-  peer = Peer(params, opt_state)
+  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
   # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
   assembled = dataclasses.replace(assembled, init=None)
   del params, opt_state, model

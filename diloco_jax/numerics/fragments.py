@@ -45,9 +45,7 @@ import jax.numpy as jnp
 BLOCK = 32  # values that share a scale in the integer codecs; the length of pieces is a multiple
 KINDS = ('balanced', 'layer', 'strided')
 EXPERT = 'expert'  # the label of stacks of experts
-STATISTIC = (
-  'statistic'  # the label of what a loop counts and does not train, as BatchNorm's variance
-)
+STATISTIC = 'statistic'  # the label of what is counted and not trained, as BatchNorm's variance
 
 _FINEST_CUT = 12  # the most parts per fair share that the search for a balanced layout tries
 _NAMED_LAYER = re.compile(r'(?:layer|block)s?[^0-9a-z]*(\d+)', re.IGNORECASE)
