@@ -14,6 +14,7 @@ import numpy as np
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
 from diloco_jax.storage import arrays, checkpoint, manifests
+from diloco_jax.storage import leaves as leaves_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -30,7 +31,7 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
   if (folder / syncer_process.MODEL).is_dir():
-    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    most_bytes = leaves_lib.most_bytes(assembled.parameters)
     tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
@@ -56,7 +57,7 @@ def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   node = manifests.syncer_folder(workdir)
   folder = _verified(
     [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)],
-    checkpoint.most_bytes(assembled.parameters),
+    leaves_lib.most_bytes(assembled.parameters),
   )
   if folder is None:
     raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')

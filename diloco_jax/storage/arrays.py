@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import checkpoint, json_files
+from diloco_jax.storage import checkpoint, json_files, leaves
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
@@ -41,7 +41,7 @@ def load(
   try:
     if most_bytes is not None:
       described = ocp.metadata(path.absolute(), name).metadata
-      checkpoint.require_size(described, most_bytes)
+      leaves.require_size(described, most_bytes)
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error

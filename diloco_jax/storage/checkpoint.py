@@ -33,13 +33,11 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 import contextlib
 import json
 import logging
-import math
 import pathlib
 import shutil
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -47,14 +45,13 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.protocol import notices
-from diloco_jax.storage import json_files, leaves, manifests, seals
+from diloco_jax.storage import json_files, leaves, manifests, orbax_context, seals
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
-_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 _UNREADABLE = 0  # no snapshot has this number
 _UNCHANGED = (
   'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
@@ -110,8 +107,8 @@ class Checkpoints:
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
-      context=_context(),
-      preservation_policy=_All(),
+      context=orbax_context.context(),
+      preservation_policy=orbax_context.KeepAll(),
       cleanup_tmp_directories=True,
     )
     self._under_way: futures.Future[Saved] | None = None
@@ -399,7 +396,7 @@ def verify(
     record, proof = _read_record(folder)
     if not trust and (key or proof or (folder / SEAL).exists()):
       _require_seal(folder, key)
-    with _ONE_OPERATION, _context():
+    with _ONE_OPERATION, orbax_context.context():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
@@ -520,53 +517,8 @@ def _abstract_of(
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
   del described['record']
-  require_size(described, most_bytes)
+  leaves.require_size(described, most_bytes)
   return arrays
-
-
-def most_bytes(parameters: int) -> int:
-  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
-  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
-
-
-def require_size(described: Any, most_bytes: int | None) -> None:
-  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
-  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
-  size = sum(map(_bytes, jax.tree.leaves(described)))
-  if most_bytes is not None and size > most_bytes:
-    raise ValueError(
-      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
-    )
-
-
-def _bytes(leaf: Any) -> int:
-  """What reading a leaf takes: at least one chunk, however small the array is."""
-  storage = getattr(leaf, 'storage_metadata', None)
-  chunk = (storage and storage.chunk_shape) or ()
-  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
-
-
-class _All:
-  """Tells Orbax to keep every checkpoint: it would remove old ones before the new one is durable,
-  and a failure of that would count as one of the save."""
-
-  def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-    del context
-    return [True] * len(checkpoints)
-
-
-def _context() -> ocp.Context:
-  """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
-
-  One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
-  more than half of the time that `save` blocks a small island.
-  """
-  registry = ocp.handlers.local_registry()
-  registry.add(ocp.handlers.JsonHandler, checkpointable_name='record')
-  context = ocp.Context()
-  context.checkpointables.registry = registry
-  context.array.saving.use_replica_parallel = False
-  return context
 
 
 def _require_writable(root: pathlib.Path) -> None:
@@ -590,23 +542,4 @@ def _one_line(error: Exception) -> str:
   return ' '.join(str(error).split())[:400] or type(error).__name__
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-  """Orbax raises the error of a save, and also logs it in each of its threads, with a traceback."""
-  return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
-
-
-def _hide_threads_of_failed_saves() -> None:
-  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
-  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
-  has been raised in the thread that waits for the save."""
-  before = sys.unraisablehook
-
-  def hook(unraisable: Any) -> None:
-    if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
-      before(unraisable)
-
-  sys.unraisablehook = hook
-
-
-logging.getLogger('absl').addFilter(_is_news)
-_hide_threads_of_failed_saves()
+orbax_context.quieten()

@@ -1,9 +1,12 @@
 """What a checkpoint writes beside its arrays: shape and digest of each leaf of the tree."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 
 
 class Mismatch(Exception):
@@ -72,3 +75,25 @@ def require_same_digests(saved: dict[str, int], read: dict[str, int]) -> None:
   for path, value in saved.items():
     if read.get(path) != value:
       raise ValueError(f'{path} has digest {read.get(path)}, was saved with {value}')
+
+
+def most_bytes(parameters: int) -> int:
+  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
+  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
+
+
+def require_size(described: Any, most_bytes: int | None) -> None:
+  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
+  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
+  size = sum(map(_bytes, jax.tree.leaves(described)))
+  if most_bytes is not None and size > most_bytes:
+    raise ValueError(
+      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
+    )
+
+
+def _bytes(leaf: Any) -> int:
+  """What reading a leaf takes: at least one chunk, however small the array is."""
+  storage = getattr(leaf, 'storage_metadata', None)
+  chunk = (storage and storage.chunk_shape) or ()
+  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
