@@ -34,7 +34,7 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids, safe_json
-from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals
+from diloco_jax.storage import checkpoint, json_files, leaves, manifests, outer_log, seals
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -107,7 +107,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     model = own_model.read(workdir)
     # It may refuse: before anything moves.
     assembled = build.assemble(config) if model is None else own_model.complete(model, config)
-    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    most_bytes = leaves.most_bytes(assembled.parameters)
     asked = dataclasses.replace(asked, most_bytes=most_bytes)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)

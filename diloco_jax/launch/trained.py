@@ -15,6 +15,7 @@ import numpy as np
 from diloco_jax.config import build, load
 from diloco_jax.launch import own_model
 from diloco_jax.storage import arrays, checkpoint, files, manifests
+from diloco_jax.storage import leaves as leaves_lib
 from diloco_jax.syncer import global_model as global_model_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -32,7 +33,7 @@ def load_params(workdir: str | pathlib.Path) -> Any:
   folder = pathlib.Path(workdir).absolute()
   assembled = assemble(folder)
   if (folder / syncer_process.MODEL).is_dir():
-    most_bytes = checkpoint.most_bytes(assembled.parameters)
+    most_bytes = leaves_lib.most_bytes(assembled.parameters)
     tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
   else:
     tree = _newest(assembled, folder)
@@ -57,7 +58,7 @@ def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
 def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
   """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
   node = manifests.syncer_folder(workdir)
-  most_bytes = checkpoint.most_bytes(assembled.parameters)
+  most_bytes = leaves_lib.most_bytes(assembled.parameters)
   if not (node / 'wal').is_dir() and (params := _of_baseline(workdir, most_bytes)) is not None:
     return params
   folder = _verified(_checkpoints(node), most_bytes)

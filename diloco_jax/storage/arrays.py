@@ -49,7 +49,7 @@ def load(
   try:
     if most_bytes is not None:
       described = ocp.metadata(path.absolute(), name).metadata
-      checkpoint.require_size(described, most_bytes)
+      leaves.require_size(described, most_bytes)
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error

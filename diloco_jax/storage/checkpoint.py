@@ -35,10 +35,8 @@ Orbax's Checkpointer is not thread-safe: use an instance from one thread.
 import contextlib
 import json
 import logging
-import math
 import pathlib
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -56,7 +54,6 @@ SEAL = 'seal'
 SAY_AGAIN_NS = 60 * 10**9  # on a full disk every save fails
 _RECORD = pathlib.Path('record', 'data.json')  # where Orbax's JsonHandler writes it
 _MAX_RECORD_BYTES = 64 << 20
-_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 _UNREADABLE = 0  # no snapshot has this number
 _UNCHANGED = (
   'Nothing was changed. Give the key that sealed them, or take them as they are: diloco restore '
@@ -114,7 +111,7 @@ class Checkpoints:
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
-      context=orbax_context.make(),
+      context=orbax_context.context(),
       preservation_policy=orbax_context.KeepAll(),
       cleanup_tmp_directories=True,
     )
@@ -302,7 +299,7 @@ class Checkpoints:
       response.result()
       json_files.fsync_tree(folder)
       if like is not None:
-        with orbax_context.make():
+        with orbax_context.context():
           load = lambda part: ocp.load_checkpointables(folder, part)
           leaves.require_reads_back(like, digests, load)
         self._reads_back = True
@@ -421,7 +418,7 @@ def verify(
     record, proof = _read_record(folder)
     if not trust and (key or proof or (folder / SEAL).exists()):
       _require_seal(folder, key)
-    with _ONE_OPERATION, orbax_context.make():
+    with _ONE_OPERATION, orbax_context.context():
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
@@ -542,30 +539,8 @@ def _abstract_of(
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
   del described['record']
-  require_size(described, most_bytes)
+  leaves.require_size(described, most_bytes)
   return arrays
-
-
-def most_bytes(parameters: int) -> int:
-  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
-  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
-
-
-def require_size(described: Any, most_bytes: int | None) -> None:
-  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
-  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
-  size = sum(map(_bytes, jax.tree.leaves(described)))
-  if most_bytes is not None and size > most_bytes:
-    raise ValueError(
-      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
-    )
-
-
-def _bytes(leaf: Any) -> int:
-  """What reading a leaf takes: at least one chunk, however small the array is."""
-  storage = getattr(leaf, 'storage_metadata', None)
-  chunk = (storage and storage.chunk_shape) or ()
-  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
 
 
 def _require_writable(root: pathlib.Path) -> None:
@@ -593,23 +568,4 @@ def _one_line(error: Exception) -> str:
   return ' '.join(str(error).split())[:400] or type(error).__name__
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-  """Orbax raises the error of a save, and also logs it in each of its threads, with a traceback."""
-  return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
-
-
-def _hide_threads_of_failed_saves() -> None:
-  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
-  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
-  has been raised in the thread that waits for the save."""
-  before = sys.unraisablehook
-
-  def hook(unraisable: Any) -> None:
-    if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
-      before(unraisable)
-
-  sys.unraisablehook = hook
-
-
-logging.getLogger('absl').addFilter(_is_news)
-_hide_threads_of_failed_saves()
+orbax_context.quieten()

@@ -1,5 +1,6 @@
 """What a checkpoint writes beside its arrays: shape and digest of each leaf of the tree."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import numpy as np
 _PART_BYTES = 256 << 20  # that `require_reads_back` holds at once, beside a leaf that is larger
 _LEFT_OUT = ...  # Orbax reads no such leaf
 _CHUNK = 1 << 20  # elements
+
+_BYTES_PER_PARAMETER, _BYTES_BESIDE = 256, 64 << 20  # far more than any optimizer keeps
 
 
 class Mismatch(Exception):
@@ -124,3 +127,25 @@ def _parts(tree: Any) -> Iterator[Any]:
     wanted = [np.ndarray if first <= at < end else _LEFT_OUT for at in range(len(leaves))]
     yield jax.tree.unflatten(structure, wanted)
     first = end
+
+
+def most_bytes(parameters: int) -> int:
+  """More than the arrays of a checkpoint of a model take, whatever its optimizer is."""
+  return _BYTES_BESIDE + _BYTES_PER_PARAMETER * parameters
+
+
+def require_size(described: Any, most_bytes: int | None) -> None:
+  """Refuses arrays, as Orbax describes them, that take more memory than their model can: a few
+  bytes on a disk may be gigabytes of zeros. Raises ValueError."""
+  size = sum(map(_bytes, jax.tree.leaves(described)))
+  if most_bytes is not None and size > most_bytes:
+    raise ValueError(
+      f'its arrays take {size} bytes, those of this model at most {most_bytes}; nothing was read'
+    )
+
+
+def _bytes(leaf: Any) -> int:
+  """What reading a leaf takes: at least one chunk, however small the array is."""
+  storage = getattr(leaf, 'storage_metadata', None)
+  chunk = (storage and storage.chunk_shape) or ()
+  return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize

@@ -1,5 +1,7 @@
-"""How Orbax saves and reads the checkpoints of this package (checkpoint.py)."""
+"""How this package uses Orbax: what it keeps, how it writes, and what it must not print."""
 
+import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +17,7 @@ class KeepAll:
     return [True] * len(checkpoints)
 
 
-def make() -> ocp.Context:
+def context() -> ocp.Context:
   """Stores the record as one JSON file; Orbax would take a dict for a tree of arrays.
 
   One replica of each leaf writes it: Orbax's default, which splits a leaf among its replicas, took
@@ -27,3 +29,28 @@ def make() -> ocp.Context:
   context.checkpointables.registry = registry
   context.array.saving.use_replica_parallel = False
   return context
+
+
+def quieten() -> None:
+  """Hides what Orbax and TensorStore print of a save that fails, beside the error that they raise:
+  on a full disk thousands of lines."""
+  logging.getLogger('absl').addFilter(_is_news)
+  _hide_threads_of_failed_saves()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+  """Orbax raises the error of a save, and also logs it in each of its threads, with a traceback."""
+  return not (record.exc_info and '/orbax/checkpoint/' in record.pathname)
+
+
+def _hide_threads_of_failed_saves() -> None:
+  """When one write of a save fails, Orbax closes its event loop; the other writes end later in
+  threads of TensorStore, and each prints a traceback because the loop is closed. The failure itself
+  has been raised in the thread that waits for the save."""
+  before = sys.unraisablehook
+
+  def hook(unraisable: Any) -> None:
+    if unraisable.object is not None or str(unraisable.exc_value) != 'Event loop is closed':
+      before(unraisable)
+
+  sys.unraisablehook = hook

@@ -432,7 +432,7 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
 def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, monkeypatch):
   """Zeros take no space on a disk: 35 KB held 3 GiB."""
   _save(tmp_path, 1)
-  folder, most = tmp_path / '1', checkpoint.most_bytes(1_000)
+  folder, most = tmp_path / '1', leaves.most_bytes(1_000)
   checkpoint.verify(folder, most_bytes=most)
   arrays.save(tmp_path / 'model', _state(1))
   arrays.load(tmp_path / 'model', most_bytes=most)
@@ -446,7 +446,7 @@ def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, m
   chunk = types.SimpleNamespace(chunk_shape=(1 << 20,))  # a small array in a large chunk
   leaf = types.SimpleNamespace(shape=(1,), dtype=np.dtype('f4'), storage_metadata=chunk)
   with pytest.raises(ValueError, match=f'take {4 << 20} bytes'):
-    checkpoint.require_size([leaf], 1 << 20)
+    leaves.require_size([leaf], 1 << 20)
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):
