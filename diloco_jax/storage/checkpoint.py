@@ -107,7 +107,7 @@ class Checkpoints:
     self._root = pathlib.Path(root).resolve()
     self._key = key
     self._reads_back = False  # a save of this process has been read
-    _require_writable(self._root)
+    manifests.require_writable(self._root)
     self._pins: dict[int, int] = {}  # checkpoint: the snapshot that pins it
     self._checkpointer = ocp.training.Checkpointer(
       self._root,
@@ -201,7 +201,7 @@ class Checkpoints:
       raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
     saved = Saved(number, sha256)
-    like = None if self._reads_back else _shapes_of(arrays)
+    like = None if self._reads_back else leaves.abstract(arrays)
     threading.Thread(
       target=self._complete,
       args=(saved, response, done, like, record['digests']),
@@ -344,7 +344,7 @@ class Checkpoints:
     record, proof = _read_record(folder)
     if self._key or proof or (folder / SEAL).exists():
       _require_seal(folder, self._key)
-    arrays = {'state': jax.tree.map(_abstract, like, shardings)}
+    arrays = {'state': leaves.abstract(like, shardings)}
     leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
     leaves.require_same_digests(record['digests'], leaves.digests(arrays))
@@ -533,35 +533,12 @@ def _abstract_of(
     if tree is None and name != 'record':  # Orbax has warned, and would guess
       raise ValueError(f'the description of its {name} cannot be read')
   arrays = {
-    name: jax.tree.map(lambda leaf: _abstract(leaf, place), tree)
-    for name, tree in described.items()
-    if name != 'record'
+    name: leaves.abstract(tree, place) for name, tree in described.items() if name != 'record'
   }
   leaves.require_same_shapes(shapes, leaves.shapes(arrays))
   del described['record']
   leaves.require_size(described, most_bytes)
   return arrays
-
-
-def _require_writable(root: pathlib.Path) -> None:
-  try:
-    root.mkdir(parents=True, exist_ok=True)
-    probe = root / '.writable'
-    probe.write_text('')
-    probe.unlink()
-  except OSError as error:
-    raise ValueError(
-      f'cannot write checkpoints under {root}: {_one_line(error)}; choose a folder '
-      'that this process may write to'
-    ) from error
-
-
-def _shapes_of(tree: Any) -> Any:
-  return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), tree)
-
-
-def _abstract(leaf: Any, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def _one_line(error: Exception) -> str:

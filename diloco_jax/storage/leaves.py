@@ -149,3 +149,11 @@ def _bytes(leaf: Any) -> int:
   storage = getattr(leaf, 'storage_metadata', None)
   chunk = (storage and storage.chunk_shape) or ()
   return max(math.prod(leaf.shape), math.prod(chunk)) * leaf.dtype.itemsize
+
+
+def abstract(tree: Any, shardings: Any = None) -> Any:
+  """The shapes of a tree, to be read to these shardings: one, or a tree of them."""
+  shape = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+  if shardings is None or isinstance(shardings, jax.sharding.Sharding):
+    return jax.tree.map(lambda leaf: shape(leaf, shardings), tree)
+  return jax.tree.map(shape, tree, shardings)

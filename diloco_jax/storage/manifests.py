@@ -251,3 +251,17 @@ def sha256(values: dict[str, Any]) -> str:
   """The SHA-256 of a manifest or of a checkpoint's record, as hex digits."""
   text = json.dumps(values, sort_keys=True, separators=(',', ':'))
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def require_writable(checkpoints: pathlib.Path) -> None:
+  """Makes a folder for checkpoints. Raises ValueError if this process may not write there."""
+  try:
+    checkpoints.mkdir(parents=True, exist_ok=True)
+    probe = checkpoints / '.writable'
+    probe.write_text('')
+    probe.unlink()
+  except OSError as error:
+    raise ValueError(
+      f'cannot write checkpoints under {checkpoints}: {error}; choose a folder that this process '
+      'may write to'
+    ) from error

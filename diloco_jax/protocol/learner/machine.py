@@ -11,7 +11,7 @@ moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
 learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted. A learner
-that has no step to make waits for a syncer for ALONE_NS, then it ends: the run may be over.
+that has no step to make ends after a while without a syncer (alone.py).
 
 At a step boundary the learner does this, in this order: use another shard, capture and encode the
 pulled fragments that are due, adopt arrived versions, save if a save is due, start the next step.
@@ -32,6 +32,7 @@ from typing import Any
 from diloco_jax.protocol import action_list, actions, events, facts, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
+from diloco_jax.protocol.learner import alone as alone_lib
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
 from diloco_jax.protocol.learner import connection as connection_lib
@@ -45,9 +46,6 @@ TRAINING_STATES = (
   ('training', 'ended', 'asked to stop, fenced, Finish, or alone for too long'),
   ('trained', 'ended', 'Finish: every fragment is closed, or alone for too long'),
 )
-
-ALONE_NS = 3600 * config_lib.SECOND_NS  # with no step to make, and no word of a syncer
-_NOT_IN_TIME = 75
 
 Identity = connection_lib.Identity
 
@@ -102,8 +100,7 @@ class LearnerMachine:
     self._running = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._alone_ns: int | None = None  # since when it has no step to make and no word of a syncer
-    self._gave_up = ''
+    self._alone = alone_lib.Alone()
     self._saving = checkpoints_lib.Saving(config, self._connection, self._out)
     self._exited = False
 
@@ -111,8 +108,7 @@ class LearnerMachine:
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
-    if self._alone_ns is None:
-      self._alone_ns = now_ns
+    self._alone.begins_turn(now_ns)
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
@@ -120,7 +116,7 @@ class LearnerMachine:
     if not self._running and not self._exited:
       self._boundary(now_ns)
     if self._running:
-      self._alone_ns = None
+      self._alone.trains()
     return self._out.take()
 
   @property
@@ -153,7 +149,7 @@ class LearnerMachine:
         self._out.drop(payload_id)
       case events.Received(message=message, payload_id=payload_id):
         self._connection.heard(now_ns)
-        self._alone_ns = now_ns
+        self._alone.heard(now_ns)
         self._receive(now_ns, message, payload_id)
       case events.Connected(session=session):
         if session == self._connection.session:
@@ -198,14 +194,7 @@ class LearnerMachine:
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason)
-    # After an attempt that has failed: a process that was frozen for long may find its syncer.
-    if not (self._running or self._leaving) and now_ns - self._alone_ns >= ALONE_NS:
-      minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
-      self._gave_up = (
-        f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to '
-        'make: it ends. If the run has ended, all is done. Else what was merged is safe: start '
-        'this learner again once the syncer listens.'
-      )
+    if not (self._running or self._leaving) and self._alone.attempt_failed(now_ns, reason):
       self._ending = 'no syncer'
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
@@ -522,8 +511,8 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    if self._gave_up:
-      self._exit(_NOT_IN_TIME, self._gave_up)
+    if self._alone.gave_up:
+      self._exit(alone_lib.NOT_IN_TIME, self._alone.gave_up)
       return
     self._exit(0, f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens')
 

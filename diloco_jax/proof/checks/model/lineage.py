@@ -198,6 +198,17 @@ class Lineage:
       norms.last.pop(learner, None)
     del self.holders[learner]
 
+  def returned(self, live: Collection[str], waits: bool) -> int:
+    """By how much more than a period the clocks of processes of an earlier syncer count: the rule
+    of syncer/pace.py, implemented a second time."""
+    clocks = sorted(
+      one.claimed for name, one in self.holders.items() if name in live and one.since is None
+    )
+    others = sum(not one.left for one in self.holders.values()) > 1
+    if not clocks or (len(clocks) < 2 and others and waits):
+      return 0
+    return 16 * max(0, clocks[(len(clocks) - 1) // 2] - self.opened)
+
   def fold(self, learner: str, incarnation: int, into: str = '') -> None:
     """The process of an incarnation is replaced, so its account is closed: adds it to those of
     earlier ones, number FORMER."""

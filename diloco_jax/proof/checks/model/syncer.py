@@ -216,16 +216,8 @@ class SyncerBook:
     """The rule of syncer/pace.py, implemented a second time."""
     free = self.lineage.opened
     if holder.since is None:
-      clocks = sorted(
-        other.claimed
-        for name, other in self.lineage.holders.items()
-        if name in self.members and other.since is None
-      )
-      others = sum(not other.left for other in self.lineage.holders.values()) > 1
-      alone = len(clocks) < 2 and others
-      if not alone or now_ns >= self.began_ns + self.config.lease_ns:
-        free += 16 * max(0, (clocks or [0])[(len(clocks) - 1) // 2] - free)
-      free += self.config.period
+      waits = now_ns < self.began_ns + self.config.lease_ns
+      free += self.lineage.returned(self.members, waits) + self.config.period
     elif not self.usual_report_ns:
       free += self.config.period
     else:
