@@ -10,8 +10,7 @@ from TRAINING_STATES)::
 moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
-learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted. A learner
-that has no step to make waits for a syncer for ALONE_NS, then it ends: the run may be over.
+learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
 At a step boundary the learner does this, in this order: use another shard, capture and encode the
 pulled fragments that are due, adopt arrived versions, save if a save is due, start the next step.
@@ -45,9 +44,6 @@ TRAINING_STATES = (
   ('training', 'ended', 'asked to stop, fenced, Finish, or alone for too long'),
   ('trained', 'ended', 'Finish: every fragment is closed, or alone for too long'),
 )
-
-ALONE_NS = 3600 * config_lib.SECOND_NS  # with no step to make, and no word of a syncer
-_NOT_IN_TIME = 75
 
 Identity = connection_lib.Identity
 
@@ -99,28 +95,22 @@ class LearnerMachine:
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, anchor_lib.Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
-    self._running = False
+    self._running = self._exited = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._alone_ns: int | None = None  # since when it has no step to make and no word of a syncer
-    self._gave_up = ''
     self._saving = checkpoints_lib.Saving(config.save_steps, self._connection, self._out)
-    self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
-    if self._alone_ns is None:
-      self._alone_ns = now_ns
+    self._connection.alone.tell(now_ns, self._running)
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
       self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
-    if self._running:
-      self._alone_ns = None
     return self._out.take()
 
   @property
@@ -153,7 +143,6 @@ class LearnerMachine:
         self._out.drop(payload_id)
       case events.Received(message=message, payload_id=payload_id):
         self._connection.heard(now_ns)
-        self._alone_ns = now_ns
         self._receive(now_ns, message, payload_id)
       case events.Connected(session=session):
         if session == self._connection.session:
@@ -198,14 +187,7 @@ class LearnerMachine:
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason)
-    # After an attempt that has failed: a process that was frozen for long may find its syncer.
-    if not (self._running or self._leaving) and now_ns - self._alone_ns >= ALONE_NS:
-      minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
-      self._gave_up = (
-        f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to '
-        'make: it ends. If the run has ended, all is done. Else what was merged is safe: start '
-        'this learner again once the syncer listens.'
-      )
+    if not (self._running or self._leaving) and self._connection.alone.gives_up(now_ns, reason):
       self._ending = 'no syncer'
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
@@ -522,10 +504,8 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    if self._gave_up:
-      self._exit(_NOT_IN_TIME, self._gave_up)
-      return
-    self._exit(0, f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens')
+    text = f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens'
+    self._exit(*(self._connection.alone.end or (0, text)))
 
   def _exit(self, code: int, text: str) -> None:
     self._train('ended')

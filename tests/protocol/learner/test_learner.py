@@ -8,7 +8,7 @@ import pytest
 from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.learner import alone
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS
@@ -316,7 +316,7 @@ def test_a_learner_without_a_step_to_make_waits_an_hour_for_a_syncer(state):
     machine.handle(from_ns, received(1, messages.Heartbeat()))
     machine.handle(from_ns, events.Disconnected(session=1, reason='cut'))
   after_ns, end = _unanswered(machine, session, from_ns)
-  assert learner_machine.ALONE_NS <= after_ns < learner_machine.ALONE_NS + 30 * config_lib.SECOND_NS
+  assert alone.ALONE_NS <= after_ns < alone.ALONE_NS + 30 * config_lib.SECOND_NS
   assert end.code == 75 and 'No syncer has answered for 60 min (nothing listens)' in end.text
 
 
@@ -325,16 +325,16 @@ def test_a_learner_that_trains_waits_for_no_syncer():
   connect(machine, 1, 0)
   machine.handle(MS, events.Disconnected(session=1, reason='cut'))
   for session in (2, 3):
-    now_ns = session * learner_machine.ALONE_NS
+    now_ns = session * alone.ALONE_NS
     machine.handle(now_ns, events.Wake())
     out = machine.handle(now_ns, events.Disconnected(session=session, reason='cut'))
     assert not any(isinstance(action, actions.Exit) for action in out)
-  from_ns = 4 * learner_machine.ALONE_NS  # the hour begins with its last step
+  from_ns = 4 * alone.ALONE_NS  # the hour begins with its last step
   for _ in range(4):
     machine.handle(from_ns, events.StepDone(tokens=10, step_ns=MS))
   machine.handle(from_ns, events.Disconnected(session=4, reason='cut'))
   after_ns, _ = _unanswered(machine, 5, from_ns)
-  assert after_ns >= learner_machine.ALONE_NS
+  assert after_ns >= alone.ALONE_NS
 
 
 def test_a_syncer_that_answers_is_waited_for():

@@ -1,0 +1,45 @@
+"""The patience of a learner that has no step to make and hears of no syncer: the run may be over.
+
+It has trained to the end, or may not step (lock step), or was never admitted. Training itself waits
+for no syncer.
+"""
+
+from diloco_jax.protocol import config as config_lib
+
+ALONE_NS = 3600 * config_lib.SECOND_NS
+_NOT_IN_TIME = 75
+
+
+class Alone:
+  """Since when a learner waits, and its end.
+
+  Attributes:
+    end: the exit code and the text of a learner that has given up, else None.
+  """
+
+  def __init__(self):
+    self._since_ns: int | None = None
+    self.end: tuple[int, str] | None = None
+
+  def heard(self, now_ns: int) -> None:
+    """The syncer has said something."""
+    self._since_ns = now_ns
+
+  def tell(self, now_ns: int, running: bool) -> None:
+    """Tells the time, and whether a step has been running until now."""
+    if running or self._since_ns is None:
+      self._since_ns = now_ns
+
+  def gives_up(self, now_ns: int, reason: str) -> bool:
+    """Whether to end, after an attempt that has failed for `reason`: a process that was frozen for
+    long makes an attempt first."""
+    if self._since_ns is None or now_ns - self._since_ns < ALONE_NS:
+      return False
+    minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
+    self.end = (
+      _NOT_IN_TIME,
+      f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to make: '
+      'it ends. If the run has ended, all is done. Else what was merged is safe: start this '
+      'learner again once the syncer listens.',
+    )
+    return True
