@@ -210,12 +210,12 @@ def test_a_running_syncer_refuses_wrong_processes_and_continues(start, tmp_path)
     )
 
   first = learner('l0', 'first', paced=True)
-  assert f'then joins the syncer at {address}' in first.wait_for('l0 starts')
   first.wait_for('completed step: ')
   twin = learner('l0', 'twin')
   other = learner('l1', 'other', '--config.model.num_layers=1')
   taken = start('syncer', *run, f'--workdir={tmp_path}/t', f'--listen={address}')
   same = start('syncer', *run, f'--workdir={tmp_path}/s')
+  assert f'then joins the syncer at {address}' in other.wait_for('l1 starts')
   refusal = _refusal(other)
   assert 'model.num_layers is 1 here, 2 there' in refusal and 'layout' in refusal
   assert f'cannot listen on {address}: another syncer' in _refusal(taken)

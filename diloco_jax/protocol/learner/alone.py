@@ -1,38 +1,45 @@
-"""How long a learner that has no step to make waits for a syncer: for ALONE_NS, since the run may
-be over. A learner that trains waits for none, and a syncer that answers at all is waited for."""
+"""The patience of a learner that has no step to make and hears of no syncer: the run may be over.
+
+It has trained to the end, or may not step (lock step), or was never admitted. Training itself waits
+for no syncer.
+"""
 
 from diloco_jax.protocol import config as config_lib
 
 ALONE_NS = 3600 * config_lib.SECOND_NS
-NOT_IN_TIME = 75  # the exit code
+_NOT_IN_TIME = 75
 
 
 class Alone:
-  """Since when the learner has had no step to make and no message of a syncer."""
+  """Since when a learner waits, and its end.
+
+  Attributes:
+    end: the exit code and the text of a learner that has given up, else None.
+  """
 
   def __init__(self):
     self._since_ns: int | None = None
-    self.gave_up = ''
-
-  def begins_turn(self, now_ns: int) -> None:
-    if self._since_ns is None:
-      self._since_ns = now_ns
+    self.end: tuple[int, str] | None = None
 
   def heard(self, now_ns: int) -> None:
+    """The syncer has said something."""
     self._since_ns = now_ns
 
-  def trains(self) -> None:
-    self._since_ns = None
+  def tell(self, now_ns: int, running: bool) -> None:
+    """Tells the time, and whether a step has been running until now."""
+    if running or self._since_ns is None:
+      self._since_ns = now_ns
 
-  def attempt_failed(self, now_ns: int, reason: str) -> bool:
-    """Whether the learner gives up. Judged after an attempt that has failed, since a process that
-    was frozen for long may find its syncer."""
+  def gives_up(self, now_ns: int, reason: str) -> bool:
+    """Whether to end, after an attempt that has failed for `reason`: a process that was frozen for
+    long makes an attempt first."""
     if self._since_ns is None or now_ns - self._since_ns < ALONE_NS:
       return False
     minutes = ALONE_NS // (60 * config_lib.SECOND_NS)
-    self.gave_up = (
-      f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to '
-      'make: it ends. If the run has ended, all is done. Else what was merged is safe: start '
-      'this learner again once the syncer listens.'
+    self.end = (
+      _NOT_IN_TIME,
+      f'No syncer has answered for {minutes} min ({reason}), and this learner has no step to make: '
+      'it ends. If the run has ended, all is done. Else what was merged is safe: start this '
+      'learner again once the syncer listens.',
     )
     return True

@@ -15,6 +15,7 @@ import random
 
 from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.learner import alone as alone_lib
 from diloco_jax.protocol.learner import standing as standing_lib
 
 UNPROVED_NS = 600 * config_lib.SECOND_NS  # of refused certificates in a row: then the process ends
@@ -63,6 +64,7 @@ class Connection:
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the learner has a lease to renew
     self.standing = standing_lib.Standing(out)
+    self.alone = alone_lib.Alone()
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
     self._unproved_ns: int | None = None  # since when certificates are refused; None: they are not
 
@@ -78,6 +80,7 @@ class Connection:
 
   def heard(self, now_ns: int) -> None:
     self._heard_ns = now_ns
+    self.alone.heard(now_ns)
 
   def deadline_ns(self, ending: bool) -> int | None:
     """When to call `keep`; a learner that is `ending` dials no more."""

@@ -10,8 +10,7 @@ from TRAINING_STATES)::
 moments.py decides from which source a new process gets its moments.
 
 Training never waits for the connection, except where the settings ask for it: in lock-step modes a
-learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted. A learner
-that has no step to make ends after a while without a syncer (alone.py).
+learner may be at most `max_lag` steps ahead of the oldest sync that it has not adopted.
 
 At a step boundary the learner does this, in this order: use another shard, capture and encode the
 pulled fragments that are due, adopt arrived versions, save if a save is due, start the next step.
@@ -32,7 +31,6 @@ from typing import Any
 from diloco_jax.protocol import action_list, actions, events, facts, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import schedule as schedule_lib
-from diloco_jax.protocol.learner import alone as alone_lib
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as checkpoints_lib
 from diloco_jax.protocol.learner import connection as connection_lib
@@ -97,26 +95,22 @@ class LearnerMachine:
     self._encoding: collections.deque[tuple[int, dict[str, Any]]] = collections.deque()
     self._adopting: collections.deque[tuple[int, anchor_lib.Anchor]] = collections.deque()
     self._arrivals: list[tuple[messages.Publish, int]] = []
-    self._running = False
+    self._running = self._exited = False
     self._told_clock = -1  # the last one reported on this session
     self._ending = self._refused = ''
-    self._alone = alone_lib.Alone()
     self._saving = checkpoints_lib.Saving(config, self._connection, self._out)
-    self._exited = False
 
   # --- The one entry ------------------------------------------------------------------------------
 
   def handle(self, now_ns: int, event: events.Event) -> list[actions.Action]:
     """Handles one event at time `now_ns`; returns the actions in order."""
-    self._alone.begins_turn(now_ns)
+    self._connection.alone.tell(now_ns, self._running)
     self._dispatch(now_ns, event)
     if not self._exited:
       self._connection.keep(now_ns, self._leaving)
       self._taker.expire(now_ns, self.clock)
     if not self._running and not self._exited:
       self._boundary(now_ns)
-    if self._running:
-      self._alone.trains()
     return self._out.take()
 
   @property
@@ -149,7 +143,6 @@ class LearnerMachine:
         self._out.drop(payload_id)
       case events.Received(message=message, payload_id=payload_id):
         self._connection.heard(now_ns)
-        self._alone.heard(now_ns)
         self._receive(now_ns, message, payload_id)
       case events.Connected(session=session):
         if session == self._connection.session:
@@ -194,7 +187,7 @@ class LearnerMachine:
     self._connection.disconnected(now_ns, reason)
     if joined:
       self._report_state('disconnected', reason)
-    if not (self._running or self._leaving) and self._alone.attempt_failed(now_ns, reason):
+    if not (self._running or self._leaving) and self._connection.alone.gives_up(now_ns, reason):
       self._ending = 'no syncer'
 
   def _receive(self, now_ns: int, message: messages.Message, payload_id: int | None) -> None:
@@ -511,10 +504,8 @@ class LearnerMachine:
     if self._connection.joined:
       self._connection.send(messages.Leave(reason=self._ending))
       self._out.close(self._connection.session, self._ending)
-    if self._alone.gave_up:
-      self._exit(alone_lib.NOT_IN_TIME, self._alone.gave_up)
-      return
-    self._exit(0, f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens')
+    text = f'{self._ending} at step {self.clock}: {self.steps} steps, {self.tokens} tokens'
+    self._exit(*(self._connection.alone.end or (0, text)))
 
   def _exit(self, code: int, text: str) -> None:
     self._train('ended')
