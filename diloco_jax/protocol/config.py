@@ -276,7 +276,7 @@ class ProtocolConfig:
     name='sync.checkpoint_every_syncs',
   )
   norm_factor: int = setting(
-    10,
+    4,
     'the syncer refuses a pseudo-gradient whose norm is more than this many times the running '
     'median norm of its fragment (0: no such limit; NaN and Inf are always refused)',
     high=10**6,

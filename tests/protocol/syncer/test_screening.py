@@ -24,6 +24,7 @@ SECOND_NS = 10**9
 def config(**changes):
   return transcript.protocol_config(
     **{
+      'norm_factor': 10,
       'learners': 1,
       'fragments': 1,
       'period': 1,
