@@ -201,7 +201,7 @@ def token_weights(
   present = (tokens_M > 0) & (steps_M > 0)
   weights_M = np.where(present, tokens_M * (tokens_M / np.where(present, steps_M, 1.0)), 0.0)
   weights_M *= factors_M
-  ordered = np.sort(weights_M[present])
+  ordered = np.sort(weights_M[weights_M > 0])
   if len(ordered):
     weights_M = np.minimum(weights_M, MOST * ordered[(len(ordered) - 1) // 2])
   return (weights_M / (weights_M.max(initial=0.0) or 1.0)).astype(np.float32)

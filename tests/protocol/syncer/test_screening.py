@@ -120,6 +120,7 @@ class Duo:
   """A syncer with l0 on session 1 and l1 on session 2; every sync gets a payload of both."""
 
   def __init__(self, **settings):
+    settings = {'norm_factor': 10, **settings}
     self.machine = single.two_learners_of(quorum=2, total_steps=400, **settings)
     self.sync, self.version, self.now_ns = 2, 0, 2
     self.tokens = [0, 0]
