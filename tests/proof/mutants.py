@@ -136,10 +136,10 @@ def merge_in_arrival_order(original):
   'I7',
 )
 def tokens_of_the_report(original):
-  def _participant(self, name, message, payload_id):
+  def _participant(self, name, message, *more):
     account = self._ledger.of(self._members.by_id[name])
     reported = account.trained - account.cursors[message.fragment]
-    return dataclasses.replace(original(self, name, message, payload_id), tokens=reported)
+    return dataclasses.replace(original(self, name, message, *more), tokens=reported)
 
   return _participant
 
@@ -604,8 +604,9 @@ def no_least(original):
 
 @mutant('The syncer applies limits before the warm-up is over.', screening.Usual, 'limits', 'I9b')
 def no_warm_up(original):
-  def limits(self, steps, config):
-    return original(self, steps, dataclasses.replace(config, norm_warmup=1))
+  def limits(self, steps, config, shared_steps):
+    early = dataclasses.replace(config, norm_warmup=1)
+    return original(self, steps, early, shared_steps)
 
   return limits
 
@@ -1007,8 +1008,8 @@ def one_phase_join(original):
   'A repeated Join of the same process begins another incarnation.', members.Members, 'offer', 'I12'
 )
 def join_not_idempotent(original):
-  def offer(self, name, nonce):
-    member = self.by_id.get(name)
+  def offer(self, join):
+    member = self.by_id.get(join.learner)
     return 1 if member is None else member.incarnation + 1
 
   return offer
@@ -1021,8 +1022,8 @@ def join_not_idempotent(original):
   'I12',
 )
 def incarnation_is_reused(original):
-  def offer(self, name, nonce):
-    member = self.by_id.get(name)
+  def offer(self, join):
+    member = self.by_id.get(join.learner)
     return 1 if member is None else member.incarnation
 
   return offer

@@ -169,11 +169,11 @@ def test_ctrl_c_ends_every_process_and_resume_continues(start, tmp_path):
   'command,flags,words',
   [
     ('train', ['--config.data.corpus=/nonexistent'], '/nonexistent'),
-    ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], '--tls'),
+    ('syncer', ['--workdir={tmp}', '--listen=0.0.0.0:0'], 'give tls'),
     (
       'learner',
       ['--workdir={tmp}', '--learner_id=l0', '--syncer=10.0.0.1:7070'],
-      '--tls',
+      'give tls',
     ),
   ],
 )
