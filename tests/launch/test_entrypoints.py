@@ -109,8 +109,9 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
 
 
 def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_and_75(
-  tmp_path, capfd
+  tmp_path, capfd, monkeypatch
 ):
+  monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = recording.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
   assert program._guarded(lambda argv: entrypoints._end(waited, records), []) == 75
