@@ -16,7 +16,7 @@ update both sets, so a report costs the same with any number of learners.
 A learner's clock counts for the pace at SPEED times the usual speed at most, measured by the syncer
 as the median over the learners of the time between two reports: a learner whose clock is wrong, or
 a lie, does not carry the others to the end of the run. The same measure bounds the steps that a
-process may report at all: FASTEST times the usual speed and SPARE_STEPS more (plausible.py). A
+process may report at all: SPEED times the usual speed and SPARE_STEPS more (plausible.py). A
 process of an earlier syncer has made steps that this one could not measure. Its clock counts as far
 as the lower median of the returned processes allows, and until a second one has returned, or a
 lease has passed, by one period.
@@ -32,7 +32,6 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
-FASTEST = 64
 SPARE_STEPS = (
   64  # for reports that the network held up, and for a usual time that includes compiling
 )
@@ -167,7 +166,7 @@ class Pace:
       return None
     usual_ns = max(1, self._median_ns() if fresh else self.usual_ns)
     steps, since_ns = member.steps_marks[0]
-    return steps + FASTEST * (now_ns - since_ns) // usual_ns + SPARE_STEPS
+    return steps + SPEED * (now_ns - since_ns) // usual_ns + SPARE_STEPS
 
   def _median_ns(self) -> int:
     live = self._members.by_session.values()

@@ -123,7 +123,7 @@ class PossibleSteps(invariant.Invariant):
   id = 'P3'
   sentence = (
     'The steps that a merge counts for a learner are possible in the time since its last: at most '
-    '64 times as many as a usual learner makes, and 64, with two leases for a stalled network.'
+    '16 times as many as a usual learner makes, and 64, with two leases for a stalled network.'
   )
 
   @invariant.on(SYNCER, actions.Merge)
@@ -135,6 +135,6 @@ class PossibleSteps(invariant.Invariant):
       if since_ns is None or not book.least_report_ns:
         continue  # a process of an earlier syncer, or nothing is measured yet
       passed_ns = now_ns - since_ns + 2 * self.config.lease_ns
-      most = 64 * passed_ns // book.least_report_ns + 2 * 64
+      most = 16 * passed_ns // book.least_report_ns + 2 * 64
       if one.steps > most:
         self.fail(one, f'{most} steps are possible')
