@@ -32,9 +32,7 @@ from diloco_jax.protocol import schedule as schedule_lib
 from diloco_jax.protocol.syncer import members as members_lib
 
 SPEED = 16
-SPARE_STEPS = (
-  64  # for reports that the network held up, and for a usual time that includes compiling
-)
+SPARE_STEPS = 64  # for held-up reports, and for a usual time that includes compiling
 
 
 def lower_median(values: list[int]) -> int:
