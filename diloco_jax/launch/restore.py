@@ -26,6 +26,7 @@ trusted is then sealed with the key of the run, or has no seal any more if there
 
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Collection
@@ -56,14 +57,14 @@ class Asked:
     without: learners whose parts are not restored.
     key: proves and makes seals; None: what has a seal is refused.
     trust: take what cannot be proved.
-    most_bytes: of the arrays of one checkpoint; None: any.
+    most_bytes: says how many the arrays of one checkpoint may have; None: any number.
   """
 
   which: str
   without: Collection[str] = ()
   key: seals.Key | None = None
   trust: bool = False
-  most_bytes: int | None = None
+  most_bytes: Callable[[], int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,15 +106,16 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
       if (node / manifests.CHECKPOINTS).is_dir():
         _lock(node / manifests.CHECKPOINTS, locked)
     model = own_model.read(workdir)
-    # It may refuse: before anything moves.
-    assembled = build.assemble(config) if model is None else own_model.complete(model, config)
-    most_bytes = leaves.most_bytes(assembled.parameters)
+    own = None if model is None else own_model.complete(model, config)
+    assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
+    most_bytes = lambda: leaves.most_bytes(assembly().parameters)
     asked = dataclasses.replace(asked, most_bytes=most_bytes)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)
     else:
-      goal = choose(config if model is None else assembled.config, workdir, asked, say)
-    _go_back(config, assembled.agreement, workdir, goal, log_files, asked, say)
+      goal = choose(own.config if own else config, workdir, asked, say)
+    agreed = assembly().agreement  # it may refuse: before anything moves
+    _go_back(config, agreed, workdir, goal, log_files, asked, say)
 
 
 def _lock(folder: pathlib.Path, locked: contextlib.ExitStack) -> files_lib.Files:
@@ -269,7 +271,7 @@ def _verify(
   except (OSError, safe_json.Unreadable) as error:
     raise checkpoint.CheckpointError(str(error)) from None
   machine_state, _ = checkpoint.verify(
-    folder, record_sha256, asked.key, asked.trust, asked.most_bytes
+    folder, record_sha256, asked.key, asked.trust, asked.most_bytes and asked.most_bytes()
   )
   if node == manifests.syncer_folder(workdir):
     _require_books(machine_state, folder)

@@ -212,7 +212,7 @@ def test_flipped_bits_are_found(config, agreement, tmp_path, counts):
   for which in ('latest', 'checkpoint'):  # more than the model of the run can take
     with pytest.raises(ValueError, match='whole'):
       find = restore.choose if which == 'latest' else restore.newest_checkpoint
-      find(config, workdir, restore.Asked(which, most_bytes=8), lambda text: None)
+      find(config, workdir, restore.Asked(which, most_bytes=lambda: 8), lambda text: None)
   assert harmless < 3 * counts.flips, 'it looks at next to nothing'
 
 
