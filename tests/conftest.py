@@ -17,6 +17,7 @@ import fcntl
 import gc
 import os
 import pathlib
+import signal
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ import jax
 import pytest
 from absl import flags
 
+# In the background of a script a process begins with an ignored SIGINT, and passes it on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # what is imported before the first test lives to the end (pytest_collection_finish)
 _CACHE = pathlib.Path(__file__).resolve().parents[1] / '.cache' / 'jax-tests'
 for _name, _value in {  # in the environment too, for the processes that tests start
