@@ -11,7 +11,7 @@ class Chunk(_message.Message):
     def __init__(self) -> None: ...
 
 class ControlRequest(_message.Message):
-    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "snapshot_saved", "donation", "no_donation", "recovered")
+    __slots__ = ("check", "transfer_id", "join", "confirm", "progress", "contribution", "decline", "adopted", "heartbeat", "leave", "snapshot_saved")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
@@ -23,9 +23,6 @@ class ControlRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_SAVED_FIELD_NUMBER: _ClassVar[int]
-    DONATION_FIELD_NUMBER: _ClassVar[int]
-    NO_DONATION_FIELD_NUMBER: _ClassVar[int]
-    RECOVERED_FIELD_NUMBER: _ClassVar[int]
     check: int
     transfer_id: int
     join: Join
@@ -37,13 +34,10 @@ class ControlRequest(_message.Message):
     heartbeat: Heartbeat
     leave: Leave
     snapshot_saved: SnapshotSaved
-    donation: Donation
-    no_donation: NoDonation
-    recovered: Recovered
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ..., recovered: _Optional[_Union[Recovered, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., confirm: _Optional[_Union[Confirm, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., contribution: _Optional[_Union[Contribution, _Mapping]] = ..., decline: _Optional[_Union[Decline, _Mapping]] = ..., adopted: _Optional[_Union[Adopted, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., snapshot_saved: _Optional[_Union[SnapshotSaved, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "snapshot_now", "donate", "donation", "no_donation")
+    __slots__ = ("check", "transfer_id", "offer", "refused", "joined", "pull", "publish", "settled", "finish", "heartbeat", "snapshot_now")
     CHECK_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     OFFER_FIELD_NUMBER: _ClassVar[int]
@@ -55,9 +49,6 @@ class ControlResponse(_message.Message):
     FINISH_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_NOW_FIELD_NUMBER: _ClassVar[int]
-    DONATE_FIELD_NUMBER: _ClassVar[int]
-    DONATION_FIELD_NUMBER: _ClassVar[int]
-    NO_DONATION_FIELD_NUMBER: _ClassVar[int]
     check: int
     transfer_id: int
     offer: Offer
@@ -69,10 +60,7 @@ class ControlResponse(_message.Message):
     finish: Finish
     heartbeat: Heartbeat
     snapshot_now: SnapshotNow
-    donate: Donate
-    donation: Donation
-    no_donation: NoDonation
-    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., snapshot_now: _Optional[_Union[SnapshotNow, _Mapping]] = ..., donate: _Optional[_Union[Donate, _Mapping]] = ..., donation: _Optional[_Union[Donation, _Mapping]] = ..., no_donation: _Optional[_Union[NoDonation, _Mapping]] = ...) -> None: ...
+    def __init__(self, check: _Optional[int] = ..., transfer_id: _Optional[int] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., joined: _Optional[_Union[Joined, _Mapping]] = ..., pull: _Optional[_Union[Pull, _Mapping]] = ..., publish: _Optional[_Union[Publish, _Mapping]] = ..., settled: _Optional[_Union[Settled, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., snapshot_now: _Optional[_Union[SnapshotNow, _Mapping]] = ...) -> None: ...
 
 class Payload(_message.Message):
     __slots__ = ("size_bytes", "crc32")
@@ -214,38 +202,6 @@ class Leave(_message.Message):
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
-class Donation(_message.Message):
-    __slots__ = ("transfer", "donor", "clock", "versions", "digest", "payload")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    DONOR_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    PAYLOAD_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    donor: str
-    clock: int
-    versions: _containers.RepeatedScalarFieldContainer[int]
-    digest: int
-    payload: Payload
-    def __init__(self, transfer: _Optional[int] = ..., donor: _Optional[str] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ..., digest: _Optional[int] = ..., payload: _Optional[_Union[Payload, _Mapping]] = ...) -> None: ...
-
-class NoDonation(_message.Message):
-    __slots__ = ("transfer", "reason")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    reason: str
-    def __init__(self, transfer: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class Recovered(_message.Message):
-    __slots__ = ("transfer", "way")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    WAY_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    way: str
-    def __init__(self, transfer: _Optional[int] = ..., way: _Optional[str] = ...) -> None: ...
-
 class Offer(_message.Message):
     __slots__ = ("incarnation", "run")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -265,32 +221,20 @@ class Refused(_message.Message):
     def __init__(self, code: _Optional[str] = ..., text: _Optional[str] = ..., retry_ns: _Optional[int] = ...) -> None: ...
 
 class Joined(_message.Message):
-    __slots__ = ("incarnation", "clock", "shard", "cursor", "due", "settled", "donation")
+    __slots__ = ("incarnation", "clock", "shard", "cursor", "due", "settled")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     CLOCK_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     DUE_FIELD_NUMBER: _ClassVar[int]
     SETTLED_FIELD_NUMBER: _ClassVar[int]
-    DONATION_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     clock: int
     shard: int
     cursor: int
     due: _containers.RepeatedScalarFieldContainer[int]
     settled: _containers.RepeatedScalarFieldContainer[int]
-    donation: int
-    def __init__(self, incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., settled: _Optional[_Iterable[int]] = ..., donation: _Optional[int] = ...) -> None: ...
-
-class Donate(_message.Message):
-    __slots__ = ("transfer", "clock", "versions")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    CLOCK_FIELD_NUMBER: _ClassVar[int]
-    VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    clock: int
-    versions: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, transfer: _Optional[int] = ..., clock: _Optional[int] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[int] = ..., clock: _Optional[int] = ..., shard: _Optional[int] = ..., cursor: _Optional[int] = ..., due: _Optional[_Iterable[int]] = ..., settled: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Pull(_message.Message):
     __slots__ = ("sync", "fragment", "now")
