@@ -8,15 +8,15 @@ import importlib
 __version__ = '0.1.0'
 
 _HOME = {
-  'Ended': 'launch.peer',
-  'Peer': 'launch.peer',
+  'Ended': 'api.peer',
+  'Peer': 'api.peer',
   'SyncConfig': 'config.run_config',
   'Task': 'train.task',
-  'join': 'launch.peer',
-  'load_params': 'launch.trained',
+  'join': 'api.peer',
+  'load_params': 'api.load_params',
   'records': 'report.records',
-  'run': 'launch.one_process',
-  'run_syncer': 'launch.own_syncer',
+  'run': 'api.single_controller',
+  'run_syncer': 'api.run_syncer',
 }
 __all__ = [
   'Ended',

@@ -10,7 +10,7 @@ import sys
 from typing import NoReturn
 
 import diloco_jax
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 
 COMMANDS = {
   'train': 'run an experiment on this machine: a syncer and its learners',
@@ -38,9 +38,9 @@ def main() -> NoReturn:
     print(f'diloco {diloco_jax.__version__}')
     sys.exit(0)
   if name not in COMMANDS:
-    sys.exit(program.refuse(_unknown(name)))
+    sys.exit(cli.refuse(_unknown(name)))
   sys.argv = [f'diloco {name}', *words]
-  program.run_command(importlib.import_module(f'diloco_jax.commands.{name}'))
+  cli.run_command(importlib.import_module(f'diloco_jax.commands.{name}'))
 
 
 def usage() -> str:

@@ -20,7 +20,7 @@ from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import gather
 
 PACKAGE = ROOT / 'diloco_jax'
-SHELVES = ('protocol', 'proof')  # rooms that are made of rooms
+SHELVES = ('protocol', 'verification')  # rooms that are made of rooms
 TABLES = (
   ('A sync (`protocol/syncer/gather.py`, SYNC_STATES)', gather.SYNC_STATES),
   (

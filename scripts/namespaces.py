@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.launch import local
+from diloco_jax.launch import local_run
 
 NODES = {'syncer': '10.77.0.1', 'l0': '10.77.0.2', 'l1': '10.77.0.3'}
 INSIDE = '--inside'
@@ -142,7 +142,7 @@ def process(
         *(*FLAGS, *words.split(), f'--tls={folder}/certs/{node}', f'--workdir={folder}/{node}'),
       ],
       cwd=ROOT,
-      env=local.environment(2) | {'JAX_PLATFORMS': 'cpu'},
+      env=local_run.environment(2) | {'JAX_PLATFORMS': 'cpu'},
       stdout=log,
       stderr=subprocess.STDOUT,
     )

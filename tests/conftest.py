@@ -78,20 +78,20 @@ _QUICKLY_COMPILED = (
   'tests/config/',
   'tests/experiments/',
   'tests/launch/',
-  'tests/proof/virtual/',
+  'tests/verification/virtual/',
   'tests/runs/',
   'tests/train/',
 )
-_ONE_BY_ONE = ('tests/proof/test_mutants.py', 'tests/proof/test_seeds.py')
+_ONE_BY_ONE = ('tests/verification/test_mutants.py', 'tests/verification/test_seeds.py')
 _LONGEST_FIRST = (
   _ALONE,
   *_REAL_RUNS,
   'tests/protocol/test_hostile_words.py',
-  'tests/proof/test_seeds.py',
+  'tests/verification/test_seeds.py',
   'tests/launch/test_restore.py',
   'tests/train/',
   'tests/storage/',
-  'tests/proof/',
+  'tests/verification/',
 )
 
 

@@ -58,7 +58,9 @@ def test_no_folder_and_no_file_grows_too_large(top: str):
     if path.is_file() and '__pycache__' not in path.parts and not path.name.startswith('.')
   ]
   folders = collections.Counter(path.parent for path in files)
-  assert {str(folder) for folder, count in folders.items() if count > 18} == set()
+  assert {
+    str(folder) for folder, count in folders.items() if count > (17 if top == 'diloco_jax' else 18)
+  } == set()
   if top == 'diloco_jax':
     lines = {path: len(path.read_text('utf-8').splitlines()) for path in files}
     assert {path.name for path, count in lines.items() if count > 554} == set()

@@ -10,7 +10,7 @@ import pytest
 
 import diloco_jax
 from diloco_jax import __main__, commands
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -104,7 +104,7 @@ def test_the_version():
 @pytest.mark.parametrize('here', [ROOT, '/usr'])
 def test_a_command_that_we_print_works_wherever_it_is_pasted(here, tmp_path, monkeypatch):
   monkeypatch.chdir(here)
-  text = f'{program.command("--version")} && pwd'
+  text = f'{cli.command("--version")} && pwd'
   printed = subprocess.check_output(['sh', '-c', text], cwd=tmp_path, text=True)
   assert printed == f'diloco {diloco_jax.__version__}\n{here}\n'
 

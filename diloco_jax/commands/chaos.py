@@ -6,8 +6,8 @@
     diloco chaos --seed=3               # a plan drawn from the seed
 
 One syncer and M learners run, each in a process behind a separate faulty proxy
-(proof/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners never
-paused, 1 otherwise, 42 a wrong command or a process that refused to start, 130 interrupted.
+(verification/faults/chaos_run.py). Exit codes: 0 all invariants held and the untouched learners
+never paused, 1 otherwise, 42 a wrong command or a process that refused to start, 130 interrupted.
 """
 
 import functools
@@ -17,11 +17,11 @@ import sys
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import program as program_lib
+from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import run_folder
-from diloco_jax.proof import plans
-from diloco_jax.proof.faults import chaos_run, conductor
 from diloco_jax.report import live
+from diloco_jax.verification import plans
+from diloco_jax.verification.faults import chaos_run, conductor
 
 # Enough steps for any plan (the learners leave at its end), leases that expire during a fault, and
 # syncs with time to wait for more than one learner (tau = 3).
@@ -33,8 +33,8 @@ DEFAULT_FLAGS = """
 
 DEFAULT_CONFIG = 'stdlib_lm:tiny'
 
-program_lib.define_config()
-program_lib.define_files()
+cli_lib.define_config()
+cli_lib.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _SEED = flags.DEFINE_integer('seed', None, 'draw the plan from this seed')
 _PLAN = flags.DEFINE_string(
@@ -46,9 +46,9 @@ _DURATION_S = flags.DEFINE_float('duration_s', 40.0, 'about how long a drawn pla
 
 def main(argv: list[str]) -> int:
   del argv
-  config = program_lib.config()
+  config = cli_lib.config()
   names = run_config.learner_ids(config.sync.learners)
-  with program_lib.never_retry(ValueError):
+  with cli_lib.never_retry(ValueError):
     if _SEED.value is not None and flags.FLAGS['plan'].present:
       raise ValueError('--seed and --plan exclude each other: give one of them')
     for flag, applies_to, given in (
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
       config, pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None, resume=False
     )
   print(f'chaos in {workdir}: {len(plan)} faults', flush=True)
-  config_flags = program_lib.config_flags_of_this_process()
+  config_flags = cli_lib.config_flags_of_this_process()
   display = live.make()
   make = functools.partial(
     chaos_run.ChaosRun, config=config, config_flags=config_flags, plan=plan, display=display

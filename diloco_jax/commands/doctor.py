@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from absl import flags
 from packaging import requirements
 
-from diloco_jax.launch import accelerators, local, program
+from diloco_jax.launch import accelerators, cli, local_run
 from diloco_jax.storage import files
 
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of a run; default runs, in this folder')
@@ -63,9 +63,9 @@ def report(checks: dict[str, Callable[[], str]]) -> int:
     try:
       verdict, text = 'ok', check()
     except Bad as error:
-      verdict, text = 'BAD', program.one_line(error)
+      verdict, text = 'BAD', cli.one_line(error)
     except Exception as error:
-      verdict, text = 'BAD', f'{type(error).__name__}: {program.one_line(error)}'
+      verdict, text = 'BAD', f'{type(error).__name__}: {cli.one_line(error)}'
     failed += verdict == 'BAD'
     print(f'{verdict:3}  {name:{max(map(len, checks))}}  {text}', flush=True)
   print(f'{failed} of {len(checks)} checks failed' if failed else 'all is well')
@@ -98,8 +98,8 @@ def packages(needed: Sequence[str] = ()) -> str:
 
 
 def _needed() -> list[str]:
-  if program.CHECKOUT:
-    project = tomllib.loads((program.CHECKOUT / 'pyproject.toml').read_text('utf-8'))
+  if cli.CHECKOUT:
+    project = tomllib.loads((cli.CHECKOUT / 'pyproject.toml').read_text('utf-8'))
     return project['project']['dependencies']
   return [one for one in importlib.metadata.requires('diloco-jax') or () if 'extra ==' not in one]
 
@@ -135,7 +135,7 @@ def devices() -> str:
 
 
 def cores() -> str:
-  usable = len(local.available_cpus()) or os.cpu_count()
+  usable = len(local_run.available_cpus()) or os.cpu_count()
   slow = '; the demo needs two for its two minutes' if usable < 2 else ''
   return f'{usable} of {os.cpu_count()} may be used{slow}'
 
@@ -187,7 +187,7 @@ def disk(workdir: pathlib.Path) -> str:
 
 def cache() -> str:
   """The folder of compiled functions."""
-  folder = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR') or local.cache_folder())
+  folder = pathlib.Path(os.environ.get('JAX_COMPILATION_CACHE_DIR') or local_run.cache_folder())
   remedy = 'set JAX_COMPILATION_CACHE_DIR to a folder that this user may write'
   try:
     folder.mkdir(parents=True, exist_ok=True)

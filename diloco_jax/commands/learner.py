@@ -17,7 +17,7 @@ done, or the run has ended; 42 never retry; anything else retry.
 
 from absl import flags
 
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _LEARNER_ID = flags.DEFINE_string(
@@ -33,19 +33,17 @@ _SYNCER = flags.DEFINE_string(
   'no syncer.',
   required=True,
 )
-program.define_access()
-program.define_config()
-program.define_files()
+cli.define_access()
+cli.define_config()
+cli.define_files()
 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = program.config()
+  config = cli.config()
   if _SYNCER.value != 'none':  # the imports and the compilation take a while
     print(f'{_LEARNER_ID.value} starts, then joins the syncer at {_SYNCER.value}', flush=True)
-  with program.importing_jax():  # after the config is validated
-    from diloco_jax.launch import entrypoints
+  with cli.importing_jax():  # after the config is validated
+    from diloco_jax.launch import nodes
 
-  return entrypoints.learner(
-    config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, program.access()
-  )
+  return nodes.learner(config, _WORKDIR.value, _LEARNER_ID.value, _SYNCER.value, cli.access())

@@ -18,12 +18,12 @@ import traceback
 
 from absl import flags
 
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import tapes
 
 POSITIONAL = True
-program.define_files()
+cli.define_files()
 _ARRAYS = flags.DEFINE_bool(
   'arrays', False, 'also rebuild Theta from the log of each run (folders only) and compare it'
 )
@@ -31,8 +31,8 @@ _ARRAYS = flags.DEFINE_bool(
 
 def main(argv: list[str]) -> int:
   if len(argv) < 2:
-    raise program.NeverRetry('no tape given; for example: diloco replay runs/NAME')
-  with program.never_retry(ValueError):
+    raise cli.NeverRetry('no tape given; for example: diloco replay runs/NAME')
+  with cli.never_retry(ValueError):
     lives = [life for path in argv[1:] for life in tapes.find(pathlib.Path(path))]
     identical = [_replay(life) for life in lives]
     if _ARRAYS.value:
@@ -45,7 +45,7 @@ def _replay(life: tapes.ProcessTape) -> bool:
   try:
     replay = tapes.replay(life)
   except (tape.TapeError, OSError) as error:
-    print(f'{life.name}: damaged: {program.one_line(error)}')
+    print(f'{life.name}: damaged: {cli.one_line(error)}')
     return False
   print(f'{life.name}: {replay.text()}')
   if replay.crash is not None:
@@ -62,16 +62,16 @@ def _replay(life: tapes.ProcessTape) -> bool:
 def _rebuild(workdir: pathlib.Path) -> bool:
   """Prints the result for the arrays of a run; returns whether they are identical."""
   os.environ['JAX_PLATFORMS'] = 'cpu'
-  from diloco_jax.launch import trained
+  from diloco_jax.api import load_params
   from diloco_jax.storage import wal_format  # a replay without --arrays does not import jax
   from diloco_jax.syncer import rebuild
 
   try:
-    key, assembled = program.seal_key(workdir), trained.assemble(workdir, data=True)
+    key, assembled = cli.seal_key(workdir), load_params.assemble(workdir, data=True)
     print(f'arrays of {workdir}: {rebuild.rebuild(assembled, workdir, key).text()}')
     return True
   except rebuild.Differs as error:
     print(f'arrays of {workdir}: different: {error}')
   except (ValueError, tape.TapeError, wal_format.WalError, OSError) as error:
-    print(f'arrays of {workdir}: {program.one_line(error)}')
+    print(f'arrays of {workdir}: {cli.one_line(error)}')
   return False

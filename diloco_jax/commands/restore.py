@@ -19,7 +19,7 @@ import pathlib
 from absl import flags, logging
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 from diloco_jax.storage import files, wal_format
 
 _WITHOUT = flags.DEFINE_list(
@@ -28,8 +28,8 @@ _WITHOUT = flags.DEFINE_list(
 _TRUST = flags.DEFINE_bool(
   'trust', False, 'Take what no seal proves: of another folder, of another key, or of none.'
 )
-program.define_config()
-program.define_files()
+cli.define_config()
+cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _TO = flags.DEFINE_string(
   'to',
@@ -43,29 +43,26 @@ def main(argv: list[str]) -> int:
   del argv
   workdir = pathlib.Path(_WORKDIR.value).absolute()
   if not workdir.is_dir():
-    raise program.NeverRetry(f'there is no run in {workdir}: there is no such folder')
-  config = program.config()
+    raise cli.NeverRetry(f'there is no run in {workdir}: there is no such folder')
+  config = cli.config()
   os.environ['JAX_PLATFORMS'] = 'cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines for what is one line here
-  with program.importing_jax():  # after the config is validated
+  with cli.importing_jax():  # after the config is validated
     from diloco_jax.launch import restore
 
   try:
-    with program.never_retry(ValueError, files.DirectoryError):
+    with cli.never_retry(ValueError, files.DirectoryError):
       restore.restore(
         config,
         workdir,
-        restore.Asked(
-          _TO.value, tuple(_WITHOUT.value), program.seal_key(workdir), trust=_TRUST.value
-        ),
+        restore.Asked(_TO.value, tuple(_WITHOUT.value), cli.seal_key(workdir), trust=_TRUST.value),
         lambda text: print(text, flush=True),
       )
   except (OSError, wal_format.WalFull, wal_format.WalBroken) as error:
-    raise program.DiskFailed(
-      f'the disk failed: {program.one_line(error)}. Nothing is lost; restore again, with the '
-      'same --to'
+    raise cli.DiskFailed(
+      f'the disk failed: {cli.one_line(error)}. Nothing is lost; restore again, with the same --to'
     ) from error
   words = ('syncer',) if config.task == run_config.OWN_LOOP else ('train', '--resume')
-  again = program.command(*words, f'--workdir={workdir}', *program.file_flags())
+  again = cli.command(*words, f'--workdir={workdir}', *cli.file_flags())
   print(f'continue the run with: {again}')
   return 0

@@ -17,7 +17,7 @@ import sys
 from absl import flags, logging
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Folder of the run.', required=True)
 _PROMPT = flags.DEFINE_string('prompt', 'def ', 'What comes first.')
@@ -32,25 +32,25 @@ def main(argv: list[str]) -> int:
   del argv
   prompt = os.fsencode(_PROMPT.value)
   if not prompt:
-    raise program.NeverRetry('--prompt is empty: give at least one character')
+    raise cli.NeverRetry('--prompt is empty: give at least one character')
   # The model of a run under way is read on the CPU.
   chosen = os.environ.get('JAX_PLATFORMS', 'cpu')
   os.environ['JAX_PLATFORMS'] = chosen if 'cpu' in chosen.split(',') else f'{chosen},cpu'
   logging.set_verbosity(logging.ERROR)  # Orbax writes many lines
-  with program.importing_jax():  # after the flags are checked
-    from diloco_jax.launch import trained
+  with cli.importing_jax():  # after the flags are checked
+    from diloco_jax.api import load_params
     from diloco_jax.storage import checkpoint
     from diloco_jax.train import decoder
 
   folder = pathlib.Path(_WORKDIR.value)
-  with program.never_retry(ValueError, checkpoint.CheckpointError):
-    config = trained.assemble(folder).config
+  with cli.never_retry(ValueError, checkpoint.CheckpointError):
+    config = load_params.assemble(folder).config
     if config.task != run_config.DECODER:
       raise ValueError(
         f'the run in {folder} trains {config.task or "a model of its own loops"!r}, not the '
         f'decoder; diloco_jax.load_params({str(folder)!r}) gives its parameters'
       )
-    params = trained.load_params(folder)
+    params = load_params.load_params(folder)
   drawn = decoder.sample(
     config.model,
     params,

@@ -11,10 +11,10 @@ fault, and the run must finish (docs/simulator.md). Exit code 0: no violation; 1
 violations are printed with the commands that reproduce them; 42: wrong flags. A thousand seeds take
 about 45 s on two cores.
 
-With --like the times of everything come from the tapes of a real run (proof/goodput/calibration.py)
-and the machines run as in that run, or in the one of --against, with its kills of learners. The
-program prints, in percent, the figures of the simulation and, without --kill_every_s, the measured
-ones.
+With --like the times of everything come from the tapes of a real run
+(verification/calibration/calibration.py) and the machines run as in that run, or in the one of
+--against, with its kills of learners. The program prints, in percent, the figures of the simulation
+and, without --kill_every_s, the measured ones.
 """
 
 import pathlib
@@ -24,11 +24,11 @@ import time
 from absl import flags
 from rich import progress
 
-from diloco_jax.launch import die_with_parent, program
-from diloco_jax.proof.sim import many_seeds, narrate, random_settings, tapes
-from diloco_jax.proof.sim import seeds as seeds_lib
+from diloco_jax.launch import cli, die_with_parent
 from diloco_jax.protocol.tape import tape as tape_lib
 from diloco_jax.storage import tapes as tapes_lib
+from diloco_jax.verification.sim import many_seeds, narrate, random_settings, tapes
+from diloco_jax.verification.sim import seeds as seeds_lib
 
 _SEEDS = flags.DEFINE_string(
   'seeds', None, 'The seeds to run, FIRST:END (without END); default 0:1000.'
@@ -54,23 +54,23 @@ _VIOLATIONS_SHOWN = 3  # violations printed in full
 def main(argv: list[str]) -> int:
   del argv
   if _KILL_EVERY_S.value is None and flags.FLAGS['down_s'].present:
-    raise program.NeverRetry('--down_s applies to --kill_every_s: add --kill_every_s=SECONDS')
+    raise cli.NeverRetry('--down_s applies to --kill_every_s: add --kill_every_s=SECONDS')
   if _LIKE.value:
     if _STORY.value or _TAPES.value or _SEEDS.value:
-      raise program.NeverRetry('--like predicts a run: --story, --tapes and --seeds do not apply')
+      raise cli.NeverRetry('--like predicts a run: --story, --tapes and --seeds do not apply')
     return _predict(pathlib.Path(_LIKE.value), pathlib.Path(_AGAINST.value or _LIKE.value))
   if _AGAINST.value or _KILL_EVERY_S.value is not None:
-    raise program.NeverRetry('--against and --kill_every_s apply to a prediction: add --like=RUN')
+    raise cli.NeverRetry('--against and --kill_every_s apply to a prediction: add --like=RUN')
   if _SEED.value is not None:
     if _SEEDS.value is not None:
-      raise program.NeverRetry('--seed and --seeds exclude each other: give one of them')
+      raise cli.NeverRetry('--seed and --seeds exclude each other: give one of them')
     return _one(_SEED.value)
   for flag, given in (('--story', _STORY.value), ('--tapes', _TAPES.value)):
     if given:
-      raise program.NeverRetry(f'{flag} applies to one run: add --seed=N')
+      raise cli.NeverRetry(f'{flag} applies to one run: add --seed=N')
   first, colon, beyond = (_SEEDS.value or '0:1000').partition(':')
   if not (colon and first.isdecimal() and beyond.isdecimal() and int(first) < int(beyond)):
-    raise program.NeverRetry(
+    raise cli.NeverRetry(
       f'--seeds={_SEEDS.value}: write FIRST:END, two numbers, for example 0:1000'
     )
   return _many(int(first), int(beyond))
@@ -79,9 +79,9 @@ def main(argv: list[str]) -> int:
 def _predict(like: pathlib.Path, against: pathlib.Path) -> int:
   """Prints the figures of a run and those that the times of another one predict."""
   # Not above: the other commands do not import jax.
-  from diloco_jax.proof.goodput import calibration, tape_times
+  from diloco_jax.verification.calibration import calibration, tape_times
 
-  with program.never_retry(ValueError, tape_lib.TapeError):
+  with cli.never_retry(ValueError, tape_lib.TapeError):
     source = tape_times.read(like)
     target = source if against == like else tape_times.read(against)
   kills, columns = target.kills, {}
@@ -122,7 +122,7 @@ def _tapes_folder() -> pathlib.Path | None:
     return None
   folder = pathlib.Path(_TAPES.value)
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise program.NeverRetry(
+    raise cli.NeverRetry(
       f'--tapes={folder} is a file or not empty. Nothing was overwritten; name a new folder'
     )
   return folder

@@ -23,7 +23,7 @@ import os
 from absl import flags
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 from diloco_jax.node import failpoints
 
 _FAILPOINTS = flags.DEFINE_bool(
@@ -48,31 +48,29 @@ _INIT = flags.DEFINE_string(
   'With --config=own_loop: a folder that Orbax wrote, a tree of named arrays: version 0 of the '
   'model. Else the first learner brings it. Learners then join without label= and opt_state=.',
 )
-program.define_access()
-program.define_config()
-program.define_files()
+cli.define_access()
+cli.define_config()
+cli.define_files()
 
 
 def main(argv: list[str]) -> int:
   del argv
-  config = program.config()
+  config = cli.config()
   if _FAILPOINTS.value:
-    with program.never_retry(ValueError):
+    with cli.never_retry(ValueError):
       failpoints.allow()
   os.environ['JAX_PLATFORMS'] = 'cpu'  # also where there are accelerators
-  with program.importing_jax():  # after the config is validated
-    from diloco_jax.launch import entrypoints
+  with cli.importing_jax():  # after the config is validated
+    from diloco_jax.launch import nodes
 
-  place = config, _WORKDIR.value, _LISTEN.value, program.access()
+  place = config, _WORKDIR.value, _LISTEN.value, cli.access()
   if config.task != run_config.OWN_LOOP:
     if _INIT.value:
-      raise program.NeverRetry(
-        f'--init={_INIT.value}: the model of this config is that of its task'
-      )
-    return entrypoints.syncer(*place, _STANDBY.value)
+      raise cli.NeverRetry(f'--init={_INIT.value}: the model of this config is that of its task')
+    return nodes.syncer(*place, _STANDBY.value)
   if _STANDBY.value:
-    raise program.NeverRetry(
+    raise cli.NeverRetry(
       '--standby: the syncer of own loops has no model to compile before the first learner joins; '
       'start it without --standby'
     )
-  return entrypoints.own_loop_syncer(*place, _INIT.value)
+  return nodes.own_loop_syncer(*place, _INIT.value)

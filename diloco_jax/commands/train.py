@@ -9,17 +9,21 @@ Every process gets the same --config and overrides. At the end WORKDIR/report ho
 timeline.png, WORKDIR/logs the output of each process, WORKDIR/tensorboard the curves.
 """
 
+import functools
+import os
 import pathlib
+import signal
 
 from absl import flags
 
-from diloco_jax.launch import local, program, run_folder
+from diloco_jax.config import run_config
+from diloco_jax.launch import cli, local_run, run_folder, supervisor
 from diloco_jax.storage import files
 
 DEFAULT_CONFIG = 'stdlib_lm:cpu'
 
-program.define_config()
-program.define_files()
+cli.define_config()
+cli.define_files()
 _WORKDIR = flags.DEFINE_string('workdir', '', 'folder of the run; default runs/NAME-DATE-TIME')
 _RESUME = flags.DEFINE_bool('resume', False, 'continue the run in --workdir, with its own config')
 _CONTROLLER = flags.DEFINE_enum(
@@ -44,22 +48,61 @@ _CHAOS = flags.DEFINE_enum(
 
 def main(argv: list[str]) -> int:
   del argv
-  config = program.config()
+  config = cli.config()
   if _CHAOS.value != 'config':
     config.chaos.enabled = _CHAOS.value == 'on'
   workdir = pathlib.Path(_WORKDIR.value) if _WORKDIR.value else None
   alone, single = _SYNCER.value == 'none', _CONTROLLER.value == 'single'
-  with program.never_retry(ValueError, files.DirectoryError):
+  with cli.never_retry(ValueError, files.DirectoryError):
     if sum((alone, single, _STANDBY.value)) > 1:
       raise ValueError(
         '--syncer=none, --controller=single and --standby exclude each other: give one of them'
       )
     workdir = run_folder.open_workdir(config, workdir, resume=_RESUME.value, alone=alone)
-  return local.run(
+  return local_run.run(
     config,
     workdir,
-    config_flags=program.config_flags_of_this_process(),
+    config_flags=cli.config_flags_of_this_process(),
     alone=alone,
-    single=single,
+    single=functools.partial(_run_single, config, workdir) if single else None,
     standby=_STANDBY.value,
   )
+
+
+def _run_single(config: run_config.Config, workdir: pathlib.Path) -> supervisor.Outcome:
+  """Runs all nodes in this process."""
+  devices = config.mesh.num_devices * config.sync.learners
+  os.environ.update({'JAX_PLATFORMS': 'cpu', **local_run.environment(devices)})
+  with cli.importing_jax():
+    from diloco_jax.api import single_controller
+    from diloco_jax.launch import nodes
+
+  with cli.never_retry():
+    key = cli.seal_key(workdir, make=True)
+    nodes.prepare_jax(devices)
+    controller = single_controller.SingleController(config, workdir, key=key)
+  interrupts = cli.EndRequests()
+
+  def interrupt(number: int, frame) -> None:
+    del number, frame
+    if not interrupts.add():
+      return
+    if interrupts.count > 1:
+      os._exit(cli.INTERRUPTED)  # a thread inside a step cannot be interrupted
+    controller.stop('interrupted')
+
+  for number in cli.end_signals():
+    signal.signal(number, interrupt)
+  controller.start()
+  with (
+    cli.log_failures(),
+    nodes.checkpoint_failures(),
+    cli.never_retry(ValueError, files.DirectoryError),
+  ):
+    exits = controller.join()
+  if interrupts.count:
+    code, text = cli.INTERRUPTED, 'interrupted'
+  else:
+    worst = max(exits.values(), key=lambda item: item.code)
+    code, text = worst.code, worst.text
+  return supervisor.Outcome(code=code, text=text, statuses={}, interrupted=interrupts.count > 0)

@@ -50,7 +50,7 @@ class Assembly:
   rules: dict[str, merge.MergeRule]  # by the label of a tensor (train/task.py)
   transform: optax.GradientTransformation  # the outer optimizer, applied to the merged gradient
   agreement: str
-  task: task_lib.Task | None  # None: the user's own loop trains (launch/peer.py)
+  task: task_lib.Task | None  # None: the user's own loop trains (api/peer.py)
 
   @property
   def codec_log(self) -> codecs.Codec:

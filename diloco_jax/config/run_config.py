@@ -1,7 +1,7 @@
 """The config of a run, checked once before any compilation.
 
 One typed object serves every process of a run. `--config=FILE.py:VARIANT` makes it (load.py), an
-override `--config.sync.quorum=2` changes a field (launch/program.py), and `validate()` refuses
+override `--config.sync.quorum=2` changes a field (launch/cli.py), and `validate()` refuses
 settings that cannot work. The identity of a process (its learner id, port, workdir) is in plain
 flags and not here, so the config is the same in all processes. `agreement()` is the part that
 learners and syncer must share; the syncer compares it when a learner joins.
@@ -19,11 +19,11 @@ from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
 
 OptionalInt = Annotated[int | None, 'an integer, or none']
-"""A field that an override can set and clear (`=2`, `=none`); launch/program.py parses it."""
+"""A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 DECODER = 'decoder'  # the reference task
 VISION = 'vision'  # captions of images (train/vision.py)
-OWN_LOOP = ''  # no task: loops of the user's own train (launch/peer.py)
+OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
 

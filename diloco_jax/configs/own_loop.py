@@ -1,4 +1,4 @@
-"""A run of training loops of the user's own (launch/peer.py): the syncer's config.
+"""A run of training loops of the user's own (api/peer.py): the syncer's config.
 
     diloco syncer --config=own_loop --config.train.steps=300 --workdir=runs/own
 

@@ -31,12 +31,12 @@ from diloco_jax.certs import proofs
 from diloco_jax.config import build, run_config
 from diloco_jax.configs import own_loop
 from diloco_jax.launch import accelerators
+from diloco_jax.protocol import printable as printable_lib
 from diloco_jax.protocol import safe_json
-from diloco_jax.protocol import said as said_lib
 from diloco_jax.storage import arrays, checkpoint, json_files
 from diloco_jax.syncer import process as syncer_process
 from diloco_jax.train import task as task_lib
-from diloco_jax.transport import addresses, credentials, doors, grpc_session
+from diloco_jax.transport import addresses, credentials, grpc_session, listen
 
 SERVICE, METHOD = 'diloco.v1.OwnModel', 'Bring'
 FOLDER = pathlib.Path('syncer') / 'model'
@@ -289,7 +289,7 @@ def bring(
   deadline_s = now_s() + wait_s
   while True:
     try:
-      with doors.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
+      with listen.dial(address(), access, grpc_session.COMMON_OPTIONS) as channel:
         channel.stream_unary(f'/{SERVICE}/{METHOD}')(_pieces(header, model), timeout=limit_s)
       return
     except grpc.RpcError as error:
@@ -371,7 +371,7 @@ def receive(
       keep(model)
     except ValueError as error:
       busy.release()
-      text = said_lib.said(str(error), grpc_session.REASON_CHARS)
+      text = printable_lib.printable(str(error), grpc_session.REASON_CHARS)
       context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
     except (OSError, checkpoint.CheckpointError) as error:
       arrived.put(error)
@@ -392,7 +392,7 @@ def receive(
   )
   handlers = {METHOD: grpc.stream_unary_rpc_method_handler(brought)}
   server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-  door = doors.Door(server, address, access, say)
+  door = listen.Door(server, address, access, say)
   server.start()
   try:
     listening(door.address)

@@ -35,7 +35,7 @@ from typing import Any
 from diloco_jax.config import build, load, run_config
 from diloco_jax.launch import own_model, run_folder
 from diloco_jax.protocol import agreement, ids, safe_json
-from diloco_jax.storage import checkpoint, json_files, leaves, manifests, outer_log, seals
+from diloco_jax.storage import checkpoint, json_files, manifests, outer_log, seals, tree_digest
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import process as syncer_process
 
@@ -108,7 +108,7 @@ def restore(config: run_config.Config, workdir: pathlib.Path, asked: Asked, say:
     model = own_model.read(workdir)
     own = None if model is None else own_model.complete(model, config)
     assembly = functools.cache(lambda: own or build.assemble(config))  # it takes a second
-    most_bytes = lambda: leaves.most_bytes(assembly().parameters)
+    most_bytes = lambda: tree_digest.most_bytes(assembly().parameters)
     asked = dataclasses.replace(asked, most_bytes=most_bytes)
     if asked.which == CHECKPOINT:
       goal = newest_checkpoint(config, workdir, asked, say)

@@ -23,7 +23,7 @@ import sys
 import time
 
 from diloco_jax.config import load, run_config
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 from diloco_jax.protocol import agreement
 from diloco_jax.storage import files, manifests
 from diloco_jax.train import corpus_files
@@ -56,7 +56,7 @@ def open_workdir(
       "this config has no task: its learners are loops of the user's own, which diloco_jax.join "
       'connects to `diloco syncer --config=own_loop`'
     )
-  program.seal_key(workdir, make=True)  # before a child needs it
+  cli.seal_key(workdir, make=True)  # before a child needs it
   try:
     if named:
       claim(workdir)
@@ -89,7 +89,7 @@ def _claim_new(workdir: pathlib.Path) -> pathlib.Path:
   for number in itertools.count(1):
     path = workdir if number == 1 else workdir.with_name(f'{workdir.name}-{number}')
     with contextlib.suppress(FileExistsError):  # of a run that began in the same second
-      path.mkdir(mode=program.folder_mode(), parents=True)
+      path.mkdir(mode=cli.folder_mode(), parents=True)
       return path
   raise AssertionError
 
@@ -98,7 +98,7 @@ def claim(workdir: pathlib.Path) -> None:
   """Makes the folder of a run, for this user alone; warns if other users can write to it. Raises
   OSError, and ValueError for a path that `files.require_name` refuses."""
   files.require_name(workdir)
-  workdir.mkdir(mode=program.folder_mode(), parents=True, exist_ok=True)
+  workdir.mkdir(mode=cli.folder_mode(), parents=True, exist_ok=True)
   found = workdir.stat()
   if found.st_mode & 0o022:
     print(

@@ -23,7 +23,7 @@ terminal (SIGHUP) starts the same ending at once; a second signal, half a second
 once. `retire` ends a run in order: all learners leave, then the syncer ends.
 
 Faults come from outside: from a plan in fractions of progress (kill_plan.py), or from the fault
-injector (proof/faults), which calls `child`, `bring_down` and `add`.
+injector (verification/faults), which calls `child`, `bring_down` and `add`.
 
 The supervisor does not import jax: it starts programs and reads records (report/run_facts.py).
 """
@@ -38,8 +38,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from diloco_jax.launch import children, run_folder, standby
+from diloco_jax.launch import cli as cli_lib
 from diloco_jax.launch import kill_plan as kill_plan_lib
-from diloco_jax.launch import program as program_lib
 from diloco_jax.report import facts, run_facts
 from diloco_jax.report import records as records_lib
 
@@ -116,7 +116,7 @@ class Supervisor:
     self._cut_off: set[str] = set()  # programs whose process was killed to end the run
     self._retiring = asyncio.Event()  # no learner process is started; also set when stopping
     self._retired = False  # by `retire`
-    self._interrupts = program_lib.EndRequests()
+    self._interrupts = cli_lib.EndRequests()
     self.statuses = {name: run_facts.Status() for name in self._programs}
 
   async def run(self) -> Outcome:
@@ -126,7 +126,7 @@ class Supervisor:
 
   async def _run(self) -> Outcome:
     loop = asyncio.get_running_loop()
-    for number in program_lib.end_signals():
+    for number in cli_lib.end_signals():
       loop.add_signal_handler(number, self._interrupt)
     self._look()  # reads the records of earlier runs in this folder
     for program in list(self._programs.values()):
@@ -194,7 +194,7 @@ class Supervisor:
     while not self._ending(program.name).is_set():
       code, why, lived_s = await self._live(program)
       pause_s = self._pauses.pop(program.name, None)
-      ended = code == program_lib.NEVER_RETRY or (code == 0 and pause_s is None)
+      ended = code == cli_lib.NEVER_RETRY or (code == 0 and pause_s is None)
       if ended or self._ending(program.name).is_set():
         self._note_end(program.name, code, why)
         return
@@ -262,7 +262,7 @@ class Supervisor:
     return self._stopping if name == SYNCER else self._retiring
 
   def _note_end(self, name: str, code: int | None, why: str) -> None:
-    if code == program_lib.NEVER_RETRY:
+    if code == cli_lib.NEVER_RETRY:
       self._note(name, 'refused', self.statuses[name].last_error or why)
     else:
       self._note(name, 'done' if code == 0 else 'down', '' if code == 0 else why)
@@ -389,15 +389,15 @@ def _verdict(
   """Returns (exit code, one line) of a run from the statuses of its programs and its progress, a
   share of its steps. Programs end with 0, too, when they are asked to end before the last step."""
   if interrupted:
-    return {'code': program_lib.INTERRUPTED, 'text': 'interrupted'}
+    return {'code': cli_lib.INTERRUPTED, 'text': 'interrupted'}
   if syncer is not None and syncer.state == 'refused':
     return {
-      'code': program_lib.NEVER_RETRY,
+      'code': cli_lib.NEVER_RETRY,
       'text': syncer.last_error or 'the syncer refused to start',
     }
   if learners and all(status.state == 'refused' for status in learners):
     return {
-      'code': program_lib.NEVER_RETRY,
+      'code': cli_lib.NEVER_RETRY,
       'text': learners[0].last_error or 'no learner could start',
     }
   if syncer is not None and syncer.state != 'done':

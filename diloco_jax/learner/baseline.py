@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from diloco_jax.config import run_config
 from diloco_jax.learner import work as learner_work
-from diloco_jax.protocol import actions, notices
+from diloco_jax.protocol import actions, rate_limited_log
 from diloco_jax.report import facts
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import checkpoint
@@ -46,7 +46,7 @@ def _run(
     _evaluate(island, records, 0)
   steps = tokens = 0
   save = None  # the newest one, while no step has followed it
-  failures = notices.Notices(checkpoint.SAY_AGAIN_NS, records.say)
+  failures = rate_limited_log.Notices(checkpoint.SAY_AGAIN_NS, records.say)
   while step < train.steps and not stopping():
     result = island.step(step)
     step, steps, tokens, save = step + 1, steps + 1, tokens + result.tokens, None

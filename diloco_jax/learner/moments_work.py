@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import jax
 
-from diloco_jax.learner import held
+from diloco_jax.learner import island_port
 from diloco_jax.node import ports
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
@@ -23,7 +23,7 @@ class Moments:
 
   def __init__(
     self,
-    island: held.Held,
+    island: island_port.IslandState,
     post: ports.Post,
     fail: Callable[[BaseException], None],
     payloads: ports.Payloads,

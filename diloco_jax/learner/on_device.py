@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diloco_jax.config import build
-from diloco_jax.learner import held
+from diloco_jax.learner import island_port
 from diloco_jax.numerics import codecs, exchange, fragments
 from diloco_jax.numerics import digest as digest_lib
 
@@ -46,7 +46,7 @@ class Exchange:
   def __init__(
     self,
     assembled: build.Assembly,
-    island: held.Held,
+    island: island_port.IslandState,
     compiled: dict[tuple, futures.Future] | None = None,
   ):
     """`compiled`: the functions of an equal model on the same devices, to share them."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 from diloco_jax.config import build, run_config
-from diloco_jax.learner import held, moments_work, on_device
+from diloco_jax.learner import island_port, moments_work, on_device
 from diloco_jax.node import ports
 from diloco_jax.numerics import digest as digest_lib
 from diloco_jax.numerics import exchange
@@ -37,7 +37,7 @@ class LearnerWork:
   def __init__(
     self,
     assembled: build.Assembly,
-    island: held.Held,
+    island: island_port.IslandState,
     post: ports.Post,
     fail: Callable[[BaseException], None],
     payloads: ports.Payloads,

@@ -30,7 +30,7 @@ result canonical (no subnormals, no -0). The digest verifies it. A learner that 
 version gets A_{v+1} whole, as float32 values: that is lossless, as they are canonical.
 
 The syncer's functions take one piece of n values at a time, any n that is a multiple of 32, and
-their bits do not depend on n (syncer/pieces.py); a learner's take a whole fragment.
+their bits do not depend on n (syncer/outer_step.py); a learner's take a whole fragment.
 
 Give `pieces`, the codecs, `tx` and `alpha` to jax.jit as static arguments. Only bytes, flags,
 digests and sums of squares need to cross to the host.

@@ -21,9 +21,9 @@ all others.
 
 A rule sees the deltas through their lengths only, and the cosines between them if it asks for
 them: it says by which factor each row enters the sum u, and, once the length of u is known, by
-which factor the sum is stretched. So the syncer never holds the M float32 rows (syncer/pieces.py),
-and all else is a few numbers for each tensor, in float64 on the host. A new rule is a function here
-that returns a MergeRule, and its entry in RULES, from which the battery of
+which factor the sum is stretched. So the syncer never holds the M float32 rows
+(syncer/outer_step.py), and all else is a few numbers for each tensor, in float64 on the host. A new
+rule is a function here that returns a MergeRule, and its entry in RULES, from which the battery of
 tests/numerics/test_merge.py takes it. `majority` is not of the paper.
 
 The order of summation must not depend on the order of arrival: the rows are folded one after the

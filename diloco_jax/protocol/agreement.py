@@ -6,7 +6,7 @@ compares it at Join, before the learner can contribute.
 
 import json
 
-from diloco_jax.protocol import safe_json, said
+from diloco_jax.protocol import printable, safe_json
 
 MAY_CHANGE = ('train.steps',)
 """Settings that all processes share, and that a run which has ended may continue with another value
@@ -31,7 +31,7 @@ def differences(here: str, there: str) -> list[str]:
   """Where the agreement `here` (the joining learner's) differs from `there` (the run's)."""
   ours, theirs = _decode(here), _decode(there)
   return [
-    f'{said.said(name)} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
+    f'{printable.printable(name)} is {_shown(ours, name)} here, {_shown(theirs, name)} there'
     for name in sorted(ours.keys() | theirs.keys())
     if ours.get(name) != theirs.get(name)
   ]

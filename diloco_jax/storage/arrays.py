@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.storage import checkpoint, files, json_files, leaves
+from diloco_jax.storage import checkpoint, files, json_files, tree_digest
 
 
 def save(path: pathlib.Path, tree: Any) -> None:
@@ -25,8 +25,8 @@ def save(path: pathlib.Path, tree: Any) -> None:
   try:
     ocp.save(path, tree, overwrite=True)
     json_files.fsync_tree(path)
-    digests = leaves.digests_of_host(tree)
-    leaves.require_reads_back(tree, digests, lambda part: ocp.load(path, part))
+    digests = tree_digest.digests_of_host(tree)
+    tree_digest.require_reads_back(tree, digests, lambda part: ocp.load(path, part))
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot write {path}: {error}') from _by_number(error)
 
@@ -49,7 +49,7 @@ def load(
   try:
     if most_bytes is not None:
       described = ocp.metadata(path.absolute(), name).metadata
-      leaves.require_size(described, most_bytes)
+      tree_digest.require_size(described, most_bytes)
     return ocp.load(path.absolute(), like, checkpointable_name=name)
   except Exception as error:  # Orbax raises many kinds
     raise checkpoint.CheckpointError(f'cannot read {path}: {error}') from error

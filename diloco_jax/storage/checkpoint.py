@@ -46,8 +46,8 @@ from typing import Any, NamedTuple
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from diloco_jax.protocol import notices
-from diloco_jax.storage import files, json_files, leaves, manifests, orbax_context, seals
+from diloco_jax.protocol import rate_limited_log
+from diloco_jax.storage import files, json_files, manifests, orbax_context, seals, tree_digest
 
 CHECKPOINTS_KEPT = 2  # beside the pinned ones
 SEAL = 'seal'
@@ -117,7 +117,7 @@ class Checkpoints:
     )
     self._under_way: futures.Future[Saved] | None = None
     self._awaited: futures.Future[Saved] | None = None  # its caller hears how it ended
-    self._notices = notices.Notices(SAY_AGAIN_NS, _LOG.warning)
+    self._notices = rate_limited_log.Notices(SAY_AGAIN_NS, _LOG.warning)
     for number in self.numbers:
       snapshot = self._snapshot_of(number)
       if snapshot is not None:
@@ -143,7 +143,7 @@ class Checkpoints:
 
   def warm_up(self, state: Any) -> None:
     """Compiles what a save computes, so that the first one takes no longer than later ones."""
-    leaves.digests({'state': state})
+    tree_digest.digests({'state': state})
 
   def save(
     self,
@@ -175,8 +175,8 @@ class Checkpoints:
       'step': int(step),
       'protocol': protocol or {},
       'snapshot': snapshot,
-      'shapes': leaves.shapes(arrays),
-      'digests': leaves.digests(arrays),
+      'shapes': tree_digest.shapes(arrays),
+      'digests': tree_digest.digests(arrays),
     }
     record = json.loads(
       json.dumps(record)
@@ -201,7 +201,7 @@ class Checkpoints:
       raise self._failed(number, error) from error
     done = self._under_way = futures.Future()
     saved = Saved(number, sha256)
-    like = None if self._reads_back else leaves.abstract(arrays)
+    like = None if self._reads_back else tree_digest.abstract(arrays)
     threading.Thread(
       target=self._complete,
       args=(saved, response, done, like, record['digests']),
@@ -241,7 +241,7 @@ class Checkpoints:
         with _ONE_OPERATION:
           restored = self._read(number, shardings, like)
         break
-      except leaves.Mismatch as mismatch:
+      except tree_digest.Mismatch as mismatch:
         raise ValueError(
           f'checkpoint {self._root / str(number)}: {mismatch}; restore with the '
           'configuration it was saved with, or choose another folder'
@@ -301,7 +301,7 @@ class Checkpoints:
       if like is not None:
         with orbax_context.context():
           load = lambda part: ocp.load_checkpointables(folder, part)
-          leaves.require_reads_back(like, digests, load)
+          tree_digest.require_reads_back(like, digests, load)
         self._reads_back = True
       if self._key:
         seal(folder, self._key)
@@ -344,10 +344,10 @@ class Checkpoints:
     record, proof = _read_record(folder)
     if self._key or proof or (folder / SEAL).exists():
       _require_seal(folder, self._key)
-    arrays = {'state': leaves.abstract(like, shardings)}
-    leaves.require_same_shapes(record['shapes'], leaves.shapes(arrays))
+    arrays = {'state': tree_digest.abstract(like, shardings)}
+    tree_digest.require_same_shapes(record['shapes'], tree_digest.shapes(arrays))
     arrays = self._checkpointer.load_checkpointables(number, arrays)
-    leaves.require_same_digests(record['digests'], leaves.digests(arrays))
+    tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
     return Restored(record['step'], arrays['state'], record['data_state'], record['protocol'])
 
   def _snapshot_of(self, number: int) -> int | None:
@@ -422,7 +422,7 @@ def verify(
       if record_sha256 not in ('', manifests.sha256(record)):
         raise ValueError('its record is of another checkpoint')
       arrays = ocp.load_checkpointables(folder, _abstract_of(folder, record['shapes'], most_bytes))
-      leaves.require_same_digests(record['digests'], leaves.digests(arrays))
+      tree_digest.require_same_digests(record['digests'], tree_digest.digests(arrays))
   except seals.Unproved:
     raise
   except Exception as error:  # of any kind: the checkpoint does not read back
@@ -533,11 +533,11 @@ def _abstract_of(
     if tree is None and name != 'record':  # Orbax has warned, and would guess
       raise ValueError(f'the description of its {name} cannot be read')
   arrays = {
-    name: leaves.abstract(tree, place) for name, tree in described.items() if name != 'record'
+    name: tree_digest.abstract(tree, place) for name, tree in described.items() if name != 'record'
   }
-  leaves.require_same_shapes(shapes, leaves.shapes(arrays))
+  tree_digest.require_same_shapes(shapes, tree_digest.shapes(arrays))
   del described['record']
-  leaves.require_size(described, most_bytes)
+  tree_digest.require_size(described, most_bytes)
   return arrays
 
 

@@ -1,7 +1,8 @@
 """The port Files: one directory of append-only files, and the effect of a crash on them.
 
 The write-ahead log (storage/wal.py) uses this port, so the production log runs on a real directory
-(storage/files.py) and on the simulated disk, which loses and tears writes (proof/sim/disk.py).
+(storage/files.py) and on the simulated disk, which loses and tears writes
+(verification/sim/disk.py).
 
 Every reader sees written bytes at once, and they survive the death of the process. Each call states
 what survives the death of the *host*. Between two fsyncs of a file its written bytes may reach the

@@ -18,8 +18,8 @@ A refused outer step is recorded, too, since it settled tokens.
 The log reaches back to the older of the two newest checkpoints (with `sync.keep_log`, and until
 there are two, to its beginning): if one of them does not read back, the other one suffices.
 
-It needs two ports, Files and Theta, so the simulator (proof/sim) runs it on its own disks and
-arrays.
+It needs two ports, Files and Theta, so the simulator (verification/sim) runs it on its own disks
+and arrays.
 """
 
 import dataclasses

@@ -22,7 +22,7 @@ from diloco_jax.numerics import merge as merge_lib
 from diloco_jax.numerics.contrib import aged
 from diloco_jax.protocol import actions
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.syncer import pieces as pieces_lib
+from diloco_jax.syncer import outer_step as outer_step_lib
 
 NOT_FINITE = 'the merged update is not finite; the fragment is unchanged'
 LARGEST = float(np.finfo(np.float32).max)
@@ -57,7 +57,7 @@ class Theta:
     labels = [[one.label for one in tensors] for tensors in layout.fragments]
     self._rules = [merge_lib.by_label(assembled.rules, one) for one in labels]
     self.place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
-    self._pieces = pieces_lib.Pieces(
+    self._pieces = outer_step_lib.Pieces(
       layout,
       assembled.codec_up,
       assembled.codec_down,
@@ -197,7 +197,9 @@ class Theta:
     stepped = self._pieces.redo(p, self._whole()[p], data)
     return self._next(p, data, stepped, 0.0) if stepped else self._failed(p, NOT_FINITE)
 
-  def _next(self, p: int, data: np.ndarray, stepped: pieces_lib.Stepped, length: float) -> Merged:
+  def _next(
+    self, p: int, data: np.ndarray, stepped: outer_step_lib.Stepped, length: float
+  ) -> Merged:
     """Makes the result of an outer step the next version."""
     values = self._whole()
     self._pieces.recycle(p, values[p])

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diloco_jax.storage import leaves as leaves_lib
+from diloco_jax.storage import tree_digest as tree_digest_lib
 
 PIECE_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ def snapshot(moments: Any) -> Snapshot:
     if jnp.issubdtype(leaf.dtype, jnp.floating):
       finite &= jnp.isfinite(leaf).all()
   return Snapshot(
-    jax.tree.map(jnp.copy, moments), jax.tree.map(leaves_lib.digest_leaf, moments), finite
+    jax.tree.map(jnp.copy, moments), jax.tree.map(tree_digest_lib.digest_leaf, moments), finite
   )
 
 

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from isal import isal_zlib
 
-from diloco_jax.transport import payloads, wire
+from diloco_jax.transport import control_crc, payloads
 
 CHUNK_BYTES = 1 << 18
 LARGE_CHUNK_BYTES = 1 << 20
@@ -120,7 +120,7 @@ class _Partial:
   def add(self, chunk: Chunk) -> None:
     crc32 = isal_zlib.crc32(chunk.data, self.crc32)
     if crc32 != chunk.crc32:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'checksum',
         f'CRC-32 {crc32:#010x} after chunk {chunk.index} of transfer '
         f'{chunk.transfer}, the frame says {chunk.crc32:#010x}',
@@ -173,13 +173,13 @@ class Assembler:
 
   def _check_limits(self, chunk: Chunk) -> None:
     if chunk.total > self._max_payload_bytes:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'too_large',
         f'transfer {chunk.transfer} has {chunk.total} bytes, at most '
         f'{self._max_payload_bytes} are granted',
       )
     if chunk.transfer not in self._open and len(self._open) >= self._max_open:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'too_many',
         f'transfer {chunk.transfer} begins beside {len(self._open)} '
         f'incomplete ones, at most {self._max_open} are granted',
@@ -190,7 +190,7 @@ class Assembler:
       return self._open[chunk.transfer]
     # Only a first chunk opens a transfer, so a misplaced chunk allocates nothing.
     if chunk.index != 0:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'order',
         f'transfer {chunk.transfer} begins with chunk {chunk.index}, not 0',
       )
@@ -199,18 +199,18 @@ class Assembler:
 
   def _check_order(self, chunk: Chunk, partial: _Partial) -> None:
     if (chunk.total, chunk.count) != (partial.buffer_S.nbytes, partial.count):
-      raise wire.WireError(
+      raise control_crc.WireError(
         'size',
         f'transfer {chunk.transfer} had {partial.buffer_S.nbytes} bytes in {partial.count} chunks, '
         f'its chunk {chunk.index} says {chunk.total} in {chunk.count}',
       )
     if chunk.index < partial.next_index:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'duplicate',
         f'chunk {chunk.index} of transfer {chunk.transfer} came again',
       )
     if chunk.index > partial.next_index:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'order',
         f'chunk {chunk.index} of transfer {chunk.transfer} came when {partial.next_index} was due',
       )
@@ -236,12 +236,12 @@ def acknowledged(frame: bytes) -> int | None:
 def _checked(view: memoryview) -> list[int]:
   """The numbers of a frame's header, from `transfer` to `crc32`."""
   if view.nbytes < HEADER_BYTES:
-    raise wire.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
+    raise control_crc.WireError('truncated', f'{view.nbytes} bytes are no header of {HEADER_BYTES}')
   magic, version, header_bytes, *fields = _FIELDS.unpack_from(view)
   if magic != MAGIC:
-    raise wire.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
+    raise control_crc.WireError('magic', f'the frame begins with {magic!r}, not {MAGIC!r}')
   if (version, header_bytes) != (VERSION, HEADER_BYTES):
-    raise wire.WireError(
+    raise control_crc.WireError(
       'version',
       f'version {version} with a header of {header_bytes} bytes; this '
       f'build reads version {VERSION} with {HEADER_BYTES}',
@@ -254,7 +254,7 @@ def _check_header(frame: memoryview) -> None:
   (stored,) = _CHECK.unpack_from(frame, _FIELDS.size)
   found = isal_zlib.crc32(frame[: _FIELDS.size])
   if stored != found:
-    raise wire.WireError(
+    raise control_crc.WireError(
       'header',
       f'CRC-32 {found:#010x} over the header, it says {stored:#010x}',
     )
@@ -262,17 +262,17 @@ def _check_header(frame: memoryview) -> None:
 
 def _check_sizes(chunk: Chunk) -> None:
   if chunk.transfer == _NO_TRANSFER:
-    raise wire.WireError('transfer', 'transfer number 0 stands for no transfer')
+    raise control_crc.WireError('transfer', 'transfer number 0 stands for no transfer')
   if (chunk_bytes := chunk.chunk_bytes) is None:
     counts = [chunk_count(chunk.total, size) for size in (CHUNK_BYTES, LARGE_CHUNK_BYTES)]
-    raise wire.WireError(
+    raise control_crc.WireError(
       'count', f'{chunk.total} bytes in {chunk.count} chunks, not {counts[0]} or {counts[1]}'
     )
   if chunk.index >= chunk.count:
-    raise wire.WireError('index', f'chunk {chunk.index} of {chunk.count}')
+    raise control_crc.WireError('index', f'chunk {chunk.index} of {chunk.count}')
   expected = min(chunk_bytes, chunk.total - chunk.index * chunk_bytes)
   if chunk.data.nbytes != expected:
-    raise wire.WireError(
+    raise control_crc.WireError(
       'size',
       f'chunk {chunk.index} of {chunk.total} bytes has {chunk.data.nbytes} bytes, not {expected}',
     )

@@ -14,13 +14,7 @@ import grpc
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import messages
-from diloco_jax.transport import (
-  addresses,
-  credentials,
-  doors,
-  grpc_session,
-  link,
-)
+from diloco_jax.transport import addresses, credentials, grpc_session, link, listen
 
 _OPTIONS = grpc_session.COMMON_OPTIONS + (
   ('grpc.use_local_subchannel_pool', 1),  # shared connections would share their back-off
@@ -81,7 +75,7 @@ class GrpcLearnerTransport(grpc_session.Sessions):
     """A session's whole life, on its own thread."""
     try:
       address = self._address()
-      with doors.dial(address, self._access, _OPTIONS) as channel:
+      with listen.dial(address, self._access, _OPTIONS) as channel:
         self._serve(session, channel, address)
     except grpc.RpcError as error:
       session.lost(error, self._describe(error))

@@ -34,14 +34,7 @@ from grpc_health.v1 import health, health_pb2
 from diloco_jax.certs import proofs
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.transport import (
-  addresses,
-  credentials,
-  doors,
-  grpc_session,
-  link,
-  rules,
-)
+from diloco_jax.transport import addresses, credentials, grpc_session, link, listen, peer_limits
 
 _LINE = 128  # newcomers that wait for a place
 _CHECKS = 8  # calls that ask for the syncer's health, at the same time
@@ -91,7 +84,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     reserve_descriptors(places)
     self._numbers = itertools.count(1)
     self._line: list[threading.Event] = []  # of newcomers; set: it is this one's turn
-    self._arrivals = rules.Rate(
+    self._arrivals = peer_limits.Rate(
       limits.max_strangers / max(limits.stay_s, 0.001), limits.max_strangers
     )
     self._room = threading.Condition(self._lock)  # a session has ended
@@ -106,7 +99,7 @@ class GrpcSyncerTransport(grpc_session.Sessions):
     )
     self._health = self._add_services()
     try:
-      self._door = doors.Door(self._server, address, access, say)
+      self._door = listen.Door(self._server, address, access, say)
     except (ValueError, OSError):
       self._pool.shutdown()
       raise

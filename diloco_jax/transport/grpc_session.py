@@ -31,8 +31,8 @@ import grpc
 
 from diloco_jax.node import ports
 from diloco_jax.protocol import events, messages
-from diloco_jax.protocol import said as said_lib
-from diloco_jax.transport import chunks, flow, link, rules, translate, wire
+from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.transport import chunks, control_crc, flow_control, link, peer_limits, translate
 
 SERVICE = 'diloco.v1.SyncerService'
 TOKEN = 'diloco-session'
@@ -96,7 +96,7 @@ class Session:
       self._split, limits.max_queued_bytes, limits.max_queued_messages, limits.donation_bytes_per_s
     )
     self._receive_buffer = link.ReceiveBuffer(limits.max_payload_bytes, limits.max_announced)
-    self._rules = rules.OfSyncer(limits) if dialed else rules.OfLearner(limits)
+    self._rules = peer_limits.OfSyncer(limits) if dialed else peer_limits.OfLearner(limits)
     self._assembler = chunks.Assembler(
       max_payload_bytes=limits.max_payload_bytes,
       max_open=link.OPEN_TRANSFERS,
@@ -105,13 +105,15 @@ class Session:
     self._max_items = translate.MAX_ITEMS if dialed else len(limits.contribution_bytes)
     # A learner spends what it may; the syncer leaves twice the room for what arrives at once.
     room_s = 1 if dialed else 2
-    self._message_rate = rules.Rate(limits.messages_per_s, room_s * limits.messages_per_s)
-    self._byte_rate = rules.Rate(limits.message_bytes_per_s, room_s * limits.message_bytes_per_s)
+    self._message_rate = peer_limits.Rate(limits.messages_per_s, room_s * limits.messages_per_s)
+    self._byte_rate = peer_limits.Rate(
+      limits.message_bytes_per_s, room_s * limits.message_bytes_per_s
+    )
     capped = dialed and limits.uplink_bytes_per_s
-    self._uplink = rules.Rate(limits.uplink_bytes_per_s, burst=0) if capped else None
+    self._uplink = peer_limits.Rate(limits.uplink_bytes_per_s, burst=0) if capped else None
     self._unhandled = 0  # delivered messages that the machine has not handled
-    self._sent, self._received = wire.Seal(), wire.Seal()
-    self._window, self._receipts = flow.Window(), flow.Receipts()
+    self._sent, self._received = control_crc.Seal(), control_crc.Seal()
+    self._window, self._receipts = flow_control.Window(), flow_control.Receipts()
     lock = threading.RLock()
     self._changed = threading.Condition(lock)
     self._bulk_changed = threading.Condition(lock)  # the bulk writer waits here, and no other
@@ -177,12 +179,11 @@ class Session:
       self._change_state(_State.OVER, reason, failed=True)
 
   def lost(self, error: grpc.RpcError, reason: str) -> None:
-    """Ends the session after the error of a stream. A learner whose certificate the syncer refuses
-    hears that it was refused."""
+    """Ends the session after a stream's error; a learner with a refused certificate is told so."""
     with self._changed:
       if self._dialed and self._state is not _State.OVER and _is_unproved(error):
         self._unhandled += 1
-        refused = messages.unproved(said_lib.said(error.details() or '', REASON_CHARS))
+        refused = messages.unproved(printable_lib.printable(error.details() or '', REASON_CHARS))
         self._post(events.Received(session=self.number, message=refused))
       self.fail(reason)
 
@@ -241,7 +242,7 @@ class Session:
     while (entry := self._next_control()) is not None:
       try:
         data = self._sent.close(self._outgoing.encode(*entry))
-      except wire.WireError as error:
+      except control_crc.WireError as error:
         self.fail(f'this end cannot encode a message: {error}')
         return
       self._traffic.add(sent_bytes=len(data))
@@ -348,7 +349,7 @@ class Session:
       for data in stream:
         self._traffic.add(received_bytes=len(data))
         take(data)
-    except (wire.WireError, link.LinkError) as error:
+    except (control_crc.WireError, link.LinkError) as error:
       self.fail(f'the peer broke the protocol: {error}', trouble=BROKEN)
     except grpc.RpcError as error:
       self.lost(error, describe(error))
@@ -362,7 +363,7 @@ class Session:
     """Counts a stream that the peer ended in order; after both, the peer has closed the session."""
     trailer = dict(stream.trailing_metadata() or ()) if isinstance(stream, grpc.Call) else {}
     told = trailer.get(REASON, b'closed by the peer').decode(errors='replace')
-    reason = said_lib.said(told, REASON_CHARS)
+    reason = printable_lib.printable(told, REASON_CHARS)
     with self._changed:
       self._streams_read += 1
       if self._streams_read == 2:
@@ -520,7 +521,7 @@ def describe(error: grpc.RpcError) -> str:
   if not isinstance(error, grpc.Call):
     return LOST
   code = error.code().name.lower().replace('_', ' ')
-  details = said_lib.said(error.details() or '', REASON_CHARS)
+  details = printable_lib.printable(error.details() or '', REASON_CHARS)
   return f'{code}: {details}' if details else code
 
 

@@ -13,8 +13,8 @@ ends check these rules, which protobuf does not, before encoding and after decod
   body      exactly one known body per envelope
   protobuf  the bytes are a protobuf of this schema
 
-`decode` escapes what is not printable in every text that people may read (protocol/said.py). Ids
-and agreements are compared, not read, and stay as they are.
+`decode` escapes what is not printable in every text that people may read (protocol/printable.py).
+Ids and agreements are compared, not read, and stay as they are.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from typing import Any
 from google.protobuf import message as protobuf
 
 from diloco_jax.protocol import messages
-from diloco_jax.protocol import said as said_lib
-from diloco_jax.transport import sync_pb2, wire
+from diloco_jax.protocol import printable as printable_lib
+from diloco_jax.transport import control_crc, sync_pb2
 
 MAX_ITEMS = 4096  # more than the fragments of any model
 MAX_STRING_BYTES = {
@@ -69,7 +69,7 @@ class Direction:
   def encode(self, message: messages.Message, transfer_id: int = 0) -> bytes:
     """Returns the serialised envelope. Raises WireError if a value breaks a rule above."""
     if type(message) not in self.classes:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'body',
         f'{type(message).__name__} is no body of {self._name}; its bodies are '
         f'{", ".join(c.__name__ for c in self.classes)}',
@@ -86,13 +86,13 @@ class Direction:
     try:
       envelope = self.envelope.FromString(data)
     except protobuf.DecodeError as error:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'protobuf',
         f'{len(data)} bytes are no {self._name} ({error})',
       ) from error
     name = envelope.WhichOneof('body')
     if name is None:
-      raise wire.WireError(
+      raise control_crc.WireError(
         'body',
         f'{self._name} of {len(data)} bytes has no known body of protocol version '
         f'{messages.PROTOCOL_VERSION}',
@@ -174,11 +174,13 @@ def _read_field(
     return _checked(cls, name, tuple(items))
   if dataclasses.is_dataclass(kind):
     if not proto.HasField(name):
-      raise wire.WireError('missing', f'{cls.__name__} came without its {name}')
+      raise control_crc.WireError('missing', f'{cls.__name__} came without its {name}')
     return _read(kind, value, max_items)
   value = _checked(cls, name, value)
   if kind is str and name not in _COMPARED:
-    return said_lib.said(value, _TEXT_CHARS if name == 'text' else said_lib.SAID_CHARS)
+    return printable_lib.printable(
+      value, _TEXT_CHARS if name == 'text' else printable_lib.MOST_CHARS
+    )
   return value
 
 
@@ -197,29 +199,33 @@ def _checked(cls: type, name: str, value: Any) -> Any:
         if isinstance(item, int):
           _check_range(cls, name, item)
     case _:
-      raise wire.WireError('type', f'{cls.__name__}.{name} cannot be {value!r}')
+      raise control_crc.WireError('type', f'{cls.__name__}.{name} cannot be {value!r}')
   return value
 
 
 def _check_range(cls: type, name: str, value: int) -> None:
   low, high = _RANGES.get((cls, name), _COUNT)
   if not low <= value <= high:
-    raise wire.WireError('range', f'{cls.__name__}.{name} is {value}, outside [{low}, {high}]')
+    raise control_crc.WireError(
+      'range', f'{cls.__name__}.{name} is {value}, outside [{low}, {high}]'
+    )
 
 
 def _check_string(cls: type, name: str, value: str) -> None:
   try:
     length = len(value.encode())
   except UnicodeEncodeError as error:
-    raise wire.WireError(
+    raise control_crc.WireError(
       'string',
       f'{cls.__name__}.{name} is no Unicode text: {error}',
     ) from error
   _check_length(cls, name, length, MAX_STRING_BYTES[name])
   if name == 'agreement' and not (value.isascii() and value.isprintable()):
-    raise wire.WireError('string', f'{cls.__name__}.{name} is no printable ASCII')
+    raise control_crc.WireError('string', f'{cls.__name__}.{name} is no printable ASCII')
 
 
 def _check_length(cls: type, name: str, length: int, limit: int) -> None:
   if length > limit:
-    raise wire.WireError('length', f'{cls.__name__}.{name} has length {length}, at most {limit}')
+    raise control_crc.WireError(
+      'length', f'{cls.__name__}.{name} has length {length}, at most {limit}'
+    )

@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import entrypoints, program
+from diloco_jax.launch import cli, nodes
 from diloco_jax.learner import work as learner_work
 from diloco_jax.report import records as records_lib
 from diloco_jax.train import island as island_lib
@@ -41,7 +41,7 @@ def run(config: run_config.Config, workdir: pathlib.Path, name: str, floor_s: fl
   every = config.train.checkpoint_every_steps
   config.mesh.data = len(names)
   config.data.batch_size *= len(names)
-  entrypoints.prepare_jax(1)
+  nodes.prepare_jax(1)
   jax.distributed.initialize(
     (workdir / ADDRESS).read_text(),
     len(names),
@@ -116,9 +116,9 @@ def _every_process_caches() -> None:
 def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
-  return run(program.config(), pathlib.Path(values.workdir), values.learner_id, values.floor_s)
+  return run(cli.config(), pathlib.Path(values.workdir), values.learner_id, values.floor_s)
 
 
 if __name__ == '__main__':
   floor.define_flags()
-  program.run_main(main)
+  cli.run_main(main)

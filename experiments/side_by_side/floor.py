@@ -10,7 +10,7 @@ import time
 
 from absl import flags
 
-from diloco_jax.launch import entrypoints, program
+from diloco_jax.launch import cli, nodes
 from diloco_jax.learner import work as learner_work
 from diloco_jax.train import island as island_lib
 
@@ -42,14 +42,14 @@ def main(argv: list[str]) -> int:
   del argv
   values = flags.FLAGS
   where = values.workdir, values.learner_id, values.syncer
-  return entrypoints.learner(program.config(), *where, program.access(), work_class=_Work)
+  return nodes.learner(cli.config(), *where, cli.access(), work_class=_Work)
 
 
 def define_flags() -> None:
   """Those of a program that stands in for `diloco learner`."""
-  program.define_config()
-  program.define_access()
-  program.define_files()
+  cli.define_config()
+  cli.define_access()
+  cli.define_files()
   for name in ('workdir', 'learner_id', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_float('floor_s', 0.0, 'the least time between two inner steps')
@@ -57,4 +57,4 @@ def define_flags() -> None:
 
 if __name__ == '__main__':
   define_flags()
-  program.run_main(main)
+  cli.run_main(main)

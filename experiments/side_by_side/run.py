@@ -13,12 +13,13 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from diloco_jax.api import load_params
 from diloco_jax.config import build, run_config
-from diloco_jax.launch import run_folder, trained
-from diloco_jax.proof import plans
-from diloco_jax.proof.faults import conductor
+from diloco_jax.launch import run_folder
 from diloco_jax.report import records
 from diloco_jax.train import island as island_lib
+from diloco_jax.verification import plans
+from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import accounts, data_parallel, systems
 
 READY_STEPS = 10  # of every learner before the measurement begins
@@ -163,7 +164,7 @@ def measure(
     clocks = clock - accounts.clock_at(run.facts, window.kills_ns)
     tokens = clocks * cell.learners * tokens_per_step
   else:
-    island.params = jax.device_put(trained.load_params(workdir), island.shardings.params)
+    island.params = jax.device_put(load_params.load_params(workdir), island.shardings.params)
     tokens = accounts.merged(run.facts, config.sync.fragments, window)
   return {
     'key': cell.key,

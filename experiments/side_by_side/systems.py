@@ -22,7 +22,7 @@ from collections.abc import Callable
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.proof import plans, random_streams
+from diloco_jax.verification import plans, random_streams
 
 LEARNERS = 4
 EVERY_S = 60.0  # each learner is killed once in this time, on average

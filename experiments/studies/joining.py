@@ -1,7 +1,7 @@
 """A learner that joins when half of the clock is over (joining.md)."""
 
-from diloco_jax.proof import plans
-from diloco_jax.proof.virtual import conditions
+from diloco_jax.verification import plans
+from diloco_jax.verification.virtual import conditions
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 

@@ -1,6 +1,6 @@
 """Payloads that come many versions late: merge them, or drop their steps (late.md)."""
 
-from diloco_jax.proof.virtual import conditions
+from diloco_jax.verification.virtual import conditions
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 

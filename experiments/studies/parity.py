@@ -1,7 +1,7 @@
 """How far DiLoCo, Streaming and Decoupled DiLoCo are behind data-parallel training (parity.md)."""
 
 from diloco_jax.config import run_config
-from diloco_jax.proof.virtual import virtual
+from diloco_jax.verification.virtual import virtual
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from diloco_jax.proof.virtual import conditions
+from diloco_jax.verification.virtual import conditions
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib
 

@@ -17,15 +17,15 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
-from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.goodput import machines
-from diloco_jax.proof.sim import engine
-from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.proof.virtual import conditions, no_arrays
-from diloco_jax.proof.virtual import world as virtual_world
 from diloco_jax.protocol import actions
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks import checkers as checkers_lib
+from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import world as world_lib
+from diloco_jax.verification.virtual import conditions, no_arrays
+from diloco_jax.verification.virtual import world as virtual_world
+from experiments.goodput import machines
 from scripts.benchmarks import measured
 
 LEARNERS = 8

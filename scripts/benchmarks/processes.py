@@ -22,7 +22,7 @@ from typing import NamedTuple
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from diloco_jax.launch import local
+from diloco_jax.launch import local_run
 from diloco_jax.learner import on_device
 from diloco_jax.report import records as records_lib
 
@@ -42,7 +42,7 @@ class Sample(NamedTuple):
 
 def environment(devices: int = 1) -> dict[str, str]:
   """The environment of a process on emulated devices."""
-  return local.environment(devices) | {'JAX_PLATFORMS': 'cpu'}
+  return local_run.environment(devices) | {'JAX_PLATFORMS': 'cpu'}
 
 
 def start(

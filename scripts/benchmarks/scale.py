@@ -38,17 +38,17 @@ import numpy as np
 
 from diloco_jax.config import build
 from diloco_jax.configs import own_loop
-from diloco_jax.launch import entrypoints
-from diloco_jax.proof.goodput import machines
-from diloco_jax.proof.sim import hardware
-from diloco_jax.proof.virtual import no_arrays
-from diloco_jax.proof.virtual import world as virtual_world
+from diloco_jax.launch import nodes
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records as records_lib
 from diloco_jax.storage import files as files_lib
 from diloco_jax.syncer import commit, global_model
 from diloco_jax.syncer import work as syncer_work
 from diloco_jax.transport import payloads as payloads_lib
+from diloco_jax.verification.sim import hardware
+from diloco_jax.verification.virtual import no_arrays
+from diloco_jax.verification.virtual import world as virtual_world
+from experiments.goodput import machines
 from scripts.benchmarks import measured, processes
 
 WIDTH = 1024  # of the square matrices of which the model is made
@@ -313,7 +313,7 @@ def outer_steps(learners: list[int], millions: list[int], rounds: int, at: int) 
 
 
 if __name__ == '__main__':
-  entrypoints.prepare_syncer()
+  nodes.prepare_syncer()
   if sys.argv[1:2] == ['resident']:
     resident(int(sys.argv[2]))
   else:

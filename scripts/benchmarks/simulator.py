@@ -24,15 +24,15 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.proof.checks import checkers as checkers_lib
-from diloco_jax.proof.goodput import islands, machines
-from diloco_jax.proof.sim import hardware, seeds
-from diloco_jax.proof.sim import world as world_lib
-from diloco_jax.proof.virtual import arrays, conditions, no_arrays, virtual
-from diloco_jax.proof.virtual import world as virtual_world
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks import checkers as checkers_lib
+from diloco_jax.verification.sim import hardware, seeds
+from diloco_jax.verification.sim import world as world_lib
+from diloco_jax.verification.virtual import arrays, conditions, no_arrays, virtual
+from diloco_jax.verification.virtual import world as virtual_world
+from experiments.goodput import islands, machines
 from scripts.benchmarks import measured
 
 SECOND = hardware.SECOND

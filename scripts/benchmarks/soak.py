@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.node import failpoints
-from diloco_jax.proof.faults import chaos_report
+from diloco_jax.verification.faults import chaos_report
 from tests.runs import test_syncer_kills as kills
 
 _KILLS = flags.DEFINE_integer('kills', 200, 'number of kills', 10)

@@ -31,8 +31,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2]))
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
+from diloco_jax.verification.faults import conductor
 from scripts.benchmarks import measured
 
 VARIANT = 'decoupled'  # the demo, without its kill

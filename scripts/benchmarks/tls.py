@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from diloco_jax.certs import authority, proofs
-from diloco_jax.launch import local
+from diloco_jax.launch import local_run
 from diloco_jax.protocol import events, messages
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
 from scripts.benchmarks import measured
@@ -98,7 +98,7 @@ def steps_per_s(
         f'--plaintext_loopback={str(access.plaintext_loopback).lower()}',
       ],
       cwd=ROOT,
-      env=local.environment(2) | {'JAX_PLATFORMS': 'cpu'},
+      env=local_run.environment(2) | {'JAX_PLATFORMS': 'cpu'},
       stdout=subprocess.DEVNULL,
     )
     listen = [] if address.startswith(addresses.UNIX) else [f'--listen={address}']

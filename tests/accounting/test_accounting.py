@@ -6,11 +6,11 @@ import pytest
 
 from diloco_jax.accounting import book as book_lib
 from diloco_jax.accounting import turns
-from diloco_jax.proof import plans
-from diloco_jax.proof.sim import engine, faults
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import events, facts
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification import plans
+from diloco_jax.verification.sim import engine, faults
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single, transcript
 
 MS, SECOND = engine.MS, engine.SECOND

@@ -11,7 +11,7 @@ import pytest
 
 from diloco_jax.config import build, uplink
 from diloco_jax.configs import digits_vlm, stdlib_lm
-from diloco_jax.launch import entrypoints
+from diloco_jax.launch import nodes
 from diloco_jax.numerics import codecs, fragments, merge, outer
 from diloco_jax.protocol import actions, agreement
 from diloco_jax.syncer import global_model
@@ -62,7 +62,7 @@ def test_a_learner_with_a_capped_uplink_says_which_steps_fit(config):
   config.sync.uplink_mbit_s, config.sync.overlap = 2, 1
   config.validate()
   assembled = build.assemble(config)
-  assert entrypoints.limits(assembled).uplink_bytes_per_s == 250_000
+  assert nodes.limits(assembled).uplink_bytes_per_s == 250_000
   sizes = assembled.payload_bytes
   step_s = max(max(sizes), sum(sizes) / 2) / 250_000
   assert f'if a step takes {step_s:.3g} s or more' in uplink.note(assembled)

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from diloco_jax.proof.virtual import conditions
 from diloco_jax.train import config as train_config
+from diloco_jax.verification.virtual import conditions
 from experiments.studies import run
 from experiments.studies.lib import arms
 from experiments.studies.lib import study as study_lib

@@ -15,7 +15,7 @@ import pytest
 import diloco_jax
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import entrypoints, own_model, program, restore, run_folder
+from diloco_jax.launch import cli, nodes, own_model, restore, run_folder
 from diloco_jax.protocol import actions, messages
 from diloco_jax.report import records as recording
 from diloco_jax.storage import arrays, files
@@ -25,16 +25,16 @@ from tests.certs import mint
 
 
 def test_a_learner_id_that_is_no_name_is_refused(tmp_path):
-  with pytest.raises(program.NeverRetry, match="--learner_id='L0!'"):
-    entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'L0!', 'none')
+  with pytest.raises(cli.NeverRetry, match="--learner_id='L0!'"):
+    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'L0!', 'none')
   assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize('taken', ['syncer', 'supervisor'])
 def test_a_learner_cannot_have_the_id_of_another_program(taken, tmp_path):
   """Its records would be in one file with theirs."""
-  with pytest.raises(program.NeverRetry, match='syncer and supervisor are taken'):
-    entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), taken, 'none')
+  with pytest.raises(cli.NeverRetry, match='syncer and supervisor are taken'):
+    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), taken, 'none')
 
 
 @pytest.mark.parametrize('nohup', [False, True])
@@ -42,7 +42,7 @@ def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
   asked = []
   before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
   try:
-    with entrypoints.stops(asked.append, 60, ''):
+    with nodes.stops(asked.append, 60, ''):
       signal.raise_signal(signal.SIGHUP)
   finally:
     signal.signal(signal.SIGHUP, before)
@@ -50,8 +50,8 @@ def test_a_closed_terminal_ends_a_process_in_order_but_not_under_nohup(nohup):
 
 
 def test_an_address_without_a_port_is_refused(tmp_path):
-  with pytest.raises(program.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
-    entrypoints.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
+  with pytest.raises(cli.NeverRetry, match="'localhost' is not unix:PATH, nor HOST:PORT"):
+    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l0', 'localhost')
   assert not (tmp_path / 'run').exists()
 
 
@@ -69,14 +69,14 @@ def test_a_syncer_that_was_started_by_hand_writes_the_config_once(tmp_path, monk
     signal.raise_signal(signal.SIGTERM)
 
   jax.devices()  # before the syncer asks for one
-  write = entrypoints._write_address
-  monkeypatch.setattr(entrypoints, '_write_address', stop_once_it_listens)
+  write = nodes._write_address
+  monkeypatch.setattr(nodes, '_write_address', stop_once_it_listens)
   config = _without_haste(stdlib_lm.get_config('tiny'))
   config.sync.fragments = config.sync.period = 1
   config.sync.overlap = config.train.eval_every = 0
   for steps in (50, 60):
     config.train.steps = steps
-    assert entrypoints.syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert nodes.syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert load.read(tmp_path).train.steps == 50
   assert diloco_jax.load_params(tmp_path)['embedding'].shape == (256, 32)
   restore.restore(load.read(tmp_path), tmp_path, restore.Asked(restore.CHECKPOINT), print)
@@ -97,14 +97,14 @@ def test_an_ended_run_says_so_where_its_address_was(tmp_path, capfd):
 
   with futures.ThreadPoolExecutor(1) as pool:
     steps = pool.submit(loop, 'l0')
-    assert entrypoints.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+    assert nodes.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
     assert steps.result() == 3
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
   assert loop('l1') == 0
   said = capfd.readouterr().out
   assert f'[l1] waits for a syncer at {where}, at most 60 s' in said
   assert '[l1] the run has ended at step 0: 0 steps, 0 tokens' in said
-  assert entrypoints.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
+  assert nodes.own_loop_syncer(config, str(tmp_path), '', addresses.LOCAL) == 0
   assert (tmp_path / run_folder.ADDRESS).read_text().strip() == addresses.ENDED
 
 
@@ -114,7 +114,7 @@ def test_a_learner_that_has_waited_for_a_syncer_for_too_long_ends_with_one_line_
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   records = recording.Recorder(tmp_path, 'l0')
   waited = actions.Exit(code=75, text='No syncer has answered.')
-  assert program._guarded(lambda argv: entrypoints._end(waited, records), []) == 75
+  assert cli._guarded(lambda argv: nodes._end(waited, records), []) == 75
   assert capfd.readouterr().err == 'error: No syncer has answered.\n'
 
 
@@ -137,9 +137,9 @@ def test_a_syncer_that_is_asked_to_stop_before_it_listens_ends(tmp_path, monkeyp
   config = _without_haste(own_loop.get_config())
   config.sync.fragments = 1
   monkeypatch.setattr(module, name, stopped_meanwhile)
-  monkeypatch.setattr(entrypoints, '_serve', lambda *args: pytest.fail('the syncer was started'))
+  monkeypatch.setattr(nodes, '_serve', lambda *args: pytest.fail('the syncer was started'))
   where = config, str(tmp_path / 'run'), '', addresses.LOCAL, str(tmp_path / 'init')
-  assert entrypoints.own_loop_syncer(*where) == 0
+  assert nodes.own_loop_syncer(*where) == 0
 
 
 _LEARNER = """
@@ -172,7 +172,7 @@ def test_a_learner_whose_folder_another_process_has_is_refused(tmp_path):
   with contextlib.closing(files.Files(tmp_path / 'islands' / 'l0' / 'ckpt')) as folder:
     folder.lock('learner')
     ended = _process(_LEARNER, tmp_path)
-  assert ended.returncode == program.NEVER_RETRY
+  assert ended.returncode == cli.NEVER_RETRY
   assert f'l0/ckpt is already used by learner pid {os.getpid()}' in ended.stderr
 
 
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_line_and_may_be_retried(tmp_pat
   record.parent.mkdir(parents=True)
   record.write_text('{')
   ended = _process(_SYNCER if node == 'syncer' else _LEARNER, tmp_path)
-  assert ended.returncode == program.DISK_FAILED
+  assert ended.returncode == cli.DISK_FAILED
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert f'none of the checkpoints [1] under {tmp_path / node}/ckpt can be read' in line
   assert 'Traceback' not in ended.stderr and record.exists()
@@ -216,7 +216,7 @@ def test_initial_values_that_are_not_finite_are_refused_with_their_name(tmp_path
   ended = subprocess.run(
     [sys.executable, '-m', 'diloco_jax', *words], capture_output=True, text=True
   )
-  assert ended.returncode == program.NEVER_RETRY, ended.stderr
+  assert ended.returncode == cli.NEVER_RETRY, ended.stderr
   (line,) = [line for line in ended.stderr.splitlines() if line.startswith('error:')]
   assert line.startswith("error: ['gain'] has initial values that are not finite")
   assert 'correct the initial parameters' in line and 'Traceback' not in ended.stderr
@@ -228,7 +228,7 @@ def test_every_fragment_of_a_large_model_may_wait_for_one_joiner():
   model = own_model.Model(shapes, dict.fromkeys(names, 'body'), (), values=dict)
   assembled = own_model.complete(model, own_loop.get_config())
   assert assembled.parameters > 1 << 31
-  limits = entrypoints.limits(assembled)
+  limits = nodes.limits(assembled)
   waiting = link.SendQueue(chunks.split, limits.max_queued_bytes, limits.max_queued_messages)
   value = memoryview(np.zeros(max(assembled.publish_bytes), np.uint8))  # no page is touched
   for p, size in enumerate(assembled.publish_bytes):
@@ -250,10 +250,8 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
   mint.owner(tmp_path / 'certs')
   access = addresses.Access(tls=tmp_path / 'certs' / 'l0')
   match = 'is that of l0, and this learner is l1: give each learner the folder of its own id'
-  with pytest.raises(program.NeverRetry, match=match):
-    entrypoints.learner(
-      stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access
-    )
+  with pytest.raises(cli.NeverRetry, match=match):
+    nodes.learner(stdlib_lm.get_config('tiny'), str(tmp_path / 'run'), 'l1', '127.0.0.1:1', access)
   assert not (tmp_path / 'run').exists()
   params = {'w': np.ones((4, 4), np.float32)}
   with pytest.raises(ValueError, match=match):
@@ -261,4 +259,4 @@ def test_the_certificate_of_another_learner_is_seen_before_any_dial(tmp_path):
       params, learner='l1', syncer='127.0.0.1:1', total_steps=5, tls=access.tls, wait_s=0.0
     ):
       pass
-  entrypoints.require_own_certificate(access, 'l0')
+  nodes.require_own_certificate(access, 'l0')

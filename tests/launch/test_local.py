@@ -14,18 +14,11 @@ from concurrent import futures
 import pytest
 
 import diloco_jax
+from diloco_jax.api import peer
 from diloco_jax.commands import doctor
 from diloco_jax.config import load
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import (
-  accelerators,
-  entrypoints,
-  local,
-  peer,
-  program,
-  restore,
-  run_folder,
-)
+from diloco_jax.launch import accelerators, cli, local_run, nodes, restore, run_folder
 from diloco_jax.report import facts, records
 from diloco_jax.storage import files, seals
 
@@ -124,8 +117,8 @@ def test_a_path_without_readable_checkpoints_is_refused(config, tmp_path, monkey
     restore.restore(config, pathlib.Path('run'), restore.Asked(restore.LATEST), print)
   with pytest.raises(ValueError, match=match), contextlib.ExitStack() as cleanup:
     peer.folder('run', cleanup)
-  with pytest.raises(program.NeverRetry, match=match):
-    entrypoints._open('run', 'syncer')
+  with pytest.raises(cli.NeverRetry, match=match):
+    nodes._open('run', 'syncer')
   with pytest.raises(doctor.Bad, match=match):
     doctor.disk(pathlib.Path('run').absolute())
   assert not list(pathlib.Path().iterdir())
@@ -163,7 +156,7 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
       capture_output=True,
       text=True,
     )
-    assert ended.returncode == program.NEVER_RETRY
+    assert ended.returncode == cli.NEVER_RETRY
     assert f'already used by syncer pid {os.getpid()}' in ended.stderr
     with pytest.raises(files.DirectoryError, match='already used by syncer'):
       run_folder.open_workdir(config, workdir, resume=True)
@@ -174,9 +167,9 @@ def test_a_run_whose_syncer_is_live_is_not_continued(config, tmp_path):
 
 def test_a_run_that_was_refused_before_its_first_step_says_what_to_do_with_its_folder(tmp_path):
   with contextlib.closing(records.Recorder(tmp_path, 'l0', tensorboard=False)) as recorder:
-    assert f'{tmp_path} holds nothing of worth: remove it' in local._never_began(tmp_path)
+    assert f'{tmp_path} holds nothing of worth: remove it' in local_run._never_began(tmp_path)
     recorder.report(facts.Step(step=1, steps=1, tokens=1, loss=1.0, seconds=1.0))
-    assert local._never_began(tmp_path) == ''
+    assert local_run._never_began(tmp_path) == ''
 
 
 def test_a_run_whose_supervisor_is_live_is_not_continued(config, tmp_path):
@@ -238,7 +231,7 @@ def test_a_folder_that_cannot_be_written_is_refused(config):
 
 def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
   flags = ['--config=x.py:tiny', '--config.sync.quorum=2']
-  programs = {p.name: p for p in local.programs(config, tmp_path, flags, alone=False)}
+  programs = {p.name: p for p in local_run.programs(config, tmp_path, flags, alone=False)}
   assert list(programs) == ['syncer', 'l0', 'l1', 'l2']
   for one in programs.values():
     assert set(flags) | {f'--workdir={tmp_path}'} <= set(one.command)
@@ -250,12 +243,12 @@ def test_all_processes_get_the_same_config_and_their_own_id(config, tmp_path):
 
 
 def test_a_lone_learner_has_no_syncer(config, tmp_path):
-  [learner] = local.programs(config, tmp_path, [], alone=True)
+  [learner] = local_run.programs(config, tmp_path, [], alone=True)
   assert '--syncer=none' in learner.command
 
 
 def test_the_users_environment_wins():
-  environment = local.environment(
+  environment = local_run.environment(
     2, {'JAX_PLATFORMS': 'tpu', 'JAX_NUM_CPU_DEVICES': '7', 'PYTHONPATH': '/x'}
   )
   assert environment['JAX_PLATFORMS'] == 'tpu'
@@ -276,27 +269,27 @@ def test_learners_share_the_accelerators(config, tmp_path, monkeypatch):
   ):
     if listed:
       monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
-    _, *learners = local.programs(config, tmp_path, [], alone=False)
+    _, *learners = local_run.programs(config, tmp_path, [], alone=False)
     assert [one.environment['CUDA_VISIBLE_DEVICES'] for one in learners] == shares
     assert not any('JAX_PLATFORMS' in one.environment for one in learners)
   for listed in ('0,1', '0,1,2,3,4,8', '-1', ''):  # too few, one that is not there, none
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', listed)
-    _, *learners = local.programs(config, tmp_path, [], alone=False)
+    _, *learners = local_run.programs(config, tmp_path, [], alone=False)
     assert {one.environment['JAX_PLATFORMS'] for one in learners} == {'cpu'}
 
 
 def test_with_too_few_accelerators_learners_use_emulated_devices(capsys, monkeypatch):
   monkeypatch.delenv('JAX_PLATFORMS')
   found = accelerators.Accelerators('cuda', ('0',))
-  environments = local.learner_environments(2, 1, found)
+  environments = local_run.learner_environments(2, 1, found)
   assert [one['JAX_PLATFORMS'] for one in environments] == ['cpu', 'cpu']
   assert 'use emulated CPU devices' in capsys.readouterr().out
   monkeypatch.setenv('JAX_PLATFORMS', 'cuda')
-  assert local.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'
+  assert local_run.learner_environments(2, 1, found)[0]['JAX_PLATFORMS'] == 'cuda'
 
 
 def test_the_cache_of_an_installed_package_is_the_users(monkeypatch):
-  assert local.cache_folder() == program.CHECKOUT / '.cache' / 'jax'
-  monkeypatch.setattr(program, 'CHECKOUT', None)
-  assert local.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
-  assert local.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'
+  assert local_run.cache_folder() == cli.CHECKOUT / '.cache' / 'jax'
+  monkeypatch.setattr(cli, 'CHECKOUT', None)
+  assert local_run.cache_folder({'XDG_CACHE_HOME': '/c'}) == pathlib.Path('/c/diloco_jax/jax')
+  assert local_run.cache_folder({}) == pathlib.Path.home() / '.cache' / 'diloco_jax' / 'jax'

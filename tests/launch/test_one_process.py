@@ -9,9 +9,9 @@ import time
 
 import pytest
 
+from diloco_jax.api import single_controller
 from diloco_jax.config import load, run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import one_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import events
 from diloco_jax.syncer import process as syncer_process
@@ -39,7 +39,7 @@ def test_a_run_that_has_ended_is_given_more_steps(tmp_path, monkeypatch):
   """The clock continues one period after the old end, with the same log, checkpoints and ledger."""
 
   def run(steps: int) -> dict:
-    exits = one_process.run(_config(steps, learners=1), tmp_path)
+    exits = single_controller.run(_config(steps, learners=1), tmp_path)
     assert {one.code for one in exits.values()} == {0}, exits
     return _facts(tmp_path, 'syncer', 'ledger')[-1]
 
@@ -80,7 +80,7 @@ def test_a_run_that_cannot_start_claims_no_folder(tmp_path):
   config = _config(STEPS)
   config.sync.learners = 16
   with pytest.raises(ValueError, match='or lower sync.learners'):
-    one_process.run(config, tmp_path / 'run')
+    single_controller.run(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()
 
 
@@ -99,7 +99,7 @@ def test_an_interrupt_ends_every_node_and_the_same_call_continues_the_run(tmp_pa
 
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-      one_process.run(_config(1_000_000), tmp_path)
+      single_controller.run(_config(1_000_000), tmp_path)
     assert said() > before
     assert not {thread.name for thread in threading.enumerate()} & {'syncer', 'l0', 'l1'}
 
@@ -114,6 +114,6 @@ def test_a_config_may_be_given_by_its_name(tmp_path):
   config = _config(STEPS, learners=1)
   load.write(tmp_path / 'before', config)
   with pytest.raises(ValueError, match='is not empty: choose another folder'):
-    one_process.run(str(tmp_path / 'before'), tmp_path)
+    single_controller.run(str(tmp_path / 'before'), tmp_path)
   with pytest.raises(ValueError, match="there is no config 'stdlib_ml'"):
-    one_process.run('stdlib_ml:tiny', tmp_path)
+    single_controller.run('stdlib_ml:tiny', tmp_path)

@@ -17,8 +17,8 @@ import pytest
 from flax import nnx
 
 from diloco_jax.config import run_config
-from diloco_jax.launch import accelerators, own_model, program
-from diloco_jax.transport import addresses, doors
+from diloco_jax.launch import accelerators, cli, own_model
+from diloco_jax.transport import addresses, listen
 
 _DEADLINE_S = 60
 _CONFIG = own_model.config(
@@ -47,7 +47,7 @@ class Waiting:
 
   def bring(self, pieces):
     """The call; the pieces are those of an iterator."""
-    channel = doors.dial(self.address, addresses.LOCAL, ())
+    channel = listen.dial(self.address, addresses.LOCAL, ())
     return channel.stream_unary(f'/{own_model.SERVICE}/{own_model.METHOD}').future(
       pieces, timeout=_DEADLINE_S
     )
@@ -137,7 +137,7 @@ def test_a_model_has_arrived_once_the_syncer_has_stored_it(tmp_path):
     finally:
       resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not brought.done() and own_model.read(tmp_path) is None
-    assert program.refusal(error) is program.DiskFailed
+    assert cli.refusal(error) is cli.DiskFailed
     syncer = pool.submit(own_model.obtain, *where)
     brought.result(_DEADLINE_S)
     np.testing.assert_array_equal(own_model.read(tmp_path).values()['w'], noise)

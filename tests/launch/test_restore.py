@@ -21,7 +21,7 @@ import pytest
 
 from diloco_jax.config import build, load
 from diloco_jax.configs import own_loop, stdlib_lm
-from diloco_jax.launch import own_model, program, restore, run_folder
+from diloco_jax.launch import cli, own_model, restore, run_folder
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import checkpoint, manifests, outer_log, seals, wal, wal_format
 from diloco_jax.storage import files as files_lib
@@ -387,12 +387,12 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   load.write(workdir, config)
   _damage_syncer(workdir, 2)
   done = diloco(f'--workdir={workdir}', '--to=2')
-  assert done.returncode == program.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
+  assert done.returncode == cli.NEVER_RETRY and done.stderr.count('\n') == 1, done.stderr
   assert 'snapshot 2 is not whole' in done.stderr
   _damage(workdir, 1)
   words = (f'--workdir={workdir}', '--to=latest', '--config.sync.learners=2')
   done = diloco(*words)
-  assert done.returncode == program.NEVER_RETRY and '--without=l1 ' in done.stderr
+  assert done.returncode == cli.NEVER_RETRY and '--without=l1 ' in done.stderr
   key = tmp_path_factory.mktemp('key') / 'run.key'
   key.write_text('0' * 64 + '\n')
   key.chmod(0o600)
@@ -404,7 +404,7 @@ def test_the_command_says_what_it_did_or_why_not_in_one_line(config, workdir, tm
   assert manifests.read_restored(workdir, seals.load(key, workdir)).log == 10
   assert load.read(workdir).sync.learners == 2
   done = diloco(f'--workdir={workdir}/nowhere', '--to=latest', '--config=stdlib_lm:tiny')
-  assert done.returncode == program.NEVER_RETRY and 'there is no run in' in done.stderr
+  assert done.returncode == cli.NEVER_RETRY and 'there is no run in' in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ __main__.main()
     capture_output=True,
     check=False,
   )
-  assert ended.returncode == program.DISK_FAILED, ended.stderr
+  assert ended.returncode == cli.DISK_FAILED, ended.stderr
   assert ended.stderr.count('\n') == 1 and 'restore again, with the same --to' in ended.stderr
   with pytest.raises(files_lib.DirectoryError, match='in the middle of a restore'):
     manifests.require_no_restore(workdir)
@@ -495,9 +495,9 @@ def _damaged(assembled, past, tmp_path) -> pathlib.Path:
   place = next(place for place, entry in entries if entry.kind and entry.number == 6)
   _flip(log, place + wal_format.ENTRY_HEADER_BYTES + 100, 0)
   with pytest.raises(
-    program.NeverRetry, match='is damaged at byte.*restore --to=checkpoint'
+    cli.NeverRetry, match='is damaged at byte.*restore --to=checkpoint'
   ) as refused:
-    with program.log_failures():
+    with cli.log_failures():
       durability.Rig(assembled, workdir / 'syncer')
   assert log.name in str(refused.value)
   return workdir

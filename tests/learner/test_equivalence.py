@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from diloco_jax.api import single_controller
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import one_process
 from diloco_jax.learner import baseline
 from diloco_jax.learner import process as learner_process
 from diloco_jax.node import loop
@@ -57,7 +57,7 @@ def test_decoupled_with_one_learner_follows_the_lone_run(tmp_path, config, perio
   config.sync.period, config.sync.fragments = period, fragments
   together, by_itself = tmp_path / 'together', tmp_path / 'alone'
 
-  one_process.run(config, together)
+  single_controller.run(config, together)
   assembled = build.assemble(config)
   island = learner_process.make_island(
     assembled, by_itself, 'l0', jax.devices()[: config.mesh.num_devices]

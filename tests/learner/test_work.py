@@ -14,7 +14,7 @@ from diloco_jax.learner import work as learner_work
 from diloco_jax.numerics import fragments
 from diloco_jax.protocol import actions, events
 from diloco_jax.report import records
-from diloco_jax.storage import leaves
+from diloco_jax.storage import tree_digest
 from diloco_jax.transport import payloads
 
 
@@ -102,9 +102,9 @@ def test_a_save_compiles_nothing_after_the_warm_up(tmp_path):
   island = learner_process.make_island(assembled, tmp_path, 'l0', devices)
   island.warm_up()
   island.step(0)
-  compiled = leaves._digest_leaves._cache_size()
+  compiled = tree_digest._digest_leaves._cache_size()
   island.save(1)()
-  assert leaves._digest_leaves._cache_size() == compiled
+  assert tree_digest._digest_leaves._cache_size() == compiled
   island.close()
 
 

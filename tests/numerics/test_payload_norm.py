@@ -17,7 +17,7 @@ import pytest
 
 from diloco_jax.numerics import codecs, fragments
 from diloco_jax.protocol.syncer import screening
-from diloco_jax.syncer import global_model, pieces
+from diloco_jax.syncer import global_model, outer_step
 from tests.numerics import codecs_numpy
 
 N = 1 << 18  # a fragment of the demo has about as many values
@@ -38,7 +38,7 @@ def _norm(name: str, data: np.ndarray, n: int = N) -> float:
 
 @functools.cache
 def _pieces(layout, codec, place):
-  return pieces.Pieces(layout, codec, codec, codec, optax.sgd(1.0), place, piece=3 << 14)
+  return outer_step.Pieces(layout, codec, codec, codec, optax.sgd(1.0), place, piece=3 << 14)
 
 
 def _measured(name: str, values: np.ndarray) -> float:

@@ -6,7 +6,8 @@ on, a *word* is one message more. So its words are plausible but for what a test
 process without an id, the *stranger*, says words on a session of its own.
 
 The world notices by itself a machine that raises, a broken `check()`, a token that is merged twice,
-and an honest payload that screening refuses (diloco_jax/proof/sim). `Judge` notices the rest.
+and an honest payload that screening refuses (diloco_jax/verification/sim). `Judge` notices the
+rest.
 """
 
 import dataclasses
@@ -14,12 +15,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diloco_jax.proof.sim import arrays, engine, processes
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import screening
 from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.verification.sim import arrays, engine, processes
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = engine.MS

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from diloco_jax.proof.sim import engine
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, facts
 from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.sim import engine
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = engine.MS

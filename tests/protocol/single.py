@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from diloco_jax.proof.sim import engine, network
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.verification.sim import engine, network
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import transcript
 
 MS = engine.MS

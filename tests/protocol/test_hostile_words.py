@@ -19,9 +19,9 @@ from hypothesis import stateful
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 
-from diloco_jax.proof.sim import processes
 from diloco_jax.protocol import agreement, messages
 from diloco_jax.protocol.syncer import gathering, members, pace, plausible, screening
+from diloco_jax.verification.sim import processes
 from tests.protocol import hostile
 
 CASES, CASES_BY_DEFAULT, SEED = 1_000, 40, 0

@@ -15,15 +15,15 @@ A script is blocks of `command lines`, `----`, `output`, blank line; `#` begins 
     fail                          the next outer step is not finite
     ledger                        prints the newest ledger
 
-proof/sim/narrate.py writes the output, one line per action: milliseconds, node, action.
+verification/sim/narrate.py writes the output, one line per action: milliseconds, node, action.
 """
 
 import dataclasses
 from typing import Any
 
-from diloco_jax.proof.sim import engine, narrate, processes
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.verification.sim import engine, narrate, processes
+from diloco_jax.verification.sim import world as world_lib
 
 MS = engine.MS
 LINK = ('up', 'down', 'bulk_up', 'bulk_down')

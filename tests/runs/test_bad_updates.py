@@ -12,8 +12,8 @@ import socket
 import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.report import records
+from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import conductor, faulty_learner, promises
 
 DEADLINE_S = 240

@@ -15,13 +15,13 @@ import sys
 import pytest
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.proof.checks import judge_tapes
-from diloco_jax.proof.faults import chaos_report
-from diloco_jax.proof.goodput import measured
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import tape
 from diloco_jax.report import records, run_facts
 from diloco_jax.storage import tapes
+from diloco_jax.verification.calibration import measured
+from diloco_jax.verification.checks import judge_tapes
+from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import slow_data
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import time
 
-from diloco_jax.launch import program, run_folder
-from diloco_jax.proof.faults import chaos_report
+from diloco_jax.launch import cli, run_folder
+from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import conductor
 from tests.runs.lib import day as day_lib
 
@@ -156,7 +156,7 @@ def test_a_second_sigterm_ends_it_at_once():
       process.wait(0.05)
   assert process.returncode == 128 + signal.SIGTERM
   process.communicate()
-  assert time.monotonic() >= asked_s + program.EndRequests.WITHIN_S
+  assert time.monotonic() >= asked_s + cli.EndRequests.WITHIN_S
 
 
 def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tmp_path):
@@ -184,7 +184,7 @@ def test_sigterm_on_a_full_disk_ends_the_syncer_in_time_and_says_what_is_safe(tm
     syncer.send_signal(signal.SIGTERM)
     output, _ = syncer.communicate(timeout=60)
     assert time.monotonic() - began_s < NOTICE_S
-    assert syncer.returncode == program.DISK_FAILED, output
+    assert syncer.returncode == cli.DISK_FAILED, output
     assert 'within 2 s' in output and 'The log holds every outer step' in output
     assert safe > 0
   finally:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 import psutil
 import pytest
 
-from diloco_jax.launch import local
+from diloco_jax.launch import local_run
 from diloco_jax.report import records
 from diloco_jax.storage import manifests
 from tests.runs.lib import slow_data
@@ -64,7 +64,7 @@ class Story:
 def running(
   command: str, workdir: pathlib.Path, output: pathlib.Path, *flags: str
 ) -> Iterator[subprocess.Popen]:
-  environment = local.environment(1)
+  environment = local_run.environment(1)
   with open(output, 'ab') as file:
     process = subprocess.Popen(
       [sys.executable, '-m', 'diloco_jax', command, *flags, f'--workdir={workdir}'],

@@ -24,10 +24,10 @@ import pytest
 
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.node import failpoints
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.protocol import events, messages
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
+from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import batches, conductor, promises
 from tests.runs.lib import pulse as pulse_lib
 

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint._src.serialization import ocdbt_utils
 
-from diloco_jax.storage import arrays, checkpoint, leaves, seals
+from diloco_jax.storage import arrays, checkpoint, seals, tree_digest
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import decoder
 from diloco_jax.train import mesh as mesh_lib
@@ -96,7 +96,7 @@ def test_an_export_that_cannot_be_read_is_an_error(tmp_path, monkeypatch):
 
 
 def test_a_save_is_read_back_in_parts(monkeypatch):
-  monkeypatch.setattr(leaves, '_PART_BYTES', 100)
+  monkeypatch.setattr(tree_digest, '_PART_BYTES', 100)
   kinds = {'a': bool, 'b': jnp.bfloat16, 'c': np.int8, 'd': np.float64, 'e': np.float32}
   values = np.random.default_rng(0).normal(size=(6, 5))
   tree = {name: values.astype(kind) for name, kind in kinds.items()} | {
@@ -108,13 +108,13 @@ def test_a_save_is_read_back_in_parts(monkeypatch):
     parts.append(part)
     return jax.tree.map(lambda wanted, leaf: leaf if wanted is np.ndarray else ..., part, tree)
 
-  digests = leaves.digests_of_host(tree)
+  digests = tree_digest.digests_of_host(tree)
   with jax.enable_x64(True):
-    assert digests == leaves.digests(tree)
-  leaves.require_reads_back(tree, digests, load)
+    assert digests == tree_digest.digests(tree)
+  tree_digest.require_reads_back(tree, digests, load)
   assert len(parts) == 5
   with pytest.raises(ValueError, match='n has digest'):
-    leaves.require_reads_back(tree, digests | {'n': 1}, load)
+    tree_digest.require_reads_back(tree, digests | {'n': 1}, load)
 
 
 @pytest.mark.parametrize('letter', list('[]*?\\'))
@@ -379,10 +379,10 @@ def test_one_changed_bit_is_detected(tmp_path):
   """The record of a state detects one changed bit, even if the storage does not."""
   _save(tmp_path, 1, 2)
   record = tmp_path / '2' / 'record' / 'data.json'
-  digest = str(leaves.digests({'state': _state(2)})['state/w'])
+  digest = str(tree_digest.digests({'state': _state(2)})['state/w'])
   changed = _state(2)
   changed['w'] = changed['w'].at[3, 4].set(np.nextafter(np.float32(30), np.float32(31)))
-  other = str(leaves.digests({'state': changed})['state/w'])
+  other = str(tree_digest.digests({'state': changed})['state/w'])
   assert digest != other and digest in record.read_text()
   record.write_text(record.read_text().replace(digest, other))
   _assert_holds(_restore(tmp_path), 1)
@@ -432,7 +432,7 @@ def test_another_model_is_refused_and_nothing_is_set_aside(tmp_path):
 def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, monkeypatch):
   """Zeros take no space on a disk: 35 KB held 3 GiB."""
   _save(tmp_path, 1)
-  folder, most = tmp_path / '1', leaves.most_bytes(1_000)
+  folder, most = tmp_path / '1', tree_digest.most_bytes(1_000)
   checkpoint.verify(folder, most_bytes=most)
   arrays.save(tmp_path / 'model', _state(1))
   arrays.load(tmp_path / 'model', most_bytes=most)
@@ -446,7 +446,7 @@ def test_a_small_folder_that_would_fill_the_memory_is_refused_unread(tmp_path, m
   chunk = types.SimpleNamespace(chunk_shape=(1 << 20,))  # a small array in a large chunk
   leaf = types.SimpleNamespace(shape=(1,), dtype=np.dtype('f4'), storage_metadata=chunk)
   with pytest.raises(ValueError, match=f'take {4 << 20} bytes'):
-    leaves.require_size([leaf], 1 << 20)
+    tree_digest.require_size([leaf], 1 << 20)
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_line(tmp_path):

@@ -13,8 +13,8 @@ import threading
 import jax
 import pytest
 
+from diloco_jax.api import single_controller
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import one_process
 from diloco_jax.node import loop
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol import events, facts
@@ -435,7 +435,7 @@ def test_a_stopped_and_resumed_run_replays(tmp_path):
   config.validate()
   for _ in range(2):
     enough = threading.Event()
-    controller = one_process.SingleController(
+    controller = single_controller.SingleController(
       config, tmp_path, lambda name, enough=enough: Watched(tmp_path, name, enough)
     )
     controller.start()

@@ -15,10 +15,10 @@ import zlib
 import numpy as np
 import pytest
 
-from diloco_jax.proof.sim import disk as disk_lib
 from diloco_jax.protocol.tape import codec
 from diloco_jax.storage import wal
 from diloco_jax.storage import wal_format as fmt
+from diloco_jax.verification.sim import disk as disk_lib
 
 RUN = 'torture'
 MARK_BYTES = fmt.ENTRY_HEADER_BYTES

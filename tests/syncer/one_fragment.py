@@ -5,7 +5,7 @@ import numpy as np
 import optax
 
 from diloco_jax.numerics import codecs, fragments, merge
-from diloco_jax.syncer import pieces as pieces_lib
+from diloco_jax.syncer import outer_step as outer_step_lib
 
 
 class Fragment:
@@ -26,13 +26,13 @@ class Fragment:
     tx: optax.GradientTransformation,
     up: str = 'float32',
     down: str = 'float32',
-    piece: int = pieces_lib.PIECE,
+    piece: int = outer_step_lib.PIECE,
   ):
     place = jax.sharding.SingleDeviceSharding(jax.local_devices(backend='cpu')[0])
     self.codec = codecs.get(up)
     self._p = p
     self._rule = merge.by_label(rules, [one.label for one in layout.fragments[p]])
-    self._lib = pieces_lib.Pieces(
+    self._lib = outer_step_lib.Pieces(
       layout, self.codec, codecs.get(down), self.codec, tx, place, piece
     )
     self._pieces = self._lib.begin(p, values_N)
@@ -44,7 +44,7 @@ class Fragment:
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
     return self._lib.cosines(self._p, payloads, lengths_MxT)
 
-  def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> pieces_lib.Stepped | None:
+  def step(self, payloads: list[np.ndarray], weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step; None: it was refused, and nothing has changed."""
     lengths_MxT = np.stack([self.lengths(one) for one in payloads])
     asked = self._rule.cosines
@@ -59,17 +59,17 @@ class Fragment:
     self.gradient, stepped = made
     return self._take(stepped)
 
-  def redo(self, payload: np.ndarray) -> pieces_lib.Stepped | None:
+  def redo(self, payload: np.ndarray) -> outer_step_lib.Stepped | None:
     """The outer step of an encoded outer gradient."""
     return self._take(self._lib.redo(self._p, self._pieces, payload))
 
-  def _take(self, stepped: pieces_lib.Stepped | None) -> pieces_lib.Stepped | None:
+  def _take(self, stepped: outer_step_lib.Stepped | None) -> outer_step_lib.Stepped | None:
     if stepped is not None:
       self._lib.recycle(self._p, self._pieces)
       self._pieces = stepped.pieces
     return stepped
 
-  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> pieces_lib.Stepped | None:
+  def merge(self, deltas_MxN: np.ndarray, weights: np.ndarray) -> outer_step_lib.Stepped | None:
     """An outer step of these pseudo-gradients."""
     return self.step([np.asarray(self.codec.encode(delta_N)[0]) for delta_N in deltas_MxN], weights)
 

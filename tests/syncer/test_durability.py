@@ -22,7 +22,7 @@ import pytest
 
 from diloco_jax.config import build
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import program
+from diloco_jax.launch import cli
 from diloco_jax.node import loop
 from diloco_jax.numerics import codecs
 from diloco_jax.protocol import actions, events, messages
@@ -454,11 +454,11 @@ def test_an_outer_step_with_another_result_is_refused_by_its_number(rig, tmp_pat
   life.crash()
   before = _content(tmp_path / 'wal')
   with pytest.raises(
-    program.NeverRetry,
+    cli.NeverRetry,
     match='Record 2 of the log .* sync 2, fragment 0, version '
     '1 has digest [0-9a-f]{16}, was committed with 000000000000007b',
   ) as refusal:
-    with program.log_failures():
+    with cli.log_failures():
       rig()
   assert refusal.value.code == 42
   assert _content(tmp_path / 'wal') == before
@@ -486,8 +486,8 @@ def test_the_log_of_another_run_is_refused_and_the_settings_that_differ_are_name
   with contextlib.closing(
     commit.CommitLog(files_lib.Files(tmp_path / 'wal'), build.assemble(config).agreement, print)
   ) as other:
-    with pytest.raises(program.NeverRetry, match='belongs to the run') as refusal:
-      with program.log_failures():
+    with pytest.raises(cli.NeverRetry, match='belongs to the run') as refusal:
+      with cli.log_failures():
         other.recover(None, {})
   assert refusal.value.code == 42
   seed = config.train.seed
@@ -547,8 +547,8 @@ def test_a_disk_that_stays_full_ends_the_process_with_74(rig, expected):
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
   assert isinstance(error, wal_format.WalFull) and life.posted.empty()
-  with pytest.raises(program.DiskFailed, match='record 1 is safe.*make space and start it again'):
-    with program.log_failures():
+  with pytest.raises(cli.DiskFailed, match='record 1 is safe.*make space and start it again'):
+    with cli.log_failures():
       raise error
   life.crash()
   assert bits(rig().theta) == expected[1]
@@ -573,8 +573,8 @@ def test_a_failed_fsync_ends_the_process_with_74_and_posts_nothing(rig, expected
   life.submit(2)
   error = life.failed.get(timeout=DEADLINE_S)
   assert life.posted.empty()
-  with pytest.raises(program.DiskFailed, match='Safe up to record 1') as failure:
-    with program.log_failures():
+  with pytest.raises(cli.DiskFailed, match='Safe up to record 1') as failure:
+    with cli.log_failures():
       raise error
   assert failure.value.code == 74
   life.crash()
@@ -588,8 +588,8 @@ def test_a_disk_that_is_full_at_the_start_is_74_and_releases_the_folder(assemble
   start = lambda: commit.CommitLog(files_lib.Files(tmp_path), assembled.agreement, print)
   resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
   try:
-    with pytest.raises(program.DiskFailed, match='is not writable: .*space on its disk'):
-      with program.never_retry(files_lib.DirectoryError):
+    with pytest.raises(cli.DiskFailed, match='is not writable: .*space on its disk'):
+      with cli.never_retry(files_lib.DirectoryError):
         start()
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -658,25 +658,25 @@ def test_a_stopped_log_writes_no_outer_step(rig, expected):
 def test_74_and_42_are_exit_codes_with_one_line(capsys, monkeypatch):
   monkeypatch.setattr(os, 'umask', lambda mask: None)  # that of this process stays
   for error, code in (
-    (program.DiskFailed('the disk\nfailed'), 74),
-    (program.NeverRetry('bad'), 42),
+    (cli.DiskFailed('the disk\nfailed'), 74),
+    (cli.NeverRetry('bad'), 42),
   ):
 
     def main(argv, error=error):
       raise error
 
-    assert program._guarded(main, []) == code
+    assert cli._guarded(main, []) == code
   assert capsys.readouterr().err == 'error: the disk failed\nerror: bad\n'
 
 
 @pytest.mark.parametrize(
   'number, end',
   [
-    (errno.ENOSPC, program.DiskFailed),
-    (errno.EIO, program.DiskFailed),
-    (errno.EMFILE, program.DiskFailed),
-    (errno.EACCES, program.NeverRetry),
-    (errno.EROFS, program.NeverRetry),
+    (errno.ENOSPC, cli.DiskFailed),
+    (errno.EIO, cli.DiskFailed),
+    (errno.EMFILE, cli.DiskFailed),
+    (errno.EACCES, cli.NeverRetry),
+    (errno.EROFS, cli.NeverRetry),
   ],
 )
 def test_what_a_later_start_may_mend_is_74(tmp_path, monkeypatch, number, end):
@@ -685,7 +685,7 @@ def test_what_a_later_start_may_mend_is_74(tmp_path, monkeypatch, number, end):
 
   monkeypatch.setattr(os, 'fsync', fails)
   with contextlib.closing(files_lib.Files(tmp_path)) as folder:
-    with pytest.raises(end, match='is not writable'), program.never_retry(files_lib.DirectoryError):
+    with pytest.raises(end, match='is not writable'), cli.never_retry(files_lib.DirectoryError):
       folder.probe()
 
 

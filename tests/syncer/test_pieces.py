@@ -14,7 +14,7 @@ import pytest
 
 from diloco_jax.numerics import codecs, exchange, fragments, merge, outer
 from diloco_jax.numerics import digest as digest_lib
-from diloco_jax.syncer import pieces
+from diloco_jax.syncer import outer_step
 from tests.numerics import codecs_numpy
 from tests.syncer import one_fragment
 
@@ -298,7 +298,7 @@ print(sum('XLA' in name for name in names))
   found = subprocess.run(
     [sys.executable, '-c', code], env=environment, check=True, capture_output=True, text=True
   )
-  assert int(found.stdout) == max(1, pieces.cores() - pieces.MOST_THREADS)
+  assert int(found.stdout) == max(1, outer_step.cores() - outer_step.MOST_THREADS)
 
 
 @pytest.mark.parametrize('outer_spec', ['nesterov', 'lars(learning_rate=0.1)'])

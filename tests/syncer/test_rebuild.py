@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
+from diloco_jax.api import load_params, single_controller
 from diloco_jax.config import build, load, run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.launch import one_process, trained
 from diloco_jax.protocol import actions, events
 from diloco_jax.storage import files as files_lib
 from diloco_jax.storage import outer_log, tapes, wal, wal_format
@@ -28,7 +28,7 @@ def _config(keep_log: bool) -> run_config.Config:
 
 
 def _run(config: run_config.Config, folder) -> None:
-  one_process.run(config, folder)
+  single_controller.run(config, folder)
   load.write(folder, config)
 
 
@@ -51,7 +51,7 @@ def _copy(tmp_path, run):
 
 
 def _rebuild(folder) -> rebuild.Rebuilt:
-  return rebuild.rebuild(trained.assemble(folder, data=True), folder)
+  return rebuild.rebuild(load_params.assemble(folder, data=True), folder)
 
 
 def _syncer(folder) -> tuple[tapes.ProcessTape, list]:

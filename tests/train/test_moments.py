@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diloco_jax.storage import leaves
+from diloco_jax.storage import tree_digest
 from diloco_jax.train import config as config_lib
 from diloco_jax.train import moments
 
@@ -71,10 +71,10 @@ def test_another_size_is_refused_with_both_sizes():
 @pytest.mark.parametrize('dtype', ['bool', 'int8', 'bfloat16', 'float16', 'int32', 'float32'])
 def test_leaves_of_any_width_have_digests(dtype):
   leaf = jnp.arange(12).reshape(3, 4).astype(dtype)
-  found = int(leaves.digest_leaf(leaf))
+  found = int(tree_digest.digest_leaf(leaf))
   for row in range(3):
     changed = leaf.at[row, 1].set(jnp.array(row == 0, dtype))
-    assert (int(leaves.digest_leaf(changed)) == found) == bool((changed == leaf).all())
+    assert (int(tree_digest.digest_leaf(changed)) == found) == bool((changed == leaf).all())
 
 
 def test_a_state_without_floats_is_finite():

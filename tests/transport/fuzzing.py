@@ -25,7 +25,7 @@ from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import agreement as agreement_lib
 from diloco_jax.protocol.tape import tape
 from diloco_jax.storage import manifests, outer_log, wal_format
-from diloco_jax.transport import chunks, translate, wire
+from diloco_jax.transport import chunks, control_crc, translate
 
 TESTS = pathlib.Path(__file__).resolve().parents[1]
 CORPUS = TESTS / 'corpus'
@@ -204,11 +204,11 @@ def _decode_frame(data: bytes) -> None:
 
 
 def _mend_seal(data: bytes) -> bytes:
-  return wire.Seal().close(data[:-5])
+  return control_crc.Seal().close(data[:-5])
 
 
 def _decode_sealed(data: bytes) -> None:
-  translate.LEARNER_TO_SYNCER.decode(wire.Seal().open(data))
+  translate.LEARNER_TO_SYNCER.decode(control_crc.Seal().open(data))
 
 
 _PAYLOAD = messages.Payload(size_bytes=3, crc32=5)
@@ -385,9 +385,9 @@ def targets(workdir: pathlib.Path) -> dict[str, Target]:
   entry = wal_format.pack_entry(wal_format.Entry(1, 2, 1, 7, wal_format.first_chain('r'), 5))
   frames = tuple(frame for size in (0, 3, 1_000) for frame in chunks.split(7, bytes(size)))
   up = tuple(map(translate.LEARNER_TO_SYNCER.encode, _FROM_LEARNER))
-  sealed = tuple(wire.Seal().close(one) for one in up)
+  sealed = tuple(control_crc.Seal().close(one) for one in up)
   down = tuple(map(translate.SYNCER_TO_LEARNER.encode, _FROM_SYNCER))
-  broken, log = (wire.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
+  broken, log = (control_crc.WireError,), (wal_format.Corrupt, wal_format.WalUnsupported)
   # outer_log makes these the one error of a record that is not reproduced.
   record = (ValueError, KeyError, TypeError, tape.TapeError)
   agreement = agreement_lib.encode({'model.width': 8, 'layout': 'x'})

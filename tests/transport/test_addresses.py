@@ -14,7 +14,8 @@ import pytest
 
 from diloco_jax.certs import private
 from diloco_jax.protocol import events
-from diloco_jax.transport import addresses, doors, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.transport import listen as listen_lib
 from tests.certs import mint
 
 DEADLINE_S = 20
@@ -275,7 +276,7 @@ def test_no_channel_goes_through_a_web_proxy(tmp_path, monkeypatch, tls):
       monkeypatch.setenv(variable, f'http://127.0.0.1:{nowhere.getsockname()[1]}')
     for variable in ('no_proxy', 'no_grpc_proxy'):
       monkeypatch.delenv(variable, raising=False)
-    with doors.dial(syncer.address, access('l0'), ()) as channel:
+    with listen_lib.dial(syncer.address, access('l0'), ()) as channel:
       with pytest.raises(grpc.RpcError) as answer:
         channel.unary_unary('/diloco.v1.OwnModel/Bring')(b'', timeout=DEADLINE_S)
   syncer.shutdown(0.0)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diloco_jax.transport import chunks, payloads, wire
+from diloco_jax.transport import chunks, control_crc, payloads
 
 CHUNK = chunks.CHUNK_BYTES
 
@@ -48,7 +48,7 @@ def frame(data=b'abc', **changes):
 
 
 def refused(frames, receiver):
-  with pytest.raises(wire.WireError) as caught:
+  with pytest.raises(control_crc.WireError) as caught:
     for each in frames:
       receiver.add(each)
   return caught.value.clause
@@ -175,5 +175,5 @@ def test_chunks_of_different_payloads_do_not_mix():
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_frame_or_an_error(data):
   for receiver, bytes_in in ((assembler(), data), (assembler(), GOLDEN[:8] + data)):
-    with pytest.raises(wire.WireError):
+    with pytest.raises(control_crc.WireError):
       receiver.add(bytes_in)

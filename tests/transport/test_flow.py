@@ -2,12 +2,12 @@
 
 import pytest
 
-from diloco_jax.transport import flow
+from diloco_jax.transport import flow_control
 
 FRAME = 1 << 16
 
 
-def carry(window: flow.Window, rate: float, latency_s: float, frames: int) -> float:
+def carry(window: flow_control.Window, rate: float, latency_s: float, frames: int) -> float:
   """Sends frames over a link of so many bytes a second, and acknowledges each when it arrives.
   Returns the longest time that a byte waited for the link."""
   now_s = free_s = longest_s = 0.0
@@ -29,35 +29,37 @@ def carry(window: flow.Window, rate: float, latency_s: float, frames: int) -> fl
 @pytest.mark.parametrize('rate', [20_000, 250_000, 10_000_000])
 @pytest.mark.parametrize('latency_s', [0.001, 0.2])
 def test_no_byte_waits_much_longer_than_a_second(rate, latency_s):
-  least_s = flow.LEAST_BYTES / rate
-  assert carry(flow.Window(), rate, latency_s, 300) <= max(1.1 * flow.QUEUE_S, least_s)
+  least_s = flow_control.LEAST_BYTES / rate
+  assert carry(flow_control.Window(), rate, latency_s, 300) <= max(
+    1.1 * flow_control.QUEUE_S, least_s
+  )
 
 
 @pytest.mark.parametrize('latency_s', [0.001, 0.2])
 def test_the_window_does_not_slow_a_link_down(latency_s):
-  window, rate = flow.Window(), 50_000_000
+  window, rate = flow_control.Window(), 50_000_000
   carry(window, rate, latency_s, 2_000)
   assert window._bytes >= rate * latency_s
 
 
 def test_a_link_that_has_become_slow_gets_less():
-  window = flow.Window()
+  window = flow_control.Window()
   carry(window, 50_000_000, 0.01, 2_000)
   assert window.fast
   window = _idle(window)
   carry(window, 250_000, 0.01, 1_000)
-  assert not window.fast and window._bytes <= 1.2 * 250_000 * flow.QUEUE_S
+  assert not window.fast and window._bytes <= 1.2 * 250_000 * flow_control.QUEUE_S
 
 
-def _idle(window: flow.Window) -> flow.Window:
+def _idle(window: flow_control.Window) -> flow_control.Window:
   """The same window once everything is acknowledged."""
-  fresh = flow.Window()
+  fresh = flow_control.Window()
   fresh._bytes = window._bytes
   return fresh
 
 
 def test_one_frame_may_always_leave_and_no_more_is_acknowledged_than_was_sent():
-  window = flow.Window()
+  window = flow_control.Window()
   assert window.takes(1 << 40)
   window.add(FRAME, 0.0)
   assert not window.takes(1 << 40) and not window.acknowledge(FRAME + 1, 1.0)
@@ -65,7 +67,7 @@ def test_one_frame_may_always_leave_and_no_more_is_acknowledged_than_was_sent():
 
 
 def test_each_frame_is_acknowledged_once():
-  window = flow.Window()
+  window = flow_control.Window()
   assert not window.acknowledge(0, 0.0)
   for _ in range(3):
     window.add(FRAME, 0.0)
@@ -76,20 +78,20 @@ def test_each_frame_is_acknowledged_once():
 
 
 def test_receipts_are_told_at_most_so_often():
-  receipts = flow.Receipts()
+  receipts = flow_control.Receipts()
   assert receipts.due(0.0) is None and receipts.wait_s(0.0) is None
-  assert receipts.add(flow.FEW_BYTES, 0.0) and not receipts.add(2, 0.0)
-  assert receipts.due(0.0) == flow.FEW_BYTES + 2
-  assert receipts.add(flow.FEW_BYTES, 0.0)
-  assert receipts.due(0.0) is None and receipts.wait_s(0.0) == flow.ACK_EVERY_S
-  assert receipts.due(flow.ACK_EVERY_S) == 2 * flow.FEW_BYTES + 2
+  assert receipts.add(flow_control.FEW_BYTES, 0.0) and not receipts.add(2, 0.0)
+  assert receipts.due(0.0) == flow_control.FEW_BYTES + 2
+  assert receipts.add(flow_control.FEW_BYTES, 0.0)
+  assert receipts.due(0.0) is None and receipts.wait_s(0.0) == flow_control.ACK_EVERY_S
+  assert receipts.due(flow_control.ACK_EVERY_S) == 2 * flow_control.FEW_BYTES + 2
 
 
 def test_few_bytes_wait_for_more():
-  receipts = flow.Receipts()
+  receipts = flow_control.Receipts()
   assert receipts.add(1, 1.0) and not receipts.add(1, 1.1)
-  assert receipts.due(1.1) is None and receipts.wait_s(1.0) == flow.FEW_WAIT_S
-  assert receipts.add(flow.FEW_BYTES, 1.2)
-  assert receipts.due(1.2) == flow.FEW_BYTES + 2
+  assert receipts.due(1.1) is None and receipts.wait_s(1.0) == flow_control.FEW_WAIT_S
+  assert receipts.add(flow_control.FEW_BYTES, 1.2)
+  assert receipts.due(1.2) == flow_control.FEW_BYTES + 2
   assert receipts.add(1, 2.0)
-  assert receipts.due(2.0 + flow.FEW_WAIT_S) == flow.FEW_BYTES + 3
+  assert receipts.due(2.0 + flow_control.FEW_WAIT_S) == flow_control.FEW_BYTES + 3

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks, link, wire
+from diloco_jax.transport import chunks, control_crc, link
 from tests.transport import fuzzing
 
 MUTANTS = {'default': 20_000, 'full': 150_000}  # of a fast decoder
@@ -91,7 +91,7 @@ def test_sound_frames_in_any_order_keep_within_the_grants(parts):
     crc32 = zlib.crc32(bytes(sent)) if total <= 3 * MIB else 0
     try:
       done = receiver.add(frame(transfer, total, index, crc32, size))
-    except wire.WireError:
+    except control_crc.WireError:
       return  # the session ends
     held = sum(partial.buffer_S.nbytes for partial in receiver._open.values())
     assert len(receiver._open) <= most_open and held <= most_open * limit

@@ -20,6 +20,7 @@ from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
   addresses,
   chunks,
+  control_crc,
   grpc_client,
   grpc_server,
   grpc_session,
@@ -27,7 +28,6 @@ from diloco_jax.transport import (
   payloads,
   sync_pb2,
   translate,
-  wire,
 )
 from tests.transport import answers
 
@@ -304,10 +304,10 @@ NEGATIVE_STEP = sync_pb2.ControlRequest(progress=sync_pb2.Progress(clock=-1))
     ((), (oversized_frame(),), 'count'),
     ((), (frame_of(b'abc'),), 'not asked for'),
     ((), (frame_of(b''),), 'not asked for'),
-    ((wire.Seal().close(HEARTBEAT.SerializeToString()),), (), 'Heartbeat before Join'),
-    ((wire.Seal().close(b'\xff\xff'),), (), 'protobuf'),
-    ((wire.Seal().close(b''),), (), 'body'),
-    ((wire.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
+    ((control_crc.Seal().close(HEARTBEAT.SerializeToString()),), (), 'Heartbeat before Join'),
+    ((control_crc.Seal().close(b'\xff\xff'),), (), 'protobuf'),
+    ((control_crc.Seal().close(b''),), (), 'body'),
+    ((control_crc.Seal().close(NEGATIVE_STEP.SerializeToString()),), (), 'range'),
     ((NEGATIVE_STEP.SerializeToString(),), (), 'checksum'),
   ],
 )

@@ -21,13 +21,13 @@ from diloco_jax.protocol import events, messages
 from diloco_jax.transport import (
   addresses,
   chunks,
+  control_crc,
   grpc_client,
   grpc_server,
   grpc_session,
   link,
   payloads,
   translate,
-  wire,
 )
 
 DEADLINE_S = 60
@@ -260,7 +260,7 @@ def test_too_few_descriptors_for_the_places_are_one_clear_line():
 def hostile(syncer, controls, frames=()):
   """A peer that opens a session and sends these messages, and these frames of payloads, as fast as
   the syncer reads them."""
-  seal = wire.Seal()
+  seal = control_crc.Seal()
   sealed = (seal.close(translate.LEARNER_TO_SYNCER.encode(message)) for message in controls)
   address = f'127.0.0.1:{syncer.transport.port}'
   with grpc.insecure_channel(address, (('grpc.use_local_subchannel_pool', 1),)) as channel:
@@ -411,7 +411,7 @@ class Crowd:
 
   def _idle_streams(self, greets, with_bulk):
     """Sessions without Bulk, without a Join, or without a Confirm."""
-    hello = wire.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
+    hello = control_crc.Seal().close(translate.LEARNER_TO_SYNCER.encode(join('made-up')))
     address = f'127.0.0.1:{self._port}'
     while not self._over.is_set():
       ended = threading.Event()

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import link, rules
+from diloco_jax.transport import link, peer_limits
 from tests.transport import answers
 
 LIMITS = link.Limits(contribution_bytes=(10, 20), publish_bytes=(40, 80), donation_bytes=7)
@@ -15,7 +15,7 @@ JOINED = messages.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), sett
 
 
 def member():
-  of_learner = rules.OfLearner(LIMITS)
+  of_learner = peer_limits.OfLearner(LIMITS)
   of_learner.received(JOIN), of_learner.sent(messages.Offer(run='r0', incarnation=1))
   of_learner.received(CONFIRM), of_learner.sent(JOINED)
   return of_learner
@@ -44,7 +44,7 @@ def donation(transfer, size=7):
 
 
 def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
-  rate = rules.Rate(per_s=10, burst=3)
+  rate = peer_limits.Rate(per_s=10, burst=3)
   for _ in range(4):  # the burst, and the one that is due
     assert rate.wait_s(5.0) == 0
     rate.spend(1, 5.0)
@@ -59,7 +59,7 @@ def test_a_rate_has_room_for_a_burst_and_then_keeps_its_pace():
 )
 def test_a_session_begins_with_a_join(first):
   with pytest.raises(link.LinkError, match='before Join'):
-    rules.OfLearner(LIMITS).received(first)
+    peer_limits.OfLearner(LIMITS).received(first)
 
 
 @pytest.mark.parametrize('message', [JOIN, CONFIRM])
@@ -70,7 +70,7 @@ def test_a_member_joins_once(message):
 
 @pytest.mark.parametrize('size', [0, 7, 10])
 def test_a_stranger_sends_no_payload(size):
-  stranger = rules.OfLearner(LIMITS)
+  stranger = peer_limits.OfLearner(LIMITS)
   stranger.received(JOIN)
   stranger.sent(messages.Offer(run='r0', incarnation=1))
   assert stranger.stage == 1 and not stranger.member
@@ -80,10 +80,10 @@ def test_a_stranger_sends_no_payload(size):
 
 def test_what_is_sent_to_members_only_makes_a_member():
   for message in (JOINED, messages.Heartbeat(), pull(1)):  # one may wait for a shard long
-    stranger = rules.OfLearner(LIMITS)
+    stranger = peer_limits.OfLearner(LIMITS)
     stranger.sent(message)
     assert stranger.member
-  refused = rules.OfLearner(LIMITS)
+  refused = peer_limits.OfLearner(LIMITS)
   refused.sent(messages.Refused(code='MISMATCH', text='', retry_ns=None))
   assert not refused.member
 
@@ -141,12 +141,12 @@ def test_a_donate_allows_one_donation():
 
 def test_what_a_learner_owes_is_bounded():
   one = member()
-  for sync in range(rules.MAX_ASKED + 5):
+  for sync in range(peer_limits.MAX_ASKED + 5):
     one.sent(pull(sync))
   with pytest.raises(link.LinkError, match='has not asked'):
     one.received(contribution(4))
   one.received(contribution(5))
-  for _ in range(rules.MAX_ASKED):
+  for _ in range(peer_limits.MAX_ASKED):
     one.begins(10)
   with pytest.raises(link.LinkError, match='not asked for'):
     one.begins(10)
@@ -166,7 +166,7 @@ def publish(fragment, size):
 
 
 def test_a_learner_believes_the_sizes_of_the_layout():
-  of_syncer = rules.OfSyncer(LIMITS)
+  of_syncer = peer_limits.OfSyncer(LIMITS)
   for message in (publish(0, 40), publish(1, 80), donation(1), messages.Finish()):
     of_syncer.received(message)
   for message in (publish(0, 41), publish(2, 1), donation(1, 8)):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_jax.protocol import messages
 from diloco_jax.protocol.tape import codec
-from diloco_jax.transport import sync_pb2, translate, wire
+from diloco_jax.transport import control_crc, sync_pb2, translate
 
 DIRECTIONS = (translate.LEARNER_TO_SYNCER, translate.SYNCER_TO_LEARNER)
 CASES = [(direction, cls) for direction in DIRECTIONS for cls in direction.classes]
@@ -98,7 +98,7 @@ def join(**changes):
   ],
 )
 def test_an_unencodable_message_is_refused_before_sending(message, clause):
-  with pytest.raises(wire.WireError) as caught:
+  with pytest.raises(control_crc.WireError) as caught:
     translate.LEARNER_TO_SYNCER.encode(message)
   assert caught.value.clause == clause
 
@@ -127,7 +127,7 @@ def envelope(**body):
   ],
 )
 def test_hostile_bytes_are_a_typed_error(data, clause):
-  with pytest.raises(wire.WireError) as caught:
+  with pytest.raises(control_crc.WireError) as caught:
     translate.LEARNER_TO_SYNCER.decode(data)
   assert caught.value.clause == clause
 
@@ -138,7 +138,7 @@ def test_any_bytes_are_a_message_or_a_wire_error(data):
   for direction in DIRECTIONS:
     try:
       message, _ = direction.decode(data)
-    except wire.WireError:
+    except control_crc.WireError:
       continue
     assert type(message) in direction.classes
 
@@ -154,7 +154,7 @@ def test_truncation_never_raises_anything_else(case):
     for end in range(min(len(data), 100)):
       try:
         direction.decode(data[:end])
-      except wire.WireError:
+      except control_crc.WireError:
         pass
 
   check()
@@ -177,7 +177,7 @@ def test_the_receiver_sets_how_many_items_it_takes():
   )
   data = translate.LEARNER_TO_SYNCER.encode(confirm)
   assert translate.LEARNER_TO_SYNCER.decode(data, 3) == (confirm, 0)
-  with pytest.raises(wire.WireError, match='length 3, at most 2'):
+  with pytest.raises(control_crc.WireError, match='length 3, at most 2'):
     translate.LEARNER_TO_SYNCER.decode(data, 2)
 
 

@@ -7,7 +7,7 @@ import zlib
 import pytest
 
 from diloco_jax.protocol import messages
-from diloco_jax.transport import chunks, translate, wire
+from diloco_jax.transport import chunks, control_crc, translate
 
 DOC = (pathlib.Path(__file__).parents[2] / 'docs' / 'wire_format.md').read_text()
 
@@ -15,12 +15,12 @@ ENVELOPES = (b'first', b'2', b'third envelope')
 
 
 def sealed() -> list[bytes]:
-  seal = wire.Seal()
+  seal = control_crc.Seal()
   return [seal.close(envelope) for envelope in ENVELOPES]
 
 
 def opened(stream: list[bytes]) -> list[bytes]:
-  seal = wire.Seal()
+  seal = control_crc.Seal()
   return [seal.open(data) for data in stream]
 
 
@@ -39,7 +39,7 @@ def test_every_flipped_bit_is_detected():
     for bit in range(8 * len(data)):
       flipped = bytearray(data)
       flipped[bit // 8] ^= 1 << bit % 8
-      with pytest.raises(wire.WireError) as caught:
+      with pytest.raises(control_crc.WireError) as caught:
         opened([*stream[:which], bytes(flipped), *stream[which + 1 :]])
       assert caught.value.clause == 'checksum'
 
@@ -47,7 +47,7 @@ def test_every_flipped_bit_is_detected():
 @pytest.mark.parametrize('order', [(1, 2), (0, 2), (0, 0, 1), (1, 0), (2,)])
 def test_a_missing_repeated_or_moved_message_is_detected(order):
   stream = sealed()
-  with pytest.raises(wire.WireError):
+  with pytest.raises(control_crc.WireError):
     opened([stream[which] for which in order])
 
 

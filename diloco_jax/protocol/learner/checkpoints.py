@@ -8,7 +8,7 @@ counts. The learner answers a request on the session of the request or not at al
 
 from typing import Any
 
-from diloco_jax.protocol import action_list, actions, events, messages, notices
+from diloco_jax.protocol import action_list, actions, events, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import connection as connection_lib
 
@@ -25,7 +25,7 @@ class Saving:
     out: action_list.ActionList,
   ):
     self._every = config.save_steps
-    self._notices = notices.Notices(config.say_again_ns, out.say)
+    self._notices = rate_limited_log.Notices(config.say_again_ns, out.say)
     self._connection = connection
     self._out = out
     self._saved_steps = 0

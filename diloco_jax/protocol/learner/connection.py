@@ -16,7 +16,7 @@ import random
 from diloco_jax.protocol import action_list, actions, messages, states
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import alone as alone_lib
-from diloco_jax.protocol.learner import standing as standing_lib
+from diloco_jax.protocol.learner import stall_warning as stall_warning_lib
 
 UNPROVED_NS = 600 * config_lib.SECOND_NS  # of refused certificates in a row: then the process ends
 CONNECTION_STATES = (
@@ -63,7 +63,7 @@ class Connection:
     self._heard_ns = 0
     self._heartbeat_ns = 0
     self._confirmed = False  # on this session: the learner has a lease to renew
-    self.standing = standing_lib.Standing(out)
+    self.standing = stall_warning_lib.Standing(out)
     self.alone = alone_lib.Alone()
     self._refusals = self._refused = 0  # how many in a row; the session of the last one
     self._unproved_ns: int | None = None  # since when certificates are refused; None: they are not

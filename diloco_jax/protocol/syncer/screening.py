@@ -36,7 +36,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from diloco_jax.protocol import action_list, events, facts, messages, notices
+from diloco_jax.protocol import action_list, events, facts, messages, rate_limited_log
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import members as members_lib
@@ -161,7 +161,7 @@ class Screening:
     self._members = members
     self._out = out
     self.usual = [Usual() for _ in range(config.fragments)]
-    self.notices = notices.Notices(config.say_again_ns, out.say)
+    self.notices = rate_limited_log.Notices(config.say_again_ns, out.say)
 
   def limits(self, fragment: int, steps: int, shared_steps: int) -> tuple[int, int | None]:
     """The least and the greatest norm of a participant of the next outer step."""

@@ -11,9 +11,9 @@ from absl import flags
 
 from diloco_jax.config import run_config
 from diloco_jax.configs import stdlib_lm
-from diloco_jax.proof.virtual import conditions, virtual
 from diloco_jax.protocol.tape import codec
 from diloco_jax.train import config as train_config
+from diloco_jax.verification.virtual import conditions, virtual
 
 # The conditions of most studies: steps of unequal length, a third of a step for a payload each way.
 USUAL = {

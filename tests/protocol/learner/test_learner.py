@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import alone
+from diloco_jax.verification.sim import engine
 from tests.protocol.single import connect, contents, encoded, new_learner, publish, received, train
 
 MS = engine.MS

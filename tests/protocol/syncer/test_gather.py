@@ -7,11 +7,11 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import gather as gather_lib
 from diloco_jax.protocol.syncer import grace
+from diloco_jax.verification.sim import engine
 from tests.protocol import transcript
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (

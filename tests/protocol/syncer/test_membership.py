@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.verification.sim import engine
 from tests.protocol import single
 from tests.protocol.recording import Recording
 from tests.protocol.single import (

@@ -7,12 +7,12 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.proof.sim import engine, network
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import pace
+from diloco_jax.verification.sim import engine, network
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol.recording import Recording, discarded
 from tests.protocol.single import (
   confirm,

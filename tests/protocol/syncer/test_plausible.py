@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from diloco_jax.proof.sim import network
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single
 
 SECOND_NS = config_lib.SECOND_NS

@@ -7,10 +7,10 @@ import dataclasses
 import functools
 from typing import Any
 
-from diloco_jax.proof.sim import engine, network
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import recovery
+from diloco_jax.verification.sim import engine, network
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   advance,

@@ -9,12 +9,12 @@ import json
 
 import pytest
 
-from diloco_jax.proof.sim import network
-from diloco_jax.proof.sim import world as world_lib
 from diloco_jax.protocol import action_list, actions, events, messages
 from diloco_jax.protocol.syncer import gather, recovery, screening
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.protocol.syncer import members as members_lib
+from diloco_jax.verification.sim import network
+from diloco_jax.verification.sim import world as world_lib
 from tests.protocol import single, transcript
 
 UNIT, BAD = screening.UNIT, screening.NOT_FINITE

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from diloco_jax.proof.sim import engine
 from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.syncer import shards
+from diloco_jax.verification.sim import engine
 from tests.protocol.recording import Recording
 from tests.protocol.single import (
   connect,

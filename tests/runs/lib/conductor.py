@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from diloco_jax.configs import stdlib_lm
 from diloco_jax.launch import supervisor as supervisor_lib
-from diloco_jax.proof.faults import conductor
 from diloco_jax.report import records
 from diloco_jax.storage import tapes
+from diloco_jax.verification.faults import conductor
 from experiments.side_by_side import floor
 
 # For runs that the test ends, with as little other work as possible.

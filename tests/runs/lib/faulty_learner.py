@@ -23,8 +23,8 @@ import jax
 import numpy as np
 from absl import flags
 
-from diloco_jax.launch import entrypoints
-from diloco_jax.launch import program as program_lib
+from diloco_jax.launch import cli as cli_lib
+from diloco_jax.launch import nodes
 from diloco_jax.launch import supervisor as supervisor_lib
 from diloco_jax.learner import work as learner_work
 from diloco_jax.transport import chunks, grpc_client, grpc_session
@@ -113,21 +113,21 @@ class _MortalTransport(grpc_client.GrpcLearnerTransport):
 
 def main(argv: list[str]) -> int:
   del argv
-  config, values = program_lib.config(), flags.FLAGS
+  config, values = cli_lib.config(), flags.FLAGS
   work_class, transport_class = learner_work.LearnerWork, grpc_client.GrpcLearnerTransport
   if values.spoil:
     _SpoilingWork.spoiler, work_class = Spoiler(values.spoil), _SpoilingWork
   if values.kills:
     _MortalSession.kills, transport_class = pathlib.Path(values.kills), _MortalTransport
   where = values.workdir, values.learner_id, values.syncer
-  return entrypoints.learner(config, *where, program_lib.access(), work_class, transport_class)
+  return nodes.learner(config, *where, cli_lib.access(), work_class, transport_class)
 
 
 if __name__ == '__main__':
-  program_lib.define_config()
-  program_lib.define_access()
+  cli_lib.define_config()
+  cli_lib.define_access()
   for name in ('workdir', 'learner_id', 'syncer'):
     flags.DEFINE_string(name, None, 'as that of `diloco learner`', required=True)
   flags.DEFINE_string('spoil', '', 'nan:N or huge:N')
   flags.DEFINE_string('kills', '', 'a folder of kills')
-  program_lib.run_main(main)
+  cli_lib.run_main(main)

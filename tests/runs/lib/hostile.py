@@ -24,11 +24,11 @@ from diloco_jax.storage import tapes
 from diloco_jax.transport import (
   addresses,
   chunks,
-  doors,
+  control_crc,
   grpc_session,
+  listen,
   sync_pb2,
   translate,
-  wire,
 )
 
 PATIENCE_S = 5.0
@@ -38,7 +38,7 @@ _OPTIONS = (*grpc_session.COMMON_OPTIONS, ('grpc.use_local_subchannel_pool', 1))
 
 def dial(address: str) -> grpc.Channel:
   """A connection to a syncer: the one place that knows how."""
-  return doors.dial(address, addresses.LOCAL, _OPTIONS)
+  return listen.dial(address, addresses.LOCAL, _OPTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Client:
     self.heard: queue.SimpleQueue[messages.FromSyncer] = queue.SimpleQueue()
     self.ended, self.why = threading.Event(), ''
     self._transfers = itertools.count(1)
-    self._sealed, self._opened = wire.Seal(), wire.Seal()
+    self._sealed, self._opened = control_crc.Seal(), control_crc.Seal()
     self._lock = threading.Lock()
     self._out: dict[str, queue.Queue[bytes | None]] = {}
     self._channel = dial(address)
@@ -214,7 +214,7 @@ class Client:
       self.why = 'closed by the syncer'
     except grpc.RpcError as error:
       self.why = grpc_session.describe(error)
-    except wire.WireError as error:
+    except control_crc.WireError as error:
       self.why = str(error)
     self.ended.set()
 

@@ -1,8 +1,8 @@
 """The promises that every run of real processes keeps, whatever the test does to it."""
 
-from diloco_jax.proof.checks import judge_tapes
-from diloco_jax.proof.faults import chaos_report
 from diloco_jax.storage import tapes
+from diloco_jax.verification.checks import judge_tapes
+from diloco_jax.verification.faults import chaos_report
 from tests.runs.lib import conductor
 
 

@@ -18,12 +18,12 @@ import time
 import zlib
 
 from diloco_jax.node import loop
-from diloco_jax.proof.faults import proxy as proxy_lib
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol import config as config_lib
 from diloco_jax.protocol.learner import machine as learner_machine
 from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.transport import addresses, grpc_client, grpc_server, link, payloads
+from diloco_jax.verification.faults import proxy as proxy_lib
 
 KB = 1_000
 AGREEMENT = '{}'

@@ -1,0 +1,1 @@
+"""What users import: join, run, run_syncer, load_params, and the single controller."""

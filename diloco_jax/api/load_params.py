@@ -1,0 +1,103 @@
+"""The trained model of a run: WORKDIR/model once the run has ended, else the newest checkpoint.
+
+WORKDIR/model is a tree of named arrays that plain Orbax reads (storage/arrays.py); the syncer
+writes it at the end. Before that the model is in the syncer's checkpoints, as flat fragments. A
+learner without a syncer has it in its own checkpoints.
+"""
+
+import pathlib
+import warnings
+from typing import Any
+
+import jax
+import numpy as np
+
+from diloco_jax.config import build, load
+from diloco_jax.launch import own_model
+from diloco_jax.storage import arrays, checkpoint, files, manifests
+from diloco_jax.storage import tree_digest as tree_digest_lib
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import process as syncer_process
+
+
+def load_params(workdir: str | pathlib.Path) -> Any:
+  """The global model of a run, numpy arrays in the tree and the types that the task's loss takes;
+  of loops of the user's own a dict, name -> array. The run may be under way: then it is the model
+  of the syncer's newest checkpoint. Of a learner without a syncer (the baseline) it is the model of
+  its newest checkpoint.
+
+  Raises:
+    ValueError: there is no run in the folder, or it has no model yet.
+    CheckpointError: the model cannot be read.
+  """
+  folder = pathlib.Path(workdir).absolute()
+  assembled = assemble(folder)
+  if (folder / syncer_process.MODEL).is_dir():
+    most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
+    tree = arrays.load(folder / syncer_process.MODEL, most_bytes=most_bytes)
+  else:
+    tree = _newest(assembled, folder)
+  named = own_model.by_name(tree)
+  leaves = [np.asarray(named[name]) for name in own_model.by_name(assembled.shapes)]
+  return jax.tree.unflatten(jax.tree.structure(assembled.shapes), leaves)
+
+
+def assemble(workdir: pathlib.Path, data: bool = False) -> build.Assembly:
+  """The objects of the run in a folder. Without `data`, to read its model only: the folder may have
+  been copied to another machine. Raises ValueError."""
+  files.require_name(workdir)
+  model = own_model.read(workdir)
+  if not (workdir / load.FILE).is_file():
+    raise ValueError(f'there is no run in {workdir}: it has no {load.FILE}')
+  config = load.read(workdir)
+  if model is not None:
+    return own_model.complete(model, config)
+  return build.assemble(config, data=data)
+
+
+def _newest(assembled: build.Assembly, workdir: pathlib.Path) -> Any:
+  """The model in the syncer's newest checkpoint that verifies; later outer steps are not in it."""
+  node = manifests.syncer_folder(workdir)
+  most_bytes = tree_digest_lib.most_bytes(assembled.parameters)
+  if not (node / 'wal').is_dir() and (params := _of_baseline(workdir, most_bytes)) is not None:
+    return params
+  folder = _verified(_checkpoints(node), most_bytes)
+  if folder is None:
+    raise ValueError(f'the run in {workdir} has no model yet: its syncer has saved no checkpoint')
+  theta = global_model_lib.Theta(assembled)
+  like = jax.tree.map(
+    lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=theta.place), theta.like
+  )
+  saved = arrays.load(folder, like, 'state')
+  theta.restore(saved, [0] * assembled.layout.num_fragments)
+  return theta.params()
+
+
+def _of_baseline(workdir: pathlib.Path, most_bytes: int) -> Any:
+  """The model in the newest checkpoint of a learner without a syncer that verifies, or None."""
+  for node in sorted(workdir.glob('islands/*')):
+    folder = _verified(_checkpoints(node), most_bytes)
+    if folder is not None:
+      protocol, saved = checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      if not protocol['protocol']:  # else of a learner whose syncer has another folder
+        return saved['state']['params']
+  return None
+
+
+def _checkpoints(node: pathlib.Path) -> list[pathlib.Path]:
+  return [node / manifests.CHECKPOINTS / str(number) for number in manifests.checkpoints(node)]
+
+
+def _verified(folders: list[pathlib.Path], most_bytes: int) -> pathlib.Path | None:
+  """The last checkpoint that is as it was saved. Raises CheckpointError: there are only others."""
+  failed = None
+  for folder in reversed(folders):
+    try:
+      checkpoint.verify(folder, trust=True, most_bytes=most_bytes)
+      return folder
+    except checkpoint.CheckpointError as error:
+      warnings.warn(f'{error}; an older checkpoint is tried', stacklevel=4)
+      failed = failed or error
+  if failed:
+    raise failed
+  return None

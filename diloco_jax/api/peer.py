@@ -1,0 +1,471 @@
+"""A learner inside a training loop of the user's own.
+
+    with diloco_jax.join(params, learner='l0', syncer=address, total_steps=1000) as peer:
+      params = peer.params
+      for clock in peer.steps():
+        params, loss = my_step(params, next(batches))
+        params = peer.sync(params, tokens=4096)
+
+The loop keeps its model, optimizer, data and checkpoints. `sync` is the boundary between two inner
+steps: it gives the parameters to the protocol and returns those to go on with, the same tree with
+the same dtypes and shardings; a fragment that has arrived is adopted in it. `sync` never waits for
+the network, except after the last step, when the learner waits for the end of the run, and with
+settings of lock step.
+"""
+
+import contextlib
+import dataclasses
+import operator
+import pathlib
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diloco_jax.config import run_config
+from diloco_jax.launch import cli, nodes, own_model, run_folder
+from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions, events, ids, messages
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import checkpoint
+from diloco_jax.transport import payloads as payloads_lib
+
+WAIT_S = 120.0
+
+
+class Ended(RuntimeError):
+  """The learner cannot go on: the syncer has refused it. Errors of its node come as they are."""
+
+
+class _Shardings(NamedTuple):
+  params: Any
+  opt_state: Any
+
+
+class _Arrays:
+  """The user's arrays between two steps (learner/island_port.py). Arrays that are committed to no
+  device stay so, since a jitted step is compiled anew for committed ones."""
+
+  def __init__(self, params: dict[str, jax.Array], moments: Any):
+    self.replicated = _replicated(params)
+    self.shardings = _Shardings(
+      {name: self.replicated and leaf.sharding for name, leaf in params.items()},
+      jax.tree.map(lambda leaf: leaf.sharding if leaf.committed else None, moments),
+    )
+    self.params, self.moments = params, moments
+    self.devices = next(iter(params.values())).devices()
+    self.shard, self.next_index = 0, 0
+
+  @property
+  def consumed(self) -> bool:
+    """Whether a step has been given these arrays as donated ones."""
+    held = self.params, self.moments
+    return any(leaf.is_deleted() for leaf in jax.tree.leaves(held))
+
+  def take(self, params: dict[str, Any], moments: Any) -> None:
+    """Holds these arrays from now on, where those of `join` were."""
+    at = self.shardings
+    self.params = {name: _put(leaf, at.params[name]) for name, leaf in params.items()}
+    self.moments = jax.tree.map(_put, moments, at.opt_state)
+
+  def read_from(self, shard: int, next_index: int = 0) -> None:
+    self.shard, self.next_index = shard, next_index
+
+  def save(
+    self,
+    clock: int,
+    protocol: dict[str, Any],
+    snapshot: int | None,
+    keep: Sequence[int],
+  ) -> Callable[[], checkpoint.Saved]:
+    """The user's program keeps the checkpoints, so there is nothing to write."""
+    del protocol, keep
+    if snapshot is not None:
+      raise checkpoint.CheckpointError('the checkpoints of this learner belong to its own program')
+    return lambda: checkpoint.Saved(clock, '')
+
+
+def _replicated(params: dict[str, jax.Array]) -> jax.sharding.Sharding | None:
+  """Of a flat array on the same devices; None if no array is committed. Raises ValueError."""
+  shardings = [leaf.sharding for leaf in params.values()]
+  devices = {frozenset(sharding.device_set) for sharding in shardings}
+  if len(devices) != 1:
+    raise ValueError(
+      f'the parameters are on {len(devices)} different sets of devices; put all of them on the '
+      'devices of one learner'
+    )
+  if not any(leaf.committed for leaf in params.values()):
+    return None
+  for sharding in shardings:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+  return shardings[0]
+
+
+class _Admission:
+  """The wait of a learner for the syncer to admit it. After `wait_s` its node fails: a run that has
+  ended says nothing."""
+
+  def __init__(self, learner: str, event_queue: loop.EventQueue, wait_s: float):
+    self._learner, self._event_queue, self._wait_s = learner, event_queue, wait_s
+    self._timer = threading.Timer(min(wait_s, threading.TIMEOUT_MAX), self._give_up)
+    self._timer.daemon = True
+    self._refused = 0  # the session of the last refusal
+    self._reason = 'no syncer has answered'
+
+  def begin(self, post: ports.Post) -> ports.Post:
+    """Begins the wait, which what is posted ends."""
+    self._timer.start()
+
+    def watched(event: events.Event) -> None:
+      self._watch(event)
+      post(event)
+
+    return watched
+
+  def cancel(self) -> None:
+    self._timer.cancel()
+
+  def _watch(self, event: events.Event) -> None:
+    match event:
+      case events.Received(message=messages.Heartbeat() | messages.Joined()) | events.Stop():
+        self._timer.cancel()  # a syncer sends heartbeats to members only
+      case events.Received(session=session, message=messages.Refused(text=text)):
+        self._refused, self._reason = session, text
+      case events.Disconnected(session=session, reason=reason) if session != self._refused:
+        self._reason = reason
+
+  def _give_up(self) -> None:
+    self._event_queue.fail(
+      TimeoutError(
+        f'no syncer has admitted learner {self._learner} within {self._wait_s:g} s: '
+        f'{self._reason}. If the run has ended, it takes no more learners'
+      )
+    )
+
+
+class Peer:
+  """A learner that the user's loop drives. Made by `join`; all calls come from one thread."""
+
+  def __init__(self, params: Any, moments: Any):
+    self._structure = jax.tree.structure(params)
+    self._names = tuple(own_model.by_name(params))  # in tree order; jit sorts those of a dict
+    self._arrays = _Arrays(own_model.by_name(params), moments)
+    self._work: learner_work.LearnerWork | None = None
+    self._post: Callable[[events.Event], None] | None = None
+    self._say: Callable[[str], None] | None = None
+    self._taken = False  # the loop has read `params`
+    self._synced = True  # since the last step that `steps` yielded
+    # Trained arrays that `sync` was given, by the names for which it returned others.
+    self._replaced: dict[str, weakref.ref] = {}
+    self._told = False
+    self._boundary_ns = self._data_ns = 0
+    self._steps = self._tokens = self._reached = 0
+    self.clock: int | None = None
+
+  @property
+  def params(self) -> Any:
+    """The parameters to go on with."""
+    self._taken = True
+    return jax.tree.unflatten(self._structure, map(self._arrays.params.get, self._names))
+
+  @property
+  def opt_state(self) -> Any:
+    """The inner optimizer's state to begin with: a donor's, or else the one given."""
+    return self._arrays.moments
+
+  @property
+  def shard(self) -> tuple[int, int]:
+    """(shard, index of the next batch in it): where this learner reads."""
+    return self._arrays.shard, self._arrays.next_index
+
+  def steps(self, stream: Callable[[int, int], Any] | None = None) -> Iterator[Any]:
+    """Yields the clock of each inner step until the run is over; with `stream`, (clock, batch).
+
+    The clock is the step of learning-rate schedules: it is the same on all learners. `stream` maps
+    (shard, index) to a batch; shards are leased, and a learner that takes one over reads on where
+    the merged work ends.
+    """
+    while self.clock is not None:
+      if not self._synced:
+        raise RuntimeError('peer.sync was not called after the last step: call it once per step')
+      self._synced = False
+      self._check_taken()
+      begun_ns = time.monotonic_ns()
+      given = self.clock if stream is None else (self.clock, stream(*self.shard))
+      self._data_ns = time.monotonic_ns() - begun_ns
+      yield given
+
+  def sync(self, params: Any, *, tokens: int, opt_state: Any = None) -> Any:
+    """The boundary after an inner step.
+
+    Args:
+      params: after the step, a tree like the one given to `join`. Consumed, as by donation: go on
+        with what is returned.
+      tokens: trained on in this step, more than 0: the weight of this learner in merges.
+      opt_state: the inner optimizer's state after the step, if `join` was given one: this learner
+        may be asked to donate it.
+
+    Returns:
+      The parameters to go on with: the same tree, dtypes and shardings.
+
+    Raises:
+      Ended: the run is over.
+      TypeError: `tokens` is not an integer.
+      ValueError: the arrays are not like those given to `join`, or there are no tokens.
+    """
+    if self.clock is None:
+      raise Ended('the run is over: leave the loop once peer.clock is None')
+    tokens = operator.index(tokens)  # also of NumPy and JAX: tapes and messages hold plain ones
+    if tokens <= 0:
+      raise ValueError(f'tokens is {tokens}: a step trains on at least one')
+    if not self._taken:
+      raise RuntimeError('begin with `params = peer.params`: the learner may have joined a run')
+    held = self._arrays.params
+    self._give(params, opt_state)
+    trained = self._arrays.params
+    step_ns = time.monotonic_ns() - self._boundary_ns
+    self._arrays.next_index += 1
+    self._steps, self._tokens = self._steps + 1, self._tokens + tokens
+    self._reached = self.clock + 1
+    self._synced = True
+    saving_ns, _ = self._work.take_between()
+    self._post(
+      events.StepDone(
+        tokens=tokens, step_ns=step_ns, data_ns=min(self._data_ns, step_ns), saving_ns=saving_ns
+      )
+    )
+    self._data_ns = 0
+    self._next()
+    after = self._arrays.params
+    self._replaced = {
+      name: weakref.ref(leaf)
+      for name, leaf in trained.items()
+      if leaf is not after[name] and leaf is not held[name]
+    }
+    return self.params
+
+  def _check_taken(self) -> None:
+    """Says once that the loop goes on with arrays other than those that `sync` returned: it still
+    holds replaced ones, and nothing holds those that took their places."""
+    replaced, self._replaced = self._replaced, {}
+    if self._told or all(ref() is None for ref in replaced.values()):
+      return
+    held, unheld = self._arrays.params, {'': object()}
+    least = sys.getrefcount(unheld[''])
+    if all(sys.getrefcount(held[name]) <= least for name in replaced):
+      self._told = True
+      self._say(
+        'The loop has not taken what peer.sync returned, so it trains without what other learners '
+        'have learned, on arrays that may be deleted. Nothing else is lost. Write `params = '
+        'peer.sync(params, ...)`, or put the result where the step reads its parameters.'
+      )
+
+  def state_dict(self) -> dict[str, int]:
+    """Plain integers for the user's own checkpoint, for `join(..., state=...)` after a restart."""
+    clock = self._reached if self.clock is None else self.clock
+    return {'clock': clock, 'steps': self._steps, 'tokens': self._tokens}
+
+  def _give(self, params: Any, opt_state: Any) -> None:
+    leaves, structure = jax.tree.flatten(params)
+    same = structure == self._structure
+    named = dict(zip(self._names, leaves)) if same else own_model.by_name(params)
+    held, moments = self._arrays.params, self._arrays.moments
+    for name in sorted(held.keys() | named.keys()):
+      mine, its = held.get(name), named.get(name)
+      if mine is None or its is None or _shape(mine) != _shape(its):
+        raise ValueError(f'{name} is {_shape(its)}, join was given {_shape(mine)}')
+      if isinstance(its, jax.Array) and its.is_deleted():
+        raise ValueError(
+          f'{name} is deleted: a sync before has replaced it. Go on with what peer.sync returns: '
+          '`params = peer.sync(params, ...)`'
+        )
+      committed = self._arrays.shardings.params[name] is not None
+      if not committed and isinstance(its, jax.Array) and its.devices() != self._arrays.devices:
+        raise ValueError(
+          f'{name} has moved to other devices since join: put the parameters there before, with '
+          'jax.device_put(params, sharding)'
+        )
+    if (opt_state is None) != (moments is None):
+      given = 'no opt_state' if opt_state is not None else 'an opt_state'
+      raise ValueError(f'join was given {given}: give it to both or to neither')
+    if _like(opt_state) != _like(moments):
+      raise ValueError('opt_state is another tree, or has other shapes, than the one given to join')
+    self._arrays.take(named, opt_state)
+
+  def _next(self) -> None:
+    """Performs work until the next step may begin or the node has ended."""
+    self.clock = self._work.next_step()
+    self._boundary_ns = time.monotonic_ns()
+
+
+def _put(leaf: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+  is_there = isinstance(leaf, jax.Array) and (sharding is None or leaf.sharding == sharding)
+  return leaf if is_there else jax.device_put(leaf, sharding)
+
+
+def _like(tree: Any) -> tuple[Any, list[str]]:
+  leaves, structure = jax.tree.flatten(tree)
+  return structure, list(map(_shape, leaves))
+
+
+def _shape(leaf: Any) -> str:
+  if leaf is None:
+    return 'absent'
+  value = leaf if hasattr(leaf, 'dtype') else np.asarray(leaf)  # of a number
+  is_key = jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+  dtype = value.dtype if is_key else jax.dtypes.canonicalize_dtype(value.dtype)
+  return f'{dtype}{list(value.shape)}'
+
+
+@contextlib.contextmanager
+def join(
+  params: Any,
+  *,
+  learner: str,
+  syncer: str,
+  total_steps: int,
+  sync: run_config.SyncConfig | None = None,
+  opt_state: Any = None,
+  label: Callable[[str], str] | None = None,
+  shards: int = 16,
+  workdir: str | pathlib.Path | None = None,
+  state: dict[str, int] | None = None,
+  wait_s: float = WAIT_S,
+  tls: str | pathlib.Path | None = None,
+  plaintext_loopback: bool = False,
+) -> Iterator[Peer]:
+  """Makes this program a learner of a run for the time of the `with`.
+
+  The first learner of a run brings the model to the syncer: its parameters are version 0. Later
+  learners must have the same tree of shapes, and take the values from the syncer.
+
+  A loop may be left at any time. Its learner then answers what the syncer has asked for, and
+  leaves; but if its last step has consumed the parameters (`donate_argnums`) and `sync` was not
+  called after it, the learner is lost as by a crash, and with it what was not merged yet.
+
+  Args:
+    params: a tree of float arrays, all on the devices of this learner. They are copied before a
+      merged value replaces them.
+    learner: the id of this learner, for example 'l0'; one process per id.
+    syncer: where it listens: 'HOST:PORT', 'unix:PATH', or 'file:PATH' of a file with one of these.
+    total_steps: T, the clock at which the run ends; as for the syncer.
+    sync: the settings of the protocol; as for the syncer. Default: configs/own_loop.py.
+    opt_state: the inner optimizer's state, a tree of arrays; on all learners of a run or on
+      none. With it a learner that joins a run begins with that of a donor: `peer.opt_state`.
+    label: name of a parameter ('layers/0/kernel') -> 'embedding', 'head', 'body' or another label
+      of a Task (train/task.py), which selects its merge rule. Default: task.embeddings, and
+      'statistic' for a BatchStat of flax.nnx.
+    shards: how many shards `Peer.steps` deals out; as for the syncer.
+    workdir: a folder for the tape and the records of this learner; None: a temporary one.
+    state: of `Peer.state_dict`, from the user's own checkpoint, as `params` and `opt_state` then
+      are. The values of the parameters come from the syncer in any case, as the run has gone on;
+      the inner optimizer's state is kept unless a donor gives a newer one.
+    wait_s: how long to wait for a syncer that listens, and then for it to admit this learner. From
+      there on the learner waits for the run to begin.
+    tls: the folder with this learner's certificate (`diloco certs`), for every address that is not
+      a Unix socket.
+    plaintext_loopback: plain TCP on a loopback address, for debugging.
+
+  Raises:
+    ValueError: settings or arrays cannot work, and nothing was sent; or the syncer, which has other
+      settings, refused the model.
+    TimeoutError: no syncer listens, or none has admitted this learner. The run may have ended.
+    Ended: the syncer refused this learner.
+  """
+  if not ids.is_learner(learner):
+    raise ValueError(f'learner is {learner!r}: {ids.RULE}')
+  params, opt_state = (
+    own_model.as_arrays(tree, name) for tree, name in ((params, 'params'), (opt_state, 'opt_state'))
+  )
+  model = own_model.describe(params, label, opt_state)
+  assembled = own_model.complete(model, own_model.config(total_steps, sync, shards))
+  access = cli.make_access(tls, plaintext_loopback)
+  address = nodes.resolver(syncer, access)
+  unlabelled = sorted(
+    name for name in own_model.statistics(params) if model.labels[name] != 'statistic'
+  )
+  nodes.require_own_certificate(access, learner)
+  print(f'[{learner}] waits for a syncer at {syncer}, at most {wait_s:g} s', flush=True)
+  own_model.bring(model, address, access, wait_s)
+  peer = Peer(jax.device_put(params), jax.device_put(opt_state))
+  # Only a syncer begins with version 0; here it would be held beside the model for the whole run.
+  assembled = dataclasses.replace(assembled, init=None)
+  del params, opt_state, model
+  event_queue, payloads = loop.EventQueue(), payloads_lib.PayloadStore()
+  with contextlib.ExitStack() as cleanup:
+    place = folder(workdir, cleanup)
+    records = cleanup.enter_context(
+      contextlib.closing(records_lib.Recorder(place, learner, prefix=f'[{learner}] '))
+    )
+    work = learner_work.LearnerWork(
+      assembled, peer._arrays, event_queue.post, event_queue.fail, payloads, records
+    )
+    if unlabelled:
+      records.say(
+        f'{len(unlabelled)} arrays look like running statistics ({", ".join(unlabelled[:3])}), and '
+        'the outer optimizer would move them beyond what the learners have counted: give them the '
+        "label 'statistic', on all learners. Parameters that are trained are right as they are."
+      )
+    work.compile_all()
+    connect = nodes.dialer(assembled, address, access, records.say)
+    admission = _Admission(learner, event_queue, wait_s)
+    cleanup.callback(admission.cancel)
+    cleanup.enter_context(work.egress())
+    ended = cleanup.enter_context(
+      learner_process.running_node(
+        assembled,
+        work,
+        place,
+        learner,
+        None if state is None else {'learner': learner, 'run': '', **state},
+        event_queue,
+        lambda post, payloads: connect(admission.begin(post), payloads),
+        payloads,
+        records,
+      )
+    )
+    peer._work, peer._post, peer._say = work, event_queue.post, records.say
+    peer._next()
+    _require_well(peer, ended)
+    try:
+      yield peer
+    finally:
+      peer._check_taken()
+      lost = peer._arrays.consumed
+      if lost:  # there is nothing to contribute or to adopt into, as after a crash
+        event_queue.fail(Ended('left after a step that had consumed the parameters'))
+      event_queue.post(events.Stop(reason='its loop ended'))
+      if peer.clock is not None:
+        event_queue.post(events.StepDone(tokens=0, step_ns=0))
+      while peer.clock is not None:
+        peer._next()
+    if not lost:
+      _require_well(peer, ended)
+      records.say(ended.result().text)
+
+
+def _require_well(peer: Peer, ended: Any) -> None:
+  """Raises Ended if the node has failed or the syncer has refused this learner."""
+  if peer.clock is not None:
+    return
+  result: actions.Exit = ended.result()
+  if result.code:
+    raise Ended(result.text)
+
+
+def folder(workdir: str | pathlib.Path | None, cleanup: contextlib.ExitStack) -> pathlib.Path:
+  """The folder to work in; a temporary one is removed by `cleanup`."""
+  if workdir is None:
+    return pathlib.Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix='diloco-')))
+  made = pathlib.Path(workdir).absolute()
+  run_folder.claim(made)
+  return made

@@ -1,0 +1,409 @@
+"""Entry points of the syncer and learner processes: they build a node on gRPC from the flags and
+turn its end into an exit code.
+
+Errors that a retry cannot fix raise program.NeverRetry (exit 42): a refused join, a port in use, a
+folder that is not writable or is locked by another syncer, a config that does not fit the model, a
+checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py), and
+so do checkpoints that cannot be read: the cause may pass.
+"""
+
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import jax
+
+from diloco_jax.certs import check, names, proofs
+from diloco_jax.config import build, run_config, uplink
+from diloco_jax.launch import accelerators, cli, own_model, run_folder, standby
+from diloco_jax.learner import baseline
+from diloco_jax.learner import process as learner_process
+from diloco_jax.learner import work as learner_work
+from diloco_jax.node import loop, ports
+from diloco_jax.protocol import actions, events, ids
+from diloco_jax.report import records as records_lib
+from diloco_jax.storage import arrays, checkpoint, files, json_files
+from diloco_jax.syncer import global_model as global_model_lib
+from diloco_jax.syncer import outer_step
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import task as task_lib
+from diloco_jax.transport import addresses, grpc_client, grpc_server, link
+
+FILE = 'file:'
+SPARE_SESSIONS = 16
+MAX_ADDRESS_BYTES = 4096
+_SYNCER_SAFE = (
+  'The log holds every outer step that the syncer has acknowledged or published. Start the syncer '
+  'again: it continues from the log, and learners send unmerged contributions again. If its disk '
+  'is full, make space first.'
+)
+_LEARNER_SAFE = (
+  'Merged contributions and the last checkpoint are safe. Start the learner again: it continues '
+  'from the checkpoint; the inner steps since then are lost.'
+)
+
+
+def syncer(
+  config: run_config.Config,
+  workdir: str,
+  listen: str,
+  access: addresses.Access,
+  stands_by: bool = False,
+) -> int:
+  """Runs the syncer process and returns its exit code. `listen` '': the Unix socket of the run.
+
+  With `stands_by` the process compiles its functions, touches no file of the run, and begins when
+  it reads a line on standard input (standby.py); if standard input is closed, it ends with 0.
+  """
+  prepare_syncer()
+  with cli.never_retry(ValueError):
+    assembled = build.assemble(config)
+  theta = global_model_lib.Theta(assembled)
+  if stands_by:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the active syncer
+    theta.warm_up()
+    theta.forget()
+    print(f'{standby.LINE}: ready to take over', flush=True)
+    if not sys.stdin.readline():
+      return 0
+  folder, records = _open(workdir, 'syncer')
+  return _serve(config, assembled, theta, folder, records, _address(folder, listen), access)
+
+
+def own_loop_syncer(
+  config: run_config.Config, workdir: str, listen: str, access: addresses.Access, init: str = ''
+) -> int:
+  """Runs the syncer process of a run without a task: learners are loops of the user's own.
+
+  The model is in the run's folder, or else at `init`, a tree of arrays that Orbax wrote, or else
+  the first learner brings it (own_model.py); then the folder keeps it. No standby process could
+  compile anything ahead, so there are none.
+  """
+  prepare_syncer()
+  folder, records = _open(workdir, 'syncer')
+
+  address = _address(folder, listen)
+
+  def listening(bound: str) -> None:
+    nonlocal address
+    address = bound
+    _write_address(folder, address)
+    records.say(f'the syncer waits on {address} for the first learner, which brings the model')
+
+  stopped = threading.Event()
+  with (
+    stops(lambda reason: stopped.set(), config.train.drain_s, _SYNCER_SAFE, cli.DISK_FAILED),
+    cli.never_retry(ValueError, OSError, checkpoint.CheckpointError),
+    _snapshot_on_signal(lambda: None),
+  ):
+    addresses.check(address, access)
+    if init and own_model.read(folder) is None:
+      tree = arrays.load(pathlib.Path(init))
+      own_model.write(folder, own_model.describe(tree, task_lib.embeddings), config)
+    try:
+      model = own_model.obtain(folder, config, address, access, listening, stopped, records.say)
+    except InterruptedError as error:
+      return _end(actions.Exit(code=0, text=str(error)), records)
+    assembled = own_model.complete(model, config)
+    theta = global_model_lib.Theta(assembled)
+  if stopped.is_set():  # while the model was read or written
+    return _end(actions.Exit(code=0, text='stopped before it listened'), records)
+  return _serve(config, assembled, theta, folder, records, address, access)
+
+
+def _serve(
+  config: run_config.Config,
+  assembled: build.Assembly,
+  theta: global_model_lib.Theta,
+  folder: pathlib.Path,
+  records: records_lib.Recorder,
+  address: str,
+  access: addresses.Access,
+) -> int:
+  """Runs the syncer of a run whose model is known; returns the exit code of the process."""
+  records_lib.report_startup(records, 'assembled')
+  event_queue = loop.EventQueue()
+
+  def listen(post, payloads):
+    with cli.never_retry(ValueError, OSError):
+      transport = grpc_server.GrpcSyncerTransport(
+        address, post, payloads, limits(assembled), records.say, access=access
+      )
+      try:
+        _write_address(folder, transport.address)
+        run_folder.write_config(folder, config)
+      except BaseException:
+        transport.shutdown(0.0)  # no learner may wait for a syncer that will not start
+        raise
+    records.say(f'the syncer listens on {transport.address}')
+    return transport
+
+  def finished() -> None:
+    with contextlib.suppress(OSError):  # of a full disk: learners wait for no more than an hour
+      _write_address(folder, addresses.ENDED)
+
+  with (
+    stops(
+      lambda reason: event_queue.post(events.Stop(reason=reason)),
+      assembled.config.train.drain_s,
+      _SYNCER_SAFE,
+      cli.DISK_FAILED,
+    ),
+    cli.log_failures(),
+    checkpoint_failures(),
+    cli.never_retry(ValueError, files.DirectoryError),
+    _snapshot_on_signal(lambda: event_queue.post(events.TakeSnapshot())),
+  ):
+    key = cli.seal_key(folder, make=True)
+    result = syncer_process.run(
+      assembled, theta, folder, event_queue, listen, records, key, finished
+    )
+  return _end(result, records)
+
+
+def learner(
+  config: run_config.Config,
+  workdir: str,
+  learner_id: str,
+  address: str,
+  access: addresses.Access = addresses.LOCAL,
+  work_class: type[learner_work.LearnerWork] = learner_work.LearnerWork,
+  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
+) -> int:
+  """Runs a learner process and returns its exit code."""
+  if not ids.is_learner(learner_id):
+    raise cli.NeverRetry(f'--learner_id={learner_id!r}: {ids.RULE}')
+  with cli.never_retry(ValueError):
+    resolve = None if address == 'none' else resolver(address, access)
+    require_own_certificate(access, learner_id)
+  prepare_jax(config.mesh.num_devices)
+  folder, records = _open(workdir, learner_id)
+  records_lib.report_startup(records, 'imported')
+  with cli.never_retry(ValueError, files.DirectoryError):
+    assembled = build.assemble(config)
+    devices = jax.local_devices()
+    key = cli.seal_key(folder)
+    island = learner_process.make_island(assembled, folder, learner_id, devices, key)
+  records_lib.report_startup(records, 'built')
+  if access.tls:  # every dial checks again: files may be renewed meanwhile
+    for problem in check.problems(access.tls, names.LEARNER, proofs.utc_now()):
+      records.say(f'--tls={access.tls}: {problem}')
+  if resolve is None:
+    stopped = threading.Event()
+    with (
+      stops(lambda reason: stopped.set(), config.train.drain_s, _LEARNER_SAFE),
+      checkpoint_failures(),
+      cli.never_retry(ValueError),
+    ):
+      return _end(baseline.run(config, island, records, stopped.is_set), records)
+  event_queue = loop.EventQueue()
+  connect = dialer(assembled, resolve, access, records.say, transport_class)
+  with (
+    stops(
+      lambda reason: event_queue.post(events.Stop(reason=reason)),
+      config.train.drain_s,
+      _LEARNER_SAFE,
+    ),
+    checkpoint_failures(),
+    cli.never_retry(),
+  ):
+    result = learner_process.run(
+      assembled, island, folder, learner_id, event_queue, connect, records, work_class=work_class
+    )
+  return _end(result, records)
+
+
+def dialer(
+  assembled: build.Assembly,
+  resolve: Callable[[], str],
+  access: addresses.Access,
+  say: Callable[[str], None],
+  transport_class: type[grpc_client.GrpcLearnerTransport] = grpc_client.GrpcLearnerTransport,
+) -> ports.MakeTransport:
+  """Makes a learner's transport, which asks the learner to stop once the run has ended; says which
+  inner steps a capped uplink allows."""
+  if note := uplink.note(assembled):
+    say(note)
+
+  def make(post: ports.Post, payloads: ports.Payloads) -> ports.Transport:
+    def address() -> str:
+      try:
+        return resolve()
+      except addresses.RunEnded:
+        post(events.Stop(reason=addresses.ENDED))
+        raise
+
+    return transport_class(address, post, payloads, limits(assembled), access=access)
+
+  return make
+
+
+def limits(assembled: build.Assembly) -> link.Limits:
+  """The limits of a transport. A joining learner receives every fragment at once, and new versions
+  on top, and payloads may arrive after their announcements, since the two use separate streams.
+  After a restart of the syncer all learners are strangers at once."""
+  sync = assembled.config.sync
+  return link.Limits(
+    contribution_bytes=assembled.payload_bytes,
+    publish_bytes=assembled.publish_bytes,
+    donation_bytes=assembled.moments_bytes,
+    max_queued_bytes=max(link.Limits.max_queued_bytes, 2 * sum(assembled.publish_bytes)),
+    max_announced=2 * sync.fragments + SPARE_SESSIONS,
+    donation_bytes_per_s=sync.donor_rate_mib_s << 20,
+    uplink_bytes_per_s=sync.uplink_mbit_s * uplink.MBIT_BYTES,
+    max_members=sync.places or 2 * sync.learners + SPARE_SESSIONS,
+    max_strangers=sync.learners + 2 * SPARE_SESSIONS,
+    member_s=sync.lease_s + link.Limits.handshake_s,
+  )
+
+
+def prepare_jax(devices: int) -> None:
+  """Emulates as many devices as the mesh needs and turns asynchronous dispatch off: data-parallel
+  steps on emulated CPU devices have aborted when the host ran ahead of the devices. Raises
+  NeverRetry: jax finds no device, or does not compile."""
+  if jax.config.jax_disable_jit:
+    raise cli.NeverRetry(accelerators.NO_JIT)
+  if 'JAX_NUM_CPU_DEVICES' not in os.environ:
+    with contextlib.suppress(RuntimeError):  # in a notebook jax may have its devices already
+      jax.config.update('jax_num_cpu_devices', devices)
+  jax.config.update('jax_cpu_enable_async_dispatch', False)
+  try:
+    jax.local_devices()
+  except Exception as error:  # of several types, also an AssertionError without a text
+    raise cli.NeverRetry(accelerators.no_device(error)) from error
+
+
+def prepare_syncer() -> None:
+  """As prepare_jax, for a process that is nothing but a syncer."""
+  outer_step.share_cores()
+  prepare_jax(1)
+
+
+def _open(workdir: str, name: str) -> tuple[pathlib.Path, records_lib.Recorder]:
+  folder = pathlib.Path(workdir).absolute()
+  try:
+    run_folder.claim(folder)
+    return folder, records_lib.Recorder(folder, name)
+  except ValueError as error:
+    raise cli.NeverRetry(cli.one_line(error)) from error
+  except OSError as error:
+    raise cli.refusal(error)(
+      f'cannot write to --workdir={workdir}: {error.strerror}. Nothing was started. Make space, or '
+      'choose a folder that this user may write to.'
+    ) from error
+
+
+def _write_address(folder: pathlib.Path, address: str) -> None:
+  """Writes the address file atomically, so that no learner reads half of it."""
+  path = folder / 'syncer' / 'address'
+  json_files.replace(path, address.encode() + b'\n')
+
+
+def _address(folder: pathlib.Path, listen: str) -> str:
+  """Where to listen: the Unix socket of the run, unless `listen` says otherwise."""
+  with cli.never_retry(OSError):
+    return listen or addresses.in_folder(folder)
+
+
+def require_own_certificate(access: addresses.Access, learner: str) -> None:
+  """Raises ValueError if a learner was given the certificate of another one."""
+  if access.tls:
+    check.require_learner(access.tls, learner, proofs.utc_now())
+
+
+def resolver(address: str, access: addresses.Access) -> Callable[[], str]:
+  """Returns a function that reads the syncer's address at each call: an address (addresses.py) or
+  'file:PATH' of a file with one; it raises RunEnded if the file says so. Raises ValueError if it is
+  neither, or `access` is not enough."""
+  if not address.startswith(FILE):
+    addresses.check(address, access)
+    return lambda: address
+  path = pathlib.Path(address.removeprefix(FILE))
+
+  def read() -> str:
+    text = json_files.read_bytes(path, MAX_ADDRESS_BYTES).decode().strip()
+    if text == addresses.ENDED:
+      raise addresses.RunEnded(f'{text}: {path} says so')
+    return text
+
+  return read
+
+
+@contextlib.contextmanager
+def checkpoint_failures() -> Iterator[None]:
+  """Turns checkpoints that can be neither read nor written into one line and exit code 74."""
+  try:
+    yield
+  except checkpoint.CheckpointError as error:
+    raise cli.DiskFailed(cli.one_line(error)) from error
+
+
+@contextlib.contextmanager
+def stops(
+  stop: Callable[[str], None], drain_s: float, safe: str, code: int = cli.NOT_IN_TIME
+) -> Iterator[None]:
+  """SIGTERM, Ctrl-C and a closed terminal end the process in order; a second signal, half a second
+  later, at once.
+
+  Args:
+    stop: asks the process to end; called with the reason, in the main thread, between any two
+      instructions.
+    drain_s: the time that an orderly end may take. After it the process exits with `code`.
+    safe: the sentence that says which state is safe in that case.
+  """
+  requests = cli.EndRequests()
+  timers: list[threading.Timer] = []
+
+  def exit_late(name: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal is closed
+      print(
+        f'error: the process has not ended within {drain_s:g} s of {name} and exits now. {safe}',
+        file=sys.stderr,
+        flush=True,
+      )
+    os._exit(code)
+
+  def handle(number: int, frame: object) -> None:
+    del frame
+    if not requests.add():
+      return
+    if requests.count > 1:
+      os._exit(128 + number)
+    name = signal.Signals(number).name
+    timers.append(threading.Timer(drain_s, exit_late, [name]))
+    timers[0].daemon = True
+    timers[0].start()
+    stop('preempted' if number == signal.SIGTERM else f'stopped by {name}')
+
+  before = {number: signal.signal(number, handle) for number in cli.end_signals()}
+  try:
+    yield
+  finally:
+    for timer in timers:
+      timer.cancel()
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _snapshot_on_signal(take_snapshot: Callable[[], None]) -> Iterator[None]:
+  """Takes a run snapshot on SIGUSR1."""
+  before = signal.signal(signal.SIGUSR1, lambda number, frame: take_snapshot())
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGUSR1, before)
+
+
+def _end(result: actions.Exit, records: records_lib.Recorder) -> int:
+  for refusal in (cli.NeverRetry, cli.NotInTime):
+    if result.code == refusal.code:
+      records.close()
+      raise refusal(result.text)
+  records.say(result.text)
+  records.close()
+  return result.code

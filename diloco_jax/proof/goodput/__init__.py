@@ -1,1 +1,0 @@
-"""Goodput: the paper's tables from machines, islands or formulas; real runs, and predicted ones."""

@@ -1,0 +1,1 @@
+"""Predictions: what the times of a real run say about other kills."""

@@ -1,0 +1,223 @@
+"""The invariants of every run, with delayed, repeated and lost messages, frozen and killed
+processes.
+
+Each invariant is a class (invariants/) with an id, the sentence that it enforces, and the records
+that it checks. It sees each record before the model (model/) is updated with it, and each turn
+after the update, and it never asks a machine. So the same checkers watch the simulated world live
+and read the tapes of real processes afterwards::
+
+    checkers = Checkers(config)
+    checkers.born(now_ns, life)                       # a process begins
+    checkers.saw(life, now_ns, event, actions)        # a machine took a turn
+    checkers.died(now_ns, life, killed)               # a process ended
+    checkers.logged(now_ns, note)                     # simulated world: the syncer's disk
+    checkers.healed(now_ns)                           # no fault happens from now on
+    checkers.finished(now_ns)                         # the run is over: end-of-run statements
+
+The ids I1 ... are those of safety, P1 ... of pace and L1 ... of liveness. A run that breaks one
+raises `Violation` with its id, its sentence and the contradicting values. A turn costs the same
+with any number of learners: checks over all learners run once per sync, once per heartbeat or at
+the end.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from diloco_jax.protocol import actions, events
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.verification.checks.invariants import (
+  contributions,
+  data,
+  donation,
+  durability,
+  ids,
+  invariant,
+  liveness,
+  pace,
+  screening,
+  snapshots,
+  states,
+  tokens,
+)
+from diloco_jax.verification.checks.model import donation as donation_book
+from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.model import run as run_book
+from diloco_jax.verification.checks.model import syncer as syncer_book
+
+ObservedProcess = observers.ObservedProcess
+Violation = invariant.Violation
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+INVARIANTS: tuple[type[invariant.Invariant], ...] = (
+  contributions.InOrder,
+  contributions.Quorum,
+  contributions.CountedOnce,
+  contributions.OneAnswer,
+  contributions.VersionsInOrder,
+  contributions.NeverBack,
+  contributions.DeltasFit,
+  contributions.Fresh,
+  tokens.HonestLearner,
+  tokens.HonestDigests,
+  tokens.TokensConserved,
+  tokens.Rebased,
+  tokens.Verdicts,
+  tokens.Finite,
+  screening.Screened,
+  screening.Quarantine,
+  tokens.Bounded,
+  durability.CheckpointIsACut,
+  durability.NothingSpokenIsLost,
+  durability.DurableFirst,
+  durability.RecoveredState,
+  durability.CompactionKeeps,
+  data.BatchesOnce,
+  data.LeasesJoin,
+  data.HonestReader,
+  ids.Incarnations,
+  ids.HolderStays,
+  ids.RefusedWithReason,
+  ids.JoinerCatchesUp,
+  ids.OnlyMembers,
+  pace.Pace,
+  pace.LastWord,
+  pace.PossibleSteps,
+  ids.LeaseEnds,
+  liveness.NoStepWaits,
+  liveness.DecidedInTime,
+  liveness.EveryPullIsAnswered,
+  liveness.MergesAgain,
+  liveness.Joins,
+  liveness.Contributes,
+  liveness.NoFragmentStarves,
+  liveness.QueuesDrain,
+  liveness.Heard,
+  durability.FinishIsKnown,
+  snapshots.ManifestIsTrue,
+  snapshots.PartsAreACut,
+  snapshots.PinsStay,
+  snapshots.SnapshotsEnd,
+  donation.Donated,
+  donation.DonationEnds,
+  states.AsDrawn,
+)
+
+# The updates of the model, by kind of record.
+MODEL_UPDATES = {
+  LEARNER: (learner_book.LEARNER_UPDATES, donation_book.LEARNER_UPDATES),
+  SYNCER: (syncer_book.SYNCER_UPDATES, donation_book.SYNCER_UPDATES),
+}
+
+
+class Checkers(observers.Observer):
+  """All invariants of one run (see the top of this file)."""
+
+  def __init__(self, config: config_lib.ProtocolConfig):
+    self.run = run_book.Run(config)
+    self.invariants = {one: one(self.run) for one in INVARIANTS}
+    self._on: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
+    self._after: dict[str, dict[Any, tuple[Callable, ...]]] = {LEARNER: {}, SYNCER: {}}
+    self._logs, self._deaths = (
+      [
+        one
+        for one in self.invariants.values()
+        if getattr(type(one), name) is not getattr(invariant.Invariant, name)
+      ]
+      for name in ('logged', 'died')
+    )
+    self._register()
+
+  def _register(self) -> None:
+    """Fills the tables from kinds to the methods that check them, then to the model's updates."""
+    for one in self.invariants.values():
+      for method in (getattr(one, name) for name in dir(one)):
+        for mark, table in (('_on', self._on), ('_after', self._after)):
+          for role, kind in getattr(method, mark, ()):
+            table[role][kind] = (*table[role].get(kind, ()), method)
+    for role, tables in MODEL_UPDATES.items():
+      for kind, update in (pair for table in tables for pair in table.items()):
+        self._on[role][kind] = (*self._on[role].get(kind, ()), update)
+      every = self._after[role].pop(invariant.EVERY, ())
+      kinds = self._after[role].keys()
+      self._after[role] = {kind: (*self._after[role][kind], *every) for kind in kinds}
+      self._after[role][invariant.EVERY] = every
+
+  def born(self, now_ns: int, life: ObservedProcess) -> None:
+    try:
+      book = self.run.born(life)
+    except run_book.WrongState as error:
+      self.invariants[durability.NothingSpokenIsLost].born(error)
+      self.invariants[durability.RecoveredState].born(error)
+    if life.start.role == LEARNER:
+      self.invariants[liveness.Joins].born(now_ns, book)
+
+  def saw(
+    self, life: ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    book, role = self.run.books[life.number], life.start.role
+    table, kind = self._on[role], type(event)
+    if role == SYNCER and book.began_ns is None:
+      book.began_ns = now_ns
+    if kind is events.Received:
+      kind = type(event.message)
+      if role == SYNCER:
+        book.receives(now_ns, event, out)
+    for look in table.get(kind, ()):
+      look(book, now_ns, event, out)
+    for action in out:
+      what = type(action)
+      if what is actions.Send:
+        what = type(action.message)
+      elif what is actions.Report:
+        action = action.fact
+        what = type(action)
+      for look in table.get(what, ()):
+        look(book, now_ns, action, event)
+    table = self._after[role]
+    if role == SYNCER:
+      book.after(now_ns)
+    for look in table[kind] if kind in table else table[invariant.EVERY]:
+      look(book, now_ns, event, out)
+
+  def died(self, now_ns: int, life: ObservedProcess, killed: bool) -> None:
+    book = self.run.died(life)
+    for one in self._deaths:
+      one.died(now_ns, book, killed)
+
+  def logged(self, now_ns: int, note: observers.LogNote) -> None:
+    """The syncer's log changed; only the simulated world reports this."""
+    for one in self._logs:
+      one.logged(now_ns, note)
+    self.run.logged(note)
+
+  def healed(self, now_ns: int) -> None:
+    """No fault happens from now on, so the run must also make progress."""
+    for one in self.invariants.values():
+      one.healed(now_ns)
+
+  def finished(self, now_ns: int) -> tuple[str, ...]:
+    """The run is over: checks what must be true of it as a whole. Returns the ids of the invariants
+    whose end could not be judged because the run was stopped too early."""
+    return tuple(one.id for one in self.invariants.values() if one.finished(now_ns) is False)
+
+
+class SameAgain(invariant.Invariant):
+  id = 'I22'
+  sentence = 'A machine has no input but its start, its events and their times.'
+
+
+def replays(life: ObservedProcess, records: Iterable[tape.Record]) -> None:
+  """Replays the turns of a process on a new machine. Raises Violation at the first difference."""
+  machine = life.start.make()
+  for record in records:
+    again = tuple(machine.handle(record.now_ns, record.event))
+    if again != tuple(record.actions):
+      raise Violation(
+        SameAgain.id,
+        SameAgain.sentence,
+        (
+          f'{life.start.node} (process {life.number}), turn {record.index}, {record.event}: '
+          f'{record.actions}, then {again}'
+        ),
+      )

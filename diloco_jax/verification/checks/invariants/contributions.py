@@ -1,0 +1,239 @@
+"""Safety: each payload counts once, against the right version, in one order."""
+
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import published
+from diloco_jax.verification.checks.invariants import invariant
+
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+
+class CountedOnce(invariant.Invariant):
+  id = 'I1'
+  sentence = 'The syncer merges each token of a process at most once per fragment.'
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather = book.gathers[merge.sync]
+    for one in merge.participants:
+      peer, message = gather.payloads[one.payload_id]
+      true = book.true_range(peer, message)
+      upto = book.lineage.merged_upto.get((peer.join.nonce, merge.fragment), 0)
+      if true is not None and true[0] < upto:
+        self.fail(one, message, f'merged up to {upto}')
+      cursor = book.account(peer).cursors[merge.fragment]
+      if message.tokens_from < cursor:
+        self.fail(one, message, f'settled up to {cursor}')
+
+
+class OneAnswer(invariant.Invariant):
+  id = 'I1b'
+  sentence = (
+    'A learner answers only pulls of its current session that are due, and makes no second capture '
+    'of a fragment while the first may still be merged.'
+  )
+
+  @invariant.on(LEARNER, actions.Encode)
+  def encode(self, book, now_ns, encode, event):
+    anchor = book.anchors[encode.fragment]
+    pulled = book.joined and book.pulls.get(encode.fragment) == encode.sync
+    if not pulled or anchor.contributed or not book.is_due(encode.fragment):
+      self.fail(book, encode, book.pulls, anchor)
+
+  @invariant.on(LEARNER, messages.Contribution)
+  def contribute(self, book, now_ns, send, event):
+    capture = book.payload_ids.get(send.payload_id)
+    if capture is None or capture.session != send.session or not book.joined:
+      self.fail(book, send, capture)
+
+  @invariant.on(LEARNER, messages.Decline)
+  def decline(self, book, now_ns, send, event):
+    """The reason of an answer without a payload is true."""
+    message, anchor = send.message, book.anchors[send.message.fragment]
+    trained = book.trained_on(anchor)
+    match message.reason:
+      case 'empty':
+        holds = not trained and not anchor.contributed and not book.may_step
+      case _:
+        holds = isinstance(event, events.Encoded) and event.payload_id is None
+    pulled = book.pulls.get(message.fragment) == message.sync or isinstance(event, events.Encoded)
+    if not holds or not pulled or not book.joined:
+      self.fail(book, message, anchor, f'{trained} steps since')
+
+
+class VersionsInOrder(invariant.Invariant):
+  id = 'I3'
+  sentence = 'The versions of a fragment are 0, 1, 2, ...; the syncer publishes only the newest.'
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    if merge.version != book.lineage.versions[merge.fragment] + 1:
+      self.fail(merge, book.lineage.versions)
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, lineage = send.message, book.lineage
+    newest = lineage.versions[message.fragment], lineage.digests[message.fragment]
+    base = message.version - 1 if isinstance(event, events.MergeDone) else None
+    if (message.version, message.digest) != newest or message.base_version != base:
+      self.fail(message, f'(version, digest) is {newest}')
+    if message.sync != lineage.last_sync[message.fragment]:
+      self.fail(message, f'made by sync {lineage.last_sync[message.fragment]}')
+
+
+class NeverBack(invariant.Invariant):
+  id = 'I4'
+  sentence = (
+    "A learner's fragment never goes back to an older version, unless the syncer lost the newer "
+    'one.'
+  )
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    held, p = book.anchors[adopt.fragment], adopt.fragment
+    if adopt.version < held.version and (p, held.version, held.digest) not in self.run.lost:
+      self.fail(book, adopt, held)
+
+
+class DeltasFit(invariant.Invariant):
+  id = 'I4b'
+  sentence = (
+    'The syncer sends a delta to exactly the learners that hold its base, have room for it and '
+    'wait for no donation, and they apply it to that base; the others are sent the newest values '
+    'whole, one after the other, once they have room and no longer wait.'
+  )
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    base = message.base_version
+    if base is not None and peer.sent.get(message.fragment) != base:
+      self.fail(send, f'it was sent {peer.sent}')
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def published(self, book, now_ns, done, out):
+    if done.failed or done.fragment in book.reads:
+      return
+    version = book.lineage.versions[done.fragment]
+    for peer in book.members.values():
+      holds = peer.joined and peer.sent.get(done.fragment) == version - 1
+      room = len(peer.versions_in_flight[done.fragment]) < published.MAX_VERSIONS_IN_FLIGHT
+      if holds and room and not peer.awaited_transfer:
+        self.fail(f'{peer.join.learner} was not sent version {version} of {done.fragment}')
+
+  @invariant.after(SYNCER, messages.Adopted)
+  def catches_up(self, book, now_ns, event, out):
+    p, peer = event.message.fragment, book.peer
+    if not peer.joined or not peer.member or book.exiting:
+      return
+    if not event.message.matched:
+      repaired_ns = peer.repaired_ns.get(p, -self.config.heartbeat_ns)
+      if p not in book.reads and now_ns - repaired_ns >= self.config.heartbeat_ns:
+        self.fail(event, 'it differs, and no whole fragment is read for it')
+      return
+    self._left_behind(book, event)
+
+  @invariant.after(SYNCER, messages.Recovered)
+  def recovers(self, book, now_ns, event, out):
+    if book.peer.joined and book.peer.member and not book.exiting:
+      self._left_behind(book, event)
+
+  def _left_behind(self, book, event):
+    peer, newest = book.peer, book.lineage.versions
+    if peer.awaited_transfer or peer.wholes:
+      return
+    behind = {p for p, v in peer.sent.items() if v != newest[p] and not peer.versions_in_flight[p]}
+    if behind and behind.isdisjoint(book.reads):
+      self.fail(event, f'it is left at {peer.sent}, the newest are {newest}')
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    publish, held = book.payload_ids[adopt.payload_id], book.anchors[adopt.fragment]
+    if adopt.whole != (publish.base_version is None) or adopt.version != publish.version:
+      self.fail(adopt, publish)
+    key = adopt.fragment, publish.version, publish.digest
+    if not adopt.whole and self.run.bases.get(key, held.digest) != held.digest:
+      self.fail(book, publish, held)
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    """The syncer never sends a delta that does not fit what the learner holds."""
+    welcomed = type(event) is events.Received and type(event.message) is messages.Joined
+    if not send.message.matched and not welcomed and type(event) is not events.AdoptDone:
+      self.fail(book, send, book.anchors[send.message.fragment])
+
+
+class Quorum(invariant.Invariant):
+  id = 'I5'
+  sentence = (
+    'An outer step merges payloads of at least K different learners (of a closing sync, of any), '
+    'all live and joined; it begins when every asked learner has answered or when the grace '
+    'window, computed as in the paper (of a closing sync and with wait_for=live, a lease), is over.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    names = [one.learner for one in merge.participants]
+    if len(set(names)) != len(names) or len(names) < max(1, self.config.needed(merge.sync)):
+      self.fail(merge)
+    gather = book.gathers.get(merge.sync)
+    if gather is None or gather.merging:
+      self.fail(merge, 'this sync is not open')
+    if {one.payload_id for one in merge.participants} != gather.payloads.keys():
+      self.fail(merge, gather.payloads)
+    silence_ns = self.config.lease_ns + self.config.heartbeat_ns
+    for peer, _message in gather.payloads.values():
+      if not peer.member or not peer.joined or now_ns - peer.heard_ns > silence_ns:
+        self.fail(merge, peer)
+
+  @invariant.on(SYNCER, facts.Merging)
+  def merging(self, book, now_ns, merging, event):
+    """The reason that is recorded holds."""
+    gather = book.gathers[merging.sync]
+    if merging.grace_ns != gather.grace_ns:
+      self.fail(merging, f'the grace window is {gather.grace_ns} ns')
+    if gather.waiting and now_ns < gather.opened_ns + merging.grace_ns:
+      self.fail(merging, f'{gather.waiting} have not answered')
+    if merging.waited_ns != now_ns - gather.opened_ns:
+      self.fail(merging, f'it opened at {gather.opened_ns}')
+    if merging.tokens != sum(one.tokens for one in gather.merging.participants):
+      self.fail(merging, gather.merging)
+
+
+class Fresh(invariant.Invariant):
+  id = 'I6'
+  sentence = (
+    'The syncer merges no payload whose anchor is more than max_staleness versions old, except in '
+    'a closing sync.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    version = book.lineage.versions[merge.fragment]
+    for _peer, message in book.gathers[merge.sync].payloads.values():
+      oldest = 0 if self.config.closing(merge.sync) else version - self.config.max_staleness
+      if not oldest <= message.version <= version:
+        self.fail(merge, message, f'the newest version is {version}')
+
+
+class InOrder(invariant.Invariant):
+  id = 'I15'
+  sentence = (
+    'The syncer merges payloads and serves learners in the order of learner ids, whatever order '
+    'they arrive in.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    names = [one.learner for one in merge.participants]
+    if names != sorted(names):
+      self.fail(merge)
+
+  @invariant.after(SYNCER, events.MergeDone, events.FragmentRead)
+  def published(self, book, now_ns, event, out):
+    names = [
+      book.peers[one.session].join.learner
+      for one in out
+      if type(one) is actions.Send and type(one.message) is messages.Publish
+    ]
+    if names != sorted(names):
+      self.fail(event, names)

@@ -1,0 +1,114 @@
+"""Safety: every batch of the data shards counts once, and no batch is skipped."""
+
+from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.verification.checks.invariants import invariant
+
+LEARNER, SYNCER = invariant.LEARNER, invariant.SYNCER
+
+
+class BatchesOnce(invariant.Invariant):
+  id = 'I21'
+  sentence = (
+    'The syncer merges each batch of a data shard at most once per fragment, whichever process '
+    'read it; the cursors that it writes down are those of the outer steps that succeeded.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather, shards = book.gathers[merge.sync], set()
+    for one in merge.participants:
+      _, message = gather.payloads[one.payload_id]
+      merged = book.lineage.batches.get((message.shard, merge.fragment), 0)
+      if message.cursor - message.steps < merged:
+        self.fail(one, message, f'merged up to batch {merged}')
+      if message.shard in shards:
+        self.fail(merge, f'two learners read data shard {message.shard}')
+      shards.add(message.shard)
+
+  @invariant.on(SYNCER, actions.Save)
+  def save(self, book, now_ns, save, event):
+    self._same(book, save.machine_state['data'], [])
+
+  @invariant.on(SYNCER, facts.Merging)
+  def books(self, book, now_ns, merging, event):
+    moves = [
+      [
+        sync,
+        [
+          [participant.learner, shard, one.fragment, end]
+          for participant, (shard, _, end) in zip(one.record.merge.participants, one.record.batches)
+        ],
+      ]
+      for sync, one in book.gathers.items()
+      if one.record is not None
+    ]
+    merge = book.gathers[merging.sync].merging
+    self._same(book, merge.machine_state['data'], moves)
+
+  def _same(self, book, data, moves):
+    said = {
+      (shard, p): cursor
+      for shard, cursors in data['merged']
+      for p, cursor in enumerate(cursors)
+      if cursor
+    }
+    if said != book.lineage.batches:
+      self.fail(f'cursors are {said}, they should be {book.lineage.batches}')
+    if sorted(data['moves']) != sorted(moves):
+      self.fail(f'the moves in progress are {moves}, not {data["moves"]}')
+
+
+class LeasesJoin(invariant.Invariant):
+  id = 'I21a'
+  sentence = (
+    'A learner is placed on a data shard exactly at the committed cursor, or where the same '
+    'process stopped; no two live learners hold one shard.'
+  )
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    peer, said = book.peers[send.session], send.message
+    committed = book.lineage.committed(said.shard)
+    for other in book.members.values():
+      if other is not peer and other.joined and other.next_position[0] == said.shard:
+        self.fail(send, f'{other.join.learner} reads this data shard')
+    if not said.shard < self.config.data_shards:
+      self.fail(send, f'there are {self.config.data_shards} data shards')
+    if (said.shard, said.cursor) == peer.claim and said.cursor >= committed:
+      return
+    if said.cursor != committed:
+      self.fail(send, f'it claimed {peer.claim}, the committed cursor is {committed}')
+    for gather in book.gathers.values():
+      if gather.record and any(shard == said.shard for shard, *_ in gather.record.batches):
+        self.fail(send, f'the outer step of sync {gather.sync} may move its cursor')
+
+
+class HonestReader(invariant.Invariant):
+  id = 'I21b'
+  sentence = (
+    'A learner reads the data shard that it was given, batch by batch, and reports exactly which '
+    'batches a contribution covers: one contiguous range of one shard.'
+  )
+
+  @invariant.on(LEARNER, messages.Contribution)
+  def contribute(self, book, now_ns, send, event):
+    said, capture = send.message, book.payload_ids[send.payload_id]
+    if capture.reads != ((said.shard, said.cursor - said.steps, said.cursor),):
+      self.fail(book, said, f'it has read {capture.reads}')
+
+  @invariant.on(LEARNER, messages.Confirm)
+  def confirm(self, book, now_ns, send, event):
+    said = send.message
+    true = (book.next_position or book.at) if said.incarnation == book.incarnation else None
+    if (said.shard, said.cursor) != (true or (None, 0)):
+      self.fail(book, said, f'it is at {true}')
+
+  @invariant.on(LEARNER, actions.UseShard)
+  def uses(self, book, now_ns, use, event):
+    if book.running or (use.shard, use.cursor) != book.next_position:
+      self.fail(book, use, f'it was given {book.next_position}')
+
+  @invariant.on(LEARNER, actions.Step, actions.Encode)
+  def works(self, book, now_ns, work, event):
+    if book.next_position is not None:
+      self.fail(book, work, f'it was given {book.next_position}')

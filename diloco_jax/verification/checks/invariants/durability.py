@@ -1,0 +1,138 @@
+"""Safety: no result that the syncer sent is lost, whenever it ends and whatever its disk does."""
+
+from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.model import lineage as lineage_book
+
+SYNCER = invariant.SYNCER
+
+
+class CheckpointIsACut(invariant.Invariant):
+  id = 'I16'
+  sentence = (
+    'The machine state that a syncer saves is of one moment between two outer steps: its versions, '
+    'ids and ledger agree with each other.'
+  )
+
+  @invariant.on(SYNCER, actions.Save)
+  def save(self, book, now_ns, save, event):
+    if book.merges:
+      self.fail('an outer step is in progress')
+    self._same(save.machine_state, book.lineage)
+
+  @invariant.on(SYNCER, facts.Merging)
+  def books(self, book, now_ns, merging, event):
+    """The same holds for the machine state in a Merge, at the moment of its decision."""
+    merge = book.gathers[merging.sync].merging
+    self._same(merge.machine_state, book.lineage)
+    under_way = [sync for sync, gather in book.gathers.items() if gather.merging]
+    if sorted(merge.machine_state['merging']) != sorted(under_way):
+      self.fail(
+        f'the outer steps in progress are {under_way}, not {merge.machine_state["merging"]}'
+      )
+
+  def _same(self, machine_state, lineage):
+    difference = lineage_book.difference(machine_state, lineage)
+    if difference:
+      self.fail(difference)
+
+
+class NothingSpokenIsLost(invariant.Invariant):
+  id = 'I2'
+  sentence = (
+    'No restart loses a version that the syncer has sent to a learner or mentioned to a peer, '
+    'unless an operator repaired a damaged log.'
+  )
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, spoken = send.message, self.run.sent_versions
+    spoken[message.fragment] = max(spoken[message.fragment], message.version)
+
+  @invariant.on(SYNCER, messages.Settled)
+  def settled(self, book, now_ns, send, event):
+    p, spoken = send.message.fragment, self.run.sent_versions
+    if send.message.merged:
+      spoken[p] = max(spoken[p], book.lineage.versions[p])
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    self.run.sent_versions = list(map(max, self.run.sent_versions, book.lineage.versions))
+
+  def born(self, error):
+    """A syncer continues from a wrong state."""
+    if error.lost:
+      self.fail(error)
+
+  def logged(self, now_ns, note):
+    """The log is called damaged only if a bit of its disk has rotted."""
+    if note.kind == 'repaired' and not note.number:
+      self.fail(note.text)
+
+
+class DurableFirst(invariant.Invariant):
+  id = 'I8'
+  sentence = (
+    'When the syncer reports how an outer step ended (merged, discarded, cancelled, published), '
+    'the record of that outer step is already durable.'
+  )
+
+  @invariant.on(
+    SYNCER, messages.Settled, messages.Publish, messages.Joined, messages.Finish, facts.Cancelled
+  )
+  def said(self, book, now_ns, what, event):
+    durable, told = self.run.durable, self.run.ended
+    if durable is not None and durable < told:
+      self.fail(what, f'{told} outer steps have ended, {durable} records are durable')
+
+
+class FinishIsKnown(invariant.Invariant):
+  id = 'I8b'
+  sentence = (
+    'The syncer sends Finish only once a syncer that starts from the disk would know that the run '
+    'is over.'
+  )
+
+  @invariant.on(SYNCER, messages.Finish)
+  def finish(self, book, now_ns, send, event):
+    """That syncer loads the newest checkpoint, or the machine state of a later outer step."""
+    last, records = book.schedule.last, self.run.records
+    verified = (one for one in reversed(self.run.saved) if one.verified)
+    saved = max(verified, key=lambda one: one.position, default=None)
+    if saved is not None and saved.position == len(records):
+      known = self.run.first_sync_after(saved)
+    else:
+      known = self.run.first_sync_after(records[-1]) if records else 0
+    if max(known, book.first) <= last:
+      self.fail(send, f'it would continue with sync {known} of {last}')
+
+
+class RecoveredState(invariant.Invariant):
+  id = 'I10'
+  sentence = (
+    'A syncer continues from the state at the last durable record, or from one record later if '
+    'that record reached the disk whole.'
+  )
+
+  def born(self, error):
+    """A syncer continues from a wrong state."""
+    self.fail(error)
+
+  def logged(self, now_ns, note):
+    if note.kind == 'not recovered':
+      self.fail(note.text)
+    if note.kind == 'recovered' and note.number != len(self.run.records):
+      self.fail(
+        f'the log ends with record {note.number}, the state is that after {len(self.run.records)}'
+      )
+
+
+class CompactionKeeps(invariant.Invariant):
+  id = 'I20'
+  sentence = 'Compaction never removes a record newer than the newest verified checkpoint.'
+
+  def logged(self, now_ns, note):
+    if note.kind == 'compacted':
+      verified = max((one.position for one in self.run.saved if one.verified), default=0)
+      if note.number > verified + 1:
+        self.fail(f'record {note.number} is the oldest, the newest checkpoint holds {verified}')

@@ -1,0 +1,303 @@
+"""Liveness: no step waits, the syncer waits for no dead learner, and a healed run continues."""
+
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.verification.checks.invariants import invariant
+from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.model import syncer as syncer_book
+
+EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
+
+
+class NoStepWaits(invariant.Invariant):
+  id = 'L1'
+  sentence = (
+    'A learner takes every step that it can, in every phase and during faults: a step runs '
+    'whenever the settings allow one, and none runs when they do not.'
+  )
+
+  @invariant.on(LEARNER, actions.Step)
+  def step(self, book, now_ns, step, event):
+    if book.running or not book.may_step or book.ending:
+      self.fail(book, step, f'its clock is {book.clock}, its limit {book.limit}')
+
+  @invariant.after(LEARNER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if not book.running and book.may_step and not book.ending and not book.exited:
+      self.fail(book, event, f'no step runs at {book.clock}')
+
+
+class DecidedInTime(invariant.Invariant):
+  id = 'L2a'
+  sentence = (
+    'The syncer decides an open sync once every asked learner has answered or the grace window is '
+    'over, and never cancels it earlier.'
+  )
+
+  @invariant.after(SYNCER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if book.merges or book.exiting:
+      return  # a save may defer the others until the merge is done
+    for gather in book.open:
+      enough = len(gather.payloads) >= self.config.needed(gather.sync)
+      if gather.waiting:
+        if enough and now_ns > gather.opened_ns + gather.grace_ns:
+          self.fail(gather, 'the grace window never closes')
+      elif enough or self._cannot_reach_quorum(book, gather):
+        self.fail(gather, 'every asked learner has answered')
+
+  def _cannot_reach_quorum(self, book, gather) -> bool:
+    return sum(peer.caught_up for peer in book.members.values()) >= self.config.quorum
+
+  @invariant.on(SYNCER, facts.Cancelled)
+  def cancelled(self, book, now_ns, cancelled, event):
+    gather = book.gathers.get(cancelled.sync)
+    if gather is None:
+      return  # its outer step was refused
+    if self.config.closing(gather.sync):
+      waits = gather.waiting and now_ns < gather.opened_ns + gather.grace_ns
+      if gather.payloads or waits:
+        self.fail(cancelled, gather)
+    elif (
+      gather.waiting
+      or len(gather.payloads) >= self.config.quorum
+      or (not self._cannot_reach_quorum(book, gather))
+    ):
+      self.fail(cancelled, gather)
+
+
+class EveryPullIsAnswered(invariant.Invariant):
+  id = 'L4a'
+  sentence = (
+    'At a step boundary a learner answers every pull that is due or of an open sync, unless the '
+    'fragment is due to it, its last capture may still be merged, or it has not trained on the '
+    'fragment yet.'
+  )
+
+  @invariant.after(LEARNER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    if not book.pulls or book.exited or len(book.encoding) >= self.config.in_flight:
+      return
+    boundary = not book.running or any(type(one) is actions.Step for one in out)
+    for p in book.pulls if boundary else ():
+      comes = not book.trained_on(book.anchors[p]) and (book.running or book.ending)
+      waits = comes or book.anchors[p].contributed
+      if p not in book.due and not waits and book.is_due(p):
+        self.fail(book, book.pulls, book.anchors[p])
+
+
+class MergesAgain(invariant.Invariant):
+  id = 'L2'
+  sentence = 'After healing, the syncer merges every fragment again.'
+
+  LEASES = 4  # by then every learner has noticed, redialled and joined
+  PERIODS = 4
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._from_ns: int | None = None
+    self._before: tuple[int, list[int]] | None = None
+
+  def healed(self, now_ns):
+    self._from_ns = now_ns + self.LEASES * self.config.lease_ns
+
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
+    if self._before is None and self._from_ns is not None and now_ns >= self._from_ns:
+      self._before = self._clock(), list(book.lineage.versions)
+
+  def _clock(self) -> int:
+    steps = [book.clock for book in self.run.learners.values()]
+    return max([self.run.syncer.lineage.opened, self.run.clock, *steps])
+
+  def finished(self, now_ns):
+    if self._before is None:
+      return False
+    clock, before = self._before
+    after = self.run.syncer.lineage.versions
+    if self._end() - clock < self.PERIODS * self.config.period:
+      return False
+    if not all(a > b for a, b in zip(after, before)):
+      self.fail(f'versions at step {clock} {before}, at the end {after}')
+
+  def _end(self) -> int:
+    """The clock at the end; a run that is over did all its steps."""
+    return self.config.total_steps if self.run.syncer.over else self._clock()
+
+
+class Joins(invariant.Invariant):
+  id = 'L3'
+  sentence = 'After healing, the only live process of an id ends up joined, not fenced.'
+
+  LEASES = 4
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._healed_ns: int | None = None
+    self._alive: dict[int, tuple[int, learner_book.LearnerBook]] = {}  # by the process's number
+    self._died_ns: dict[str, int] = {}  # when the last process of an id died
+
+  def born(self, now_ns, book):
+    self._alive[book.life.number] = now_ns, book
+
+  def healed(self, now_ns):
+    self._healed_ns = now_ns
+
+  def died(self, now_ns, book, killed):
+    if book.life.start.role != LEARNER:
+      return
+    born_ns, _ = self._alive.pop(book.life.number)
+    if (
+      not killed
+      and not book.ending
+      and not book.ever_joined
+      and book.refused is not None
+      and (
+        book.refused.code in ('ID_IN_USE', 'OFFER_PASSED')
+        and self._is_only_one(now_ns, born_ns, book)
+      )
+    ):
+      self.fail(book, book.refused)
+    self._died_ns[book.learner] = now_ns
+
+  def _is_only_one(self, now_ns, born_ns, book) -> bool:
+    """Whether this process has been the only one of its id for `LEASES` leases."""
+    if self._healed_ns is None or any(
+      other is not book and other.learner == book.learner for _, other in self._alive.values()
+    ):
+      return False
+    since_ns = max(born_ns, self._healed_ns, self._died_ns.get(book.learner, 0))
+    return now_ns - since_ns > self.LEASES * self.config.lease_ns
+
+  @invariant.on(SYNCER, actions.Exit)
+  def syncer_ends(self, syncer, now_ns, action, event):
+    for born_ns, book in self._alive.values():
+      if not book.ever_joined and not book.ending and self._is_only_one(now_ns, born_ns, book):
+        self.fail(book, 'it has not joined')
+
+  def finished(self, now_ns):
+    for born_ns, book in self._alive.values():
+      alone = self._is_only_one(now_ns, born_ns, book)
+      if not book.joined and not self.run.syncer.exited and alone:
+        self.fail(book, 'it has not joined')
+
+
+class Contributes(invariant.Invariant):
+  id = 'L5'
+  sentence = (
+    'A joiner becomes a contributor: the syncer sends it every fragment that is due to it, and '
+    'once it has caught up, every open sync and every new one pulls from it or has its payload.'
+  )
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._opened: list[int] = []
+    self._welcomed: list[syncer_book.Peer] = []
+    self._was_behind = False
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    self._welcomed.append(book.peers[send.session])
+
+  @invariant.on(SYNCER, facts.Opened)
+  def opened(self, book, now_ns, opened, event):
+    self._opened.append(opened.sync)
+
+  @invariant.after(SYNCER, EVERY)
+  def turn(self, book, now_ns, event, out):
+    while self._opened:
+      gather = book.gathers.get(self._opened.pop())
+      if gather is not None:
+        self._asks(gather, [peer for peer in book.members.values() if peer.caught_up])
+    while self._welcomed:
+      peer = self._welcomed.pop()
+      if not book.exiting and not book.reads.issuperset(peer.due):
+        self.fail(peer, f'{book.reads} are read')
+
+  def _asks(self, gather, peers):
+    payloads = [*gather.payloads.values(), *gather.merged]  # some were late for the sync before
+    gave = {peer.join.learner for peer, _ in payloads}
+    missing = {peer.join.learner for peer in peers if peer.session not in gather.asked} - gave
+    if missing:
+      self.fail(gather, f'{missing} were not asked')
+
+  @invariant.on(SYNCER, messages.Adopted, messages.Recovered)
+  def adopts(self, book, now_ns, event, out):
+    self._was_behind = not book.peer.caught_up
+
+  @invariant.after(SYNCER, messages.Adopted, messages.Recovered)
+  def adopted(self, book, now_ns, event, out):
+    if self._was_behind and book.peer.caught_up and not book.exiting:
+      for gather in book.gathers.values():
+        if not gather.merging:
+          self._asks(gather, [book.peer])
+
+  @invariant.after(SYNCER, events.FragmentRead)
+  def read(self, book, now_ns, event, out):
+    for peer in book.members.values():
+      if peer.joined and event.fragment in peer.due and event.fragment not in peer.sent:
+        self.fail(peer, f'fragment {event.fragment} was not sent')
+
+
+class NoFragmentStarves(invariant.Invariant):
+  id = 'L6'
+  sentence = (
+    'Every fragment has its turn: each of its due syncs became a version, was cancelled, was '
+    'skipped with all others of its period, or ended with its syncer.'
+  )
+
+  def finished(self, now_ns):
+    syncer = self.run.syncer
+    if syncer is None or not syncer.over or not syncer.exited:
+      return False
+    lineage, schedule = syncer.lineage, syncer.schedule
+    for p, offset in enumerate(schedule.offsets):
+      dues = (schedule.last - offset) // schedule.period + 1
+      ended = lineage.versions[p] + lineage.cancelled[p] + lineage.skipped + lineage.abandoned[p]
+      if ended != dues:
+        self.fail(f'fragment {p} was due {dues} times', lineage)
+
+
+class QueuesDrain(invariant.Invariant):
+  id = 'L7'
+  sentence = 'A process that ends has no payload, no work and no save left.'
+
+  @invariant.after(SYNCER, EVERY)
+  def syncer(self, book, now_ns, event, out):
+    if book.exited and (book.payload_ids or book.merges or book.saving):
+      self.fail(book, book.payload_ids, book.gathers)
+
+  @invariant.after(LEARNER, EVERY)
+  def learner(self, book, now_ns, event, out):
+    if book.exited and (book.payload_ids or book.running or book.saving):
+      self.fail(book, book.payload_ids)
+
+
+class Heard(invariant.Invariant):
+  id = 'L11'
+  sentence = (
+    'Once the last fault is over for two leases, no session ends for silence while the syncer '
+    'runs: heartbeats do not wait behind payloads.'
+  )
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._since_ns: int | None = None
+
+  def healed(self, now_ns):
+    self._since_ns = now_ns + 2 * self.config.lease_ns
+
+  @invariant.on(SYNCER, actions.Close)
+  def syncer(self, book, now_ns, close, event):
+    if close.reason == 'lease expired':
+      self._silent(book, now_ns, close)
+
+  @invariant.on(LEARNER, actions.Close)
+  def learner(self, book, now_ns, close, event):
+    syncer = self.run.syncer
+    alive = syncer is not None and not syncer.exited
+    if alive and close.reason == 'the syncer fell silent':
+      self._silent(book, now_ns, close)
+
+  def _silent(self, book, now_ns, close):
+    if self._since_ns is not None and now_ns >= self._since_ns:
+      self.fail(book, close)

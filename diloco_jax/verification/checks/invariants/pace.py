@@ -1,0 +1,140 @@
+"""Safety: when syncs open, and how a run ends."""
+
+from diloco_jax.protocol import actions, facts, messages
+from diloco_jax.verification.checks.invariants import invariant
+
+EVERY, SYNCER = invariant.EVERY, invariant.SYNCER
+
+
+class Pace(invariant.Invariant):
+  id = 'P1'
+  sentence = (
+    'Sync t opens once K live learners have reached step t, a closing sync once all have done '
+    'their last step or one lease later, in the order of the schedule; the syncer announces it at '
+    'most max(1, tau + ahead) steps before. With wait_for=live, K is the number of live learners. '
+    'No two syncs in hand have the same fragment.'
+  )
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._look_ns = 0
+    self._waits_to: tuple[object, int] | None = None  # a syncer's book, and a time
+
+  @invariant.on(SYNCER, messages.Pull)
+  def pull(self, book, now_ns, send, event):
+    sync, p = send.message.sync, send.message.fragment
+    gather = book.gathers.get(sync)
+    if gather is not None:
+      if gather.fragment != p or gather.merging:
+        self.fail(send, gather)
+      return
+    if sync < book.lineage.next or book.schedule.fragment(sync) != p:
+      self.fail(send, f'the next sync is {book.lineage.next}')
+    self._alone(book, sync, p, send)
+    lead = 0 if send.message.now else self.config.lead
+    self._reached(book, sync, lead)
+
+  @invariant.on(SYNCER, facts.Opened)
+  def opened(self, book, now_ns, opened, event):
+    sync, p = opened.sync, opened.fragment
+    late, rest = divmod(sync - book.lineage.next, self.config.period)
+    if late < 0 or rest or book.schedule.fragment(sync) != p:
+      self.fail(opened, f'the next sync is {book.lineage.next}')
+    self._alone(book, sync, p, opened)
+    self._reached(book, sync, 0)
+    if self.config.closing(sync):
+      self._all_have_finished(book, now_ns, sync)
+
+  @invariant.after(SYNCER, EVERY)
+  def closes(self, book, now_ns, event, out):
+    """From now on closing syncs wait one lease, at most, for learners that train on."""
+    known = self._waits_to is not None and self._waits_to[0] is book
+    if not known and self.config.closing(book.lineage.next) and not book.over:
+      ready = sum(step >= self.config.total_steps for step in self._steps(book))
+      if ready >= self.config.quorum:
+        self._waits_to = book, now_ns + self.config.lease_ns
+
+  def _all_have_finished(self, book, now_ns, sync):
+    waits = self._waits_to is None or self._waits_to[0] is not book or now_ns < self._waits_to[1]
+    if waits and any(step < self.config.total_steps for step in self._steps(book)):
+      self.fail(f'sync {sync}', self._steps(book), self._waits_to)
+
+  def _steps(self, book):
+    """The steps that the learners which contribute have reached."""
+    found = []
+    for peer in book.members.values():
+      holder, learner = book.lineage.holders[peer.join.learner], book.learner(peer)
+      if peer.caught_up:
+        found.append(holder.clock if learner is None else max(holder.clock, learner.clock))
+    return found
+
+  def _alone(self, book, sync, p, said):
+    others = (one for one in book.gathers.values() if one.sync != sync)
+    skipped = lambda one: one.opened_ns is None and one.sync < sync
+    if any(one.fragment == p and not skipped(one) for one in others) or book.stopping:
+      self.fail(said, book.gathers)
+
+  @invariant.after(SYNCER, EVERY)
+  def opens(self, book, now_ns, event, out):
+    """Checked once per heartbeat: the next sync waits only for a slot or for learners."""
+    if now_ns < self._look_ns or book.stopping or book.exiting or book.over:
+      return
+    self._look_ns = now_ns + self.config.heartbeat_ns
+    sync = book.lineage.next
+    p = book.schedule.fragment(sync)
+    flying = [gather.fragment for gather in book.open]
+    if len(flying) >= self.config.in_flight or p in flying:
+      return
+    ready = 0
+    for peer in book.members.values():
+      holder = book.lineage.holders[peer.join.learner]
+      ready += peer.caught_up and (holder.clock >= sync or holder.done)
+    caught_up = sum(peer.caught_up for peer in book.members.values())
+    needed = self.config.quorum
+    if sync > self.config.total_steps or self.config.waits_for_live:
+      needed = max(needed, caught_up)
+    if ready >= needed:
+      self.fail(f'sync {sync} is not open, {ready} learners are ready')
+
+  def _reached(self, book, sync, lead):
+    steps = self._steps(book)
+    ready = sum(step + lead >= sync or step >= self.config.total_steps for step in steps)
+    all_live = self.config.waits_for_live and not self.config.closing(sync)
+    if ready < (max(self.config.quorum, len(steps)) if all_live else self.config.quorum):
+      self.fail(f'sync {sync}, {ready} learners are ready')
+
+  @invariant.on(SYNCER, messages.Finish)
+  def finish(self, book, now_ns, send, event):
+    if not book.over or book.open:
+      self.fail(send, book.gathers, f'sync {book.lineage.next} is next')
+
+
+class LastWord(invariant.Invariant):
+  id = 'P2'
+  sentence = 'A syncer exits only when it was asked to, or when every fragment is closed.'
+
+  @invariant.on(SYNCER, actions.Exit)
+  def exit(self, book, now_ns, action, event):
+    if not book.exiting or book.pending or book.saving:
+      self.fail(action, book.pending)
+
+
+class PossibleSteps(invariant.Invariant):
+  id = 'P3'
+  sentence = (
+    'The steps that a merge counts for a learner are possible in the time since its last: at most '
+    '16 times as many as a usual learner makes, and 64, with two leases for a stalled network.'
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    for one in merge.participants:
+      holder = book.lineage.holders[one.learner]
+      since_ns = holder.merged_ns.get(merge.fragment, holder.joined_ns)
+      holder.merged_ns[merge.fragment] = now_ns
+      if since_ns is None or not book.least_report_ns:
+        continue  # a process of an earlier syncer, or nothing is measured yet
+      passed_ns = now_ns - since_ns + 2 * self.config.lease_ns
+      most = 16 * passed_ns // book.least_report_ns + 2 * 64
+      if one.steps > most:
+        self.fail(one, f'{most} steps are possible')

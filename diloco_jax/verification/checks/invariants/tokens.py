@@ -1,0 +1,446 @@
+"""Safety: every report about values and tokens is true, and the ledger adds up."""
+
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.syncer import published
+from diloco_jax.verification.checks.invariants import invariant
+
+Reason = messages.Reason
+EVERY, LEARNER, SYNCER = invariant.EVERY, invariant.LEARNER, invariant.SYNCER
+
+
+class HonestLearner(invariant.Invariant):
+  id = 'I7a'
+  sentence = 'A learner reports its steps, tokens and captures exactly as they are.'
+
+  @invariant.on(LEARNER, messages.Contribution)
+  def contribute(self, book, now_ns, send, event):
+    said, capture = send.message, book.payload_ids[send.payload_id]
+    true = (capture.sync, capture.fragment, capture.version, capture.steps, *capture.reported)
+    if true != (
+      said.sync,
+      said.fragment,
+      said.version,
+      said.steps,
+      said.tokens_from,
+      said.tokens_to,
+    ):
+      self.fail(book, said, capture)
+
+  @invariant.on(LEARNER, messages.Progress)
+  def progress(self, book, now_ns, send, event):
+    said = send.message
+    true = (
+      book.clock,
+      book.reported_steps,
+      book.reported_tokens,
+      book.clock >= self.config.total_steps,
+    )
+    if (said.clock, said.steps, said.tokens, said.finished) != true:
+      self.fail(book, said, true)
+
+  @invariant.on(LEARNER, messages.Confirm)
+  def confirm(self, book, now_ns, send, event):
+    said = send.message
+    continues = said.incarnation == book.incarnation
+    true = (book.reported_steps, book.reported_tokens) if continues else (0, 0)
+    held = tuple((anchor.version, anchor.digest) for anchor in book.anchors)
+    if (said.steps, said.tokens) != true or said.clock != book.clock:
+      self.fail(book, said, true, book.clock)
+    if tuple((one.version, one.digest) for one in said.held) != held:
+      self.fail(book, said, held)
+
+  @invariant.on(LEARNER, actions.Step)
+  def step(self, book, now_ns, step, event):
+    if step.clock != book.clock:
+      self.fail(book, step, f'its clock is {book.clock}')
+
+
+class HonestDigests(invariant.Invariant):
+  id = 'I7b'
+  sentence = (
+    'A learner reports that it holds the published bits if and only if it does, and says so again '
+    'on its next session as long as it does not.'
+  )
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    said = send.message
+    if isinstance(event, events.AdoptDone):
+      anchor = book.last_adopted
+      true = anchor.version, book.reported(anchor), anchor.sound
+      if (said.version, said.tokens, said.matched) != true:
+        self.fail(book, said, anchor)
+    elif said.matched:
+      self.fail(book, said, 'nothing was adopted')
+
+  @invariant.after(LEARNER, events.AdoptDone)
+  def adopt_done(self, book, now_ns, done, out):
+    anchor = book.last_adopted
+    if anchor.sound or not book.joined or anchor is not book.anchors[done.fragment]:
+      return
+    if not any(type(one) is actions.Send and type(one.message) is messages.Adopted for one in out):
+      self.fail(book, done, anchor)
+
+  @invariant.on(LEARNER, messages.Joined)
+  def joined(self, book, now_ns, event, out):
+    """The syncer may not have heard it on the session before."""
+    if event.session != book.session or book.joined:
+      return  # of an old session, or a duplicate
+    told = {
+      one.message.fragment
+      for one in out
+      if type(one) is actions.Send
+      and type(one.message) is messages.Adopted
+      and not one.message.matched
+    }
+    for p, anchor in enumerate(book.anchors):
+      if not anchor.sound and p not in {*event.message.due, *told}:
+        self.fail(book, event, anchor)
+
+
+class TokensConserved(invariant.Invariant):
+  id = 'I7'
+  sentence = (
+    "Every fragment-token is merged, discarded with a reason or unsettled: the syncer's ledger "
+    "agrees with the learners' own counts and with its verdicts."
+  )
+
+  @invariant.on(SYNCER, actions.Merge)
+  def merge(self, book, now_ns, merge, event):
+    gather = book.gathers[merge.sync]
+    for one in merge.participants:
+      peer, said = gather.payloads[one.payload_id]
+      true = peer.join.learner, said.tokens_to - said.tokens_from, said.steps
+      if (one.learner, one.tokens, one.steps) != true:
+        self.fail(one, said)
+
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
+    if self._differs(book, ledger) and not ledger.unsettled and book.can_end(now_ns):
+      book.lineage.close_all()
+    difference = self._differs(book, ledger)
+    if difference:
+      self.fail(difference)
+
+  def _differs(self, book, ledger) -> str:
+    true = book.lineage.totals()
+    for name, count in true.items():
+      said = getattr(ledger, name)
+      if said != count:
+        return f'{name} is {said}, it should be {count}'
+    rows = {
+      name: (row['incarnations'], row['tokens'], row['merged'], row['discarded'])
+      for name, row in ledger.learners.items()
+    }
+    true = book.lineage.learners()
+    return '' if rows == true else f'learners are {rows}, it should be {true}'
+
+  @invariant.on(SYNCER, facts.Ledger)
+  def counts(self, book, now_ns, ledger, event):
+    lineage = book.lineage
+    true = (
+      sum(lineage.versions),
+      sum(lineage.cancelled),
+      lineage.repaired,
+      lineage.skipped * self.config.fragments,
+      lineage.opened,
+    )
+    said = (ledger.synced, ledger.cancelled, ledger.repaired, ledger.skipped, ledger.sync)
+    if said != true:
+      self.fail(f'synced, cancelled, repaired, skipped, sync are {said}, they should be {true}')
+
+  @invariant.on(SYNCER, messages.Leave)
+  def leave(self, book, now_ns, event, out):
+    """A learner that leaves has reported all its tokens."""
+    peer = book.peer
+    learner = book.learner(peer) if peer.member and peer.joined and not book.exiting else None
+    if learner is not None and book.account(peer).trained != learner.reported_tokens:
+      self.fail(learner, book.account(peer), f'it trained {learner.reported_tokens}')
+
+  def finished(self, now_ns):
+    syncer = self.run.syncer
+    if syncer is None or not syncer.over or not syncer.exited:
+      return False
+    totals = syncer.lineage.totals()
+    settled = totals['merged'] + sum(totals['discarded'].values())
+    trained = self.run.trained.copy()
+    for book in self.run.learners.values():
+      trained[book.learner] += book.tokens
+    if totals['unsettled'] or settled != self.config.fragments * totals['trained']:
+      self.fail(totals)
+    for name, (_, tokens, _, _) in syncer.lineage.learners().items():
+      if name in trained and tokens > trained[name]:
+        self.fail(f'{name} trained {trained[name]} tokens, the ledger has {tokens}')
+
+
+class Rebased(invariant.Invariant):
+  id = 'I25'
+  sentence = (
+    'When learners rebase, a learner that adopts a version carries on exactly what the ledger has '
+    'not settled, and drops it only after a refused update, a repair or max_misses; the ranges of '
+    'one fragment are contiguous unless a fault undid steps.'
+  )
+
+  @invariant.on(LEARNER, actions.Adopt)
+  def adopt(self, book, now_ns, adopt, event):
+    if (adopt.keep, adopt.merged) != book.carried(book.payload_ids[adopt.payload_id]):
+      self.fail(book, adopt, book.anchors[adopt.fragment], book.payload_ids[adopt.payload_id])
+
+  @invariant.on(LEARNER, messages.Adopted)
+  def adopted(self, book, now_ns, send, event):
+    """The reason is true: a learner that keeps its steps discards none."""
+    if not send.message.matched or not isinstance(event, events.AdoptDone):
+      return
+    anchor = book.last_adopted
+    if anchor.reason != send.message.reason:
+      self.fail(book, send, anchor)
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    said, peer = send.message, book.peers[send.session]
+    holder = book.lineage.holders[peer.join.learner]
+    if said.settled_to != book.contained(peer, said.fragment):
+      self.fail(send, book.account(peer))
+    must, may = said.fragment in holder.refused, said.fragment in holder.spoiled
+    if said.keep and must or not (said.keep or must or may):
+      self.fail(send, holder)
+
+  @invariant.on(SYNCER, messages.Joined)
+  def joined(self, book, now_ns, send, event):
+    cursors = book.account(book.peers[send.session]).cursors
+    if send.message.settled != tuple(cursors):
+      self.fail(send, cursors)
+
+  @invariant.on(SYNCER, facts.Ledger)
+  def ledger(self, book, now_ns, ledger, event):
+    if self.config.rebases and {Reason.OVERWRITTEN, Reason.STALE} & ledger.discarded.keys():
+      self.fail(ledger)
+
+
+class Verdicts(invariant.Invariant):
+  id = 'I7c'
+  sentence = (
+    'Every contribution gets exactly one verdict, the verdict is true, and the syncer tells it to '
+    'the learner.'
+  )
+
+  def __init__(self, run):
+    super().__init__(run)
+    self._told: dict[int, set[int]] = {}  # in this turn: sessions, by cancelled sync
+    self._closing: list[int] = []  # fragments of late payloads that found no later sync
+
+  @invariant.on(SYNCER, messages.Settled)
+  def settled(self, book, now_ns, send, event):
+    said = send.message
+    if said.merged:
+      ended = book.ended
+      merged = isinstance(event, events.MergeDone) and not event.failed
+      nonce = book.peers[send.session].join.nonce  # on its current session
+      if not merged or (nonce, said.sync) not in self._given(ended, event, refused=False):
+        self.fail(send, event, ended.merged)
+    elif type(event) is events.MergeDone and said.reason == Reason.BAD_VALUE:
+      nonce = book.peers[send.session].join.nonce
+      if event.failed or (nonce, said.sync) not in self._given(book.ended, event, refused=True):
+        self.fail(send, event, book.ended.merged)
+    elif said.reason == messages.CANCELLED:
+      gather = book.gathers.get(said.sync)
+      over = said.sync <= book.lineage.last_sync[said.fragment] or (gather and gather.merging)
+      if over and not self._was_late(book, send, event):
+        self.fail(send, f'sync {said.sync} made a version or may make one')
+      if gather or isinstance(event, events.MergeDone):
+        self._told.setdefault(said.sync, set()).add(send.session)
+    else:
+      self._discarded(book, send, event)
+
+  def _given(self, ended, done, refused):
+    """The payloads that an outer step refused, or did not refuse: processes, and the syncs that
+    they answered."""
+    return {
+      (peer.join.nonce, message.sync)
+      for peer, message in ended.merged
+      if (peer.join.learner in done.refused) == refused
+    }
+
+  def _was_late(self, book, send, event):
+    """Whether a payload that was late for the sync is in a later one."""
+    later = [*book.gathers.values(), *book.next.values()]
+    payloads = [one for gather in later for one in gather.payloads.values()]
+    payloads += book.ended.merged if isinstance(event, events.MergeDone) else ()
+    given = (
+      peer.session == send.session and one.sync == send.message.sync for peer, one in payloads
+    )
+    return self.config.rebases and any(given)
+
+  @invariant.after(SYNCER, EVERY)
+  def closing(self, book, now_ns, event, out):
+    self._told.clear()
+    while self._closing:
+      gather = book.next_of(self._closing.pop())
+      if gather is None or not self.config.closing(gather.sync):
+        self.fail(event, gather, 'a late payload counts for this sync')
+
+  def _discarded(self, book, send, event):
+    said = send.message
+    if said.reason == Reason.LATE and self._was_late(book, send, event):
+      self._closing.append(said.fragment)
+      return
+    heard = type(event) is events.Received and type(event.message) is messages.Contribution
+    if not heard or event.session != send.session or event.message.sync != said.sync:
+      self.fail(send, event)
+    message, lineage = event.message, book.lineage
+    gather = book.gathers.get(said.sync)
+    match said.reason:
+      case Reason.LATE:
+        true = gather is None or gather.merging or gather.fragment != message.fragment
+        true = true and not (self.config.rebases and self._has_room(book, message))
+      case Reason.STALE:
+        merging = any(g.merging and g.fragment == said.fragment for g in book.gathers.values())
+        age = lineage.versions[said.fragment] - message.version
+        true = not 0 <= age <= self.config.max_staleness - merging
+      case Reason.DUPLICATE:
+        merged = lineage.batches.get((message.shard, said.fragment), 0)  # of its data shard
+        true = message.tokens_from < book.account(book.peer).cursors[said.fragment] or (
+          message.cursor - message.steps < merged
+        )
+      case Reason.BAD_VALUE:
+        true = message.payload.size_bytes != book.life.start.payload_bytes[said.fragment]
+      case _:
+        true = False
+    if not true:
+      self.fail(send, message, gather, lineage.versions)
+
+  def _has_room(self, book, message):
+    """Whether a late payload can count for the next sync of its fragment."""
+    gather = book.next_of(message.fragment)
+    if self.config.closing(gather.sync if gather else message.sync):
+      return False
+    late = sum(len(one.payloads) for one in book.next.values())
+    return (gather is not None and gather.sync > 0) or late < self.config.fragments
+
+  @invariant.on(SYNCER, facts.Cancelled)
+  def cancelled(self, book, now_ns, cancelled, event):
+    """Every learner is told, asked or not: a lock-step learner may wait for it."""
+    told = self._told.pop(cancelled.sync, set())
+    for peer in book.members.values():
+      if peer.joined and peer.session not in told:
+        self.fail(cancelled, f'{peer.join.learner} was not told')
+
+  @invariant.after(SYNCER, messages.Contribution)
+  def answered(self, book, now_ns, event, out):
+    peer, message = book.peer, event.message
+    if event.payload_id in book.pending or not peer.joined or not peer.member or book.exiting:
+      return
+    gathers = book.gathers.get(message.sync), book.next_of(message.fragment)
+    held = [one for gather in gathers if gather for one in gather.payloads.values()]
+    settled = message.tokens_to <= book.account(peer).cursors[message.fragment]
+    if settled or any(other is peer for other, _ in held):
+      return  # a duplicate
+    for action in out:
+      if (
+        type(action) is actions.Send
+        and action.session == peer.session
+        and (type(action.message) is messages.Settled and action.message.sync == message.sync)
+      ):
+        return
+    self.fail(event, 'the syncer did not answer')
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def merge_done(self, book, now_ns, done, out):
+    told = {
+      (one.session, one.message.sync, one.message.merged)
+      for one in out
+      if type(one) is actions.Send and type(one.message) is messages.Settled
+    }
+    for peer, message in book.ended.merged:
+      merged = not done.failed and peer.join.learner not in done.refused
+      if peer.member and (peer.session, message.sync, merged) not in told:
+        self.fail(done, f'{peer.join.learner} was not told')
+
+
+class Finite(invariant.Invariant):
+  id = 'I9'
+  sentence = (
+    'The syncer never merges or publishes a value that is not finite; the learner that produced it '
+    'gets a fresh anchor.'
+  )
+
+  @invariant.after(LEARNER, events.Encoded)
+  def encoded(self, book, now_ns, event, out):
+    """A learner declines a refused capture on the session that asked for it."""
+    if event.payload_id is None and book.joined and book.last_encoded.session == book.session:
+      for action in out:
+        if (
+          type(action) is actions.Send
+          and type(action.message) is messages.Decline
+          and (action.message.reason == Reason.BAD_VALUE)
+        ):
+          return
+      self.fail(book, event, 'it was not declined')
+
+  @invariant.after(SYNCER, messages.Decline)
+  def declined(self, book, now_ns, event, out):
+    p, peer = event.message.fragment, book.peer
+    refused = event.message.reason == Reason.BAD_VALUE and peer.joined and peer.member
+    if refused and p not in book.reads and not book.exiting:
+      self.fail(event, 'no fresh anchor is read for it')
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    if isinstance(event, events.MergeDone) and event.failed:
+      self.fail(send, event)
+
+  @invariant.after(SYNCER, events.MergeDone)
+  def failed(self, book, now_ns, done, out):
+    if (
+      done.failed
+      and done.fragment not in book.reads
+      and not book.exiting
+      and any(peer.member for peer, _ in book.ended.merged)
+    ):
+      self.fail(done, 'no fresh anchor is read for its participants')
+
+
+class Bounded(invariant.Invariant):
+  id = 'I11'
+  sentence = (
+    'Memory is bounded: a syncer keeps one payload per learner and sync, of tau open ones and '
+    'max(1, tau + ahead) announced ones, and P that were late; a learner keeps a few versions that '
+    'it has not adopted yet; neither keeps any at the end.'
+  )
+
+  @invariant.on(SYNCER, messages.Publish)
+  def publish(self, book, now_ns, send, event):
+    message, peer = send.message, book.peers[send.session]
+    if (
+      message.base_version is not None
+      and len(peer.versions_in_flight[message.fragment]) >= published.MAX_VERSIONS_IN_FLIGHT
+    ):
+      self.fail(send, peer.versions_in_flight)
+
+  @invariant.after(SYNCER, EVERY)
+  def syncer(self, book, now_ns, event, out):
+    if len(book.payload_ids) != len(book.pending):
+      self.fail(f'payloads {book.payload_ids - book.pending.keys()} belong to no sync')
+    announced = len(book.gathers) - len(book.open)
+    if len(book.open) > self.config.in_flight or announced > self.config.lead:
+      self.fail(book.gathers)
+    if sum(len(gather.payloads) for gather in book.next.values()) > self.config.fragments:
+      self.fail(book.next)
+
+  @invariant.after(SYNCER, messages.Contribution)
+  def contribution(self, book, now_ns, event, out):
+    gather = book.pending.get(event.payload_id)
+    if gather is not None and len(gather.payloads) > len(
+      {peer.join.learner for peer, _ in gather.payloads.values()}
+    ):
+      self.fail(gather)
+
+  @invariant.after(LEARNER, EVERY)
+  def learner(self, book, now_ns, event, out):
+    if book.payload_ids and not book.running:
+      self.fail(book, book.payload_ids)
+
+  @invariant.on(LEARNER, actions.Encode)
+  def encode(self, book, now_ns, encode, event):
+    if len(book.encoding) >= self.config.in_flight:
+      self.fail(book, encode, book.encoding)

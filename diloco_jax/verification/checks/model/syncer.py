@@ -1,0 +1,554 @@
+"""One syncer's process: its sessions, the holders of ids, and the state of each open sync."""
+
+import collections
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks.model import grace_window
+from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.checks.model import lineage as lineage_book
+
+Reason = messages.Reason
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Peer:
+  """One session at the syncer."""
+
+  session: int
+  heard_ns: int
+  join: messages.Join | None = None
+  offered: int | None = None
+  incarnation: int = 0
+  member: bool = False  # it holds its id
+  entered_ns: int = 0
+  contributed: bool = False
+  joined: bool = False  # it was sent Joined
+  open: bool = True
+  due: set[int] = dataclasses.field(default_factory=set)
+  awaited_transfer: int = 0  # the donation promised to it, until it reports its end
+  sent: dict[int, int] = dataclasses.field(default_factory=dict)  # fragment: newest version
+  versions_in_flight: dict[int, list[int]] = dataclasses.field(
+    default_factory=lambda: collections.defaultdict(list)
+  )  # fragment: versions not adopted yet
+  wholes: set[int] = dataclasses.field(default_factory=set)  # fragments in flight to it whole
+  repaired_ns: dict[int, int] = dataclasses.field(default_factory=dict)  # by fragment
+  held: tuple[messages.Held, ...] = ()
+  claim: Range | None = None  # its process's position in the data when it confirmed
+  next_position: Range | None = None  # the position that Joined gave it
+  proved: str = ''  # the id that its transport has proved; '': none
+
+  @property
+  def caught_up(self) -> bool:
+    return self.joined and self.member and not self.due and not self.awaited_transfer
+
+
+@dataclasses.dataclass(slots=True)
+class Gather:
+  """One sync: the learners it waits for, and its payloads by `payload_id`."""
+
+  sync: int
+  fragment: int
+  opened_ns: int | None = None  # None: it is announced
+  asked: set[int] = dataclasses.field(default_factory=set)  # sessions
+  waiting: set[str] = dataclasses.field(default_factory=set)
+  payloads: dict[int, tuple[Peer, messages.Contribution]] = dataclasses.field(default_factory=dict)
+  grace_ns: int = 0  # the grace window, which begins with the opening
+  merging: actions.Merge | None = None
+  merged: tuple[tuple[Peer, messages.Contribution], ...] = ()
+  record: lineage_book.Record | None = None
+
+
+class SyncerBook:
+  """One syncer's process."""
+
+  def __init__(self, run: Any, life: observers.ObservedProcess, lineage: lineage_book.Lineage):
+    self.run, self.life, self.lineage = run, life, lineage
+    self.config, self.schedule = run.config, run.schedule
+    self.peers: dict[int, Peer] = {}
+    self.members: dict[str, Peer] = {}
+    self.gathers: dict[int, Gather] = {}
+    self.next: dict[int, Gather] = {}  # by fragment: late payloads, for its next sync
+    self.pending: dict[int, Gather] = {}  # payload id: the sync that holds it
+    self.payload_ids: set[int] = set()
+    self.reads: set[int] = set()  # fragments that are being read whole
+    self.promises: dict[int, Any] = {}  # those in hand, by transfer (model/donation.py)
+    self.asked: dict[int, int] = {}  # transfers by the session of the asked donor
+    self.peer: Peer | None = None  # the sender in this turn
+    self.implausible = False  # its message, according to the syncer
+    self.ended: Gather | None = None  # the sync whose merge ended last
+    self.window = grace_window.Window(run.config)
+    self.usual_report_ns = 0
+    self.began_ns: int | None = None  # its first turn
+    self.least_report_ns = 0  # the least of usual_report_ns
+    self._sweep_ns = 0  # when a report of the ledger is a heartbeat's again
+    self.merges = 0
+    self.stopping = self.exiting = self.exited = self.dead = False
+    self.first = lineage.next  # the sync that it opens first
+    self.end_is_durable = self.over  # the disk shows that the run is over
+    lineage.holders = dict(sorted(lineage.holders.items()))  # as a machine state lists them
+    for holder in lineage.holders.values():
+      holder.claimed, holder.since = holder.clock, None
+      holder.joined_ns, holder.merged_ns = None, {}
+    self.finished_ns: int | None = None
+    self.saving: collections.deque[lineage_book.Saved] = collections.deque()
+
+  def __repr__(self) -> str:
+    return f'syncer (process {self.life.number})'
+
+  def receives(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """A message arrives. If the syncer closes the session in this turn because no learner of the
+    run would send it, it changes nothing and is a strike of a learner that has joined."""
+    session = event.session
+    peer = self.peers.get(session)
+    if peer is None:
+      peer = self.peers[session] = Peer(session, now_ns)
+    elif peer.member:
+      peer.heard_ns = now_ns
+    self.peer = peer
+    self.implausible = peer.member and any(
+      type(a) is actions.Close and a.session == session and _is_implausible(event.message, a)
+      for a in out
+    )
+    if self.implausible and peer.joined:
+      self.lineage.holders[peer.join.learner].add_strike()
+
+  def learner(self, peer: Peer) -> learner_book.LearnerBook | None:
+    return self.run.learners.get(peer.join.nonce)
+
+  def account(self, peer: Peer) -> lineage_book.Account:
+    return self.lineage.account(peer.join.learner, peer.incarnation)
+
+  def contained(self, peer: Peer, fragment: int) -> int:
+    """Up to where the tokens of a receiver are settled for the published version of a fragment: an
+    outer step in progress has settled its own, and makes the next version."""
+    for gather in self.gathers.values():
+      for other, said in gather.merged if gather.fragment == fragment else ():
+        if (other.join.learner, other.incarnation) == (peer.join.learner, peer.incarnation):
+          return said.tokens_from
+    return self.account(peer).cursors[fragment]
+
+  @property
+  def gap(self) -> str:
+    """The reason for tokens of which a learner says nothing."""
+    return Reason.UNDONE if self.config.rebases else Reason.OVERWRITTEN
+
+  @property
+  def over(self) -> bool:
+    return self.lineage.next > self.schedule.last
+
+  # --- Events -------------------------------------------------------------------------------------
+
+  def connected(self, now_ns: int, event: events.Connected, out: Sequence) -> None:
+    self.peers[event.session] = Peer(event.session, now_ns, proved=event.learner)
+
+  def disconnected(self, now_ns: int, event: events.Disconnected, out: Sequence) -> None:
+    peer = self.peers.pop(event.session, None)
+    if peer is not None:
+      self._release(peer)
+
+  def _release(self, peer: Peer) -> None:
+    peer.open = False
+    if not peer.member:
+      return
+    peer.member = False
+    learner = peer.join.learner
+    if self.members.get(learner) is peer:
+      del self.members[learner]
+      for gather in self.gathers.values():
+        gather.waiting.discard(learner)
+      if not self.members:
+        self.window.all_lost()
+
+  def joins(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    if not self.exiting and not self.peer.member:
+      self.peer.join = event.message
+
+  def confirms(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """The process holds the id unless the syncer closes the session in this turn."""
+    peer, confirm = self.peer, event.message
+    if peer.member or self.exiting or peer.join is None or not peer.open:
+      return
+    for action in out:
+      if type(action) is actions.Close and action.session == peer.session:
+        return
+    self._admit(now_ns, peer, confirm)
+
+  def _admit(self, now_ns: int, peer: Peer, confirm: messages.Confirm) -> None:
+    learner, nonce = peer.join.learner, peer.join.nonce
+    holder = self.lineage.holders.get(learner)
+    nonce_is_new = holder is None or holder.nonce != nonce
+    if holder is None:
+      self._forget_strangers()
+      holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
+    elif holder.nonce != nonce:
+      self.lineage.account(learner, holder.incarnation).close(Reason.LOST_WITH_PROCESS)
+      self.lineage.fold(learner, holder.incarnation)
+      self.window.ends_life(holder.nonce)
+      holder = self.lineage.holders[learner] = lineage_book.Holder(nonce, confirm.incarnation)
+      self.run.forget_dead(self.lineage)
+    elif learner in self.members:  # the same process on a new session: release the old one first
+      self._release(self.members[learner])
+    if nonce_is_new:
+      holder.since = 0, now_ns
+      holder.joined_ns = now_ns
+    holder.left, holder.claimed = False, max(holder.claimed, confirm.clock)
+    peer.member, peer.incarnation, peer.heard_ns = True, confirm.incarnation, now_ns
+    peer.held = confirm.held
+    peer.claim = None if confirm.shard is None else (confirm.shard, confirm.cursor)
+    self.members[learner] = peer
+    self.account(peer).train(confirm.tokens)
+    self.window.begins_life(now_ns, nonce, confirm.steps)
+    self._advance(now_ns, holder)
+
+  def _forget_strangers(self) -> None:
+    busy = {peer.join.learner for one in self.gathers.values() for peer, _ in one.merged}
+    for learner in self.lineage.surplus({*self.members, *busy}, self.config.learners):
+      self.window.ends_life(self.lineage.holders[learner].nonce)
+      self.lineage.forget(learner)
+      self.run.forget_dead(self.lineage)
+
+  def _advance(self, now_ns: int, holder: lineage_book.Holder) -> None:
+    """The rule of syncer/pace.py, implemented a second time."""
+    free = self.lineage.opened
+    if holder.since is None:
+      waits = now_ns < self.began_ns + self.config.lease_ns
+      free += self.lineage.returned(self.members, waits) + self.config.period
+    elif not self.usual_report_ns:
+      free += self.config.period
+    else:
+      passed_ns = now_ns - holder.since[1]
+      free = max(free, holder.since[0] + 16 * passed_ns // self.usual_report_ns)
+    holder.clock = max(holder.clock, min(holder.claimed, free))
+
+  def progress(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    holder = self.lineage.holders[peer.join.learner]
+    self.window.step(now_ns, peer.join.nonce, message.steps, message.step_ns)
+    holder.claimed = max(holder.claimed, message.clock)
+    self._advance(now_ns, holder)
+    holder.done = holder.done or holder.clock >= self.config.total_steps
+    self.account(peer).train(message.tokens)
+
+  def _counts(self, peer: Peer) -> bool:
+    return peer.joined and peer.member and not self.exiting and not self.implausible
+
+  def contributed(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    """The payload is held unless the syncer drops it in this turn, with a verdict. One that was
+    late is held, too, if the sync for which it counts is cancelled in this turn."""
+    payload_id, message, peer = event.payload_id, event.message, self.peer
+    self.payload_ids.add(payload_id)
+    if not self._counts(peer):
+      return
+    peer.contributed = True
+    gather = self.gathers.get(message.sync)
+    if gather is not None:
+      gather.waiting.discard(peer.join.learner)
+    dropped = any(type(a) is actions.Drop and a.payload_id == payload_id for a in out)
+    later = self.next_of(message.fragment) if gather is None or gather.merging else None
+    told = [a.fact for a in out if type(a) is actions.Report]
+    cancelled = [fact.sync for fact in told if type(fact) is facts.Cancelled]
+    if dropped and (later is None or later.sync not in cancelled):
+      return
+    if gather is None or gather.merging:
+      gather = later or self.next.setdefault(message.fragment, Gather(0, message.fragment))
+    gather.waiting.discard(peer.join.learner)
+    gather.payloads[payload_id] = peer, message
+    self.pending[payload_id] = gather
+
+  def next_of(self, fragment: int) -> Gather | None:
+    """The sync of the fragment that merges next, if it is announced or has late payloads."""
+    in_hand = (one for one in self.gathers.values() if one.fragment == fragment)
+    return next((one for one in in_hand if not one.merging), None) or self.next.get(fragment)
+
+  def declined(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    if message.sync in self.gathers:
+      self.gathers[message.sync].waiting.discard(peer.join.learner)
+    if message.reason == Reason.BAD_VALUE:
+      self.account(peer).move(message.fragment, message.tokens_to, Reason.BAD_VALUE)
+      self.lineage.holders[peer.join.learner].add_strike()
+      self._spoil(peer, message.fragment)
+
+  def _spoil(self, peer: Peer, fragment: int) -> None:
+    self.lineage.holders[peer.join.learner].spoiled |= {fragment}
+
+  def adopted(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer, message = self.peer, event.message
+    if not self._counts(peer):
+      return
+    if not message.matched:
+      self.lineage.repaired += 1
+      self._spoil(peer, message.fragment)
+    else:
+      self.window.adopted(now_ns, message.fragment, message.version)
+      if message.reason:
+        holder = self.lineage.holders[peer.join.learner]
+        holder.refused -= {message.fragment}
+      reason = message.reason or self.gap
+      self.account(peer).move(message.fragment, message.tokens, reason)
+      peer.due.discard(message.fragment)
+      peer.wholes.discard(message.fragment)
+      peer.versions_in_flight[message.fragment] = [
+        version
+        for version in peer.versions_in_flight[message.fragment]
+        if version > message.version
+      ]
+
+  def left(self, now_ns: int, event: events.Received, out: Sequence) -> None:
+    peer = self.peer
+    if peer.member and not self.exiting:
+      reason = Reason.LEFT if self.finished_ns is None else Reason.END_OF_RUN
+      self.account(peer).close(reason)
+      self.lineage.holders[peer.join.learner].left = True
+      self._release(peer)
+
+  def merge_done(self, now_ns: int, done: events.MergeDone, out: Sequence) -> None:
+    gather = self.gathers.pop(done.sync)
+    self.ended, self.merges = gather, self.merges - 1
+    record = gather.record
+    record.digest, record.failed = done.digest, done.failed
+    record.norms, record.refused = done.norms, done.refused
+    record.end(self.lineage)
+    self.run.ended += 1
+    if done.failed:
+      self.window.refused(done.fragment)
+    else:
+      self.payload_ids.add(done.payload_id)
+      self.run.publish(done.fragment, self.lineage.versions[done.fragment], done.digest)
+
+  def true_range(self, peer: Peer, message: messages.Contribution) -> Range | None:
+    """The range of a contribution in the tokens of its process; None: that process has no tape."""
+    learner = self.learner(peer)
+    if learner is None or learner.incarnation != peer.incarnation:
+      return None
+    return message.tokens_from + learner.base_tokens, message.tokens_to + learner.base_tokens
+
+  def read(self, now_ns: int, event: events.FragmentRead, out: Sequence) -> None:
+    self.reads.discard(event.fragment)
+    self.payload_ids.add(event.payload_id)
+
+  def stop(self, now_ns: int, event: events.Stop, out: Sequence) -> None:
+    self.stopping = True
+
+  def save_done(self, now_ns: int, event: events.SaveDone, out: Sequence) -> None:
+    saved = self.saving.popleft()
+    saved.verified = not event.error
+    records = self.run.records
+    logged = bool(records) and self.run.first_sync_after(records[-1]) > self.schedule.last
+    self.end_is_durable = self.end_is_durable or (saved.closed and (saved.verified or logged))
+
+  # --- Actions ------------------------------------------------------------------------------------
+
+  def offers(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    self.peers[send.session].offered = send.message.incarnation
+
+  def welcomes(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    peer = self.peers[send.session]
+    peer.joined, peer.due, peer.entered_ns = True, set(send.message.due), now_ns
+    holder = self.lineage.holders[peer.join.learner]
+    peer.next_position = send.message.shard, send.message.cursor
+    holder.claimed = max(holder.claimed, send.message.clock)
+    self._advance(now_ns, holder)
+    if holder.since is not None and not holder.since[0]:
+      holder.since = holder.clock, now_ns
+    for p, held in enumerate(peer.held):
+      if p not in peer.due:
+        peer.sent[p] = held.version
+
+  def pulls(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    message = send.message
+    gather = self._begin(message.sync, message.fragment)
+    gather.asked.add(send.session)
+    gather.waiting.add(self.peers[send.session].join.learner)
+
+  def opens(self, now_ns: int, opened: facts.Opened, event: Any) -> None:
+    lineage = self.lineage
+    lineage.skipped += (opened.sync - lineage.next) // self.config.period
+    lineage.opened, lineage.next = opened.sync, self.schedule.next(opened.sync)
+    for sync in [sync for sync in self.gathers if sync < opened.sync]:
+      if self.gathers[sync].opened_ns is None:  # its period is skipped
+        del self.gathers[sync]
+    gather = self._begin(opened.sync, opened.fragment)
+    gather.opened_ns = now_ns
+    nonces = (member.join.nonce for member in self.members.values())
+    waits = self.config.closing(opened.sync) or self.config.waits_for_live
+    gather.grace_ns = self.config.lease_ns if waits else self.window.begins(nonces)
+
+  def _begin(self, sync: int, fragment: int) -> Gather:
+    if sync not in self.gathers:
+      gather = self.gathers[sync] = self.next.pop(fragment, None) or Gather(sync, fragment)
+      gather.sync = sync
+    return self.gathers[sync]
+
+  @property
+  def open(self) -> list[Gather]:
+    """The syncs that have opened."""
+    return [one for one in self.gathers.values() if one.opened_ns is not None]
+
+  def settles(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    """A verdict on the contribution of this turn."""
+    message = send.message
+    if message.merged or type(event) is events.MergeDone:
+      return  # merged tokens were settled when the merge began, refused ones when it ended
+    if message.reason in messages.kept(self.config.rebases):
+      return  # the learner keeps them
+    peer, settled = self.peers[send.session], event.message
+    self._spoil(peer, settled.fragment)
+    tokens = settled.tokens_from, settled.tokens_to
+    self.account(peer).settle(settled.fragment, tokens, message.reason, self.gap)
+
+  def publishes(self, now_ns: int, send: actions.Send, event: Any) -> None:
+    peer, message = self.peers[send.session], send.message
+    peer.sent[message.fragment] = message.version
+    peer.versions_in_flight[message.fragment].append(message.version)
+    if message.base_version is None:
+      peer.wholes.add(message.fragment)
+      peer.repaired_ns[message.fragment] = now_ns
+
+  def merge(self, now_ns: int, merge: actions.Merge, event: Any) -> None:
+    gather = self.gathers[merge.sync]
+    gather.merging, self.merges = merge, self.merges + 1
+    self.window.merges(now_ns, merge.fragment, merge.version)
+    gather.merged = tuple(gather.payloads[one.payload_id] for one in merge.participants)
+    for one, (peer, message) in zip(merge.participants, gather.merged):
+      reported = message.tokens_from, message.tokens_to
+      self.account(peer).settle(merge.fragment, reported, '', self.gap)
+      true = self.true_range(peer, message)
+      if true is not None:
+        self.lineage.merged_upto[peer.join.nonce, merge.fragment] = true[1]
+      del self.pending[one.payload_id]
+      self.payload_ids.discard(one.payload_id)
+    gather.payloads.clear()
+    decision = dataclasses.replace(merge, machine_state={})  # else hundreds of them are kept
+    gather.record = record = lineage_book.Record(decision, self.lineage.copy(), ())
+    record.undecided, record.live = self._undecided(), set(self.members)
+    record.norm_strikes = self.config.strikes * self.config.fragments
+    record.batches = tuple(
+      (one.shard, one.cursor - one.steps, one.cursor) for _, one in gather.merged
+    )
+    under_way = (other.record for other in self.gathers.values() if other.record is not None)
+    record.number = len(self.run.records) + 1
+    record.under_way = tuple(sorted(under_way, key=lambda one: one.number))
+    self.run.decided(record)
+
+  def _undecided(self) -> tuple[int, ...]:
+    """The syncs that end if this process ends now."""
+    return tuple(one.sync for one in self.open if one.record is None)
+
+  def cancels(self, now_ns: int, cancelled: facts.Cancelled, event: Any) -> None:
+    """A sync is cancelled; after a failed merge it is already counted."""
+    if self.gathers.pop(cancelled.sync, None) is not None:
+      self.lineage.cancelled[cancelled.fragment] += 1
+
+  def sweeps(self, now_ns: int, ledger: facts.Ledger, event: Any) -> None:
+    if now_ns < self._sweep_ns:
+      return  # it exits
+    self._sweep_ns = now_ns + self.config.heartbeat_ns
+    usual_ns = self.window.usual_report_ns(one.join.nonce for one in self.members.values())
+    self.usual_report_ns = usual_ns or self.usual_report_ns
+    self.least_report_ns = min(filter(None, (self.least_report_ns, usual_ns)), default=0)
+    for peer in self.members.values():
+      self._advance(now_ns, self.lineage.holders[peer.join.learner])
+
+  def reads_whole(self, now_ns: int, read: actions.ReadFragment, event: Any) -> None:
+    self.reads.add(read.fragment)
+
+  def drops(self, now_ns: int, drop: actions.Drop, event: Any) -> None:
+    payload_id = drop.payload_id
+    self.payload_ids.discard(payload_id)
+    gather = self.pending.pop(payload_id, None)
+    if gather is not None:
+      del gather.payloads[payload_id]
+
+  def closes(self, now_ns: int, close: actions.Close, event: Any) -> None:
+    peer = self.peers.get(close.session)
+    if peer is not None and not self.exiting:
+      self._release(peer)
+
+  def save(self, now_ns: int, save: actions.Save, event: Any) -> None:
+    saved = lineage_book.Saved(
+      save.machine_state,
+      self.lineage.copy(),
+      self._undecided(),
+      len(self.run.records),
+      self._closed,
+    )
+    self.saving.append(saved)
+    self.run.saves(saved)
+
+  def exits(self, now_ns: int, action: actions.Exit, event: Any) -> None:
+    self.exited = True
+
+  # --- After a turn -------------------------------------------------------------------------------
+
+  def can_end(self, now_ns: int) -> bool:
+    """Whether the run may be over now, possibly since this turn."""
+    if self.finished_ns is None and not self._finishes:
+      return False
+    all_left = all(holder.left for holder in self.lineage.holders.values())
+    finished_ns = now_ns if self.finished_ns is None else self.finished_ns
+    return self.stopping or all_left or now_ns >= finished_ns + self.config.lease_ns
+
+  @property
+  def _finishes(self) -> bool:
+    """Whether the syncer may send Finish now."""
+    return self._closed and self.end_is_durable and not self.stopping
+
+  @property
+  def _closed(self) -> bool:
+    """Whether every sync is over."""
+    return self.over and not self.open and not self.merges
+
+  def after(self, now_ns: int) -> None:
+    """Determines whether the run has ended."""
+    if self.exiting or self.merges:
+      return
+    if self.finished_ns is None and self._finishes:
+      self.finished_ns = now_ns
+    self.exiting = self.stopping or self.can_end(now_ns)
+
+
+def _is_implausible(message: messages.Message, close: actions.Close) -> bool:
+  """A Decline of a bad value is a strike, too."""
+  bad_value = type(message) is messages.Decline and message.reason == Reason.BAD_VALUE
+  return close.reason.startswith('implausible: ') or close.reason == 'QUARANTINED' and not bad_value
+
+
+SYNCER_UPDATES: dict[type, Callable] = {
+  events.Connected: SyncerBook.connected,
+  events.Disconnected: SyncerBook.disconnected,
+  events.MergeDone: SyncerBook.merge_done,
+  events.FragmentRead: SyncerBook.read,
+  events.SaveDone: SyncerBook.save_done,
+  events.Stop: SyncerBook.stop,
+  messages.Join: SyncerBook.joins,
+  messages.Confirm: SyncerBook.confirms,
+  messages.Progress: SyncerBook.progress,
+  messages.Contribution: SyncerBook.contributed,
+  messages.Decline: SyncerBook.declined,
+  messages.Adopted: SyncerBook.adopted,
+  messages.Leave: SyncerBook.left,
+  actions.Merge: SyncerBook.merge,
+  actions.Drop: SyncerBook.drops,
+  actions.Close: SyncerBook.closes,
+  actions.Save: SyncerBook.save,
+  actions.Exit: SyncerBook.exits,
+  messages.Offer: SyncerBook.offers,
+  messages.Joined: SyncerBook.welcomes,
+  messages.Pull: SyncerBook.pulls,
+  messages.Publish: SyncerBook.publishes,
+  messages.Settled: SyncerBook.settles,
+  actions.ReadFragment: SyncerBook.reads_whole,
+  facts.Opened: SyncerBook.opens,
+  facts.Cancelled: SyncerBook.cancels,
+  facts.Ledger: SyncerBook.sweeps,
+}

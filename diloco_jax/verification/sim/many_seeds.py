@@ -1,0 +1,119 @@
+"""Many seeds on all cores, and the explanation of a failed one."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import gc
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+
+from diloco_jax.protocol import events, messages
+from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks import coverage as coverage_lib
+from diloco_jax.verification.sim import random_settings
+from diloco_jax.verification.sim import seeds as seeds_lib
+
+CHUNK = 10
+LINES_KEPT = 50
+
+
+@dataclasses.dataclass
+class Summary:
+  """The results of many seeds so far."""
+
+  seeds: int = 0
+  events: int = 0
+  faults: int = 0
+  failed: list[seeds_lib.Outcome] = dataclasses.field(default_factory=list)
+  points: coverage_lib.Points = dataclasses.field(default_factory=coverage_lib.Points)
+
+  def add(self, other: 'Summary') -> None:
+    self.seeds += other.seeds
+    self.events += other.events
+    self.faults += other.faults
+    self.failed += other.failed
+    self.points.merge(other.points)
+
+
+def run_chunk(seeds: Sequence[int]) -> Summary:
+  """Runs some seeds in this process."""
+  gc.disable()  # a world lives for milliseconds; its garbage is collected below
+  summary = Summary()
+  for seed in seeds:
+    points = coverage_lib.Points()
+    outcome = seeds_lib.run_seed(seed, [points])
+    summary.points.merge(points)
+    summary.seeds += 1
+    summary.events += outcome.events
+    summary.faults += len(outcome.faults)
+    for kind in outcome.faults:
+      summary.points.fault(kind)
+    if outcome.violation is not None:
+      summary.failed.append(outcome)
+  gc.enable()
+  gc.collect()
+  return summary
+
+
+def run(
+  seeds: Sequence[int], jobs: int = 0, initializer: Callable[[], None] | None = None
+) -> Iterator[Summary]:
+  """Runs seeds on `jobs` processes (0: one per core); yields summaries of a few seeds each, in the
+  order in which they are done. Each process calls `initializer` first."""
+  chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
+  with concurrent.futures.ProcessPoolExecutor(
+    jobs or os.cpu_count(), multiprocessing.get_context('spawn'), initializer
+  ) as pool:
+    try:
+      for future in concurrent.futures.as_completed([pool.submit(run_chunk, c) for c in chunks]):
+        yield future.result()
+    finally:
+      pool.shutdown(cancel_futures=True)
+
+
+class _Last(observers.Observer):
+  """Keeps the last turns as text, without heartbeats that cause no more than an answer."""
+
+  def __init__(self):
+    self.lines: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
+    self._peers: dict[int, str] = {}  # by session of the syncer: the learner
+
+  def note(self, now_ns: int, text: str) -> None:
+    self.lines.append(f'{now_ns / 1e9:10.6f} {text}')
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    message = getattr(event, 'message', None)
+    if type(message) is messages.Heartbeat and len(out) <= 1:
+      return
+    peer = ''
+    if life.start.role == 'syncer' and isinstance(event, events.Received):
+      if isinstance(message, messages.Join):
+        self._peers[event.session] = message.learner
+      peer = f' from {self._peers.get(event.session, "?")}'
+    self.note(now_ns, f'{life.start.node}{peer}: {event} -> {list(out)}')
+
+  def crashed(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    self.note(now_ns, f'{life.start.node}: {event} -> {type(error).__name__}: {error}')
+
+
+def explain(outcome: seeds_lib.Outcome, commit: str) -> str:
+  """Everything that a developer needs to investigate a violation. Runs the seed again."""
+  last, setting = _Last(), random_settings.draw(outcome.seed)
+  seeds_lib.run_seed(outcome.seed, [last], last.note)
+  broken = outcome.violation
+  return '\n'.join(
+    [
+      f'seed {outcome.seed} at commit {commit} breaks {broken.invariant}: {broken.sentence}',
+      broken.detail,
+      f'config: {setting.config}',
+      f'faults: {len(setting.plan)} until {setting.heal_ns / 1e9:g} s',
+      f'the last {len(last.lines)} events:',
+      *last.lines,
+      f'replay: diloco simulate --seed={outcome.seed} --story',
+    ]
+  )

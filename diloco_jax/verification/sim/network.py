@@ -1,0 +1,278 @@
+"""The network between learners and syncer: sessions that are slow, stalled, broken or duplicated.
+
+A *session* is one connection. As on the wire it has two lanes per direction: control is first in,
+first out; payloads are first in, first out and may be overtaken by control that was sent later,
+donations (as long as DONATION payloads) also by other payloads. But both lanes share the link:
+control waits behind the payload bytes that the sender has handed to it already, and these are as
+many as the link carries in `queue_ns` (transport/flow_control.py). A *link* connects a learner to
+the syncer, with its times and faults:
+
+* the network resends a lost packet, so its lane is late (an open session loses no message);
+* the network delivers a duplicated message a second time, late and out of order: more than a real
+  session would ever do, so the machines must tolerate it;
+* a cut direction delivers nothing and tells neither end; stalled messages arrive after healing, if
+  the session still exists;
+* a reset breaks the sessions: messages in flight are lost, and each end hears of it in its time;
+* the checksum finds a corrupt byte and closes the session.
+
+The network discards a message for an end that has closed.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from diloco_jax.protocol import events, messages
+from diloco_jax.verification import random_streams
+from diloco_jax.verification.sim import engine as engine_lib
+
+MS = engine_lib.MS
+RESEND_NS = 200 * MS  # delay of a lost packet
+ECHO_NS = 400 * MS  # longest time from a message to its duplicate
+PAYLOAD_BYTES = 64  # of an encoded fragment here
+CONTROL_BYTES = 8  # small beside it, as on the wire: a throttled link still carries heartbeats
+DONATION = 10  # moments are so many times as large
+
+Deliver = Callable[[], None]
+
+
+@dataclasses.dataclass
+class Link:
+  """The link of one learner process to the syncer. Rates are per mille of the messages.
+
+  Attributes:
+    up_ns, down_ns: time of flight to the syncer, and from it.
+    bulk_up_ns, bulk_down_ns: additional time of a payload.
+    queue_ns: how much of the link's time the payloads may take that were handed to it.
+    jitter_ns: largest random addition per message.
+    loss, duplicate: how often a message is lost (and sent again), delivered twice.
+    delay_ns, bytes_per_s: a slow phase.
+    cut: directions that deliver nothing, of 'up' and 'down'.
+  """
+
+  draw: random.Random
+  up_ns: int = 5 * MS
+  down_ns: int = 5 * MS
+  bulk_up_ns: int = 5 * MS
+  bulk_down_ns: int = 5 * MS
+  queue_ns: int = 100 * MS
+  jitter_ns: int = 0
+  loss: int = 0
+  duplicate: int = 0
+  delay_ns: int = 0
+  bytes_per_s: int = 0
+  cut: set[str] = dataclasses.field(default_factory=set)
+  held: list[tuple[str, Deliver]] = dataclasses.field(default_factory=list)
+  corrupt: bool = False  # the next message is damaged
+
+  def flight_ns(self, lane: str) -> int:
+    """Time from end to end, including lost packets that are sent again."""
+    time_ns = (self.up_ns if lane == 'up' else self.down_ns) + self.delay_ns
+    if self.jitter_ns:
+      time_ns += self.draw.randrange(self.jitter_ns)
+    while random_streams.chance(self.draw, self.loss):
+      time_ns += RESEND_NS
+    return time_ns
+
+  def transfer_ns(self, lane: str, payloads: int) -> int:
+    """How long a message occupies the lane: one as large as so many payloads, or none (0)."""
+    time_ns = (self.bulk_up_ns if lane == 'up' else self.bulk_down_ns) * payloads
+    if self.bytes_per_s:
+      size_bytes = PAYLOAD_BYTES * payloads or CONTROL_BYTES
+      time_ns += size_bytes * engine_lib.SECOND // self.bytes_per_s
+    return time_ns
+
+
+@dataclasses.dataclass
+class Session:
+  """One connection: its two ends, and per direction the arrival time of the last control message,
+  of the last payload and of the last donation sent so far."""
+
+  number: int
+  link: Link
+  learner: Any
+  learner_session: int
+  syncer: Any
+  open: dict[str, bool]
+  control: dict[str, int]
+  bulk: dict[str, int]
+  donated: dict[str, int]
+  broken: bool = False
+
+  def end(self, side: str) -> tuple[Any, int]:
+    """The process at this end and the number that it uses for the session."""
+    if side == 'learner':
+      return self.learner, self.learner_session
+    return self.syncer, self.number
+
+
+class Network:
+  """All sessions. `syncer()` is the process that listens at present."""
+
+  def __init__(self, engine: engine_lib.Engine, syncer: Callable[[], Any]):
+    self._engine = engine
+    self._syncer = syncer
+    self._numbers = itertools.count(1)
+    self._sessions: dict[tuple[Any, int], Session] = {}  # by process and its number for it
+
+  def of(self, process: Any) -> list[Session]:
+    return [session for (owner, _), session in self._sessions.items() if owner is process]
+
+  # --- Requests of a process ----------------------------------------------------------------------
+
+  def dial(self, process: Any, link: Link, number: int) -> None:
+    now = self._engine.now_ns
+    session = Session(
+      next(self._numbers),
+      link,
+      process,
+      number,
+      None,
+      {'learner': True, 'syncer': False},
+      *({'up': now, 'down': now} for _ in range(3)),
+    )
+    self._sessions[process, number] = session
+    self._carry(session, 'up', now + link.flight_ns('up'), lambda: self._answer(session))
+
+  def _answer(self, session: Session) -> None:
+    """The dial has reached the syncer's host, whether or not a syncer runs there."""
+    server = self._syncer()
+    if not session.open['learner']:
+      return
+    if not server.alive:
+      self._close_end(session, 'learner')
+      return
+    if server.frozen:
+      server.defer(lambda: self._answer(session))
+      return
+    session.syncer, session.open['syncer'] = server, True
+    self._sessions[server, session.number] = session
+    server.post(events.Connected(session=session.number))
+    time_ns = self._engine.now_ns + session.link.flight_ns('down')
+    session.control['down'] = time_ns
+    self._carry(
+      session,
+      'down',
+      time_ns,
+      lambda: self._post(session, 'learner', events.Connected(session=session.learner_session)),
+    )
+
+  def send(self, process: Any, number: int, message: Any, content: Any) -> None:
+    """Sends a message with its payload; does nothing if the session no longer exists."""
+    session = self._sessions.get((process, number))
+    if session is None:
+      return
+    link, up = session.link, process is session.learner
+    lane, end = ('up', 'syncer') if up else ('down', 'learner')
+    if link.corrupt:
+      link.corrupt = False
+      self.reset(session.learner, 'checksum mismatch')
+      return
+    free_ns = self._engine.now_ns + link.flight_ns(lane)
+    before_ns = max(free_ns, session.control[lane])
+    if content is None:
+      lanes, payloads = session.control, 0
+      handed_ns = max(session.bulk[lane], session.donated[lane])
+      arrives_ns = max(before_ns, min(handed_ns, free_ns + link.queue_ns))
+    elif isinstance(message, messages.Donation):
+      lanes, payloads = session.donated, DONATION
+      arrives_ns = max(before_ns, session.bulk[lane], session.donated[lane])
+    else:
+      lanes, payloads = session.bulk, 1
+      arrives_ns = max(before_ns, session.bulk[lane])
+    time_ns = lanes[lane] = arrives_ns + link.transfer_ns(lane, payloads)
+    event = events.Received(
+      session=session.number if up else session.learner_session, message=message
+    )
+
+    def deliver() -> None:
+      self._post(session, end, event, content)
+
+    self._carry(session, lane, time_ns, deliver)
+    if random_streams.chance(link.draw, link.duplicate):
+      self._carry(session, lane, time_ns + link.draw.randrange(ECHO_NS), deliver)
+
+  def close(self, process: Any, number: int) -> None:
+    session = self._sessions.get((process, number))
+    if session is not None:
+      self._close_end(session, 'learner' if process is session.learner else 'syncer')
+
+  # --- Faults -------------------------------------------------------------------------------------
+
+  def gone(self, process: Any, silent: bool = False) -> None:
+    """The process has ended: messages that it had sent still arrive, then its peers are told,
+    unless its host has lost power too (`silent`)."""
+    for session in self.of(process):
+      side = 'learner' if process is session.learner else 'syncer'
+      if silent:
+        self._forget(session, side)
+      else:
+        self._close_end(session, side, dead=True)
+
+  def reset(self, process: Any, reason: str = 'connection reset') -> bool:
+    """Breaks a learner's sessions; messages in flight are lost, each end hears of it in its time.
+    False: it has no session."""
+    sessions = self.of(process)
+    for session in sessions:
+      session.broken = True
+      self._engine.after(0, lambda s=session: self._hang_up(s, 'learner', reason))
+      self._engine.after(session.link.up_ns, lambda s=session: self._hang_up(s, 'syncer', reason))
+    return bool(sessions)
+
+  def heal(self, link: Link) -> None:
+    """Ends all cuts of a link; stalled messages arrive."""
+    link.cut.clear()
+    held, link.held = link.held, []
+    for _, deliver in held:
+      deliver()
+
+  def mend(self, link: Link, lane: str) -> None:
+    """Ends the cut of one direction."""
+    link.cut.discard(lane)
+    held, link.held = link.held, []
+    for held_lane, deliver in held:
+      if held_lane in link.cut:
+        link.held.append((held_lane, deliver))
+      else:
+        deliver()
+
+  def _carry(self, session: Session, lane: str, time_ns: int, deliver: Deliver) -> None:
+    def arrive() -> None:
+      if session.broken:
+        return
+      if lane in session.link.cut:
+        session.link.held.append((lane, deliver))
+      else:
+        deliver()
+
+    self._engine.at(time_ns, arrive)
+
+  def _post(self, session: Session, side: str, event: Any, content: Any = None) -> None:
+    if session.open[side]:
+      session.end(side)[0].post(event, content)
+
+  def _close_end(self, session: Session, side: str, dead: bool = False) -> None:
+    """One end closes: it is told at once (unless it is dead), the other after all sent messages."""
+    up = side == 'learner'
+    lane, other = ('up', 'syncer') if up else ('down', 'learner')
+    flight_ns = session.link.flight_ns(lane)
+    # A closing end does not finish a donation.
+    time_ns = max(self._engine.now_ns + flight_ns, session.control[lane], session.bulk[lane])
+    if dead:
+      self._forget(session, side)
+    else:
+      self._engine.after(0, lambda: self._hang_up(session, side, 'closed'))
+    self._carry(session, lane, time_ns, lambda: self._hang_up(session, other, 'peer closed'))
+
+  def _hang_up(self, session: Session, side: str, reason: str) -> None:
+    """Posts Disconnected, once per end."""
+    if session.open[side]:
+      self._forget(session, side)
+      process, number = session.end(side)
+      process.post(events.Disconnected(session=number, reason=reason))
+
+  def _forget(self, session: Session, side: str) -> None:
+    session.open[side] = False
+    self._sessions.pop(session.end(side), None)

@@ -1,0 +1,543 @@
+"""The processes of the simulated world: each runs a production machine with its work and disk.
+
+A process does for its machine what node/loop.py and the shell do in production: it feeds events,
+wakes the machine at its deadline, carries out its actions, and answers its work after a while. The
+world tracks independently, in arrays.py and here, which tokens were trained, captured, merged and
+adopted. It also tracks payload ids, to notice a leak or a double drop.
+"""
+
+import abc
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from diloco_jax.protocol import actions, events, facts, messages
+from diloco_jax.protocol.tape import observers
+from diloco_jax.storage import outer_log, wal_format
+from diloco_jax.verification import random_streams
+from diloco_jax.verification.checks.model import learner as learner_book
+from diloco_jax.verification.sim import arrays, hardware, network, snapshots
+from diloco_jax.verification.sim import disk as disk_lib
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import simulated_log as simulated_log_lib
+
+MS = engine_lib.MS
+RETRY_NS = 500 * MS  # between two attempts to append to a full disk
+PAYLOAD = messages.Payload(size_bytes=network.PAYLOAD_BYTES, crc32=0)
+
+
+class MachineCrash(Exception):
+  """A machine raised on an event, or as it started."""
+
+
+class Process(abc.ABC):
+  """One machine with its event queue, wake timer, payload ids and work lane."""
+
+  def __init__(self, world: Any, name: str, life: observers.ObservedProcess, disk: disk_lib.Disk):
+    self.world, self.name, self.life = world, name, life
+    try:
+      self.machine = life.start.make()
+    except Exception as error:
+      raise MachineCrash(f'{name}: {type(error).__name__}: {error}, as it started') from error
+    self.disk, self.checkpoints = disk, disk_lib.Checkpoints(disk)
+    self.alive, self.frozen, self.exit = True, False, None
+    self.contents: dict[int, Any] = {}
+    self.reports: dict[type, facts.Fact] = {}  # the newest of every kind
+    self.save_ns = 5 * MS
+    self._payload_ids = itertools.count(1)
+    self._deferred: list[Callable[[], None]] = []
+    self._wake = 0
+    self._unchecked = 0
+    self._work_until = self._egress_until = 0
+
+  def put(self, content: Any) -> int:
+    payload_id = next(self._payload_ids)
+    self.contents[payload_id] = content
+    return payload_id
+
+  # --- Events and actions -------------------------------------------------------------------------
+
+  def post(self, event: Any, content: Any = None) -> None:
+    """Delivers an event now, or when the process thaws; a dead process gets none."""
+    if self.frozen:
+      self.defer(lambda: self.post(event, content))
+    elif self.alive:
+      if content is not None:
+        event = dataclasses.replace(event, payload_id=self.put(content))
+      self._handle(event)
+
+  def _handle(self, event: Any) -> None:
+    now_ns = self.world.engine.now_ns
+    try:
+      out = self.machine.handle(now_ns, event)
+    except Exception as error:
+      self.world.crashed(self.life, now_ns, event, error)
+      raise MachineCrash(f'{self.name}: {type(error).__name__}: {error}') from error
+    self.world.saw(self.life, now_ns, event, out)
+    self._check()
+    for action in out:
+      arrays.claim(self.alive, 'A process carries out no action after its exit.', self.name, action)
+      self._perform(action)
+    self._set_timer(isinstance(event, events.Wake))
+
+  def _check(self) -> None:
+    """check() costs more with more learners, so a big world does not run it after every event."""
+    self._unchecked += 1
+    if self._unchecked >= self.world.check_every:
+      self._unchecked = 0
+      self.machine.check()
+
+  def _set_timer(self, after_wake: bool) -> None:
+    self._wake += 1
+    generation, deadline_ns = self._wake, self.machine.deadline_ns
+    if not self.alive or deadline_ns is None:
+      return
+    arrays.claim(
+      not after_wake or deadline_ns > self.world.engine.now_ns,
+      'A machine moves its deadline when it wakes.',
+      self.name,
+    )
+    self.world.engine.at(deadline_ns, lambda: self._timer(generation))
+
+  def _timer(self, generation: int) -> None:
+    if self.frozen:
+      self.defer(lambda: self._timer(generation))
+    elif generation == self._wake:
+      self.post(events.Wake())
+
+  def _perform(self, action: Any) -> None:
+    match action:
+      case actions.Send(session=session, message=message, payload_id=payload_id):
+        content = None if payload_id is None else self.contents[payload_id]
+        self.world.network.send(self, session, message, content)
+      case actions.Close(session=session):
+        self.world.network.close(self, session)
+      case actions.Dial(session=session):
+        self.world.network.dial(self, self.world.link(self.name), session)
+      case actions.Drop(payload_id=payload_id):
+        del self.contents[payload_id]
+      case actions.Exit():
+        self.exit = action
+        arrays.claim(not self.contents, 'Every payload id is dropped.', self.name, self.contents)
+        self.world.end(self, killed=False)
+      case actions.Report(fact=fact):
+        self.reports[type(fact)] = fact
+      case actions.Say():
+        pass
+      case _:
+        self.work(action)
+
+  # --- Work ---------------------------------------------------------------------------------------
+
+  @abc.abstractmethod
+  def work(self, action: actions.Work) -> None:
+    """Begins a work action; an event answers it after a while."""
+
+  def answer(self, delay_ns: int, event: Any, content: Any = None, lane: str = 'work') -> None:
+    """Answers work other than steps first in, first out, on the work lane or the egress lane."""
+    start = max(self.world.engine.now_ns, self._work_until)
+    if lane == 'work':
+      self._work_until = done = start + delay_ns
+    else:
+      self._egress_until = done = max(start, self._egress_until) + delay_ns
+    self.world.engine.at(done, lambda: self.post(event, content))
+
+  def save(self, save: actions.Save, state: dict) -> Generator[int, None, events.SaveDone]:
+    """Writes a checkpoint in stages, between which the process may die; yields the duration of each
+    stage and returns the answer to the action."""
+    number, digest, stages = self.checkpoints.save(state, save.snapshot, save.keep)
+    try:
+      for _ in stages:
+        yield self.save_ns // 3
+    except OSError as error:
+      return events.SaveDone(clock=save.clock, error=error.strerror)
+    if save.snapshot is not None:
+      self.world.saved[digest] = self.disk
+    return events.SaveDone(clock=save.clock, checkpoint=number, record_sha256=digest)
+
+  # --- Faults -------------------------------------------------------------------------------------
+
+  def stop(self, reason: str) -> None:
+    self.post(events.Stop(reason=reason))
+
+  def defer(self, call: Callable[[], None]) -> None:
+    """Defers a call until the thaw."""
+    self._deferred.append(call)
+
+  def freeze(self) -> None:
+    self.frozen = True
+
+  def thaw(self) -> None:
+    self.frozen, deferred, self._deferred = False, self._deferred, []
+    for call in deferred:
+      call()
+
+
+class Learner(Process):
+  """A learner's process."""
+
+  def __init__(
+    self,
+    world: Any,
+    name: str,
+    life: observers.ObservedProcess,
+    disk: disk_lib.Disk,
+    island: hardware.Island,
+  ):
+    super().__init__(world, name, life, disk)
+    identity, restored = life.start.identity, life.start.state is not None
+    self.learner, self.nonce = identity.learner, identity.nonce
+    self.island = island
+    self.nan: set[int] = set()  # fragments whose next capture holds a NaN
+    self.spoiled: dict[int, tuple[str, int]] = {}  # fragment: how, and how many captures more
+    self.flips: set[int] = set()  # fragments whose next adoption has a wrong bit
+    self.steps = self.tokens = 0
+    self.values = [-1] * len(world.initial) if restored else list(world.initial)
+    # By fragment: (tokens, steps) up to which local - anchor contains nothing, and of the newest
+    # capture.
+    self.contains = [(0, 0)] * len(world.initial)
+    self.captured: dict[int, tuple[int, int]] = {}
+    self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
+    self.at = (-1, 0)  # shard and next batch
+    self.moments = arrays.value('moments', self.nonce)
+    self._training = False
+    self._incarnation, self._exact = 0, True
+
+  def work(self, action: actions.Work) -> None:
+    match action:
+      case actions.Step():
+        self._claim_boundary()
+        self._read()
+        self.begin_step()
+      case actions.Encode(sync=sync, fragment=fragment):
+        self._encode(sync, fragment)
+      case actions.Adopt():
+        self._adopt(action)
+      case actions.UseShard(shard=shard, cursor=cursor, rewind=rewind):
+        self._claim_boundary()
+        self.at = shard, cursor
+        if rewind:  # its parameters are the anchors
+          self.contains = [(self.tokens, self.steps)] * len(self.contains)
+          self.captured.clear()
+      case actions.ReadMoments(transfer=transfer):
+        self._read_moments(transfer)
+      case actions.TakeMoments():
+        self._take_moments(action)
+      case actions.Save():
+        self._claim_boundary()
+        stages = self.save(action, action.machine_state)
+        self.world.engine.after(0, lambda: self._continue_save(stages))
+
+  def begin_step(self) -> None:
+    self._training = True
+    work_ns, tokens = self.island.next_step()
+    begun_ns = self.world.now_ns
+
+    def end() -> None:
+      self.post(events.StepDone(tokens=tokens, step_ns=self.world.now_ns - begun_ns))
+
+    self.island.begin(work_ns, end)
+
+  def _continue_save(self, stages: Generator[int, None, events.SaveDone]) -> None:
+    if self.frozen:
+      self.defer(lambda: self._continue_save(stages))
+      return
+    if not self.alive:
+      return
+    try:
+      delay_ns = next(stages)
+    except StopIteration as end:
+      self.post(end.value)
+    else:
+      self.world.engine.after(delay_ns, lambda: self._continue_save(stages))
+
+  @property
+  def done(self) -> bool:
+    """Whether it ended because the syncer sent Finish."""
+    return self.exit is not None and self.exit.code == 0 and self.machine._ending == 'done'
+
+  def _read(self) -> None:
+    """Takes the next batch."""
+    shard, batch = self.at
+    arrays.claim(shard >= 0, 'A learner that trains has a data shard.', self.name)
+    learner_book.add_batch(self.reads, shard, batch)
+    self.at = shard, batch + 1
+
+  def _claim_boundary(self) -> None:
+    arrays.claim(not self._training, 'Parameters are used only between two steps.', self.name)
+
+  def _handle(self, event: Any) -> None:
+    if isinstance(event, events.StepDone):
+      self._training = False
+      self.steps += 1
+      self.tokens += event.tokens
+      self.moments = arrays.value('moments', self.moments, event.tokens)
+    if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
+      self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
+      self._incarnation = event.message.incarnation
+    super()._handle(event)
+
+  def _encode(self, sync: int, fragment: int) -> None:
+    self._claim_boundary()
+    (start, steps), content = self.contains[fragment], None
+    self.captured[fragment] = self.tokens, self.steps
+    if fragment not in self.nan:
+      content = arrays.Gradient(
+        self.learner,
+        self.nonce,
+        start,
+        self.tokens,
+        self.steps - steps,
+        self._exact,
+        learner_book.last_batches(self.reads, self.steps - steps),
+        self._take_spoil(fragment),
+      )
+    self.nan.discard(fragment)
+    self.answer(
+      self.island.encode_ns,
+      events.Encoded(
+        sync=sync,
+        fragment=fragment,
+        payload_id=None,
+        payload=content and PAYLOAD,
+      ),
+      content,
+      lane='egress',
+    )
+
+  def _take_spoil(self, fragment: int) -> str:
+    """How the host spoils the next capture behind the encoder; '' if it does not."""
+    how, more = self.spoiled.pop(fragment, ('', 0))
+    if more > 1:
+      self.spoiled[fragment] = how, more - 1
+    return how
+
+  def _adopt(self, adopt: actions.Adopt) -> None:
+    self._claim_boundary()
+    published, fragment = self.contents.pop(adopt.payload_id), adopt.fragment
+    arrays.claim(adopt.whole == (published.base is None), 'Only a delta has a base.', adopt)
+    held = self.values[fragment]
+    fits = published.base in (None, held)
+    arrays.claim(
+      fits or held < 0,
+      'A learner applies a delta to the value from which it was measured.',
+      self.name,
+      adopt,
+      published,
+      held,
+    )
+    self.values[fragment] = published.value if fits else -1
+    if fragment in self.flips:
+      self.flips.discard(fragment)
+      self.world.flipped += 1
+      self.values[fragment] = -1
+    before, _ = self.contains[fragment]
+    if adopt.merged:
+      self.contains[fragment] = self.captured.pop(fragment)
+    elif not (adopt.keep and self.world.config.rebases):
+      self.contains[fragment] = self.tokens, self.steps
+    published.claim_conserved(self.nonce, before, self.contains[fragment][0], adopt)
+    self.answer(
+      self.island.adopt_ns,
+      events.AdoptDone(
+        fragment=fragment,
+        version=adopt.version,
+        digest=abs(self.values[fragment]),
+      ),
+      lane='egress',
+    )
+
+  def _read_moments(self, transfer: int) -> None:
+    """Copies the moments to the host beside the steps, on its own lane."""
+    self._claim_boundary()
+    content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
+    event = events.MomentsRead(
+      transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=self.moments
+    )
+    self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
+
+  def _take_moments(self, take: actions.TakeMoments) -> None:
+    self._claim_boundary()
+    arrays.claim(not self.steps, 'A learner takes moments before its first step.', self.name)
+    moments = self.contents.pop(take.payload_id)
+    garbled = random_streams.chance(self.island.draw, self.island.garble)
+    matched = moments.value == take.digest and not garbled
+    if matched:
+      self.moments = moments.value
+    self.answer(self.island.adopt_ns, events.MomentsTaken(transfer=take.transfer, matched=matched))
+
+
+class Syncer(Process):
+  """The syncer's process: Theta, and the log, to which it writes every outer step before reporting
+  it.
+
+  The process carries out one work action after the other, each in stages between which it may die.
+  """
+
+  def __init__(
+    self,
+    world: Any,
+    life: observers.ObservedProcess,
+    disk: disk_lib.Disk,
+    journal: simulated_log_lib.Journal,
+    theta: arrays.Theta,
+  ):
+    super().__init__(world, 'syncer', life, disk)
+    self.theta, self.journal = theta, journal
+    self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
+    self.fsync_ns = world.fsync_ns
+    self.not_finite = False  # whether the next outer step is not finite
+    self.ambush: Callable[[int], None] | None = None  # called during the next commit
+    self._jobs: collections.deque[Iterator[int]] = collections.deque()
+    self._working = False
+    self.durable = -1  # the newest record that survives a power loss
+
+  def _handle(self, event: Any) -> None:
+    self.report_durable()
+    super()._handle(event)
+
+  def report_durable(self) -> None:
+    """Tells observers which records have become durable."""
+    durable = self.journal.durable()
+    if durable != self.durable:
+      self.durable = durable
+      self.world.logged('durable', durable)
+
+  def work(self, action: actions.Work) -> None:
+    match action:
+      case actions.Merge():
+        job = self._merge(action)
+      case actions.ReadFragment(fragment=fragment):
+        job = self._read(fragment)
+      case actions.Save():
+        job = self._checkpoint(action)
+      case actions.WriteManifest():
+        job = self._write_manifest(action)
+    self._jobs.append(job)
+    if not self._working:
+      self._working = True
+      self._continue_work()
+
+  def _continue_work(self) -> None:
+    """Runs the next stage of the first job, which yields its duration."""
+    if self.frozen:
+      self.defer(self._continue_work)
+      return
+    while self.alive and self._jobs:
+      try:
+        delay_ns = next(self._jobs[0])
+      except StopIteration:
+        self._jobs.popleft()
+      except wal_format.WalBroken as broken:
+        self.world.lose_syncer(self, str(broken))
+      except disk_lib.Cut:
+        self.world.lose_syncer(self)
+      else:
+        self.world.engine.after(delay_ns, self._continue_work)
+        return
+    self._working = False
+
+  def _read(self, p: int) -> Iterator[int]:
+    yield self.read_ns
+    theta = self.theta
+    self.post(
+      events.FragmentRead(
+        fragment=p,
+        version=theta.versions[p],
+        payload_id=0,
+        digest=theta.values[p],
+        payload=PAYLOAD,
+      ),
+      arrays.Published(None, theta.values[p], theta.contents(p)),
+    )
+
+  def _merge(self, merge: actions.Merge) -> Iterator[int]:
+    """The outer step; MergeDone once it is committed."""
+    p = merge.fragment
+    grads = [self.contents.pop(one.payload_id) for one in merge.participants]
+    yield self.merge_ns
+    norms, refused = arrays.screened(merge.participants, grads)
+    payloads = [dataclasses.replace(grad, overflows=self.not_finite).encode() for grad in grads]
+    self.not_finite, base = False, self.theta.values[p]
+    merged = self.theta.merge(p, merge.participants, payloads, refused)
+    done = events.MergeDone(
+      sync=merge.sync,
+      fragment=p,
+      payload_id=None,
+      payload=None,
+      digest=merged.digest,
+      failed=merged.failed,
+      norms=norms,
+      refused=refused,
+    )
+    yield from self._commit(outer_log.OuterStep(merge, done, merged.gradient))
+    if merged.failed:
+      self.post(done)
+    else:
+      published = arrays.Published(base, merged.digest, self.theta.contents(p))
+      self.post(dataclasses.replace(done, payload=PAYLOAD), published)
+
+  def _commit(self, step: outer_log.OuterStep) -> Iterator[int]:
+    """Appends the record and makes it durable."""
+    while True:
+      try:
+        number = self.journal.append(step)
+        break
+      except wal_format.WalFull:
+        self.world.logged('full')
+      yield RETRY_NS
+    self.world.logged(
+      'appended',
+      number,
+      digest=step.done.digest,
+      failed=step.done.failed,
+      norms=step.done.norms,
+      refused=step.done.refused,
+    )
+    if self.ambush is not None:
+      self.ambush(self.fsync_ns)
+    yield self.fsync_ns
+    self.journal.commit()
+
+  def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
+    manifest = {
+      'snapshot': write.snapshot,
+      'pinned': [
+        (write.checkpoint, write.record_sha256),
+        *((part.checkpoint, part.record_sha256) for part in write.parts),
+      ],
+    }
+    error = ''
+    yield MS
+    try:
+      for _ in snapshots.write(self.disk, manifest):
+        yield MS
+    except OSError as failed:
+      error = failed.strerror
+    self.post(events.ManifestWritten(snapshot=write.snapshot, error=error))
+
+  def _checkpoint(self, save: actions.Save) -> Iterator[int]:
+    """Writes a checkpoint, then drops the records from the log that it makes superfluous."""
+    yield 0  # the actions of the same turn are carried out before it can fail
+    theta = self.theta
+    arrays.claim(
+      save.machine_state['versions'] == theta.versions,
+      'A checkpoint contains no unfinished merge.',
+      save.machine_state['versions'],
+      theta.versions,
+    )
+    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **self.journal.position}
+    done = yield from self.save(save, state)
+    self.post(done)
+    if done.error:
+      return
+    yield MS
+    try:
+      kept = self.checkpoints.last_two()
+      if kept[0] is not None:
+        self.journal.compact(kept)
+    except wal_format.WalFull:
+      self.world.logged('full')  # the next save tries again
+    self.world.logged('compacted', self.journal.first)

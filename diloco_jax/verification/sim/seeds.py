@@ -1,0 +1,204 @@
+"""One seed: a run of the production machines with faults, then without, then judged.
+
+In the first phase the faults of the setting happen, and safety must hold. Then all faults end, as a
+good operator would end them, and the run must reach its end. The checkers judge what tapes hold;
+the claims of arrays.py and of this file judge what only the simulated world knows.
+"""
+
+import dataclasses
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events
+from diloco_jax.protocol.tape import observers
+from diloco_jax.verification.checks import checkers as checkers_lib
+from diloco_jax.verification.sim import arrays, processes, random_settings, snapshots
+from diloco_jax.verification.sim import disk as disk_lib
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import faults as faults_lib
+from diloco_jax.verification.sim import world as world_lib
+
+CALM_NS = 1_200 * engine_lib.SECOND  # far longer than any healed run
+GOODBYE_NS = 30 * engine_lib.SECOND
+LONGEST_STEP_NS = 400 * engine_lib.SECOND
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+  """The broken sentence, its invariant's id (or 'claim', 'check', 'crash' or 'circle'), and the
+  values that contradict it."""
+
+  invariant: str
+  sentence: str
+  detail: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+  """The result of a seed. `events` is the number of turns of the machines in `virtual_ns`, `faults`
+  the kinds of the faults that found their target."""
+
+  seed: int
+  events: int
+  virtual_ns: int
+  faults: tuple[str, ...]
+  violation: Violation | None
+
+
+def run_seed(
+  seed: int,
+  watchers: Sequence[observers.Observer] = (),
+  note: Any = lambda now_ns, text: None,
+) -> Outcome:
+  """Runs one seed; a violation ends it and is in the outcome.
+
+  Args:
+    seed: determines the whole run.
+    watchers: observers that see every turn before the checkers do.
+    note: called with each fault and phase: (time in ns, text).
+  """
+  setting, count = random_settings.draw(seed), observers.Count()
+  checkers = checkers_lib.Checkers(setting.config)
+  world = world_lib.World(setting.config, seed, (count, *watchers, checkers))
+  nemesis = faults_lib.Nemesis(world, setting.plan, note)
+  violation = None
+  try:
+    _run(world, setting, nemesis, checkers, note)
+  except checkers_lib.Violation as broken:
+    violation = Violation(
+      invariant=broken.invariant, sentence=broken.sentence, detail=str(broken.detail)
+    )
+  except arrays.Untrue as broken:
+    violation = Violation(invariant='claim', sentence=broken.sentence, detail=broken.detail)
+  except engine_lib.Circle as circle:
+    violation = Violation(invariant='circle', sentence='Time advances.', detail=str(circle))
+  except processes.MachineCrash as crash:
+    violation = Violation(
+      invariant='crash',
+      sentence='No machine raises.',
+      detail=f'{crash}\n{_traceback()}',
+    )
+  except AssertionError as broken:
+    violation = Violation(
+      invariant='check', sentence="A machine's own check holds.", detail=f'{broken}\n{_traceback()}'
+    )
+  except Exception as bug:
+    bug.add_note(f'This is a bug of the simulator, in: diloco simulate --seed={seed} --story')
+    raise
+  return Outcome(
+    seed=seed,
+    events=count.events,
+    virtual_ns=world.now_ns,
+    faults=tuple(fault.kind for fault in nemesis.done),
+    violation=violation,
+  )
+
+
+def _traceback() -> str:
+  return ''.join(traceback.format_exc(limit=-3))
+
+
+def _run(
+  world: world_lib.World,
+  setting: random_settings.Setting,
+  nemesis: faults_lib.Nemesis,
+  checkers: checkers_lib.Checkers,
+  note: Any,
+) -> None:
+  random_settings.furnish(world, setting)
+  for which in range(setting.config.learners):
+    world.start(f'l{which}')
+  if setting.guest_ns is not None:
+    world.engine.at(setting.guest_ns, lambda: world.start('guest'))
+  if setting.ask_ns:
+    world.engine.at(setting.ask_ns, lambda: world.syncer.post(events.TakeSnapshot()))
+  world.run(setting.heal_ns)
+  note(world.now_ns, 'all faults are healed')
+  nemesis.heal()
+  checkers.healed(world.now_ns)
+  _finish(world, nemesis)
+  checkers.finished(world.now_ns)
+  _check_ledger(world)
+  _check_snapshots(world)
+
+
+def _finish(world: world_lib.World, nemesis: faults_lib.Nemesis) -> None:
+  """Runs until every process has ended; stops the processes that outlive the syncer."""
+  nemesis.supervise()
+  world.run(world.now_ns + CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A healed run ends.', world.stuck())
+  world.run(world.now_ns + GOODBYE_NS, done=lambda: not world.learners)
+  for process in list(world.learners.values()):
+    process.stop('the run is over')
+  world.run(world.now_ns + LONGEST_STEP_NS, done=lambda: not world.learners)
+  arrays.claim(not world.learners, 'A learner that is asked to stop ends.', world.stuck())
+
+
+def _check_ledger(world: world_lib.World) -> None:
+  """Compares the last ledger with what the world saw (fragment-tokens)."""
+  ledger, theta = world.ledger(), world.syncer.theta
+  discarded = sum(ledger.discarded.values())
+  arrays.claim(
+    ledger.fragments * ledger.trained == ledger.merged + discarded and ledger.unsettled == 0,
+    'Every trained token is merged or discarded.',
+    ledger,
+  )
+  arrays.claim(
+    world.flipped or not ledger.repaired,
+    'No adopted value differs unless a bit was flipped.',
+    ledger,
+  )
+  arrays.claim(theta.finite, 'The global state is finite.')
+  arrays.claim(
+    ledger.merged == sum(theta.merged.values()),
+    'The ledger counts exactly the merged tokens as merged.',
+    ledger,
+    theta.merged,
+  )
+  for name, row in ledger.learners.items():
+    arrays.claim(
+      row['merged'] == theta.merged.get(name, 0),
+      'The ledger counts exactly the merged tokens as merged.',
+      name,
+      row,
+      theta.merged,
+    )
+    arrays.claim(
+      world.rolled_back or row['tokens'] <= world.trained[name],
+      'The ledger counts no more tokens than were trained.',
+      name,
+      row,
+      world.trained,
+    )
+
+
+def _check_snapshots(world: world_lib.World) -> None:
+  """Every checkpoint that a manifest pins is on the disk where it was saved, unless that disk
+  rotted."""
+  disk = world.disk('syncer')
+  for number in () if disk.rot else snapshots.numbers(disk):
+    manifest = snapshots.read(disk, number)
+    arrays.claim(manifest is not None, 'A manifest is whole or does not exist.', number)
+    for checkpoint, digest in manifest['pinned']:
+      where = world.saved[digest]
+      arrays.claim(
+        where.rot or disk_lib.Checkpoints(where).holds(checkpoint, digest),
+        'Every part that a manifest names exists as it was saved.',
+        number,
+        manifest,
+      )
+
+
+def run_calm(config: config_lib.ProtocolConfig) -> int:
+  """Runs without faults, with unequal steps and all checkers; returns the number of events."""
+  count, checkers = observers.Count(), checkers_lib.Checkers(config)
+  world = world_lib.World(config, watchers=(count, checkers))
+  for which in range(config.learners):
+    world.island(f'l{which}').noise = 200
+    world.start(f'l{which}')
+  world.run(CALM_NS, done=lambda: world.finished)
+  arrays.claim(world.finished, 'A run ends.', world.stuck())
+  checkers.finished(world.now_ns)
+  return count.events

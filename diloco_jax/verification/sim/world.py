@@ -1,0 +1,279 @@
+"""The simulated world: processes, their hosts, and the network between them, in virtual time.
+
+Its machines are the production ones, unchanged. A world belongs to one seed: hardware, network and
+disk of every host have their own random streams (random_streams.py), so that a changed policy of
+the machines meets the same faults.
+
+Observers see what tapes hold: the start and end of processes, and every turn of a machine.
+"""
+
+import collections
+import dataclasses
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events, facts
+from diloco_jax.protocol.learner import machine as learner_machine
+from diloco_jax.protocol.syncer import machine as syncer_machine
+from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.storage import wal_format
+from diloco_jax.verification import random_streams
+from diloco_jax.verification.sim import arrays, hardware, processes, simulated_log, snapshots
+from diloco_jax.verification.sim import disk as disk_lib
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import network as network_lib
+
+AGREEMENT = '{"model.width":8}'
+RUN = 'r0'
+CHECKED_ALWAYS = 16  # up to this number of learners, check() runs after every event
+
+
+class World:
+  """Hosts and processes, and the functions that start and end them."""
+
+  def __init__(
+    self,
+    config: config_lib.ProtocolConfig,
+    seed: int = 0,
+    watchers: Sequence[observers.Observer] = (),
+    agreement: str = AGREEMENT,
+    initial: tuple[int, ...] | None = None,
+    slices: Mapping[str, hardware.Slices] = types.MappingProxyType({}),
+  ):
+    """`initial`: the digests of version 0, by default those of arrays.py. `slices`: of the islands
+    of hosts whose chips fail, by name."""
+    self.config, self.seed, self.agreement = config, seed, agreement
+    self.engine = engine_lib.Engine()
+    self.network = network_lib.Network(self.engine, lambda: self.syncer)
+    self._watchers = tuple(watchers)
+    self.check_every = -(-config.learners // CHECKED_ALWAYS)
+    self.initial = initial or arrays.initial(config.fragments)
+    self._lives, self._nonces = itertools.count(1), itertools.count(1)
+    self._links: dict[str, network_lib.Link] = {}
+    self._islands: dict[str, hardware.Island] = {}
+    self._slices = slices
+    self._disks: dict[str, disk_lib.Disk] = {}
+    self.learners: dict[str, processes.Learner] = {}
+    self.trained: collections.Counter[str] = collections.Counter()  # tokens, of ended processes
+    self.done: set[str] = set()  # learner ids whose process ended after Finish
+    self.rolled_back = False  # an operator repaired a damaged log: its records may be lost
+    self.fsync_ns = 5 * engine_lib.MS  # of a record of the log
+    self._known_rot = 0  # rotten bits of the syncer's disk at its last start
+    self.on_syncer_lost: Callable[[], None] = lambda: None
+    self.flipped = 0  # adoptions with a wrong bit
+    self.saved: dict[str, disk_lib.Disk] = {}  # by digest of a run snapshot's part: its disk
+    self.syncer: processes.Syncer | None = None
+    self.start_syncer()
+
+  # --- Hosts --------------------------------------------------------------------------------------
+
+  def link(self, name: str) -> network_lib.Link:
+    """The link of a learner's host to the syncer."""
+    if name not in self._links:
+      draw = random_streams.random_stream(self.seed, 'network', name)
+      # As in production, a tenth of a lease.
+      self._links[name] = network_lib.Link(draw, queue_ns=self.config.lease_ns // 10)
+    return self._links[name]
+
+  def island(self, name: str) -> hardware.Island:
+    if name not in self._islands:
+      self._islands[name] = hardware.island(self.engine, self.seed, name, self._slices.get(name))
+    return self._islands[name]
+
+  def disk(self, name: str) -> disk_lib.Disk:
+    if name not in self._disks:
+      self._disks[name] = disk_lib.Disk(random_streams.random_stream(self.seed, 'disk', name))
+    return self._disks[name]
+
+  def restore_hosts(self) -> None:
+    """Ends all faults of links, islands and disks."""
+    for disk in self._disks.values():
+      disk.full, disk.failing_fsyncs, disk.fuse = False, 0, None
+    for island in self._islands.values():
+      island.fault('slow', 1)
+      island.fault('shrink', 1)
+    for link in self._links.values():
+      link.delay_ns = link.bytes_per_s = link.loss = link.duplicate = 0
+      link.corrupt = False
+      self.network.heal(link)
+
+  def lose_disk(self, name: str) -> None:
+    """Replaces the host by another one with an empty disk."""
+    self._disks.pop(name, None)
+
+  # --- Processes ----------------------------------------------------------------------------------
+
+  @property
+  def now_ns(self) -> int:
+    return self.engine.now_ns
+
+  def run(self, until_ns: int, done: Callable[[], bool] = lambda: False) -> None:
+    self.engine.run(until_ns, done)
+
+  def start_syncer(self) -> bool:
+    """Starts the syncer from the state on its disk; False: the disk does not allow it now."""
+    start = tape.Start(
+      role='syncer',
+      node='syncer',
+      config=self.config,
+      agreement=self.agreement,
+      run=RUN,
+      payload_bytes=(network_lib.PAYLOAD_BYTES,) * self.config.fragments,
+      digests=self.initial,
+    )
+    disk = self.disk('syncer')
+    try:
+      found = self._recover(disk, start)
+    except (wal_format.WalFull, wal_format.WalBroken) as error:
+      self.logged('full' if isinstance(error, wal_format.WalFull) else 'broken', text=str(error))
+      return False
+    except disk_lib.Cut:
+      self.logged('cut', text='during its start')
+      return False
+    machine_state = found.machine_state and {
+      **found.machine_state,
+      syncer_machine.MANIFESTS: snapshots.numbers(disk),
+    }
+    life = self._life(dataclasses.replace(start, state=machine_state))
+    self.syncer = processes.Syncer(self, life, disk, found.journal, found.theta)
+    self.logged('recovered', found.journal.last, text=' '.join(found.journal.said))
+    if found.journal.torn:
+      self.logged('torn')
+    self.syncer.report_durable()
+    self._begin(self.syncer)
+    return True
+
+  def _recover(self, disk: disk_lib.Disk, start: tape.Start) -> simulated_log.Recovered:
+    """Recovers as production does, and repairs as an operator does where production refuses."""
+    rot, self._known_rot = disk.rot[self._known_rot :], len(disk.rot)
+    if rot and simulated_log.lost_unseen(disk, self.syncer.durable, rot):
+      self._note_repair(disk, 'a bit rotted in the last record before its mark was durable')
+    try:
+      return simulated_log.recover(disk, start)
+    except wal_format.WalDamaged as damaged:
+      self._note_repair(disk, str(damaged))  # also if the repair fails half-way
+      try:
+        simulated_log.repair(disk, self.agreement)
+      except OSError as error:
+        raise wal_format.WalBroken(f'The repair failed: {error}') from error
+    except simulated_log.NotRecovered as error:
+      self.logged('not recovered', text=str(error))
+      raise
+    return self._recover(disk, start)
+
+  def _note_repair(self, disk: disk_lib.Disk, text: str) -> None:
+    self.rolled_back = True
+    self.done.clear()  # the run may need these learners again
+    self.logged('repaired', len(disk.rot), text=text)
+
+  def lose_syncer(self, process: processes.Syncer, text: str = '') -> None:
+    """Ends the syncer in the middle of its work; `text`: the reason, if its disk has failed."""
+    self.logged('broken' if text else 'cut', text=text)
+    self.end(process)
+    self.on_syncer_lost()
+
+  def start(
+    self,
+    name: str,
+    agreement: str = '',
+    restored: bool = False,
+    second: bool = False,
+  ) -> processes.Learner:
+    """Starts a learner's process; `restored`: from its newest whole checkpoint, if any; `second`:
+    beside the first process of this id, on its own host."""
+    nonce = next(self._nonces)
+    key = f'{name}*' if second else name
+    machine_state = self.newest_checkpoint(key) if restored else None
+    identity = learner_machine.Identity(
+      learner=name,
+      nonce=nonce,
+      agreement=agreement or self.agreement,
+      host=f'host{nonce}',
+      pid=nonce,
+      seed=nonce,
+    )
+    life = self._life(
+      tape.Start(
+        role='learner',
+        node=key,
+        config=self.config,
+        identity=identity,
+        state=machine_state,
+        digests=self.initial if machine_state is None else None,
+      )
+    )
+    process = self.learners[key] = self.make_learner(key, life)
+    self._begin(process)
+    return process
+
+  def newest_checkpoint(self, key: str) -> dict[str, Any] | None:
+    """The machine state in the newest whole checkpoint on a host; None: it has none."""
+    return disk_lib.Checkpoints(self.disk(key)).newest()
+
+  def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
+    return processes.Learner(self, key, life, self.disk(key), self.island(key))
+
+  def unwatch(self, watcher: observers.Observer) -> None:
+    """An observer has seen enough."""
+    self._watchers = tuple(one for one in self._watchers if one is not watcher)
+
+  def _life(self, start: tape.Start) -> observers.ObservedProcess:
+    life = observers.ObservedProcess(next(self._lives), start)
+    for watcher in self._watchers:
+      watcher.born(self.now_ns, life)
+    return life
+
+  def _begin(self, process: processes.Process) -> None:
+    self.engine.after(0, lambda: process.post(events.Wake()))
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    for watcher in self._watchers:
+      watcher.saw(life, now_ns, event, out)
+
+  def logged(self, kind: str, number: int = 0, **fields: Any) -> None:
+    """Shows observers a fact about the syncer's log (observers.LogNote)."""
+    note = observers.LogNote(kind, number, **fields)
+    for watcher in self._watchers:
+      watcher.logged(self.now_ns, note)
+
+  def crashed(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, error: Exception
+  ) -> None:
+    for watcher in self._watchers:
+      watcher.crashed(life, now_ns, event, error)
+
+  def end(self, process: processes.Process, killed: bool = True, silent: bool = False) -> None:
+    """Ends a process; its sessions break, messages in flight still arrive. `silent`: its host has
+    lost power, so no peer gets an error."""
+    process.alive = False
+    for watcher in self._watchers:
+      watcher.died(self.now_ns, process.life, killed)
+    if isinstance(process, processes.Learner):
+      process.island.stop()
+      self.trained[process.learner] += process.tokens
+      if process.done:
+        self.done.add(process.name.rstrip('*'))
+    self.network.gone(process, silent)
+    if self.learners.get(process.name) is process:
+      del self.learners[process.name]
+
+  # --- State of the run ---------------------------------------------------------------------------
+
+  @property
+  def finished(self) -> bool:
+    """The syncer has closed every fragment and ended."""
+    return self.syncer.exit is not None and self.syncer.machine.finished
+
+  def ledger(self) -> facts.Ledger:
+    """The last ledger that the syncer reported."""
+    return self.syncer.reports[facts.Ledger]
+
+  def stuck(self) -> str:
+    """Every machine's private state, for the error about a run that does not end."""
+    alive = (self.syncer, *self.learners.values())
+    return '\n'.join(f'{one.name}: {vars(one.machine)}' for one in alive)

@@ -1,0 +1,208 @@
+"""The conditions of a virtual run: how long everything takes, and what goes wrong.
+
+Times are in units of an inner step, the mean step of a learner of speed 1.
+"""
+
+import dataclasses
+from typing import Any
+
+from diloco_jax.verification import plans, random_streams
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import faults as faults_lib
+from diloco_jax.verification.sim import world as world_lib
+
+# Faults that need what a virtual run does not have: a disk, a second process, fewer devices, wrong
+# arrays, or a syncer that starts again.
+LEARNER_KINDS = (
+  'kill',
+  'preempt',
+  'freeze',
+  'slow',
+  'cut_up',
+  'cut_down',
+  'partition',
+  'reset',
+  'delay',
+  'throttle',
+  'corrupt',
+)
+SYNCER_KINDS = ('freeze', *LEARNER_KINDS[4:])
+PERMILLE = 1_000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hardware:
+  """The islands of the learners and the syncer's host.
+
+  Attributes:
+    step_s: an inner step in seconds, to which the protocol's times (heartbeats, leases) refer.
+    slowness: a step of learner m takes `slowness[m % len(slowness)]` times as long.
+    lognormal: sigma of a log-normal factor of every step, whose mean is 1.
+    gaussian: standard deviation of a normal factor of every step.
+    encode, adopt: of a fragment, on the learner, beside its next step.
+    merge, fsync: an outer step on the syncer, and its commit to the log.
+    read: of a whole fragment, on the syncer.
+    donate: of the moments, on a donor.
+  """
+
+  step_s: float = 0.1
+  slowness: tuple[float, ...] = (1.0,)
+  lognormal: float = 0.0
+  gaussian: float = 0.0
+  encode: float = 0.0
+  adopt: float = 0.0
+  merge: float = 0.0
+  fsync: float = 0.0
+  read: float = 0.0
+  donate: float = 0.0
+
+  def __post_init__(self):
+    _not_negative(self)
+    if not self.step_s > 0 or not self.slowness or min(self.slowness) <= 0:
+      raise ValueError(f'step_s and slowness must be more than 0: {self}')
+
+  def ns(self, steps: float) -> int:
+    """A time in nanoseconds."""
+    return round(steps * self.step_s * engine_lib.SECOND)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network:
+  """The links between learners and syncer; every learner has its own.
+
+  Attributes:
+    latency: one way.
+    jitter: the largest random addition to it, per message.
+    up, down: additional time of a fragment's payload to the syncer, and from it. It does not depend
+      on the payload's size, so runs with different codecs have one schedule.
+  """
+
+  latency: float = 0.0
+  jitter: float = 0.0
+  up: float = 0.0
+  down: float = 0.0
+
+  def __post_init__(self):
+    _not_negative(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Faults:
+  """Deaths, late starts and other faults. The syncer and its log do not fail in virtual runs.
+
+  Attributes:
+    death_every: mean time from a start of a learner to its death, drawn for each learner by itself;
+      0: no deaths.
+    down: how long a learner is away after a death.
+    silent: the share of deaths of whole hosts, of which the syncer learns by the lease only.
+    host_lost: the share of deaths after which the learner has no checkpoint.
+    joins: when further learners start, beyond `sync.learners`.
+    plan: further faults (verification/plans.py).
+    flipped: learners that send the opposite of what they have trained.
+    noisy: learners that send noise, of the length of what they have trained, tensor by tensor.
+  """
+
+  death_every: float = 0.0
+  down: float = 24.0
+  silent: float = 0.0
+  host_lost: float = 0.0
+  joins: tuple[float, ...] = ()
+  plan: tuple[plans.Fault, ...] = ()
+  flipped: tuple[str, ...] = ()
+  noisy: tuple[str, ...] = ()
+
+  def __post_init__(self):
+    _not_negative(self)
+    for fault in self.plan:
+      kinds = SYNCER_KINDS if fault.node == plans.SYNCER else LEARNER_KINDS
+      if fault.kind not in kinds:
+        raise ValueError(
+          f'a virtual run has no fault {fault.kind!r} of {fault.node}; use one of: '
+          f'{", ".join(kinds)}'
+        )
+
+  @property
+  def odds(self) -> faults_lib.Odds:
+    return faults_lib.Odds(
+      power_lost=round(self.silent * PERMILLE),
+      rotten=0,
+      host_lost=round(self.host_lost * PERMILLE),
+    )
+
+
+def delays(name: str, **hardware: Any) -> dict[str, Any]:
+  """Hardware and network of a name, as arguments of a virtual run; `hardware`: its other fields.
+
+  'none', 'lan', 'wan' (25 ms, and 0.4 s for a fragment of 12 billion parameters in int8 at 10
+  Gbit/s, with steps of 1 s), 'mid' between them, 'thin' (half of the wan's bandwidth), 'capped' (a
+  lan with an uplink of 4/3 of the mean rate of the payloads, if P = H), and 'demo', measured in the
+  run of stdlib_lm:cpu on two cores.
+
+  >>> delays('lan', slowness=(1, 1.5))['hardware'].merge
+  0.02
+
+  Raises:
+    ValueError: there is no such name.
+  """
+  if name not in _DELAYS:
+    raise ValueError(f'there are no delays {name!r}; use one of: {", ".join(_DELAYS)}')
+  latency, up, down, encode, adopt, merge = _DELAYS[name]
+  times = {'encode': encode, 'adopt': adopt, 'merge': merge}
+  return {
+    'hardware': Hardware(**{**times, **hardware}),
+    'network': Network(latency=latency, up=up, down=down),
+  }
+
+
+_DELAYS = {  # latency, up, down, encode, adopt, merge
+  'none': (0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+  'lan': (0.001, 0.02, 0.02, 0.005, 0.005, 0.02),
+  'mid': (0.025, 0.2, 0.2, 0.02, 0.02, 0.05),
+  'wan': (0.025, 0.4, 0.4, 0.02, 0.02, 0.1),
+  'thin': (0.05, 0.8, 0.8, 0.02, 0.02, 0.1),
+  'capped': (0.001, 0.75, 0.02, 0.005, 0.005, 0.02),
+  'demo': (0.011, 0.001, 0.05, 0.12, 0.09, 0.04),
+}
+
+
+def furnish(
+  world: world_lib.World, learners: list[str], hardware: Hardware, network: Network, tokens: int
+) -> None:
+  """Gives every learner its island and its link, and the syncer its times."""
+  ns = hardware.ns
+  syncer = world.syncer
+  syncer.merge_ns, syncer.read_ns = ns(hardware.merge + hardware.fsync), ns(hardware.read)
+  for which, name in enumerate(learners):
+    island, link = world.island(name), world.link(name)
+    island.step_ns = ns(hardware.slowness[which % len(hardware.slowness)])
+    island.lognormal, island.gaussian = hardware.lognormal, hardware.gaussian
+    island.encode_ns, island.adopt_ns = ns(hardware.encode), ns(hardware.adopt)
+    island.donate_ns, island.tokens = ns(hardware.donate), tokens
+    link.up_ns = link.down_ns = ns(network.latency)
+    link.jitter_ns = ns(network.jitter)
+    link.bulk_up_ns, link.bulk_down_ns = ns(network.up), ns(network.down)
+
+
+def deaths(
+  faults: Faults, hardware: Hardware, seed: int, learners: list[str], until_ns: int
+) -> list[plans.Fault]:
+  """All faults of a run in the order of time: those of the plan, and deaths until a time. Those of
+  a longer time begin with those of a shorter one."""
+  found = list(faults.plan)
+  for name in learners if faults.death_every else ():
+    draw = random_streams.random_stream(seed, 'deaths', name)
+    at_ns, down_ns = 0, hardware.ns(faults.down)
+    while True:
+      at_ns += hardware.ns(draw.expovariate(1 / faults.death_every))
+      if at_ns >= until_ns:
+        break
+      found.append(plans.Fault(at_ns=at_ns, kind='kill', node=name, for_ns=down_ns))
+      at_ns += down_ns
+  return sorted(found, key=lambda fault: (fault.at_ns, fault.node))
+
+
+def _not_negative(conditions: Any) -> None:
+  for field in dataclasses.fields(conditions):
+    value = getattr(conditions, field.name)
+    if isinstance(value, int | float) and not value >= 0:
+      raise ValueError(f'{type(conditions).__name__}.{field.name} is {value}: use 0 or more')

@@ -1,0 +1,199 @@
+"""The trained model of a run: plain Orbax opens it, load_params and sample use it."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+from orbax.checkpoint import v1 as ocp
+
+import diloco_jax
+from diloco_jax.api import load_params
+from diloco_jax.config import build, load
+from diloco_jax.configs import stdlib_lm
+from diloco_jax.launch import cli, run_folder
+from diloco_jax.node import loop
+from diloco_jax.report import records
+from diloco_jax.storage import arrays, checkpoint
+from diloco_jax.syncer import global_model
+from diloco_jax.syncer import process as syncer_process
+from diloco_jax.train import decoder
+from diloco_jax.transport import in_process
+
+
+@pytest.fixture(name='run', scope='module')
+def _run(tmp_path_factory) -> pathlib.Path:
+  """The folder of a short run, in this process."""
+  config = stdlib_lm.get_config('tiny')
+  config.sync.learners = config.sync.quorum = config.mesh.data = 1
+  config.sync.fragments = config.sync.period = 2
+  config.sync.overlap = 1
+  config.train.steps = 12
+  folder = tmp_path_factory.mktemp('trained') / 'run'
+  exits = diloco_jax.run(config, folder)
+  assert {name: one.code for name, one in exits.items()} == {'syncer': 0, 'l0': 0}
+  return folder
+
+
+def test_plain_orbax_opens_the_model_as_a_tree_of_named_arrays(run):
+  tree = ocp.load(run / 'model')
+  assert tree['embedding'].shape == (256, 32)
+  assert tree['layers']['1']['query'].shape == (32, 2, 16)
+  params = diloco_jax.load_params(run)
+  np.testing.assert_array_equal(params['layers'][1]['query'], tree['layers']['1']['query'])
+
+
+@pytest.mark.parametrize('door', ['model', 'checkpoint'])
+def test_a_folder_of_zeros_does_not_fill_the_memory(run, tmp_path, door):
+  """The folder of a run may be from somebody else; 128 MiB of zeros take some KB."""
+  folder = shutil.copytree(run, tmp_path / 'run')
+  shutil.rmtree(folder / 'model')
+  zeros = {'embedding': np.zeros((1 << 25,), np.float32)}
+  if door == 'model':
+    arrays.save(folder / 'model', zeros)
+  else:
+    shutil.rmtree(folder / 'syncer' / 'ckpt')
+    with contextlib.closing(checkpoint.Checkpoints(str(folder / 'syncer' / 'ckpt'))) as bomb:
+      bomb.save(1, jax.tree.map(jax.numpy.asarray, zeros), 0)()
+  with (
+    warnings.catch_warnings(action='ignore'),
+    pytest.raises(checkpoint.CheckpointError, match='nothing was read'),
+  ):
+    diloco_jax.load_params(folder)
+
+
+def test_the_model_of_a_run_under_way_is_that_of_the_newest_checkpoint(run, tmp_path):
+  """The last checkpoint of an ended run has all its outer steps."""
+  shutil.copytree(run, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    diloco_jax.load_params(tmp_path / 'run'),
+    diloco_jax.load_params(run),
+  )
+
+
+def test_a_baseline_gives_its_model_and_goes_on(tmp_path):
+  config = stdlib_lm.get_config('tiny')
+  config.sync.fragments, config.train.eval_every = 2, 0
+  models = []
+  for steps in (6, 8):
+    config.train.steps = steps
+    exits = diloco_jax.run(config, tmp_path, syncer='none')
+    assert {name: one.code for name, one in exits.items()} == {'l0': 0}
+    models.append(diloco_jax.load_params(tmp_path))
+  assert exits['l0'].text.startswith('done at step 8: 2 steps')
+  first, last = (model['layers'][1]['query'] for model in models)
+  assert first.shape == (32, 2, 16) and (first != last).any()
+  with pytest.raises(ValueError, match='without a syncer; continue it with --syncer=none'):
+    diloco_jax.run(config, tmp_path)
+  with pytest.raises(ValueError, match="syncer is 'no': give 'local' or 'none'"):
+    diloco_jax.run(config, tmp_path, syncer='no')
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run, tmp_path):
+  shutil.copytree(run, tmp_path / 'run')
+  model = diloco_jax.load_params(run)
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  checkpoints = tmp_path / 'run' / 'syncer' / 'ckpt'
+  newest = max(checkpoints.iterdir(), key=lambda path: int(path.name))
+  damaged = shutil.copytree(newest, checkpoints / str(int(newest.name) + 1))
+  os.truncate(damaged / checkpoint._RECORD, 100)
+  with pytest.warns(UserWarning, match='does not read back as it was written'):
+    read = diloco_jax.load_params(tmp_path / 'run')
+  jax.tree.map(np.testing.assert_array_equal, read, model)
+  for path in set(checkpoints.iterdir()) - {damaged}:
+    shutil.rmtree(path)
+  with pytest.warns(UserWarning), pytest.raises(checkpoint.CheckpointError):
+    diloco_jax.load_params(tmp_path / 'run')
+
+
+def test_a_model_is_read_without_the_data_of_its_run(run, tmp_path):
+  """As on another machine: from the model of the end, and from the newest checkpoint."""
+  shutil.copytree(run, tmp_path / 'run')
+  config = load.read(tmp_path / 'run')
+  config.data.corpus = str(tmp_path / 'nowhere')
+  load.write(tmp_path / 'run', config)
+  ended = diloco_jax.load_params(tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'model')
+  jax.tree.map(np.testing.assert_array_equal, diloco_jax.load_params(tmp_path / 'run'), ended)
+
+
+@pytest.mark.parametrize('more', [0, 12])
+def test_the_model_of_an_end_is_gone_once_the_run_goes_on(run, tmp_path, monkeypatch, more):
+  """Else it would be believed until the new end. A run that is over keeps it."""
+  folder = tmp_path / 'run'
+  shutil.copytree(run, folder)
+  config = load_params.assemble(folder).config
+  config.train.steps += more
+  run_folder.open_workdir(config, folder, resume=True)
+
+  class Refused(Exception):
+    pass
+
+  def refuse(*args):
+    raise Refused
+
+  monkeypatch.setattr(syncer_process.syncer_work, 'SyncerWork', refuse)  # once it has recovered
+  assembled = build.assemble(config)
+  with pytest.raises(Refused):
+    with contextlib.closing(records.Recorder(folder, 'syncer')) as recorder:
+      syncer_process.run(
+        assembled,
+        global_model.Theta(assembled),
+        folder,
+        loop.EventQueue(),
+        in_process.InProcessHub().syncer_transport,
+        recorder,
+      )
+  assert (folder / 'model').is_dir() == (not more)
+  diloco_jax.load_params(folder)
+
+
+def test_the_parameters_are_those_that_the_loss_takes(run):
+  config = load_params.assemble(run).config
+  task = build.make_task(config)
+  loss = jax.jit(lambda params, batch: task.loss(params, batch, None))
+  batch = task.eval_batches()[0]
+  before, after = task.init(config.train.seed), diloco_jax.load_params(run)
+  assert jax.tree.structure(before) == jax.tree.structure(after)
+  assert float(loss(after, batch)) < float(loss(before, batch)) - 0.1
+
+
+def test_the_same_seed_draws_the_same_text(run):
+  config, params = load_params.assemble(run).config, diloco_jax.load_params(run)
+
+  def draw(seed: int, temperature: float = 0.8) -> list[int]:
+    drawn = decoder.sample(config.model, params, b'def ', config.data.seq_len, temperature, seed)
+    return list(itertools.islice(drawn, 40))  # more than the window of 32
+
+  assert draw(1) == draw(1) != draw(2)
+  assert draw(1, temperature=0.0) == draw(2, temperature=0.0)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path, run):
+  with pytest.raises(ValueError, match='there is no run in'):
+    diloco_jax.load_params(tmp_path)
+  shutil.copy(run / 'config.json', tmp_path)
+  with pytest.raises(ValueError, match='has no model yet'):
+    diloco_jax.load_params(tmp_path)
+
+
+def test_the_command_prints_text_or_names_what_is_missing(run, tmp_path):
+  def sample(workdir: pathlib.Path) -> subprocess.CompletedProcess:
+    words = ['sample', f'--workdir={workdir}', '--prompt=import ', '--tokens=30']
+    return subprocess.run([sys.executable, '-m', 'diloco_jax', *words], capture_output=True)
+
+  done = sample(run)
+  assert (done.returncode, done.stderr) == (0, b'')
+  assert done.stdout.startswith(b'import ') and len(done.stdout) == len('import ') + 30 + 1
+  refused = sample(tmp_path)
+  assert refused.returncode == cli.NEVER_RETRY
+  assert refused.stderr.startswith(b'error: there is no run in')

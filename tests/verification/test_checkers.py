@@ -1,0 +1,515 @@
+"""Checkers pass on a small right story and fail on the same story with one thing wrong.
+
+A story is what a tape holds: who begins, and the turns of each. Bugs that somebody could write are
+the mutants' (mutants.py); here is what they do not reach, and what may be read of a log.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from diloco_jax.protocol import actions as a
+from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol import events as e
+from diloco_jax.protocol import facts
+from diloco_jax.protocol import messages as m
+from diloco_jax.protocol.learner import connection
+from diloco_jax.protocol.tape import observers, tape
+from diloco_jax.verification.checks import checkers
+
+MS = 1_000_000
+AGREEMENT = '{}'
+CONFIG = config_lib.ProtocolConfig(
+  learners=1,
+  fragments=1,
+  period=2,
+  overlap=1,
+  quorum=1,
+  total_steps=2,
+  lease_ns=1000 * MS,
+  heartbeat_ns=200 * MS,
+  strikes=1,
+)
+PAYLOAD = m.Payload(size_bytes=64, crc32=0)
+SYNCER = checkers.ObservedProcess(
+  1,
+  tape.Start(
+    role='syncer',
+    node='syncer',
+    config=CONFIG,
+    agreement=AGREEMENT,
+    payload_bytes=(64,),
+    digests=(100,),
+  ),
+)
+LEARNER = checkers.ObservedProcess(
+  2,
+  tape.Start(
+    role='learner',
+    node='l0',
+    config=CONFIG,
+    digests=(100,),
+    identity=connection.Identity(learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1),
+  ),
+)
+HELD = (m.Held(version=0, digest=100),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+  """One turn: the process, the time (ms), the event, the actions."""
+
+  life: checkers.ObservedProcess
+  at: int
+  event: e.Event
+  out: tuple[a.Action, ...] = ()
+
+
+def got(message: m.Message, session: int = 1, payload_id: int | None = None) -> e.Received:
+  return e.Received(session=session, message=message, payload_id=payload_id)
+
+
+def say(message: m.Message, session: int = 1, payload_id: int | None = None) -> a.Send:
+  return a.Send(session=session, message=message, payload_id=payload_id)
+
+
+def ledger(**changes: Any) -> a.Report:
+  values = {
+    'fragments': 1,
+    'trained': 20,
+    'merged': 20,
+    'discarded': {},
+    'unsettled': 0,
+    'learners': {'l0': {'incarnations': 1, 'steps': 2, 'tokens': 20, 'merged': 20, 'discarded': 0}},
+    'synced': 1,
+    'cancelled': 0,
+    'repaired': 0,
+    'skipped': 0,
+    'sync': 2,
+  }
+  return a.Report(fact=facts.Ledger(**{**values, **changes}))
+
+
+def merging(**changes: Any) -> a.Report:
+  values = {
+    'sync': 2,
+    'fragment': 0,
+    'version': 1,
+    'participants': ('l0',),
+    'late': (),
+    'waited_ns': 3 * MS,
+    'grace_ns': 0,
+    'tokens': 20,
+    'why': 'all 1 have answered',
+    'staleness': 0,
+  }
+  return a.Report(fact=facts.Merging(**{**values, **changes}))
+
+
+JOIN = m.Join(protocol=1, learner='l0', nonce=7, agreement=AGREEMENT, host='h', pid=1)
+CONFIRM = m.Confirm(
+  nonce=7, incarnation=1, clock=0, steps=0, tokens=0, held=HELD, shard=None, cursor=0
+)
+JOINED = m.Joined(incarnation=1, clock=0, shard=0, cursor=0, due=(), settled=(0,))
+USE = a.UseShard(shard=0, cursor=0, rewind=False)
+PULL = m.Pull(sync=2, fragment=0, now=True)
+OPENED = a.Report(fact=facts.Opened(sync=2, fragment=0))
+CONTRIBUTION = m.Contribution(
+  sync=2,
+  fragment=0,
+  version=0,
+  steps=2,
+  tokens_from=0,
+  tokens_to=20,
+  shard=0,
+  cursor=2,
+  payload=PAYLOAD,
+)
+SNAPSHOT = {
+  'merging': [],
+  'versions': [1],
+  'digests': [101],
+  'last_sync': [2],
+  'next': 4,
+  'opened': 2,
+  'counts': {'synced': 1, 'cancelled': 0, 'repaired': 0, 'skipped': 0},
+  'members': [
+    {
+      'learner': 'l0',
+      'nonce': 7,
+      'incarnation': 1,
+      'left': False,
+      'clock': 2,
+      'strikes': 0,
+      'max_strikes': 0,
+      'others_merged': False,
+      'spoiled': [],
+    }
+  ],
+  'ledger': [['l0', 1, {'trained': 20, 'merged': 20, 'cursors': [20], 'discarded': {}}]],
+  'norms': [[1, [], [['l0', [[5, 2]]]]]],
+  'data': {'holders': [[0, 'l0']], 'merged': [[0, [2]]], 'moves': []},
+}
+BOOKS = {
+  **SNAPSHOT,
+  'merging': [2],
+  'versions': [0],
+  'digests': [100],
+  'last_sync': [0],
+  'counts': {**SNAPSHOT['counts'], 'synced': 0},
+  'norms': [[0, [], []]],
+  'data': {'holders': [[0, 'l0']], 'merged': [], 'moves': [[2, [['l0', 0, 0, 2]]]]},
+}
+MERGE = a.Merge(
+  sync=2,
+  fragment=0,
+  version=1,
+  machine_state=BOOKS,
+  participants=(a.Participant(learner='l0', incarnation=1, payload_id=5, tokens=20, steps=2),),
+)
+DONE = e.MergeDone(sync=2, fragment=0, payload_id=6, payload=PAYLOAD, digest=101, norms=(5,))
+MERGED = m.Settled(sync=2, fragment=0, merged=True, reason='')
+PUBLISH = m.Publish(
+  sync=2,
+  fragment=0,
+  version=1,
+  base_version=0,
+  digest=101,
+  settled_to=20,
+  keep=True,
+  payload=PAYLOAD,
+)
+ADOPTED = m.Adopted(fragment=0, version=1, tokens=20, matched=True)
+NOW = m.SnapshotNow(snapshot=1, keep=())
+SAVE = a.Save(clock=2, machine_state=SNAPSHOT)
+PINNED = a.Save(clock=2, machine_state=SNAPSHOT, snapshot=1)
+SAVED = e.SaveDone(clock=2, checkpoint=2, record_sha256='of l0')
+SNAPSHOT_SAVED = m.SnapshotSaved(snapshot=1, checkpoint=2, record_sha256='of l0', error='')
+WRITE = a.WriteManifest(
+  snapshot=1,
+  clock=2,
+  checkpoint=3,
+  record_sha256='of the syncer',
+  missing=(),
+  parts=(a.Part(learner='l0', incarnation=1, checkpoint=2, record_sha256='of l0'),),
+)
+
+
+def progress(step: int) -> m.Progress:
+  return m.Progress(clock=step, steps=step, tokens=10 * step, step_ns=MS, finished=step >= 2)
+
+
+STORY = {
+  'dial': Turn(LEARNER, 0, e.Wake(), (a.Dial(session=1),)),
+  'accept': Turn(SYNCER, 1, e.Connected(session=1)),
+  'connected': Turn(LEARNER, 1, e.Connected(session=1), (say(JOIN),)),
+  'join': Turn(SYNCER, 2, got(JOIN), (say(m.Offer(run='r0', incarnation=1)),)),
+  'offer': Turn(LEARNER, 3, got(m.Offer(run='r0', incarnation=1)), (say(CONFIRM),)),
+  'confirm': Turn(SYNCER, 4, got(CONFIRM), (say(JOINED),)),
+  'joined': Turn(LEARNER, 5, got(JOINED), (USE, a.Step(clock=0))),
+  'step 1': Turn(
+    LEARNER, 6, e.StepDone(tokens=10, step_ns=MS), (say(progress(1)), a.Step(clock=1))
+  ),
+  'progress 1': Turn(SYNCER, 7, got(progress(1))),
+  'step 2': Turn(LEARNER, 8, e.StepDone(tokens=10, step_ns=MS), (say(progress(2)),)),
+  'progress 2': Turn(SYNCER, 9, got(progress(2)), (say(PULL), OPENED)),
+  'pull': Turn(LEARNER, 10, got(PULL), (a.Encode(sync=2, fragment=0),)),
+  'encoded': Turn(
+    LEARNER,
+    11,
+    e.Encoded(sync=2, fragment=0, payload_id=3, payload=PAYLOAD),
+    (say(CONTRIBUTION, payload_id=3), a.Drop(payload_id=3)),
+  ),
+  'contribution': Turn(SYNCER, 12, got(CONTRIBUTION, payload_id=5), (MERGE, merging())),
+  'merged': Turn(SYNCER, 13, DONE, (say(MERGED), say(PUBLISH, payload_id=6), a.Drop(payload_id=6))),
+  'save': Turn(SYNCER, 14, e.Wake(), (ledger(), SAVE)),
+  'publish': Turn(
+    LEARNER,
+    15,
+    got(PUBLISH, payload_id=4),
+    (a.Adopt(fragment=0, version=1, payload_id=4, whole=False, keep=True, merged=True),),
+  ),
+  'adopted': Turn(LEARNER, 16, e.AdoptDone(fragment=0, version=1, digest=101), (say(ADOPTED),)),
+  'heard': Turn(SYNCER, 17, got(ADOPTED)),
+  'saved': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=2, record_sha256='ordinary')),
+  'begin': Turn(SYNCER, 18, e.TakeSnapshot(), (PINNED, say(NOW))),
+  'asked': Turn(LEARNER, 18, got(NOW), (PINNED,)),
+  'part': Turn(LEARNER, 18, SAVED, (say(SNAPSHOT_SAVED),)),
+  'own part': Turn(SYNCER, 18, e.SaveDone(clock=2, checkpoint=3, record_sha256='of the syncer')),
+  'answered': Turn(SYNCER, 19, got(SNAPSHOT_SAVED), (WRITE,)),
+  'written': Turn(
+    SYNCER,
+    19,
+    e.ManifestWritten(snapshot=1),
+    (a.Report(fact=facts.Snapshot(number=1, parts=('l0',))),),
+  ),
+}
+
+
+def watch(story: dict[str, Turn]) -> checkers.Checkers:
+  watcher = checkers.Checkers(CONFIG)
+  for life in (SYNCER, LEARNER):
+    watcher.born(0, life)
+  for turn in story.values():
+    watcher.saw(turn.life, turn.at * MS, turn.event, turn.out)
+  return watcher
+
+
+def with_out(name: str, *out: a.Action) -> Callable[[dict], None]:
+  """The story with other actions in one turn."""
+
+  def change(story):
+    story[name] = dataclasses.replace(story[name], out=out)
+
+  return change
+
+
+def then(life: checkers.ObservedProcess, event: e.Event, *out: a.Action, at: int = 20) -> Callable:
+  """The story with an additional turn."""
+
+  def change(story):
+    story['then'] = Turn(life, at, event, out)
+
+  return change
+
+
+BROKEN = [  # what no mutant breaks before it breaks something else
+  (
+    'I4',
+    then(
+      LEARNER,
+      got(dataclasses.replace(PUBLISH, version=0, base_version=None), payload_id=8),
+      a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),
+    ),
+  ),
+  ('I19', with_out('join', say(m.Finish()))),
+  (
+    'I19',
+    with_out(
+      'offer', say(CONFIRM), say(dataclasses.replace(progress(1), clock=0, steps=0, tokens=0))
+    ),
+  ),
+  ('P2', then(SYNCER, e.Wake(), a.Exit(code=0, text=''))),
+  (
+    'L7',
+    then(
+      LEARNER,
+      e.Stop(reason='preempted'),
+      a.Save(clock=2, machine_state={}),
+      a.Exit(code=0, text=''),
+    ),
+  ),
+  ('I24', then(LEARNER, e.Wake(), a.Dial(session=2))),
+]
+
+
+def test_the_correct_story_breaks_no_invariant():
+  watch(STORY).finished(30 * MS)
+
+
+@pytest.mark.parametrize(
+  'which', range(len(BROKEN)), ids=[f'{name}-{n}' for n, (name, _) in enumerate(BROKEN)]
+)
+def test_a_broken_story_is_noticed(which):
+  name, change = BROKEN[which]
+  story = dict(STORY)
+  change(story)
+  with pytest.raises(checkers.Violation) as caught:
+    watch(story)
+  assert caught.value.invariant == name, caught.value
+
+
+def test_payloads_merged_out_of_order_are_noticed():
+  """Two participants, the later id first."""
+  watcher = watch({name: STORY[name] for name in list(STORY)[: list(STORY).index('contribution')]})
+  both = (dataclasses.replace(MERGE.participants[0], learner='l1'), MERGE.participants[0])
+  merge = dataclasses.replace(MERGE, participants=both)
+  with pytest.raises(checkers.Violation, match='I15'):
+    watcher.saw(SYNCER, 12 * MS, got(CONTRIBUTION, payload_id=5), (merge,))
+
+
+def test_a_violation_names_its_sentence():
+  story = dict(STORY)
+  with_out('step 1', say(progress(1)))(story)
+  with pytest.raises(checkers.Violation, match='L1: A learner takes every step .* no step runs'):
+    watch(story)
+
+
+def again(number: int, machine_state: dict | None) -> checkers.ObservedProcess:
+  """The syncer starts again."""
+  return checkers.ObservedProcess(number, dataclasses.replace(SYNCER.start, state=machine_state))
+
+
+def until(name: str) -> dict[str, Turn]:
+  """The story up to that turn."""
+  return {turn: STORY[turn] for turn in list(STORY)[: list(STORY).index(name) + 1]}
+
+
+def log(watcher: checkers.Checkers, *notes: tuple) -> None:
+  for kind, *values in notes:
+    watcher.logged(40 * MS, observers.LogNote(kind, *values))
+
+
+WRITTEN = ('appended', 1, 101, '', '', (5,))  # record 1: the outer step of the story
+RECOVERED = {name: value for name, value in SNAPSHOT.items() if name != 'merging'}
+
+
+def test_a_syncer_continues_after_the_last_record_or_from_a_checkpoint():
+  for story in (STORY, until('merged')):
+    watcher = watch(story)
+    watcher.born(40 * MS, again(3, RECOVERED))
+    assert watcher.run.syncer.lineage.versions == [1]
+    log(watcher, ('recovered', 1))
+
+
+def test_a_syncer_that_continues_from_a_wrong_state_is_noticed():
+  watcher = watch(STORY)
+  with pytest.raises(checkers.Violation, match='I10.*opened: 1, it should be 2'):
+    watcher.born(50 * MS, again(4, {**SNAPSHOT, 'opened': 1}))
+
+
+def test_a_record_that_no_learner_was_told_of_may_count_or_not():
+  """The record was written, and the syncer ended before it was durable."""
+  for machine_state, number, versions in ((None, 0, [0]), (RECOVERED, 1, [1])):
+    watcher = watch(until('contribution'))
+    log(watcher, ('durable', 0), WRITTEN)
+    watcher.born(40 * MS, again(3, machine_state))
+    log(watcher, ('recovered', number), ('durable', number))
+    assert watcher.run.syncer.lineage.versions == versions
+
+
+def test_recovery_of_two_records_beyond_the_durable_ones_is_noticed():
+  watcher = watch(until('contribution'))
+  watcher.run.records.insert(0, watcher.run.records[0])
+  log(watcher, ('durable', 0), ('appended', 2, 101))
+  with pytest.raises(checkers.Violation, match='I10: .*after record 2, 0 are durable'):
+    watcher.born(40 * MS, again(3, RECOVERED))
+
+
+def test_a_state_that_differs_from_the_log_is_noticed():
+  watcher = watch(until('merged'))
+  watcher.born(40 * MS, again(3, RECOVERED))
+  with pytest.raises(checkers.Violation, match='I10: .*the log ends with record 2'):
+    log(watcher, ('recovered', 2))
+  with pytest.raises(checkers.Violation, match='I10: .*not JSON'):
+    log(watcher, ('not recovered', 0, 0, '', 'not JSON'))
+
+
+def test_the_loss_of_a_reported_outer_step_is_noticed():
+  with pytest.raises(checkers.Violation, match='I2: .*after record 0, 1 are durable'):
+    watch(STORY).born(40 * MS, again(3, None))
+  watcher = watch(until('contribution'))
+  log(watcher, WRITTEN, ('durable', 1))  # no learner was told of it
+  with pytest.raises(checkers.Violation, match='I2: '):
+    watcher.born(40 * MS, again(3, None))
+
+
+def test_a_repair_of_an_undamaged_log_is_noticed():
+  with pytest.raises(checkers.Violation, match='I2: .*nothing has rotted'):
+    log(watch(STORY), ('repaired', 0, 0, '', 'nothing has rotted'))
+
+
+def test_a_report_before_its_record_is_durable_is_noticed():
+  watcher = watch(until('contribution'))
+  log(watcher, WRITTEN, ('durable', 0))
+  turn = STORY['merged']
+  with pytest.raises(checkers.Violation, match='I8: .*1 outer steps have ended, 0 records are'):
+    watcher.saw(SYNCER, 13 * MS, turn.event, turn.out)
+
+
+def test_compaction_before_the_checkpoint_is_verified_is_noticed():
+  watcher = watch(until('save'))
+  log(watcher, ('compacted', 1))
+  with pytest.raises(checkers.Violation, match='I20: .*record 2 is the oldest, .* holds 0'):
+    log(watcher, ('compacted', 2))
+  watcher.saw(SYNCER, 16 * MS, e.SaveDone(clock=2), ())
+  log(watcher, ('compacted', 2))
+  with pytest.raises(checkers.Violation, match='I20'):
+    log(watcher, ('compacted', 3))
+
+
+def test_versions_go_back_only_when_a_log_was_repaired():
+  """A syncer that was rolled back has lost version 1: its holders may be sent version 0."""
+  whole = dataclasses.replace(PUBLISH, version=0, base_version=None, digest=100)
+  watcher = watch(STORY)
+  log(watcher, ('repaired', 1))
+  watcher.born(40 * MS, dataclasses.replace(SYNCER, number=3))
+  watcher.saw(
+    LEARNER,
+    41 * MS,
+    got(whole, payload_id=8),
+    (a.Adopt(fragment=0, version=0, payload_id=8, whole=True, keep=True, merged=False),),
+  )
+
+
+def test_a_fragment_that_is_not_merged_after_healing_is_noticed():
+  watcher = checkers.Checkers(dataclasses.replace(CONFIG, total_steps=40))
+  watcher.born(0, SYNCER)
+  watcher.healed(0)
+  nothing = ledger(trained=0, merged=0, learners={}, synced=0, sync=0)
+  watcher.saw(SYNCER, 5_000 * MS, e.Wake(), (nothing,))
+  watcher.run.syncer.lineage.next = 99
+  with pytest.raises(checkers.Violation, match='L2: .*versions at step 0'):
+    watcher.finished(9_000 * MS)
+
+
+def test_a_process_that_never_joins_is_noticed():
+  watcher = checkers.Checkers(CONFIG)
+  for life in (SYNCER, LEARNER):
+    watcher.born(0, life)
+  watcher.healed(0)
+  with pytest.raises(checkers.Violation, match='L3'):
+    watcher.finished(9_000 * MS)
+
+
+def test_a_silent_learner_that_keeps_its_id_is_noticed():
+  watcher = watch(STORY)
+  late_ms = (CONFIG.lease_ns + 2 * CONFIG.heartbeat_ns) // MS + 100
+  total = watcher.run.syncer.lineage.totals()
+  with pytest.raises(checkers.Violation, match='L8'):
+    watcher.saw(SYNCER, late_ms * MS, e.Wake(), (ledger(**total),))
+
+
+def test_a_sync_that_does_not_open_is_noticed():
+  """K learners are ready, a slot is free, and the syncer does nothing."""
+  watcher = watch(STORY)
+  (learner,) = watcher.run.syncer.lineage.holders.values()
+  learner.clock = 99
+  with pytest.raises(checkers.Violation, match='P1: .*is not open'):
+    watcher.saw(SYNCER, 10_000 * MS, e.Wake(), ())
+
+
+def test_a_missing_sync_is_noticed():
+  watcher = watch(STORY)
+  watcher.run.syncer.lineage.next, watcher.run.syncer.exited = 99, True
+  with pytest.raises(checkers.Violation, match='L6: .*fragment 0 was due 2 times'):
+    watcher.finished(30 * MS)
+
+
+def test_finish_before_the_disk_shows_the_end_is_noticed():
+  """The save with the end of the run is in progress; once it is verified Finish is right."""
+  watcher, finish = watch(STORY), (say(m.Finish()),)
+  watcher.saw(SYNCER, 20 * MS, e.Wake(), (SAVE,))
+  watcher.run.syncer.lineage.next = 99
+  watcher.saw(SYNCER, 20 * MS, e.Wake(), (a.Save(clock=2, machine_state={**SNAPSHOT, 'next': 99}),))
+  watcher.saw(SYNCER, 21 * MS, e.SaveDone(clock=2), ())  # of the first save, from before the end
+  with pytest.raises(checkers.Violation, match='I8b: .*it would continue with sync 4'):
+    watcher.saw(SYNCER, 22 * MS, e.Wake(), finish)
+  watcher.saw(SYNCER, 23 * MS, e.SaveDone(clock=2), finish)
+
+
+def test_a_machine_that_decides_differently_on_replay_is_noticed():
+  machine = LEARNER.start.make()
+  record = tape.Record(0, 0, e.Wake(), tuple(machine.handle(0, e.Wake())))
+  checkers.replays(LEARNER, [record])
+  with pytest.raises(checkers.Violation, match='I22'):
+    checkers.replays(LEARNER, [dataclasses.replace(record, actions=())])
+
+
+def test_every_invariant_has_its_own_id_and_sentence():
+  everything = (*checkers.INVARIANTS, checkers.SameAgain)
+  assert len({one.id for one in everything}) == len({one.sentence for one in everything})
+  assert len({one.id for one in everything}) == len(everything)
+  assert all(one.sentence.endswith('.') for one in everything)

@@ -1,0 +1,59 @@
+"""A run has no input but its seed: every process, hash seed and Python writes the same tape."""
+
+import functools
+import pathlib
+
+import pytest
+
+from diloco_jax.verification import random_streams
+from diloco_jax.verification.sim import seeds, tapes
+from tests import interpreters
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+SEEDS, SEEDS_OF_ALL = 4, 20  # by default, with --all
+
+RUN = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from diloco_jax.verification.sim import seeds, tapes
+for seed in range(int(sys.argv[2])):
+  tape = tapes.Tapes()
+  outcome = seeds.run_seed(seed, [tape])
+  print(seed, outcome.events, tape.hash)
+"""
+
+
+@functools.cache
+def here(seeds_run: int = SEEDS) -> list[str]:
+  lines = []
+  for seed in range(seeds_run):
+    tape = tapes.Tapes()
+    outcome = seeds.run_seed(seed, [tape])
+    lines.append(f'{seed} {outcome.events} {tape.hash}')
+  return lines
+
+
+@pytest.mark.parametrize('hash_seed', interpreters.HASH_SEEDS)
+@pytest.mark.parametrize('version', interpreters.pythons())
+def test_a_seed_has_one_hash(version: str, hash_seed: str, counts):
+  seeds_run = SEEDS_OF_ALL if counts.full else SEEDS
+  there = interpreters.run_bare(version, hash_seed, RUN, str(ROOT), str(seeds_run))
+  assert there == here(seeds_run)
+
+
+def test_another_seed_has_another_hash():
+  assert len({line.split()[2] for line in here()}) == SEEDS
+
+
+def test_common_random_numbers():
+  """One learner's random draws do not affect another's: each has its own random streams."""
+
+  one, two = (
+    random_streams.random_stream(5, 'network', 'l0'),
+    random_streams.random_stream(5, 'network', 'l1'),
+  )
+  expected = [two.random() for _ in range(5)]
+  for _ in range(1_000):
+    one.random()
+  again = random_streams.random_stream(5, 'network', 'l1')
+  assert [again.random() for _ in range(5)] == expected

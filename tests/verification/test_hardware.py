@@ -1,0 +1,100 @@
+"""Work on an island is stretched by all that happens to the island while it runs."""
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from diloco_jax.verification.sim import engine as engine_lib
+from diloco_jax.verification.sim import hardware
+from experiments.goodput import formulas, islands
+
+MS, SECOND = engine_lib.MS, engine_lib.SECOND
+
+
+def test_a_fault_stretches_the_step_that_runs():
+  engine, ends = engine_lib.Engine(), []
+  island = hardware.island(engine, 0, 'l0')
+  island.begin(100 * MS, lambda: ends.append(engine.now_ns))
+  engine.at(40 * MS, lambda: island.fault('slow', 3))  # 60 ms are left
+  engine.at(70 * MS, lambda: island.fault('shrink', 2))  # 50 ms are left
+  engine.at(190 * MS, lambda: island.fault('slow', 1))  # 30 ms are left
+  engine.run(SECOND)
+  assert ends == [250 * MS]
+
+
+def test_work_ends_with_its_process():
+  engine, ends = engine_lib.Engine(), []
+  island = hardware.island(engine, 0, 'l0')
+  island.begin(100 * MS, lambda: ends.append('killed'))
+  engine.at(40 * MS, island.stop)
+  engine.at(60 * MS, lambda: island.begin(100 * MS, lambda: ends.append(engine.now_ns)))
+  engine.run(SECOND)
+  assert ends == [160 * MS] and island.busy == 140 * MS
+
+
+def test_failures_stretch_work_by_pauses_and_by_missing_slices():
+  engine, spans = engine_lib.Engine(), []
+  slices = hardware.Slices(chips=10**6, count=7, mtbi_s=5e7)  # a failure in 50 s
+  island = hardware.island(engine, 1, 'l0', slices)
+  one = 600 * SECOND
+  for _ in range(30):
+    before = island.able, engine.now_ns
+    island.begin(one, lambda: spans.append(engine.now_ns - before[1]))
+    number = len(spans)
+    engine.run(1 << 62, done=lambda: len(spans) > number)
+    island.settle()
+    assert 0 <= island.able - before[0] - 7 * one <= 100  # slice-ns: rounded once per change
+  assert min(spans) > one and len(set(spans)) == 30
+  assert island.able == island.busy < 7 * island.up_ns
+
+
+def test_the_goodput_of_islands_is_that_of_the_closed_form():
+  elastic = hardware.of_chips(300_000)
+  assert abs(islands.alone(elastic, 4, 24).goodput - formulas.elastic(elastic)) < 0.01
+  rigid = hardware.of_chips(300_000, rigid=True)
+  assert abs(islands.alone(rigid, 1, 48).goodput - formulas.rigid(rigid)) < 0.01
+
+
+def test_uptime_is_that_of_independent_islands():
+  fleet = islands.alone(hardware.of_chips(600_000), 2, 48)
+  one = fleet.uptime(2) + (fleet.uptime(1) - fleet.uptime(2)) / 2  # share of time that one runs
+  assert fleet.uptime(0) == 1 and abs(fleet.uptime(1) - (1 - (1 - one) ** 2)) < 0.01
+
+
+def test_a_failed_region_takes_all_of_its_islands_and_a_failed_pod_some_slices():
+  engine = engine_lib.Engine()
+  slices = hardware.Slices(chips=1, count=8, region='eu', region_mtbf_s=600, pod_share=1.0, pod=3)
+  both = [hardware.island(engine, 0, name, slices) for name in ('l0', 'l1')]
+  changes = {island: [] for island in both}
+  for island in both:
+    island.changed = lambda running, island=island: changes[island].append(engine.now_ns)
+  engine.run(20_000 * SECOND)
+  first, second = changes.values()
+  assert len(first) > 20 and first == second
+  pods = hardware.Slices(chips=10**6, count=8, mtbi_s=1e9, pod_share=1.0, pod=3)
+  island, seen = hardware.island(engine, 0, 'l2', pods), set()
+  island.changed = lambda running: seen.add(island.live)
+  engine.run(40_000 * SECOND)
+  assert {5, 8} <= seen <= {8, 5, 2, 0, 3, 6}
+
+
+@pytest.mark.parametrize('weibull', [(1, 1), (0.8, 1.5), (2, 0.5)])
+def test_recovery_times_have_their_mean_and_shape(weibull):
+  slices, draw = hardware.Slices(chips=1, count=1, weibull=weibull), random.Random(0)
+  times_s = sorted(slices.recovery_ns(draw) / SECOND for _ in range(20_000))
+  assert abs(statistics.mean(times_s) - 65) < 2
+  shape, exponent = weibull
+  below = lambda x: (1 - math.exp(-(x**shape))) ** exponent  # of the distribution with scale 1
+  quarter, half = times_s[5_000], times_s[10_000]
+  scale = next(x / 1e3 for x in range(1, 10_000) if below(x / 1e3) > 0.5)
+  assert below(quarter / half * scale) == pytest.approx(0.25, abs=0.02)
+
+
+def test_all_islands_of_a_fleet_cost_by_their_failures_and_repeat():
+  one, again = (islands.alone(hardware.of_chips(10_000), 16, 100, seed=4) for _ in range(2))
+  other = islands.alone(hardware.of_chips(10_000), 16, 100, seed=5)
+  assert one.goodput == again.goodput != other.goodput
+  assert all(a >= b for a, b in itertools.pairwise(one.uptime(k) for k in range(17)))

@@ -1,0 +1,41 @@
+"""Every seeded bug is caught by an invariant that is made for it, within 1,000 seeds.
+
+By default each mutant runs the one seed that is remembered for it (mutant_seeds.py); with --all the
+seeds are searched from 0 on. A mutant whose first violation is another one is not caught.
+"""
+
+import pytest
+
+from diloco_jax.verification.checks import checkers
+from tests.verification import mutant_seeds, mutants
+
+
+@pytest.mark.parametrize(
+  'name', [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in mutants.MUTANTS]
+)
+def test_a_mutant_is_caught_by_its_checker(name, counts):
+  seeds = mutant_seeds.SEARCHED if counts.full else [mutant_seeds.remembered()[name]]
+  caught = mutant_seeds.catch(name, seeds)
+  assert caught.right, (
+    f'expected {mutants.MUTANTS[name].caught_by}, {caught.invariant}: {caught.detail}\n'
+    f'if a change moved the seeds, search them again: {mutant_seeds.COMMAND}'
+  )
+
+
+def test_every_mutant_has_a_seed():
+  assert mutant_seeds.remembered().keys() == mutants.MUTANTS.keys(), mutant_seeds.COMMAND
+
+
+def test_a_mutant_ends_with_its_block():
+  for mutant in mutants.MUTANTS.values():
+    before = [getattr(owner, name) for owner, name, _ in mutant.replace]
+    with mutant.applied():
+      assert all(
+        getattr(owner, name) is not one for (owner, name, _), one in zip(mutant.replace, before)
+      ), mutant.name
+    assert before == [getattr(owner, name) for owner, name, _ in mutant.replace]
+
+
+def test_every_invariant_has_a_mutant():
+  named = {name for mutant in mutants.MUTANTS.values() for name in mutant.caught_by}
+  assert named == {one.id for one in checkers.INVARIANTS} | {'crash', 'claim'}
