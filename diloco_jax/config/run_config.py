@@ -22,7 +22,6 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 DECODER = 'decoder'  # the reference task
-VISION = 'vision'  # captions of images (train/vision.py)
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
@@ -212,7 +211,7 @@ class Config:
     _require_types('', self)
     self.optimizer.validate()
     self.mesh.validate()
-    if self.task in (DECODER, VISION):
+    if self.task == DECODER:
       train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()
