@@ -1,5 +1,4 @@
-"""docs/simulator.md says what the code enforces, and docs/log/2026-11.md has the seeds that
-failed."""
+"""docs/simulator.md says what the code enforces, and docs/log has the seeds that failed."""
 
 import pathlib
 

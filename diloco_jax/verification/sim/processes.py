@@ -15,7 +15,7 @@ from typing import Any
 
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
-from diloco_jax.storage import outer_log, wal_format
+from diloco_jax.storage import outer_log, wal
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.sim import arrays, hardware, network, snapshots
 from diloco_jax.verification.sim import disk as disk_lib
@@ -355,11 +355,11 @@ class Syncer(Process):
     world: Any,
     life: observers.ObservedProcess,
     disk: disk_lib.Disk,
-    journal: simulated_log_lib.Journal,
+    log: wal.Wal,
     theta: arrays.Theta,
   ):
     super().__init__(world, 'syncer', life, disk)
-    self.theta, self.journal = theta, journal
+    self.theta, self.log = theta, log
     self.merge_ns, self.read_ns, self.save_ns = 10 * MS, 5 * MS, 20 * MS
     self.fsync_ns = world.fsync_ns
     self.not_finite = False  # whether the next outer step is not finite
@@ -374,7 +374,7 @@ class Syncer(Process):
 
   def report_durable(self) -> None:
     """Tells observers which records have become durable."""
-    durable = self.journal.durable()
+    durable = simulated_log_lib.durable(self.disk, max(self.durable, self.log.first))
     if durable != self.durable:
       self.durable = durable
       self.world.logged('durable', durable)
@@ -404,7 +404,7 @@ class Syncer(Process):
         delay_ns = next(self._jobs[0])
       except StopIteration:
         self._jobs.popleft()
-      except wal_format.WalBroken as broken:
+      except wal.WalBroken as broken:
         self.world.lose_syncer(self, str(broken))
       except disk_lib.Cut:
         self.world.lose_syncer(self)
@@ -457,9 +457,9 @@ class Syncer(Process):
     """Appends the record and makes it durable."""
     while True:
       try:
-        number = self.journal.append(step)
+        number = self.log.append(outer_log.OUTER_STEP, *outer_log.encode(step))
         break
-      except wal_format.WalFull:
+      except wal.WalFull:
         self.world.logged('full')
       yield RETRY_NS
     self.world.logged(
@@ -473,7 +473,7 @@ class Syncer(Process):
     if self.ambush is not None:
       self.ambush(self.fsync_ns)
     yield self.fsync_ns
-    self.journal.commit()
+    self.log.commit()
 
   def _write_manifest(self, write: actions.WriteManifest) -> Iterator[int]:
     manifest = {
@@ -502,16 +502,13 @@ class Syncer(Process):
       save.machine_state['versions'],
       theta.versions,
     )
-    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **self.journal.position}
+    state = {'snapshot': save.machine_state, 'theta': theta.saved(), **outer_log.position(self.log)}
     done = yield from self.save(save, state)
     self.post(done)
     if done.error:
       return
     yield MS
-    try:
-      kept = self.checkpoints.last_two()
-      if kept[0] is not None:
-        self.journal.compact(kept)
-    except wal_format.WalFull:
-      self.world.logged('full')  # the next save tries again
-    self.world.logged('compacted', self.journal.first)
+    kept = self.checkpoints.last_two()
+    if kept[0] is not None:
+      outer_log.compact(self.log, kept)
+    self.world.logged('compacted', self.log.first + 1)
