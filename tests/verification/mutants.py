@@ -1348,7 +1348,7 @@ def refused_merge_counts(original):
   'Recovery forgets the outer steps in progress in the machine state.',
   SyncerMachine,
   'ended',
-  'I10',
+  'I10 I2',
 )
 def outer_steps_in_progress_forgotten(original):
   return lambda self, merge, done: None

@@ -16,7 +16,6 @@ from typing import Any
 from diloco_jax.protocol import actions, events, facts, messages
 from diloco_jax.protocol.tape import observers
 from diloco_jax.storage import outer_log, wal
-from diloco_jax.verification import random_streams
 from diloco_jax.verification.checks.model import learner as learner_book
 from diloco_jax.verification.sim import arrays, hardware, network, snapshots
 from diloco_jax.verification.sim import disk as disk_lib
@@ -201,7 +200,6 @@ class Learner(Process):
     self.captured: dict[int, tuple[int, int]] = {}
     self.reads: list[arrays.Batches] = []  # all batches of its steps, range after range
     self.at = (-1, 0)  # shard and next batch
-    self.moments = arrays.value('moments', self.nonce)
     self._training = False
     self._incarnation, self._exact = 0, True
 
@@ -221,10 +219,6 @@ class Learner(Process):
         if rewind:  # its parameters are the anchors
           self.contains = [(self.tokens, self.steps)] * len(self.contains)
           self.captured.clear()
-      case actions.ReadMoments(transfer=transfer):
-        self._read_moments(transfer)
-      case actions.TakeMoments():
-        self._take_moments(action)
       case actions.Save():
         self._claim_boundary()
         stages = self.save(action, action.machine_state)
@@ -273,7 +267,6 @@ class Learner(Process):
       self._training = False
       self.steps += 1
       self.tokens += event.tokens
-      self.moments = arrays.value('moments', self.moments, event.tokens)
     if isinstance(event, events.Received) and isinstance(event.message, messages.Joined):
       self._exact = self._exact and self._incarnation in (0, event.message.incarnation)
       self._incarnation = event.message.incarnation
@@ -348,25 +341,6 @@ class Learner(Process):
       ),
       lane='egress',
     )
-
-  def _read_moments(self, transfer: int) -> None:
-    """Copies the moments to the host beside the steps, on its own lane."""
-    self._claim_boundary()
-    content = None if self.nan else arrays.Moments(self.learner, self.steps, self.moments)
-    event = events.MomentsRead(
-      transfer=transfer, payload_id=None, payload=content and PAYLOAD, digest=self.moments
-    )
-    self.world.engine.after(self.island.donate_ns, lambda: self.post(event, content))
-
-  def _take_moments(self, take: actions.TakeMoments) -> None:
-    self._claim_boundary()
-    arrays.claim(not self.steps, 'A learner takes moments before its first step.', self.name)
-    moments = self.contents.pop(take.payload_id)
-    garbled = random_streams.chance(self.island.draw, self.island.garble)
-    matched = moments.value == take.digest and not garbled
-    if matched:
-      self.moments = moments.value
-    self.answer(self.island.adopt_ns, events.MomentsTaken(transfer=take.transfer, matched=matched))
 
 
 class Syncer(Process):

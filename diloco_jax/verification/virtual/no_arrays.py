@@ -17,7 +17,7 @@ _RECORD = '0' * 64
 
 class Model:
   """Sizes of a run: of payloads to the syncer, of deltas and whole fragments from it, each by
-  fragment, and of the moments."""
+  fragment."""
 
   def __init__(
     self,
@@ -25,12 +25,10 @@ class Model:
     payload_bytes: tuple[int, ...],
     delta_bytes: tuple[int, ...],
     whole_bytes: tuple[int, ...],
-    moments_bytes: int,
   ):
     self.agreement, self.payload_bytes = agreement, payload_bytes
     self.digests = (_DIGEST,) * len(payload_bytes)
     self.delta_bytes, self.whole_bytes = delta_bytes, whole_bytes
-    self.moments_bytes = moments_bytes
     self._saved: dict[str, dict[str, Any]] = {}
 
   def syncer(self, payloads: world.Contents) -> 'Syncer':
@@ -102,12 +100,6 @@ class Learner:
         return [events.AdoptDone(fragment=p, version=version, digest=_DIGEST)]
       case actions.UseShard():
         return []
-      case actions.ReadMoments(transfer=transfer):
-        given = content(self._payloads, self._model.moments_bytes)
-        return [events.MomentsRead(transfer=transfer, digest=_DIGEST, **given)]
-      case actions.TakeMoments(transfer=transfer, payload_id=payload_id):
-        self._payloads.drop(payload_id)
-        return [events.MomentsTaken(transfer=transfer, matched=True)]
       case actions.Save():
         self._model.save(self._name, action.machine_state)
         return [saved(action)]
@@ -123,7 +115,6 @@ def model_of(assembled: build.Assembly) -> Model:
     assembled.payload_bytes,
     tuple(assembled.codec_down.encoded_size(size) for size in sizes),
     tuple(4 * size for size in sizes),
-    assembled.moments_bytes,
   )
 
 
