@@ -180,11 +180,7 @@ class Liar(processes.Learner):
       'checkpoint': 1,
       'record_sha256': '0' * 64,
       'error': '',
-      'transfer': 1,
-      'donor': self.learner,
       'versions': tuple(a.version for a in machine._anchors),
-      'digest': self.moments,
-      'way': messages.Way.FRAGMENTS,
     }
     if cls is messages.Contribution:
       values['steps'] = machine.steps - anchor.steps
