@@ -108,15 +108,12 @@ ALLOWED = {
   # The simulated world, and the work of real processes that it carries out.
   'verification/virtual': {
     'protocol',
-    'protocol/syncer',
-    'protocol/learner',
     'protocol/tape',
     'train',
     'config',
     'learner',
     'syncer',
     'verification',
-    'verification/checks',
     'verification/sim',
   },
   'verification/calibration': {
@@ -128,7 +125,6 @@ ALLOWED = {
     'verification',
     'verification/checks',
     'verification/sim',
-    'verification/virtual',
   },
 }
 # The commands may import every room.

@@ -43,7 +43,7 @@ from diloco_jax.protocol.syncer import machine as syncer_machine
 from diloco_jax.storage import wal, wal_format, wal_recovery
 from diloco_jax.verification.checks.invariants import data
 from diloco_jax.verification.checks.invariants import tokens as tokens_invariants
-from diloco_jax.verification.sim import faults, network, processes, simulated_log
+from diloco_jax.verification.sim import arrays, faults, network, processes, simulated_log
 
 Reason = messages.Reason
 LearnerMachine, SyncerMachine = learner_machine.LearnerMachine, syncer_machine.SyncerMachine
@@ -1969,10 +1969,10 @@ def donor_is_given_no_time(original):
   return _ask
 
 
-@mutant('No outer step of fragment 0 is finite any more.', processes.Syncer, '_merge', 'L2')
+@mutant('No outer step of fragment 0 is finite any more.', arrays.Syncer, '_merge', 'L2')
 def fragment_is_never_merged(original):
   def _merge(self, merge):
-    self.not_finite = self.not_finite or merge.fragment == 0
+    self._process.not_finite |= merge.fragment == 0
     return original(self, merge)
 
   return _merge

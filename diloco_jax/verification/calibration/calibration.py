@@ -20,16 +20,13 @@ from diloco_jax.accounting import book as book_lib
 from diloco_jax.accounting import turns
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
-from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import random_streams
 from diloco_jax.verification.calibration import measured, tape_times
 from diloco_jax.verification.sim import engine as engine_lib
-from diloco_jax.verification.sim import network, processes
-from diloco_jax.verification.virtual import no_arrays, world
+from diloco_jax.verification.sim import network, no_arrays, processes, world
 
 STRETCH_NS = 3 * engine_lib.SECOND  # how long the world stays at a stretch of the run, at most
 _PATIENCE_NS = 3_600 * engine_lib.SECOND
-_SIZE = 64  # of all payloads: their time is that of the run
 
 
 def drawn_kills(
@@ -101,7 +98,7 @@ class Stretches:
     self._last.clear()
 
 
-class _Learner(world.Learner):
+class _Learner(processes.Learner):
   """A learner whose work takes the time of a stretch."""
 
   def work(self, action: actions.Work) -> None:
@@ -131,7 +128,7 @@ class _Learner(world.Learner):
     self.island.begin(step.before_ns + step.saving_ns + step.step_ns, end)
 
 
-class _Syncer(world.Syncer):
+class _Syncer(processes.Syncer):
   """A syncer whose work takes the time of a stretch."""
 
   def takes_ns(self, action: actions.Work) -> int:
@@ -164,15 +161,16 @@ class World(world.World):
     book: the account of this world.
   """
 
+  learner_class, syncer_class = _Learner, _Syncer
+
   def __init__(self, source: tape_times.Source, config: config_lib.ProtocolConfig, seed: int):
     self.source = source
     self.book = book_lib.Book(config.quorum, config.period / config.fragments)
     self._stretches = Stretches(source, random_streams.random_stream(seed, 'moments'))
     self._draw = random_streams.random_stream(seed, 'starts')
     self._starting: set[str] = set()
-    sizes = (_SIZE,) * config.fragments
-    model = no_arrays.Model('{}', sizes, sizes, sizes, _SIZE)
-    super().__init__(config, model, seed, (turns.Turns(self.book),))
+    # The time of all payloads is that of the run.
+    super().__init__(config, seed, (turns.Turns(self.book),), no_arrays.equal(config.fragments))
     for which in range(config.learners):
       self._begin_start(f'l{which}', first=True)
 
@@ -191,12 +189,6 @@ class World(world.World):
     training = sum(bool(one.steps) for one in self.learners.values())
     starting = len(self._starting) + len(self.learners) - training
     return self._stretches.took(self.now_ns, (starting, training), kind, learner)
-
-  def make_learner(self, key: str, life: observers.ObservedProcess) -> processes.Learner:
-    return _Learner(self, key, life)
-
-  def make_syncer(self, life: observers.ObservedProcess) -> world.Syncer:
-    return _Syncer(self, life)
 
   def link(self, name: str) -> network.Link:
     if name not in self._links:
