@@ -5,9 +5,9 @@ the model alone, so processes do not exchange them. The agreement text holds the
 follow from, and digests of the layout and of the data, which prove that learner and syncer built
 the same ones.
 
-`config.task` names what is trained (train/task.py): 'decoder' is the reference and 'vision' its
-variant that reads images; an own model is 'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with
-arguments, 'mlp.py:task(width=64)'. The function is called with the config and returns a Task.
+`config.task` names what is trained (train/task.py): 'decoder' is the reference; an own model is
+'FILE.py:FUNCTION' or 'MODULE:FUNCTION', perhaps with arguments, 'mlp.py:task(width=64)'. The
+function is called with the config and returns a Task.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from diloco_jax.config import load, run_config
 from diloco_jax.numerics import codecs, fragments, merge, outer, spec
 from diloco_jax.protocol import agreement
 from diloco_jax.protocol import config as protocol_config
-from diloco_jax.train import decoder, optimizer, vision
+from diloco_jax.train import decoder, optimizer
 from diloco_jax.train import moments as moments_lib
 from diloco_jax.train import task as task_lib
 
@@ -190,13 +190,12 @@ def _assemble(
 
 def make_task(config: run_config.Config) -> task_lib.Task:
   """The task that `config.task` names. Raises ValueError."""
-  ours = {run_config.DECODER: decoder.task, run_config.VISION: vision.task}
-  if config.task in ours:
-    return ours[config.task](config.model, config.data)
+  if config.task == run_config.DECODER:
+    return decoder.task(config.model, config.data)
   named = _NAMED.fullmatch(config.task)
   if not named:
     raise ValueError(
-      f'task is {config.task!r}; use {", ".join(map(repr, ours))}, '
+      f'task is {config.task!r}; use {run_config.DECODER!r}, '
       "or 'FILE.py:FUNCTION' for an own model; loops of one's own are no task: "
       '`diloco syncer --config=own_loop` and diloco_jax.join'
     )

@@ -22,7 +22,6 @@ OptionalInt = Annotated[int | None, 'an integer, or none']
 """A field that an override can set and clear (`=2`, `=none`); launch/cli.py parses it."""
 
 DECODER = 'decoder'  # the reference task
-VISION = 'vision'  # captions of images (train/vision.py)
 OWN_LOOP = ''  # no task: loops of the user's own train (api/peer.py)
 FRAGMENTATIONS = ('balanced', 'layer', 'strided')
 
@@ -67,7 +66,7 @@ class SyncConfig(_Sync):
     embedding_merge: the same for the embedding and an untied head.
     router_merge: the same for the router of a Mixture of Experts. Learners change it in directions
       of their own, which rda would not shorten: it ended 0.2 and 0.6 % worse with two seeds
-      (docs/log.md).
+      (docs/log/2026-11.md).
     outer: the outer optimizer, a spec of numerics/outer.py: 'nesterov(...)', 'adam(...)'. The
       default is the best of docs/studies/outer.md at the best inner rate; a low inner rate
       wants a longer outer step, as 0.7 and 0.5.
@@ -78,7 +77,7 @@ class SyncConfig(_Sync):
       2 * moments / rate < H * step time.
     uplink_mbit_s: bandwidth that the payloads of a learner may use, in 10^6 bits per second; 0: all
       that there is. A learner says when it starts which steps they fit. With 4/3 of their mean rate
-      all steps are merged (docs/log.md).
+      all steps are merged (docs/log/2026-11.md).
     places: how many learners may be connected at the same time; 0: twice sync.learners, and 16
       more.
     keep_log: keep every outer step in the log, with the payloads of its participants, so that the
@@ -212,7 +211,7 @@ class Config:
     _require_types('', self)
     self.optimizer.validate()
     self.mesh.validate()
-    if self.task in (DECODER, VISION):
+    if self.task == DECODER:
       train_config.validate_decoder(self.model, self.data, self.mesh)
     self.train.validate()
     self.sync.validate()

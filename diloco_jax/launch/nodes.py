@@ -1,9 +1,9 @@
 """Entry points of the syncer and learner processes: they build a node on gRPC from the flags and
 turn its end into an exit code.
 
-Errors that a retry cannot fix raise program.NeverRetry (exit 42): a refused join, a port in use, a
+Errors that a retry cannot fix raise cli.NeverRetry (exit 42): a refused join, a port in use, a
 folder that is not writable or is locked by another syncer, a config that does not fit the model, a
-checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (program.py), and
+checkpoint of another model, a damaged log. A failing or full disk gives exit 74 (cli.py), and
 so do checkpoints that cannot be read: the cause may pass.
 """
 

@@ -15,7 +15,7 @@ runs two writers (the generators `control_frames`, `bulk_frames`), the session t
 A syncer reads no further from a peer that sends more messages than it may (`link.Limits`), and both
 ends read no further while the machine has not handled MAX_UNHANDLED messages of the session: gRPC's
 flow control then makes the peer wait. A learner keeps to the rate by itself. What a peer may send
-at all is in rules.py.
+at all is in peer_limits.py.
 
 A session never retries: a retried stream can lose messages silently. The machines recover the
 messages that a broken session loses.
@@ -232,7 +232,7 @@ class Session:
 
   @property
   def stage(self) -> int:
-    """How far it has come with joining (rules.py)."""
+    """How far it has come with joining (peer_limits.py)."""
     return self._rules.stage
 
   # --- Writers: gRPC's threads iterate over these ------------------------------------------------

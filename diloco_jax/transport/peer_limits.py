@@ -5,7 +5,7 @@ on this session: one contribution of the fragment's size for every Pull, one don
 Donate. So a session that is not a member's sends no payload at all, and memory is used only for
 bytes that the syncer awaits.
 
-A learner believes the sizes of its syncer as far as the layout allows them.
+A learner rejects sizes that its layout does not allow.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Coverage points: the situations that seeds reached. Without them many clean seeds prove little.
+"""Coverage points: situations to reach. Clean seeds mean little if they never reach these states.
 
 A point is a name such as `event StepDone`, `sync merging -> published` or `discarded late`. The
 required points follow from the protocol's own tables: every event, action and message, every reason
