@@ -24,7 +24,7 @@ ALLOWED = {
   'configs': {'config', 'train'},
   'certs': {'protocol'},
   'transport': {'protocol', 'node', 'certs'},
-  'accounting': {'protocol', 'protocol/tape'},
+  'accounting': {'protocol'},
   'report': {'protocol', 'config', 'node', 'accounting'},
   'learner': {
     'protocol',
@@ -42,7 +42,6 @@ ALLOWED = {
     'protocol',
     'protocol/syncer',
     'protocol/tape',
-    'accounting',
     'numerics',
     'storage',
     'train',

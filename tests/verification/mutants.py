@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from diloco_jax.protocol import actions, events, messages, states
+from diloco_jax.protocol import actions, events, messages
 from diloco_jax.protocol.learner import anchor as anchor_lib
 from diloco_jax.protocol.learner import checkpoints as learner_checkpoints
 from diloco_jax.protocol.learner import connection, moments
@@ -93,7 +93,6 @@ def _never_refuses(original: Any) -> Callable:
 
 
 SETTLES = (ledger.Account, 'settle', _never_refuses)
-MOVES = (states, 'move', lambda original: lambda table, source, target: target)  # any move is drawn
 
 
 # --- Contributions --------------------------------------------------------------------------------
@@ -1468,8 +1467,7 @@ def pull_is_forgotten(original):
   'A sync that has no quorum is tried once more after it was cancelled.',
   gathering.Gathering,
   'cancel',
-  'I24 P1',
-  also=(MOVES,),
+  'crash',
 )
 def cancelled_sync_gathers_again(original):
   def cancel(self, gather, why):
@@ -1488,8 +1486,7 @@ def cancelled_sync_gathers_again(original):
   'A learner that hears nothing while it joins dials at once, over the session that it has.',
   connection.Connection,
   'keep',
-  'I24',
-  also=(MOVES,),
+  'crash',
 )
 def dials_while_joining(original):
   def keep(self, now_ns, ending):
@@ -1504,8 +1501,7 @@ def dials_while_joining(original):
   'A learner whose clock has reached T goes on training while it is not told to end.',
   LearnerMachine,
   '_may_step',
-  'I24 L1',
-  also=(MOVES,),
+  'crash',
 )
 def trains_after_the_last_step(original):
   def _may_step(self):

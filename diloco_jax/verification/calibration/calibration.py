@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco_jax.accounting import book as book_lib
-from diloco_jax.accounting import turns
 from diloco_jax.protocol import actions, events
 from diloco_jax.protocol import config as config_lib
+from diloco_jax.protocol.tape import observers
 from diloco_jax.verification import random_streams
 from diloco_jax.verification.calibration import measured, tape_times
 from diloco_jax.verification.sim import engine as engine_lib
@@ -153,6 +153,36 @@ class _Link(network.Link):
     return self._world.took(f'{kind} {lane}', self._name)
 
 
+class Turns(observers.Observer):
+  """Books the turns of all processes of a simulated world."""
+
+  def __init__(self, book: book_lib.Book):
+    self.book = book
+
+  def born(self, now_ns: int, life: observers.ObservedProcess) -> None:
+    if life.start.role == 'learner':
+      self.book.waits(life.start.node, now_ns)
+
+  def saw(
+    self, life: observers.ObservedProcess, now_ns: int, event: events.Event, out: observers.Actions
+  ) -> None:
+    name = life.start.node
+    if type(event) is events.StepDone and event.tokens:
+      self.book.stepped(name, now_ns, event.tokens, event.step_ns, event.data_ns, event.saving_ns)
+      self.book.waits(name, now_ns)  # until the next step: in this turn, if none is waited for
+    for action in out:
+      if type(action) is actions.Report:
+        self.book.take(name, now_ns, action.fact)
+      elif type(action) is actions.Step:
+        self.book.trains(name, now_ns)
+
+  def died(self, now_ns: int, life: observers.ObservedProcess, killed: bool) -> None:
+    if life.start.role == 'learner':
+      self.book.died(life.start.node, now_ns, killed)
+    else:
+      self.book.syncer_died(now_ns)
+
+
 class World(world.World):
   """A world in which everything takes the time of a stretch of a run.
 
@@ -170,7 +200,7 @@ class World(world.World):
     self._draw = random_streams.random_stream(seed, 'starts')
     self._starting: set[str] = set()
     # The time of all payloads is that of the run.
-    super().__init__(config, seed, (turns.Turns(self.book),), no_arrays.equal(config.fragments))
+    super().__init__(config, seed, (Turns(self.book),), no_arrays.equal(config.fragments))
     for which in range(config.learners):
       self._begin_start(f'l{which}', first=True)
 
@@ -244,7 +274,7 @@ def predict(
 
 def outcome(workdir: pathlib.Path, source: tape_times.Source) -> book_lib.Figures:
   """The figures of the run itself, until its last inner step."""
-  return measured.account(workdir, source.over_ns)[0].figures(source.over_ns)
+  return measured.account(workdir, source.config, source.over_ns).figures(source.over_ns)
 
 
 def text(columns: Mapping[str, Sequence[book_lib.Figures]]) -> str:

@@ -37,7 +37,6 @@ from diloco_jax.verification.checks.invariants import (
   pace,
   screening,
   snapshots,
-  states,
   tokens,
 )
 from diloco_jax.verification.checks.model import donation as donation_book
@@ -100,7 +99,6 @@ INVARIANTS: tuple[type[invariant.Invariant], ...] = (
   snapshots.SnapshotsEnd,
   donation.Donated,
   donation.DonationEnds,
-  states.AsDrawn,
 )
 
 # The updates of the model, by kind of record.
